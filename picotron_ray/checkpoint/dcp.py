@@ -1,0 +1,225 @@
+"""Between live tensors and canonical shards; the only module here that imports torch.
+
+Restoring uses the planner of torch's distributed checkpoint (DCP), which cuts any stored boxes into
+any wanted boxes, over our own ``StorageReader``. DCP's driver function, its metadata pickle and its
+files are not used: no process group is involved (a restore cannot hang) and nothing is unpickled. Every
+stored piece that is touched is checked against its digest as a whole, before a byte of it is copied.
+
+Restoring 360 tensors (120 weights and their moments) of a (dp 2, tp 2) state from four slots took
+29 ms on a busy 2-core machine, 80 us a tensor; half of it is DCP's planner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from picotron_ray.checkpoint.boxes import as_elements, uncovered
+from picotron_ray.checkpoint.canonical import Box, Shard
+from picotron_ray.checkpoint.sources import Piece, ShardSource
+from picotron_ray.errors import StorageError
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """What one rank holds of one canonical tensor.
+
+    Fields:
+        shard: its name and box in the uncut model.
+        tensor: the live local storage, of the box's shape (never a DTensor).
+        primary: exactly one state group (``Layout.state_group``) is primary for each box: False on tp
+            ranks other than 0 for tensors that tp replicates.
+    """
+
+    shard: Shard
+    tensor: torch.Tensor
+    primary: bool = True
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def buffers(state: Sequence[StateTensor]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """The bytes of each tensor, for ``SlotFile.write``; on CPU without a copy where contiguous."""
+    return [
+        entry.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        if entry.tensor.numel()
+        else np.empty(0, dtype=np.uint8)
+        for entry in state
+    ]
+
+
+def restore(state: Sequence[StateTensor], source: ShardSource) -> None:
+    """Fill the live tensors in place from a source, whatever layout wrote it.
+
+    No collective is used. Where it raises, the tensors are partly overwritten: initialise or restore
+    again before use.
+
+    Raises:
+        CorruptError: a stored piece does not match its digest (``.where`` names the slot or chunk).
+        StorageError: a tensor is missing, has another shape or dtype, or is not wholly covered.
+    """
+    wanted: dict[str, list[StateTensor]] = {}
+    for entry in state:
+        if entry.shard.box.numel:
+            wanted.setdefault(entry.shard.name, []).append(entry)
+    stored = source.pieces(wanted)
+    _check(wanted, stored)
+    planner, reader = _BoxPlanner(wanted), _PieceReader(source, stored)
+    metadata = reader.read_metadata()
+    planner.set_up_planner({}, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+    source.finish()
+
+
+def _check(wanted: dict[str, list[StateTensor]], stored: dict[str, list[Piece]]) -> None:
+    for name, entries in wanted.items():
+        pieces = stored.get(name)
+        if not pieces:
+            raise StorageError(f"the stored state has no tensor {name}; was it written by another model?")
+        boxes = [piece.shard.box for piece in pieces]
+        for entry in entries:
+            _check_same(entry, pieces[0].shard)
+            missing = uncovered(entry.shard.box, boxes)
+            if missing:
+                raise StorageError(
+                    f"the stored state covers only part of {name}: {missing[0].size} at {missing[0].offset}"
+                    " is missing; a slot or upload part was left out"
+                )
+
+
+def _check_same(entry: StateTensor, stored: Shard) -> None:
+    want = entry.shard
+    if (want.global_shape, want.dtype) != (stored.global_shape, stored.dtype):
+        raise StorageError(
+            f"tensor {want.name}: stored as {stored.dtype}{list(stored.global_shape)}, expected"
+            f" {want.dtype}{list(want.global_shape)}; the model or precision changed"
+        )
+    if tuple(entry.tensor.shape) != want.box.size or dtype_name(entry.tensor.dtype) != want.dtype:
+        raise StorageError(
+            f"tensor {want.name}: live storage is {dtype_name(entry.tensor.dtype)}{list(entry.tensor.shape)},"
+            f" expected {want.dtype}{list(want.box.size)}"
+        )
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
+
+
+class _BoxPlanner(DefaultLoadPlanner):
+    """DCP's load planner, told of boxes directly instead of through DTensors."""
+
+    def __init__(self, wanted: dict[str, list[StateTensor]]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._wanted = wanted
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, entries in self._wanted.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            chunks = [_chunk(entry.shard.box) for entry in entries]
+            items += create_read_items_for_chunk_list(name, stored, chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: Any) -> torch.Tensor:
+        return self._wanted[index.fqn][index.index].tensor.detach()
+
+
+class _PieceReader(StorageReader):
+    """Hands the pieces of a source to DCP's planner."""
+
+    def __init__(self, source: ShardSource, stored: dict[str, list[Piece]]) -> None:
+        self._source = source
+        self._stored = stored
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to reset: a reader serves one restore."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, pieces[0].shard.dtype)),
+                    torch.Size(pieces[0].shard.global_shape),
+                    [_chunk(piece.shard.box) for piece in pieces],
+                )
+                for name, pieces in self._stored.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """Nothing to set up: the pieces are known already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Order the reads by stored piece, so that each is fetched and checked once."""
+        ordered = sorted(plan.items, key=_stored_at)
+        self._source.prepare([self._stored[name][at] for name, at in dict.fromkeys(map(_stored_at, ordered))])
+        return LoadPlan(ordered)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        last: tuple[str, int] | None = None
+        elements = np.empty(0, dtype=np.uint8)
+        for item in plan.items:
+            at = _stored_at(item)
+            if at != last:
+                piece = self._stored[at[0]][at[1]]
+                elements, last = as_elements(self._source.read(piece), piece.shard), at
+            cut = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
+            target = planner.resolve_tensor(item)
+            _copy(target, elements[cut])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _stored_at(item: ReadItem) -> tuple[str, int]:
+    """Name and number of the stored piece that an item reads."""
+    return item.storage_index.fqn, item.storage_index.index or 0
+
+
+def _copy(target: torch.Tensor, elements: np.ndarray[Any, Any]) -> None:
+    """Copy bit patterns into a tensor of the same shape, on any device."""
+    bits = target.view(_BITS[target.element_size()])
+    if bits.device.type == "cpu":
+        view = bits.numpy()
+        np.copyto(view, elements.view(view.dtype))
+        return
+    copy_to_device(bits, elements)
+
+
+def copy_to_device(bits: torch.Tensor, elements: np.ndarray[Any, Any]) -> None:
+    """Fill device memory from a private copy: numpy's read-only maps cannot back a tensor."""
+    private = torch.from_numpy(np.array(elements, order="C").reshape(-1).view(np.uint8))
+    bits.copy_(private.view(bits.dtype).reshape(bits.shape))

@@ -1,0 +1,216 @@
+"""``picotron-ray``: everything that a user does from a shell. Heavy imports happen inside the commands.
+
+Commands that look at stored data (``checkpoints``, ``ledger``) take the config, which says where that is;
+commands that speak to a run that goes on take its name.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from picotron_ray import launch
+from picotron_ray.launch import AsJson, Config, Overrides, reported
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train a language model on whatever GPUs there are; take any away, bring others back.",
+)
+checkpoints = typer.Typer(no_args_is_help=True, help="What is committed in storage.")
+ledger = typer.Typer(no_args_is_help=True, help="Which samples were fed.")
+app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(ledger, name="ledger")
+benchmarks = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
+app.add_typer(benchmarks, name="bench")
+app.command("train")(launch.train)
+
+Run = Annotated[str, typer.Argument(help="name of a run")]
+
+
+def _emit(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+@app.command()
+def validate(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print the resolved config, or one line per mistake (exit code 2)."""
+    with reported(as_json):
+        from picotron_ray.config.load import load_job, public_dict, to_yaml
+
+        job = load_job(config, overrides or [])
+        _emit({"valid": True, "config": public_dict(job)}) if as_json else print(to_yaml(job), end="")
+
+
+@app.command("config-schema")
+def config_schema(as_json: AsJson = False) -> None:
+    """Print the JSON Schema of a config, for editors (with --json on one line)."""
+    from picotron_ray.config.load import job_schema
+
+    print(json.dumps(job_schema(), indent=None if as_json else 2))
+
+
+@app.command()
+def status(run: Run, as_json: AsJson = False) -> None:
+    """Step, loss, layout, members and recent events of a run that goes on."""
+    with reported(as_json):
+        from picotron_ray.runtime import control
+        from picotron_ray.runtime.report import event_line, progress_line
+
+        seen = control.status(run)
+        lines = [progress_line(seen), *map(event_line, seen["events"])]
+        _emit(seen) if as_json else print("\n".join(lines))
+
+
+@app.command()
+def logs(
+    run: Run,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep reading")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What the run's processes on this machine wrote, each line after its pid; they outlive the run."""
+    with reported(as_json):
+        from picotron_ray.runtime import control
+
+        for pid, line in control.log_lines(run, follow):
+            _emit({"pid": int(pid), "line": line}) if as_json else print(f"{pid}: {line}", flush=follow)
+
+
+@app.command()
+def stop(
+    run: Run,
+    now: Annotated[bool, typer.Option("--now", help="kill it, without a commit")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Stop a run with a commit; also removes whatever a killed run left on this machine."""
+    with reported(as_json):
+        from picotron_ray.runtime import control
+        from picotron_ray.runtime.report import console, summary_lines
+
+        summary = control.stop(run, now, console(as_json))
+        if as_json:
+            _emit(summary or {"run": run, "status": "ended"})
+        elif summary:
+            print("\n".join(summary_lines(summary)))
+
+
+@app.command("checkpoint-now")
+def checkpoint_now(
+    run: Run,
+    timeout_s: Annotated[float, typer.Option(help="longest wait for the commit")] = 120.0,
+    as_json: AsJson = False,
+) -> None:
+    """Commit a checkpoint at the next step and wait until it is durable."""
+    with reported(as_json):
+        from picotron_ray.runtime import control
+
+        step = control.checkpoint_now(run, timeout_s)
+        _emit({"run": run, "step": step}) if as_json else print(f"run {run}: step {step} is committed")
+
+
+@checkpoints.command("ls")
+def checkpoints_list(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Every commit that is kept, oldest first."""
+    with reported(as_json):
+        from picotron_ray.runtime import inspection
+
+        _table(inspection.listing(_job(config, overrides)), as_json)
+
+
+@checkpoints.command("verify")
+def checkpoints_verify(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Read every commit and compare all digests; exit code 4 where one is damaged."""
+    with reported(as_json):
+        from picotron_ray.runtime import inspection
+
+        rows = inspection.verification(_job(config, overrides))
+        _table(rows, as_json)
+        if any(row["problems"] for row in rows):
+            raise typer.Exit(4)
+
+
+@checkpoints.command("gc")
+def checkpoints_gc(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Retire commits beyond retention and delete what nothing needs; refused while the run goes on."""
+    with reported(as_json):
+        from picotron_ray.runtime import inspection
+
+        _table([inspection.garbage(_job(config, overrides))], as_json)
+
+
+@ledger.command("verify")
+def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Recompute from the source data what the committed ledger says was fed; exit code 4 where it differs."""
+    with reported(as_json):
+        from picotron_ray.runtime import inspection
+
+        found = inspection.ledger(_job(config, overrides))
+        if as_json:
+            _emit(found)
+        else:
+            print(
+                f"ledger of {found['steps']} steps: {found['samples']} samples, {found['lost']} lost,"
+                f" {found['repeated']} repeated, {len(found['wrong'])} wrong"
+            )
+            print("\n".join(found["wrong"]), end="\n" if found["wrong"] else "")
+        if found["lost"] or found["repeated"] or found["wrong"]:
+            raise typer.Exit(4)
+
+
+@benchmarks.command("recovery")
+def bench_recovery(
+    runs: Annotated[int, typer.Option(min=1, help="kills, one after the other")] = 10,
+    seed: Annotated[int, typer.Option(help="draws the victims")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """SIGKILL workers of a quickstart-sized job; seconds from each kill to the next finished step."""
+    with reported(as_json):
+        import sys
+
+        from picotron_ray.bench.recovery import bench
+        from picotron_ray.runtime.drive import without_rays_messages
+
+        with without_rays_messages():
+            found = bench(runs, seed, lambda line: print(line, file=sys.stderr, flush=True))
+        if as_json:
+            _emit(found)
+        else:
+            print(
+                f"median {found['median_total_s']:.3f} s, slowest {found['max_total_s']:.3f} s, at most"
+                f" {found['max_lost_steps']} steps lost; {found['workers']} workers on {found['machine']}"
+            )
+
+
+def _job(config: str, overrides: list[str] | None) -> Any:
+    from picotron_ray.config.load import load_job
+
+    return load_job(config, overrides or [])
+
+
+def _table(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Rows of equal keys: as one JSON list, or as aligned text."""
+    if as_json:
+        return _emit(rows)
+    if not rows:
+        return print("nothing is committed")
+    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return None
+
+
+def _cell(value: Any) -> str:
+    return ("; ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

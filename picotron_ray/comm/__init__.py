@@ -1,0 +1,1 @@
+"""Process groups that can be aborted, and the reductions over them."""

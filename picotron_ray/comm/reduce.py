@@ -1,0 +1,50 @@
+"""Gradient sums over replicas: flat buckets, after the last micro-batch.
+
+One collective per bucket instead of one per tensor: over gloo a call costs about 0.1 ms whatever its
+size. Sums, never means: the loss is divided once by the global token count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 32 * 2**20
+
+
+def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of one dtype, up to ``limit_bytes`` together (or one that is larger)."""
+    current: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if current and (filled + nbytes > limit_bytes or tensor.dtype != current[0].dtype):
+            yield current
+            current, filled = [], 0
+        current.append(tensor)
+        filled += nbytes
+    if current:
+        yield current
+
+
+def sum_(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """All-reduce the tensors in place: each becomes its sum over ``group``.
+
+    All ranks pass tensors of the same shapes in the same order. The next bucket is packed while the one
+    before it is on the wire.
+    """
+    pending: list[tuple[list[Tensor], Tensor, dist.Work]] = []
+    for bucket in buckets(tensors, bucket_bytes):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None
+        pending.append((bucket, flat, work))
+    for bucket, flat, work in pending:
+        work.wait()
+        pieces = flat.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [p.view(t.shape) for p, t in zip(pieces, bucket, strict=True)])

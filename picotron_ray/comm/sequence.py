@@ -1,0 +1,38 @@
+"""Gather and reduce-scatter along the sequence: the two collectives of sequence parallelism."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed these two and warns at every use of the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[batch, seq / n, ...]`` of every rank → ``[batch, seq, ...]`` on all of them."""
+    parts = group.size()
+    batch, length, *rest = x.shape
+    gathered = x.new_empty((parts * batch, length, *rest))
+    _all_gather(gathered, x.contiguous(), group=group)
+    return gathered.view(parts, batch, length, *rest).transpose(0, 1).reshape(batch, parts * length, *rest)
+
+
+def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[batch, seq, ...]`` → this rank's ``[batch, seq / n, ...]`` of the sum over ranks.
+
+    gloo's own reduce-scatter is an all-reduce of everything; exchanging the parts and adding them here
+    moves half the bytes.
+    """
+    parts = group.size()
+    batch, length, *rest = x.shape
+    cut = x.view(batch, parts, length // parts, *rest).transpose(0, 1).contiguous()
+    if dist.get_backend(group) == "gloo":
+        received = torch.empty_like(cut)
+        dist.all_to_all_single(received, cut, group=group)
+        return received.sum(dim=0)
+    result = torch.empty_like(cut[0])
+    _reduce_scatter(result, cut.flatten(0, 1), group=group)
+    return result

@@ -1,0 +1,51 @@
+"""What leaves the process: the resolved config as YAML or plain data, never with a secret in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.urls import redact
+
+
+def public_dict(job: JobConfig) -> dict[str, Any]:
+    """The whole config as JSON-ready data, with user-info and queries cut from every URL."""
+    data: dict[str, Any] = _redacted(job.model_dump(mode="json"))
+    return data
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _redacted(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_redacted(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def to_yaml(job: JobConfig) -> str:
+    """The resolved config as YAML that ``load_job`` reads back to an equal job."""
+    return yaml.safe_dump(public_dict(job), sort_keys=False, allow_unicode=True, width=110)
+
+
+def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping of dotted keys; lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def fingerprint(job: JobConfig) -> dict[str, Any]:
+    """Dotted key → value of everything that may not change within a run.
+
+    Model, seed, data (not the prefetch depth), precision and the optimizer's name: with these equal, the
+    samples and the meaning of a checkpoint are equal too.
+    """
+    from picotron_ray.config.resume import verdict
+
+    return {key: value for key, value in flatten(public_dict(job)).items() if verdict(key) == "refuse"}

@@ -1,0 +1,117 @@
+"""Which layouts fit a job: the divisibility rules, shared by config validation and the planner.
+
+Torch would find a misfit late and deep (facts: TP over an indivisible dimension fails inside DTensor), so
+every rule is checked here with the two numbers in the message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
+
+
+class Misfit(NamedTuple):
+    """One broken rule: the layout key at fault, the keys it is at odds with, and what is wrong, in words."""
+
+    key: str
+    against: tuple[str, ...]
+    text: str
+
+
+def misfits(job: JobConfig, layout: Layout) -> list[Misfit]:
+    """Every rule that ``layout`` breaks for this model and batch; empty where it fits."""
+    return [
+        *_tensor_misfits(job, layout.tp),
+        *_pipeline_misfits(job, layout),
+        *_batch_misfits(job, layout),
+    ]
+
+
+def _tensor_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
+    model = job.model
+    cut = {
+        "model.heads": model.heads,
+        "model.kv_heads": model.kv_heads,
+        "model.intermediate_size": model.intermediate_size,
+        "model.vocab_size": model.vocab_size,
+        # Sequence parallelism keeps 1/tp of every sequence between the tensor-parallel blocks.
+        "data.sequence_length": job.data.sequence_length,
+    }
+    uncut = [key for key, size in cut.items() if size % tp]
+    if uncut:
+        sizes = ", ".join(f"{key}={cut[key]}" for key in uncut)
+        yield Misfit("layout.tp", tuple(uncut), f"saw {tp}, which does not divide {sizes}")
+
+
+def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
+    layers = job.model.layers
+    if layers % layout.pp:
+        text = f"saw {layout.pp}, which does not divide model.layers={layers}"
+        yield Misfit("layout.pp", ("model.layers",), text)
+    if layout.pp > 1 and job.model.tie_embeddings:
+        yield Misfit(
+            "layout.pp",
+            ("model.tie_embeddings",),
+            f"saw {layout.pp} with model.tie_embeddings=true; tied embeddings need one stage, pp=1",
+        )
+    micro_batches = layout.micro_batches(job.data.global_batch)
+    if layout.pp > 1 and layout.schedule == "1f1b" and micro_batches < layout.pp:
+        yield Misfit(
+            "layout.pp",
+            ("data.global_batch",),
+            f"saw {layout.pp} stages but {micro_batches} micro-batches per step (data.global_batch="
+            f"{job.data.global_batch}, dp={layout.dp}, micro_batch={layout.micro_batch}); 1f1b needs one per"
+            " stage",
+        )
+
+
+def _batch_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
+    batch = job.data.global_batch
+    if layout.dp > batch:
+        yield Misfit(
+            "layout.dp",
+            ("data.global_batch",),
+            f"saw {layout.dp}, more replicas than data.global_batch={batch}",
+        )
+    if layout.micro_batch > batch:
+        yield Misfit(
+            "layout.micro_batch",
+            ("data.global_batch",),
+            f"saw {layout.micro_batch}, more rows than data.global_batch={batch}",
+        )
+
+
+def fitting_degrees(job: JobConfig, workers: int) -> list[tuple[int, int, int]]:
+    """All (dp, tp, pp) that divide model and batch and use at most ``workers`` ranks.
+
+    Judged with the smallest micro-batch, which admits the most pipelines; ``job.layout`` is not looked at
+    except for its schedule.
+    """
+    found = []
+    for tp in range(1, min(workers, job.model.kv_heads) + 1):
+        for pp in range(1, min(workers // tp, job.model.layers) + 1):
+            if job.model.layers % pp or any(_tensor_misfits(job, tp)):
+                continue
+            for dp in range(1, min(workers // (tp * pp), job.data.global_batch) + 1):
+                layout = Layout(dp=dp, tp=tp, pp=pp, schedule=job.layout.schedule)
+                if not any(_pipeline_misfits(job, layout)):
+                    found.append((dp, tp, pp))
+    return found
+
+
+def nearest_layouts(job: JobConfig, asked: tuple[int, int, int], workers: int, count: int = 3) -> list[str]:
+    """The ``count`` fitting layouts nearest to the (dp, tp, pp) asked for, as ``dp=2 tp=1 pp=2``.
+
+    Distance is the sum of |log2| ratios of the degrees; among equals those with the most workers come first.
+    """
+
+    def distance(degrees: tuple[int, int, int]) -> tuple[float, int, tuple[int, int, int]]:
+        apart = sum(abs(math.log2(a / b)) for a, b in zip(degrees, asked, strict=True))
+        return (round(apart, 9), -math.prod(degrees), degrees)
+
+    best = sorted(fitting_degrees(job, workers), key=distance)[:count]
+    return [f"dp={dp} tp={tp} pp={pp}" for dp, tp, pp in best]

@@ -1,0 +1,249 @@
+"""The configuration of one run: frozen pydantic models, unknown keys refused, units in field names.
+
+Importing this module loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
+class Section(BaseModel):
+    """Base of every config section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    vocab_size: int = Field(
+        default=264, ge=2, description="rows of the embedding; at least the tokenizer's vocabulary"
+    )
+    hidden_size: int = Field(default=128, ge=2, description="width of the residual stream")
+    intermediate_size: int = Field(default=352, ge=1, description="width of the SwiGLU hidden layer")
+    layers: int = Field(default=4, ge=1, description="decoder blocks")
+    heads: int = Field(
+        default=4, ge=1, description="query heads; hidden_size / heads is the head size, an even number"
+    )
+    kv_heads: int = Field(default=2, ge=1, description="key/value heads; divides heads")
+    rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm")
+    tie_embeddings: bool = Field(default=False, description="share the embedding matrix with the output head")
+    init_std: float = Field(default=0.02, gt=0, description="standard deviation of the initial weights")
+
+
+class DataConfig(Section):
+    """Where samples come from. A sample is ``sequence_length`` + 1 consecutive tokens of one stream."""
+
+    source: Literal["stdlib", "text", "jsonl", "memmap"] = Field(
+        default="stdlib",
+        description="stdlib: the Python standard library's own source files; text: UTF-8 files; jsonl: one"
+        " JSON object per line; memmap: raw token ids in one file per split",
+    )
+    path: str | None = Field(default=None, description="file, folder or glob; not used by stdlib")
+    text_key: str = Field(default="text", description="jsonl: the key that holds the text")
+    memmap_dtype: Literal["uint8", "uint16", "uint32"] = Field(
+        default="uint16", description="memmap: type of a token id"
+    )
+    sequence_length: int = Field(default=128, ge=1, description="tokens per sample that are predicted")
+    global_batch: int = Field(
+        default=32, ge=1, description="samples per optimizer step, the same at every layout"
+    )
+    held_out_fraction: float = Field(
+        default=0.05, gt=0, lt=1, description="share of documents kept for evaluation"
+    )
+    prefetch_steps: int = Field(default=2, ge=1, description="steps loaded ahead, off the critical path")
+
+
+class ScheduleConfig(Section):
+    """Learning-rate schedule; multiplies ``optimizer.learning_rate``."""
+
+    kind: Literal["constant", "cosine", "wsd"] = Field(
+        default="cosine", description="wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM)"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up from 0")
+    decay_steps: int = Field(default=0, ge=0, description="wsd: steps of linear decay at the end")
+    final_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="learning rate at the last step, as a share of the peak"
+    )
+
+
+class OptimizerConfig(Section):
+    """The optimizer; its state is canonical like the weights."""
+
+    name: Literal["adamw", "sgd"] = Field(
+        default="adamw", description="adamw (Loshchilov & Hutter 2019) or plain sgd"
+    )
+    learning_rate: float = Field(default=1e-3, gt=0, description="peak learning rate")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="decoupled decay; not applied to norms (1-d tensors)"
+    )
+    clip_norm: float | None = Field(
+        default=1.0, gt=0, description="largest global gradient norm; null: no clipping"
+    )
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="learning-rate schedule")
+
+
+class LayoutConfig(Section):
+    """Parallel degrees to use; ``auto`` leaves a degree to the planner at every generation."""
+
+    dp: Degree = Field(default="auto", description="data-parallel replicas")
+    tp: Degree = Field(default="auto", description="tensor-parallel ranks")
+    pp: Degree = Field(default="auto", description="pipeline stages")
+    zero: Literal[0, 2, 3] | Literal["auto"] = Field(
+        default="auto", description="0 replicated, 2 or 3 sharded (FSDP2)"
+    )
+    schedule: Literal["afab", "1f1b"] = Field(default="1f1b", description="pipeline schedule, where pp > 1")
+    micro_batch: Degree = Field(default="auto", description="samples per micro-batch and replica")
+
+
+class ClusterConfig(Section):
+    """Which machines to use."""
+
+    min_workers: int = Field(default=1, ge=1, description="fewest workers that the run goes on with")
+    max_workers: int = Field(default=4, ge=1, description="most workers that the run uses")
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        default="auto", description="auto: cuda where Ray offers GPUs, else cpu"
+    )
+    cpus_per_worker: float = Field(
+        default=1.0, ge=0, description="CPU slots that each worker reserves in Ray"
+    )
+    start_timeout_s: float = Field(
+        default=120.0, gt=0, description="longest wait for max_workers before min_workers will do"
+    )
+    local_cpus: int | None = Field(
+        default=None, ge=1, description="CPU slots of a Ray that launch starts; null: enough"
+    )
+
+
+class ElasticConfig(Section):
+    """Failure detection and recovery."""
+
+    max_failures: int = Field(
+        default=100, ge=0, description="failures of any kind before the run gives up (exit 3)"
+    )
+    max_failures_without_progress: int = Field(
+        default=6, ge=1, description="failures in a row at the same step before exit 3"
+    )
+    heartbeat_s: float = Field(default=1.0, gt=0, description="interval of a node agent's heartbeat")
+    node_timeout_s: float = Field(default=5.0, gt=0, description="silence after which a node counts as lost")
+    hang_factor: float = Field(
+        default=3.0, ge=1, description="a phase longer than this times its learned p99 is a hang"
+    )
+    hang_floor_s: float = Field(default=1.0, gt=0, description="a hang is never called sooner than this")
+    first_step_timeout_s: float = Field(
+        default=60.0, gt=0, description="limit of a phase whose length is not yet known"
+    )
+    interrupt_timeout_s: float = Field(
+        default=2.0, gt=0, description="a member that does not stop in time is killed"
+    )
+    grow: bool = Field(
+        default=True, description="re-mesh up when workers join and the planner says that it pays"
+    )
+    replace_workers: bool = Field(
+        default=True, description="start a new worker for a dead one where resources allow"
+    )
+
+
+class SnapshotConfig(Section):
+    """Host-memory snapshots, the first rung of recovery."""
+
+    interval_steps: int | Literal["auto"] = Field(
+        default="auto", description="auto: ceil(copy and digest time / (0.5 x step time)), from measurement"
+    )
+    slots: int = Field(default=3, ge=3, description="snapshot slots per worker")
+    folder: str = Field(default="/dev/shm", description="memory file system that holds the slots")
+    overflow_folder: str | None = Field(
+        default=None, description="disk folder to use where `folder` is too small"
+    )
+
+
+class StorageConfig(Section):
+    """Where checkpoints are kept."""
+
+    url: str = Field(
+        default="./runs", description="a local folder, or s3://bucket/prefix; the run's name is appended"
+    )
+    endpoint_url: str | None = Field(default=None, description="S3 endpoint other than AWS")
+    region: str | None = Field(default=None, description="S3 region")
+    path_style: bool = Field(default=False, description="address buckets by path rather than by host name")
+    retry_deadline_s: float = Field(
+        default=60.0, gt=0, description="how long an outage of storage is waited out"
+    )
+
+
+class CheckpointConfig(Section):
+    """When state is committed to storage."""
+
+    interval_steps: int = Field(default=50, ge=1, description="steps between commits")
+    keep_last: int = Field(default=3, ge=1, description="newest commits to keep")
+    keep_every_steps: int | None = Field(
+        default=None, ge=1, description="also keep commits at multiples of this step"
+    )
+    codec: Literal["none", "zstd"] = Field(default="none", description="lossless compression of chunks")
+    gc_grace_s: float = Field(
+        default=3600.0, ge=0, description="time between condemning a chunk and deleting it"
+    )
+    resume_step: int | None = Field(
+        default=None, ge=0, description="resume from this committed step; null: the newest"
+    )
+
+
+class EvaluateConfig(Section):
+    """Loss on held-out data."""
+
+    interval_steps: int = Field(
+        default=50, ge=1, description="steps between evaluations; the last step is always evaluated"
+    )
+    samples: int = Field(
+        default=64, ge=1, description="held-out samples per evaluation, always the same ones"
+    )
+
+
+class ChaosFault(Section):
+    """One scripted fault, for tests, demos and drills."""
+
+    fault: Literal["kill", "stop", "hang", "remove-node"] = Field(
+        description="kill: SIGKILL; stop: SIGSTOP; hang: a thread that never returns;"
+        " remove-node: the whole node"
+    )
+    target: str = Field(
+        description="worker:<rank> of the running generation, node:<index>, or coordinator",
+        pattern=r"^(worker:\d+|node:\d+|coordinator)$",
+    )
+    step: int = Field(ge=1, description="optimizer step (1-based) at which it strikes, once per run")
+    phase: str = Field(default="forward", description="phase of the step, by its name in the heartbeat page")
+
+
+class JobConfig(Section):
+    """Everything that defines a run."""
+
+    name: str = Field(
+        default="quickstart", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="name of the run"
+    )
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="seed of weights and sample order")
+    steps: int = Field(default=200, ge=1, le=10**12, description="optimizer steps")
+    precision: Literal["fp64", "fp32", "bf16"] = Field(
+        default="fp32", description="arithmetic; master weights and moments stay fp32 under bf16"
+    )
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the model")
+    data: DataConfig = Field(default_factory=DataConfig, description="the data")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer")
+    layout: LayoutConfig = Field(default_factory=LayoutConfig, description="parallel degrees")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="machines")
+    elastic: ElasticConfig = Field(
+        default_factory=ElasticConfig, description="failure detection and recovery"
+    )
+    snapshot: SnapshotConfig = Field(default_factory=SnapshotConfig, description="host-memory snapshots")
+    storage: StorageConfig = Field(default_factory=StorageConfig, description="checkpoint storage")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="commits")
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out loss")
+    chaos: tuple[ChaosFault, ...] = Field(default=(), description="scripted faults")

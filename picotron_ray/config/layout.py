@@ -1,0 +1,111 @@
+"""A parallel layout as a value: its degrees, its rank order, and what every rank must hold.
+
+Ranks are numbered with tensor parallelism innermost, then context, data and pipeline:
+``rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index``, so that the chattiest axis
+falls on neighbouring devices (Megatron-LM's order, Narayanan et al. 2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+Schedule = Literal["afab", "1f1b"]
+ZERO_STAGES = (0, 2, 3)
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on each mesh axis (0-based)."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """How one generation cuts the model and the batch.
+
+    Fields:
+        dp, tp, pp, cp, ep: degrees of data, tensor, pipeline, context and expert parallelism.
+        zero: 0 replicates the state over dp, 2 shards it and keeps weights gathered between forward
+            and backward, 3 shards it and gathers twice (FSDP2, ``reshard_after_forward``).
+        schedule: pipeline schedule; it matters only where ``pp > 1``.
+        virtual_stages: pipeline stages per rank.
+        micro_batch: rows (sequences) per micro-batch and DP replica.
+        recompute: activation recomputation policy.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    micro_batch: int = 1
+    recompute: Literal["none"] = "none"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks (processes) that the layout needs; experts are folded over dp."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coordinates(pp, dp, cp, tp)
+
+    def rank(self, at: Coordinates) -> int:
+        return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
+
+    # --- state groups: which ranks hold the same shards of weights and optimizer state ---------------
+
+    @property
+    def state_groups(self) -> int:
+        """Number of distinct shards of the training state: all of them together are the whole state."""
+        return self.world_size if self.zero else self.pp * self.tp
+
+    def state_group(self, rank: int) -> int:
+        """The shard of the training state that ``rank`` holds."""
+        at = self.coordinates(rank)
+        return rank if self.zero else at.pp * self.tp + at.tp
+
+    def state_replicas(self, rank: int) -> tuple[int, ...]:
+        """All ranks, in order, that hold the same shard as ``rank`` (itself included)."""
+        group = self.state_group(rank)
+        return tuple(r for r in range(self.world_size) if self.state_group(r) == group)
+
+    # --- batch -------------------------------------------------------------------------------------
+
+    def rows(self, dp_index: int, global_batch: int) -> tuple[int, int]:
+        """Half-open range of rows of the global batch that one DP replica feeds (uneven is fine)."""
+        share, extra = divmod(global_batch, self.dp)
+        start = dp_index * share + min(dp_index, extra)
+        return start, start + share + (dp_index < extra)
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Micro-batches per step, the same on all replicas; rows of weight 0 fill the last ones."""
+        most = -(-global_batch // self.dp)
+        return max(1, -(-most // self.micro_batch))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Layout:
+        return cls(**data)
+
+    def __str__(self) -> str:
+        parts = [f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}"]
+        if self.cp > 1:
+            parts.append(f"cp{self.cp}")
+        if self.zero:
+            parts.append(f"zero{self.zero}")
+        if self.pp > 1:
+            parts.append(self.schedule)
+        parts.append(f"mb{self.micro_batch}")
+        return "-".join(parts)

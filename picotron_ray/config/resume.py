@@ -1,0 +1,90 @@
+"""A second launch of a run: which changed keys are harmless, which deserve a warning, which are refused.
+
+A run's meaning is its model, its seed, its samples and their order. Those are pinned; what only says how,
+where or for how long to compute may change; what bends the loss curve may change with a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from picotron_ray.config.export import flatten, public_dict
+from picotron_ray.config.job import JobConfig
+from picotron_ray.errors import ConfigError
+
+Verdict = Literal["may", "warn", "refuse"]
+
+# The longest matching prefix decides; keys of no prefix here may change.
+_VERDICTS: dict[str, Verdict] = {
+    "name": "refuse",
+    "seed": "refuse",
+    "precision": "refuse",
+    "model": "refuse",
+    "data": "refuse",
+    "data.prefetch_steps": "may",
+    "optimizer": "warn",
+    "optimizer.name": "refuse",
+    "evaluate.samples": "warn",
+    "storage.url": "warn",
+}
+
+
+def verdict(key: str) -> Verdict:
+    """Whether a dotted key may change between two launches of one run."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        found = _VERDICTS.get(".".join(parts[:length]))
+        if found:
+            return found
+    return "may"
+
+
+def compare(old: Mapping[str, Any], new: JobConfig) -> list[tuple[str, Verdict]]:
+    """(dotted key, verdict) of every key that differs between an earlier launch and this one.
+
+    Args:
+        old: ``public_dict`` of the earlier launch (as run.json holds it). A key that it lacks, because an
+            older version wrote it, counts as having had its default.
+        new: the config of this launch.
+    """
+    return [(key, verdict(key)) for key, _, _ in changes(old, new)]
+
+
+def changes(old: Mapping[str, Any], new: JobConfig) -> list[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of every key that differs, in the config's order."""
+    defaults = flatten(public_dict(JobConfig()))
+    before = flatten(dict(old))
+    now = flatten(public_dict(new))
+    found = []
+    for key, value in now.items():
+        was = before.get(key, defaults.get(key))
+        if was != value:
+            found.append((key, was, value))
+    return found
+
+
+def check_resume(old: Mapping[str, Any], new: JobConfig) -> list[str]:
+    """Accept or refuse a changed config of an existing run; returns one line per changed key.
+
+    Raises:
+        ConfigError: one line for every key that may not change.
+    """
+    refused, lines = [], []
+    for key, was, value in changes(old, new):
+        said = verdict(key)
+        change = f"{key}: was {_show(was)}, now {_show(value)}"
+        if said == "refuse":
+            refused.append(
+                f"{change}; it may not change within run {new.name}: restore it, or choose another name"
+            )
+        else:
+            lines.append(f"{change}; {'it changes the loss curve' if said == 'warn' else 'accepted'}")
+    if refused:
+        raise ConfigError(*refused)
+    return lines
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,231 @@
+"""Rules between keys: what each value alone cannot show to be wrong.
+
+A rule yields problems and never raises, so that all mistakes of a config are reported at once. ``touches``
+names the keys that a rule looked at: where one of them already failed on its own, the rule's problem is
+not reported (it would speak about a default, not about what the user wrote).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from picotron_ray.config.fit import misfits, nearest_layouts
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.config.phases import PHASES
+from picotron_ray.config.urls import url_problems
+
+BYTE_VOCABULARY = 257  # 256 byte values and the end of a document
+
+
+class Problem(NamedTuple):
+    """One mistake: the key to change, what is wrong, and the other keys it depends on."""
+
+    key: str
+    text: str
+    touches: tuple[str, ...] = ()
+
+
+def check(job: JobConfig) -> list[Problem]:
+    """Every broken rule of a config whose values are each valid."""
+    return [problem for rule in RULES for problem in rule(job)]
+
+
+def _model(job: JobConfig) -> Iterator[Problem]:
+    model = job.model
+    if model.heads % model.kv_heads:
+        yield Problem(
+            "model.kv_heads",
+            f"saw {model.kv_heads}, which does not divide model.heads={model.heads}",
+            ("model.heads",),
+        )
+    if model.hidden_size % model.heads:
+        yield Problem(
+            "model.heads",
+            f"saw {model.heads}, which does not divide model.hidden_size={model.hidden_size}",
+            ("model.hidden_size",),
+        )
+    elif (model.hidden_size // model.heads) % 2:
+        yield Problem(
+            "model.hidden_size",
+            f"saw {model.hidden_size} with model.heads={model.heads}, a head size of"
+            f" {model.hidden_size // model.heads}; rotary positions need an even head size",
+            ("model.heads",),
+        )
+
+
+def _data(job: JobConfig) -> Iterator[Problem]:
+    data, vocabulary = job.data, job.model.vocab_size
+    if data.source == "stdlib" and data.path is not None:
+        yield Problem(
+            "data.path", "saw a path with data.source=stdlib, which reads none; drop it", ("data.source",)
+        )
+    if data.source != "stdlib" and not data.path:
+        yield Problem(
+            "data.path", f"saw {data.path!r}, expected a file, folder or glob for data.source={data.source}"
+        )
+    if data.source != "memmap" and vocabulary < BYTE_VOCABULARY:
+        yield Problem(
+            "model.vocab_size",
+            f"saw {vocabulary}, expected at least {BYTE_VOCABULARY} (256 bytes and end of document) for"
+            f" data.source={data.source}",
+            ("data.source",),
+        )
+    if data.path and "://" in data.path:
+        yield Problem("data.path", "saw a URL, expected a path that every node can read", ())
+
+
+def _optimizer(job: JobConfig) -> Iterator[Problem]:
+    schedule = job.optimizer.schedule
+    key = "optimizer.schedule"
+    if schedule.warmup_steps > job.steps:
+        yield Problem(
+            f"{key}.warmup_steps",
+            f"saw {schedule.warmup_steps}, expected at most steps={job.steps}",
+            ("steps",),
+        )
+    elif schedule.warmup_steps + schedule.decay_steps > job.steps:
+        yield Problem(
+            f"{key}.decay_steps",
+            f"saw {schedule.decay_steps}, expected at most {job.steps - schedule.warmup_steps}"
+            f" (steps={job.steps} less warmup_steps={schedule.warmup_steps})",
+            ("steps", f"{key}.warmup_steps"),
+        )
+    if schedule.decay_steps and schedule.kind != "wsd":
+        yield Problem(
+            f"{key}.decay_steps",
+            f"saw {schedule.decay_steps} with kind={schedule.kind}, which has none; drop it or use kind=wsd",
+            (f"{key}.kind",),
+        )
+
+
+def _layout(job: JobConfig) -> Iterator[Problem]:
+    asked = job.layout
+    dp, tp, pp = (1 if degree == "auto" else degree for degree in (asked.dp, asked.tp, asked.pp))
+    layout = Layout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        schedule=asked.schedule,
+        micro_batch=1 if asked.micro_batch == "auto" else asked.micro_batch,
+    )
+    most, world = job.cluster.max_workers, layout.world_size
+    hint = "; nearest layouts that fit: " + (", ".join(nearest_layouts(job, (dp, tp, pp), most)) or "none")
+    touched = tuple(f"layout.{name}" for name in ("dp", "tp", "pp", "micro_batch", "schedule"))
+    found = misfits(job, layout)
+    for misfit in found:
+        yield Problem(misfit.key, misfit.text + hint, (*touched, "cluster.max_workers", *misfit.against))
+    if found:
+        return
+    text = f"saw dp={dp} x tp={tp} x pp={pp} = {world} workers, "
+    if world > most:
+        text += f"more than cluster.max_workers={most}"
+    elif asked.dp == "auto" and most % world:  # with dp given, the workers left over are spares
+        text += f"which does not divide cluster.max_workers={most}"
+    else:
+        return
+    yield Problem(_widest(dp, tp, pp), text + hint, (*touched, "cluster.max_workers"))
+
+
+def _widest(dp: int, tp: int, pp: int) -> str:
+    return max((dp, "layout.dp"), (tp, "layout.tp"), (pp, "layout.pp"))[1]
+
+
+def _cluster(job: JobConfig) -> Iterator[Problem]:
+    cluster, elastic = job.cluster, job.elastic
+    if cluster.min_workers > cluster.max_workers:
+        yield Problem(
+            "cluster.min_workers",
+            f"saw {cluster.min_workers}, expected at most cluster.max_workers={cluster.max_workers}",
+            ("cluster.max_workers",),
+        )
+    elif (
+        cluster.local_cpus is not None and cluster.min_workers * cluster.cpus_per_worker > cluster.local_cpus
+    ):
+        yield Problem(
+            "cluster.local_cpus",
+            f"saw {cluster.local_cpus}, too few for cluster.min_workers={cluster.min_workers} at"
+            f" cluster.cpus_per_worker={cluster.cpus_per_worker:g}",
+            ("cluster.min_workers", "cluster.cpus_per_worker"),
+        )
+    if elastic.node_timeout_s < 2 * elastic.heartbeat_s:
+        yield Problem(
+            "elastic.node_timeout_s",
+            f"saw {elastic.node_timeout_s:g}, expected at least twice"
+            f" elastic.heartbeat_s={elastic.heartbeat_s:g}",
+            ("elastic.heartbeat_s",),
+        )
+
+
+def _snapshot(job: JobConfig) -> Iterator[Problem]:
+    snapshot = job.snapshot
+    if snapshot.interval_steps != "auto" and snapshot.interval_steps < 1:
+        yield Problem(
+            "snapshot.interval_steps", f"saw {snapshot.interval_steps}, expected auto or at least 1"
+        )
+    for key, folder in (("folder", snapshot.folder), ("overflow_folder", snapshot.overflow_folder)):
+        if folder is not None and not folder.startswith("/"):
+            yield Problem(
+                f"snapshot.{key}", f"saw {folder!r}, expected an absolute path, the same on every node"
+            )
+
+
+def _checkpoint(job: JobConfig) -> Iterator[Problem]:
+    checkpoint = job.checkpoint
+    every = checkpoint.keep_every_steps
+    if every is not None and every % checkpoint.interval_steps:
+        yield Problem(
+            "checkpoint.keep_every_steps",
+            f"saw {every}, expected a multiple of checkpoint.interval_steps={checkpoint.interval_steps},"
+            " or no commit would be kept",
+            ("checkpoint.interval_steps",),
+        )
+    if checkpoint.resume_step is not None and checkpoint.resume_step > job.steps:
+        yield Problem(
+            "checkpoint.resume_step",
+            f"saw {checkpoint.resume_step}, expected at most steps={job.steps}",
+            ("steps",),
+        )
+
+
+def _storage(job: JobConfig) -> Iterator[Problem]:
+    for key, text in url_problems(job.storage):
+        yield Problem(f"storage.{key}", text, ("storage.url",))
+
+
+def _chaos(job: JobConfig) -> Iterator[Problem]:
+    for index, fault in enumerate(job.chaos):
+        at = f"chaos.{index}"
+        kind, _, number = fault.target.partition(":")
+        if fault.phase not in PHASES:
+            yield Problem(f"{at}.phase", f"saw {fault.phase!r}, expected one of {', '.join(PHASES)}")
+        elif fault.phase == "commit" and kind != "coordinator":
+            yield Problem(
+                f"{at}.phase", f"saw commit with target {fault.target}; only the coordinator commits"
+            )
+        if kind == "worker" and int(number) >= job.cluster.max_workers:
+            yield Problem(
+                f"{at}.target",
+                f"saw {fault.target}, expected a rank below cluster.max_workers={job.cluster.max_workers}",
+                ("cluster.max_workers",),
+            )
+        if (fault.fault == "remove-node") != (kind == "node"):
+            expected = "node:<index>" if fault.fault == "remove-node" else "worker:<rank> or coordinator"
+            text = f"saw {fault.target}, expected {expected} for fault {fault.fault}"
+            yield Problem(f"{at}.target", text, (f"{at}.fault",))
+        if fault.step > job.steps:
+            yield Problem(f"{at}.step", f"saw {fault.step}, expected at most steps={job.steps}", ("steps",))
+
+
+RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
+    _model,
+    _data,
+    _optimizer,
+    _layout,
+    _cluster,
+    _snapshot,
+    _checkpoint,
+    _storage,
+    _chaos,
+)

@@ -1,0 +1,67 @@
+"""When to give up, and what to change before that.
+
+Failures that repeat without progress are not answered by the same remedy for ever: after a plain retry
+the suspect worker is replaced, then the last commit is used instead of host memory, then fewer workers;
+then the run fails. A lost node and a corrupt slot explain themselves and do not climb that ladder, but
+everything counts towards ``max_failures``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+SELF_EXPLAINED = frozenset({"node lost", "corrupt"})
+
+
+class Remedy(StrEnum):
+    RETRY = "retry"
+    EXCLUDE = "exclude the suspect worker"
+    COMMIT = "use the last commit"
+    SHRINK = "use fewer workers"
+    GIVE_UP = "give up"
+
+
+LADDER = (Remedy.RETRY, Remedy.RETRY, Remedy.EXCLUDE, Remedy.COMMIT, Remedy.SHRINK)  # by failures in a row
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Counts failures; ``step`` is the furthest finished step that the present row of failures reached."""
+
+    max_failures: int
+    max_in_a_row: int
+    total: int = 0
+    in_a_row: int = 0
+    step: int = -1
+
+    def record(self, kind: str, reached: int) -> tuple[Remedy, str]:
+        """Count one failure after ``reached`` finished steps; what to do, and why.
+
+        Progress is measured by steps reached, not by what can be restored: a step that always crashes
+        crashes again after each of the steps before it was repeated.
+        """
+        self.total += 1
+        if reached > self.step:
+            self.in_a_row, self.step = 0, reached
+        if kind not in SELF_EXPLAINED:
+            self.in_a_row += 1
+        if self.total > self.max_failures:
+            return (
+                Remedy.GIVE_UP,
+                f"{self.total} failures, more than elastic.max_failures={self.max_failures}",
+            )
+        if self.in_a_row >= self.max_in_a_row:
+            return Remedy.GIVE_UP, (
+                f"{self.in_a_row} failures in a row at step {self.step} without progress"
+                f" (elastic.max_failures_without_progress={self.max_in_a_row})"
+            )
+        remedy = LADDER[min(self.in_a_row, len(LADDER) - 1)]
+        return remedy, f"failure {self.in_a_row} in a row at step {self.step}"
+
+    def progressed(self, step: int) -> bool:
+        """Note a finished step; True where it ends a row of failures."""
+        if step <= self.step or not self.in_a_row:
+            return False
+        self.in_a_row = 0
+        return True

@@ -1,0 +1,124 @@
+"""Who is there: nodes, workers, where to start workers, and which of them take part.
+
+The roster is the machine's only record of the cluster. Its methods change it; the functions below are
+policies over it and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from picotron_ray.coordinator.messages import Member
+
+START_BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 15.0, 30.0)  # after the n-th failed start in a row on one node
+
+
+@dataclass(slots=True)
+class Node:
+    name: str
+    capacity: int
+    last_seen: float
+    draining: bool = False
+    failed_starts: int = 0
+    start_after: float = 0.0  # no worker is started here before this time
+
+
+@dataclass(slots=True)
+class Worker:
+    name: str
+    node: str
+    state: Literal["starting", "idle", "busy", "dying"]
+    since: float
+    kills: int = 0  # how often it was ordered to die
+    writing: bool = False  # dying, but may seal a snapshot until it is dead
+
+
+@dataclass(slots=True)
+class Roster:
+    """Nodes and workers that live as far as is known; the order of insertion is kept."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    silent: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # lost by silence alone
+
+    def join(self, name: str, capacity: int, now: float) -> bool:
+        """Add a node or refresh it; True where it is new."""
+        known = self.nodes.get(name)
+        if known is not None:
+            known.capacity, known.last_seen = capacity, now
+            return False
+        self.nodes[name] = Node(name, capacity, now)
+        self.silent.pop(name, None)
+        return True
+
+    def lose(self, name: str, *, silent: bool) -> list[Worker]:
+        """Forget a node; its workers, which are gone with it. A silent one may speak again."""
+        node = self.nodes.pop(name, None)
+        gone = [worker for worker in self.workers.values() if worker.node == name]
+        for worker in gone:
+            del self.workers[worker.name]
+        if silent and node is not None:
+            self.silent[name] = (node.capacity, tuple(worker.name for worker in gone))
+        else:
+            self.silent.pop(name, None)
+        return gone
+
+    def in_state(self, *states: str) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.state in states]
+
+    def start_failed(self, name: str, now: float) -> None:
+        """Hold back further starts on a node after a failed one; starts that fail together count once."""
+        node = self.nodes.get(name)
+        if node is not None and now >= node.start_after:
+            node.start_after = now + START_BACKOFF_S[min(node.failed_starts, len(START_BACKOFF_S) - 1)]
+            node.failed_starts += 1
+
+    def silent_nodes(self, now: float, timeout_s: float) -> list[str]:
+        return [node.name for node in self.nodes.values() if now - node.last_seen > timeout_s]
+
+    def usable(self) -> list[Worker]:
+        """Workers that may take part in the next generation."""
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.state == "idle"
+            and (node := self.nodes.get(worker.node)) is not None
+            and not node.draining
+        ]
+
+
+def starts(roster: Roster, wanted: int, now: float) -> list[str]:
+    """On which nodes to start a worker now (one entry each) so that ``wanted`` live: biggest node first."""
+    leaving = [node.name for node in roster.nodes.values() if node.draining]
+    alive = [w for w in roster.workers.values() if w.state != "dying" and w.node not in leaving]
+    missing = wanted - len(alive)
+    found: list[str] = []
+    if missing <= 0:
+        return found
+    for node in sorted(roster.nodes.values(), key=lambda node: (-node.capacity, node.name)):
+        if node.draining or now < node.start_after:
+            continue
+        free = node.capacity - sum(worker.node == node.name for worker in roster.workers.values())
+        found += [node.name] * max(0, min(free, missing - len(found)))
+    return found
+
+
+def choose_members(
+    workers: Iterable[Worker], count: int, previous: Iterable[Member] = ()
+) -> tuple[Member, ...]:
+    """``count`` of ``workers`` in rank order: node by node, fullest node first, then as ranked before.
+
+    Neighbouring ranks share a node, so the chattiest axis (tensor parallelism) stays inside one.
+    """
+    rank = {member.worker: at for at, member in enumerate(previous)}
+    by_node: dict[str, list[Worker]] = {}
+    for worker in workers:
+        by_node.setdefault(worker.node, []).append(worker)
+    for group in by_node.values():
+        group.sort(key=lambda worker: (rank.get(worker.name, len(rank)), worker.since, worker.name))
+    ordered = sorted(
+        by_node.values(), key=lambda group: (-len(group), rank.get(group[0].name, len(rank)), group[0].node)
+    )
+    return tuple(Member(worker.name, worker.node) for group in ordered for worker in group)[:count]

@@ -1,0 +1,270 @@
+"""The invariants, judged from what the simulation knows, not from what the machine believes.
+
+1. One writer: terms never go back in the log; a commit follows its generation and covers the whole state;
+   a fenced coordinator orders nothing any more.
+2. A launch resumes from the newest complete state that its coordinator could know of, on the lineage,
+   and from nothing else; generations and worker names are used once; no worker is in two generations.
+3. The ledger is exact: the history of every state that is restored or committed holds each step once.
+4. Progress: the run ends as "finished" (or "stopped", where that was asked for) in bounded time after the
+   last fault, with everything that could be saved committed and nobody left at work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.failures import Remedy
+from picotron_ray.coordinator.simulator.coverage import Coverage
+from picotron_ray.coordinator.simulator.training import (
+    LONGEST_RENDEZVOUS_S,
+    Generation,
+    Held,
+    History,
+    complete,
+)
+from picotron_ray.coordinator.states import State
+
+if TYPE_CHECKING:
+    from picotron_ray.coordinator.simulator.nodes import SimWorker
+    from picotron_ray.coordinator.simulator.shell import Shell
+    from picotron_ray.coordinator.simulator.world import Sim
+
+
+CALM_S = 20.0  # after the last fault's own consequences: time to start workers and grow
+LONGEST_REPLY_S = 0.2  # of storage that is not disturbed
+ASKED_AGAIN_S = 80.0  # a reply that was lost is asked for again after this long at most
+
+
+class Checks:
+    """Watches one simulation; everything found is reported to ``sim.violation``."""
+
+    def __init__(self, coverage: Coverage) -> None:
+        self.coverage = coverage
+        self.sim: Sim
+        self.specs: dict[m.GenerationId, m.GenerationSpec] = {}  # all that were launched
+        self.slots: dict[tuple[str, str], Held] = {}  # all that were ever sealed
+        self.started: set[str] = set()
+        self.stepped_at = 0.0  # when the last step was finished
+        self.entered: Callable[[State], None] = lambda state: None  # told of every state that begins
+
+    # --- what the machine did ------------------------------------------------------------------------
+
+    def handled(self, shell: Shell, event: m.Event, commands: Sequence[m.Command]) -> None:
+        """After each event of each coordinator."""
+        for pair in shell.machine.ctx.transitions:
+            self.coverage.note(pair)
+            self.entered(pair[1])
+            if pair[1] is State.ABORTING:
+                self._abort_has_a_reason(shell)
+            if pair[1] is State.COLLECTING:
+                shell.heard.clear()
+        if shell.fenced and commands:
+            self.sim.violation(f"{len(commands)} commands after it was fenced")
+        if isinstance(event, m.Appended) and event.fenced:
+            shell.fenced = True
+        if shell.finished is not None and commands:
+            self.sim.violation(f"{len(commands)} commands after the end ({shell.finished.status})")
+        for command in commands:
+            if isinstance(command, m.StartWorker):
+                if command.worker in self.started:
+                    self.sim.violation(f"worker name {command.worker} was used twice")
+                self.started.add(command.worker)
+            elif isinstance(command, m.Quarantine):
+                shell.quarantined.add((command.node, command.slot))
+            elif isinstance(command, m.Finish):
+                self._finished(shell, command)
+
+    def _finished(self, shell: Shell, command: m.Finish) -> None:
+        """The present coordinator may only end a finished run; one that was replaced must be fenced."""
+        if self.sim.shell is not shell:
+            return
+        if command.status not in ("finished", "stopped") or (
+            command.status == "stopped" and not self.sim.stop_asked
+        ):
+            self.sim.violation(f"the run ended as {command.status}: {command.detail}")
+            return
+        chain = self._walk(shell.newest)
+        commits = [c for c in self.sim.storage.commits() if self._valid(chain, c.generation, c.step)]
+        last = max((commit.step for commit in commits), default=0)
+        if command.status == "finished" and last != self.sim.job.steps:
+            self.sim.violation(f"finished with a commit of step {last} of {self.sim.job.steps}")
+        if shell.machine.ctx.spec is not None and shell.heard and not shell.machine.ctx.distrust_slots:
+            best = max(self._slot_steps(shell, chain), default=0)
+            if best > last:
+                self.sim.violation(f"ended with a commit of step {last}, but {best} was to be had")
+        for commit in commits:
+            self._exact(self.sim.storage.histories[commit.manifest], commit.step)
+        self._uses_all_it_can(shell)
+        if busy := [w.name for n in self.sim.nodes.values() for w in n.workers.values() if self._at_work(w)]:
+            self.sim.violation(f"the run ended while {', '.join(busy)} were in a generation")
+
+    def _abort_has_a_reason(self, shell: Shell) -> None:
+        """A generation in which everybody trains, and is heard, is not torn apart."""
+        spec = shell.machine.ctx.spec
+        generation = None if spec is None else self.sim.generations.get(spec.id)
+        if self.sim.shell is not shell or generation is None or generation.broken or generation.ended:
+            return
+        members = generation.members()
+        well = len(members) == len(generation.spec.members) and not any(w.hung for w in members)
+        slow = (
+            len(generation.joined) < len(members)
+            and self.sim.now >= generation.made_at + LONGEST_RENDEZVOUS_S
+        )
+        incident = shell.machine.ctx.incident
+        silent = incident is not None and incident.kind == "node lost"
+        if well and not slow and (not silent or all(self.sim.reachable(worker.node) for worker in members)):
+            self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
+
+    def _uses_all_it_can(self, shell: Shell) -> None:
+        """Long after the last fault, a run trains on as many workers as its planner wants."""
+        spec, job = shell.machine.ctx.spec, self.sim.job
+        if spec is None or self.stepped_at < self.sim.quiet_at + CALM_S:
+            return
+        room = sum(node.capacity for node in self.sim.nodes.values())
+        wanted = self.sim.choose(min(room, job.cluster.max_workers)).layout.world_size
+        if len(spec.members) < wanted:
+            self.sim.violation(f"ended on {len(spec.members)} workers, {wanted} were to be had")
+
+    def _at_work(self, worker: SimWorker) -> bool:
+        """In a generation, alive, and within reach."""
+        return worker.generation is not None and not worker.hung and self.sim.reachable(worker.node)
+
+    # --- launches -------------------------------------------------------------------------------------
+
+    def launched(self, shell: Shell, spec: m.GenerationSpec) -> None:
+        """Before the order goes out."""
+        if spec.id in self.specs:
+            self.sim.violation(f"generation {spec.id} was launched twice")
+        names = {member.worker for member in spec.members}
+        if len(names) != len(spec.members) or len(names) != spec.layout.world_size:
+            self.sim.violation(f"generation {spec.id} has {len(names)} members for {spec.layout}")
+        if len(names) > self.sim.job.cluster.max_workers:
+            self.sim.violation(f"generation {spec.id} has more than max_workers members")
+        chain = self._walk(shell.newest)
+        self._source_is_sound(shell, spec, chain)
+        if self.sim.shell is shell:
+            self._source_is_newest(shell, spec, chain)
+        self.specs[spec.id] = spec
+
+    def _source_is_sound(
+        self, shell: Shell, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
+    ) -> None:
+        source = spec.source
+        if source.generation is None:
+            return
+        if not self._valid(chain, source.generation, source.step):
+            self.sim.violation(f"{spec.id} resumes from the void state {source.step} of {source.generation}")
+        if source.kind == "slots":
+            if {(slot.generation, slot.step) for slot in source.slots} != {(source.generation, source.step)}:
+                self.sim.violation(f"{spec.id} resumes from a mixture of states")
+            if not complete(source.slots, self.specs[source.generation].layout):
+                self.sim.violation(f"{spec.id} resumes from an incomplete state")
+            if any((slot.node, slot.slot) in shell.quarantined for slot in source.slots):
+                self.sim.violation(f"{spec.id} resumes from a quarantined slot")
+            self._exact(self.history_of(source.slots), source.step)
+
+    def _source_is_newest(
+        self, shell: Shell, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
+    ) -> None:
+        ctx = shell.machine.ctx
+        best = max(self._commit_steps(shell, chain), default=0)
+        if ctx.remedy is not Remedy.COMMIT:
+            best = max(best, max(self._slot_steps(shell, chain), default=0))
+        best = max(best, max(self._old_commits(chain), default=0))
+        if spec.resume_step < best:
+            self.sim.violation(f"{spec.id} resumes from step {spec.resume_step}, but {best} was to be had")
+
+    def _old_commits(self, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+        """Steps of commits that have been in the log for so long that every coordinator must know of them."""
+        storage = self.sim.storage
+        disturbed = max(storage.down_until, storage.slow_until, self.sim.noise_until) + LONGEST_REPLY_S
+        if self.sim.now < max(disturbed, storage.mute_until + ASKED_AGAIN_S if storage.mute_until else 0.0):
+            return
+        for commit in storage.commits():
+            old = self.sim.now - storage.times[commit.seq - 1] > LONGEST_REPLY_S
+            good = commit.manifest not in self.sim.bad_manifests
+            if old and good and self._valid(chain, commit.generation, commit.step):
+                yield commit.step
+
+    def _commit_steps(self, shell: Shell, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+        for commit in shell.commits:
+            if commit.manifest not in self.sim.bad_manifests and self._valid(
+                chain, commit.generation, commit.step
+            ):
+                yield commit.step
+
+    def _slot_steps(self, shell: Shell, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+        """Steps of all complete states that the coordinator could have known of."""
+        states: dict[tuple[m.GenerationId, int], list[m.SlotInfo]] = defaultdict(list)
+        for name in shell.machine.ctx.roster.nodes:
+            node = self.sim.nodes.get(name)
+            if node is None or not (name in shell.heard or self.sim.reachable(node)):
+                continue
+            for held in node.slots.values():
+                if (name, held.info.slot) not in shell.quarantined:
+                    states[held.info.generation, held.info.step].append(held.info)
+        for (generation, step), slots in states.items():
+            known = self.specs.get(generation)
+            if known is not None and self._valid(chain, generation, step) and complete(slots, known.layout):
+                yield step
+
+    # --- history ------------------------------------------------------------------------------------------
+
+    def _walk(self, newest: m.GenerationSpec | None) -> dict[m.GenerationId, int]:
+        """Last step that counts of each generation, following the sources back from the newest one."""
+        chain: dict[m.GenerationId, int] = {}
+        bound, at = 1 << 60, newest
+        while at is not None:
+            chain[at.id] = bound
+            bound = min(bound, at.resume_step)
+            source = at.source.generation
+            at = None if source is None else self.specs.get(source)
+        return chain
+
+    def _valid(self, chain: dict[m.GenerationId, int], generation: m.GenerationId, step: int) -> bool:
+        return generation in chain and step <= chain[generation]
+
+    def history_of(self, slots: Iterable[m.SlotInfo]) -> History:
+        """The one history that all slots hold."""
+        found = {
+            self.slots[slot.node, slot.slot].history for slot in slots if (slot.node, slot.slot) in self.slots
+        }
+        if len(found) != 1:
+            self.sim.violation(f"{len(found)} histories in one set of slots")
+            return ()
+        return found.pop()
+
+    def _exact(self, history: History, step: int) -> None:
+        """Each step once, in order, up to ``step``."""
+        at = 0
+        for generation, first, last in history:
+            if first != at or last <= first:
+                self.sim.violation(f"history of step {step}: {generation} did {first}..{last} after {at}")
+                return
+            at = last
+        if at != step:
+            self.sim.violation(f"history of step {step} ends at {at}")
+
+    def deleted(self, info: m.SlotInfo) -> None:
+        """A slot goes because of a release: not while a generation may have to take its state from there."""
+        newest = None if self.sim.shell is None else self.sim.shell.newest
+        if newest is None or info not in newest.source.slots:
+            return
+        generation = self.sim.generations.get(newest.id)
+        if generation is None or generation.step <= newest.resume_step:
+            self.sim.violation(f"{info.slot} was deleted while {newest.id} restores from it")
+
+    def stepped(self, generation: Generation) -> None:
+        """A step was finished just now."""
+        self.stepped_at = self.sim.now
+
+    def log(self) -> None:
+        """At the end: one writer at a time."""
+        terms = [entry.term for entry in self.sim.storage.log]
+        if terms != sorted(terms):
+            self.sim.violation(f"terms go back in the log: {terms}")
+        for complaint in self.sim.storage.complaints:
+            self.sim.violation(complaint)

@@ -1,0 +1,183 @@
+"""Simulated agents and workers: they obey the newest term, keep slots, and answer when they can."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.simulator.training import Generation, Held
+
+if TYPE_CHECKING:
+    from picotron_ray.coordinator.simulator.world import Sim
+
+
+class SimWorker:
+    """One worker process."""
+
+    __slots__ = (
+        "clean",
+        "generation",
+        "hung",
+        "last",
+        "name",
+        "node",
+        "outcome",
+        "ready",
+        "stored",
+        "writing",
+    )
+
+    def __init__(self, name: str, node: SimNode) -> None:
+        self.name, self.node = name, node
+        self.ready = self.hung = False
+        self.generation: Generation | None = None
+        self.last: m.GenerationId | None = None  # newest generation that it was told to run
+        self.outcome: m.Outcome | None = None
+        self.clean, self.writing = 0, False
+
+    def run(self, spec: m.GenerationSpec, adopt: bool) -> None:
+        """Take part; told again, say how it ended or do nothing."""
+        if self.last is not None and spec.id <= self.last:
+            if adopt and spec.id == self.last and self.outcome is not None:
+                self.node.report(self.outcome, reliable=True)
+            return
+        if self.generation is not None and not self.hung:
+            self.node.sim.violation(
+                f"{self.name} was told to run {spec.id} while in {self.generation.spec.id}"
+            )
+        self.last, self.outcome, self.clean, self.writing = spec.id, None, spec.resume_step, False
+        self.generation = self.node.sim.generation(spec)
+        self.generation.join(self)
+
+    def interrupt(self, generation: m.GenerationId, mode: str) -> None:
+        at = self.generation
+        if at is None or self.hung or at.spec.id != generation:
+            return
+        if mode == "boundary" and not at.broken:
+            at.boundary = True
+        elif mode == "hard":
+            self.leave(at, "peer_lost")
+
+    def leave(self, generation: Generation, kind: m.OutcomeKind, detail: str = "") -> None:
+        """End the generation on this member; leaving early breaks it for the others."""
+        if self.generation is not generation or self.node.sim.worker(self.name) is not self or self.hung:
+            return
+        self.generation = None
+        if not generation.ended:
+            generation.shatter()
+            generation.flush(self)
+            step = max(self.clean, generation.spec.resume_step)
+        else:
+            step = generation.step
+        self.outcome = m.Outcome(self.name, generation.spec.id, kind, step, detail)
+        sim = self.node.sim  # it comes as the call's reply and, later, through the agent
+        sim.after(sim.rng.uniform(0.01, 0.08), self.node.report, self.outcome, True)
+        sim.after(sim.rng.uniform(0.05, 1.5), self.node.report, self.outcome)
+
+
+class SimNode:
+    """A node with its agent; it dies with everything on it."""
+
+    def __init__(self, sim: Sim, name: str, capacity: int) -> None:
+        self.sim, self.name, self.capacity = sim, name, capacity
+        self.term = 0  # newest coordinator heard of
+        self.workers: dict[str, SimWorker] = {}
+        self.slots: dict[str, Held] = {}
+        self.spec: m.GenerationSpec | None = None  # newest generation heard of
+        self.cut_until = 0.0  # no messages between here and any coordinator before this time
+
+    @property
+    def cut(self) -> bool:
+        return self.sim.now < self.cut_until
+
+    def report(self, event: m.Event, reliable: bool = False) -> None:
+        self.sim.to_coordinator(self, event, reliable)
+
+    def hello(self) -> None:
+        """Make itself known to a coordinator that does not know it, with what lives on it."""
+        self.report(m.NodeJoined(self.name, self.capacity), reliable=True)
+        for worker in self.workers.values():
+            if worker.ready:
+                self.report(m.WorkerReady(worker.name, self.name), reliable=True)
+
+    def keep(self, held: Held) -> None:
+        """A slot is sealed; one file per name."""
+        old = self.slots.get(held.info.slot)
+        held.pinned = held.pinned or (old is not None and old.pinned)
+        self.slots[held.info.slot] = held
+        self.sim.checks.slots[self.name, held.info.slot] = held
+
+    # --- orders --------------------------------------------------------------------------------------
+
+    def start_worker(self, name: str) -> None:
+        if name in self.workers or self.sim.nodes.get(self.name) is not self:
+            return
+        if len(self.workers) >= self.capacity + 1:  # as in Ray, it waits for resources
+            self.sim.after(1.0, self.start_worker, name)
+            return
+        worker = self.workers[name] = SimWorker(name, self)
+        if self.sim.rng.chance(self.sim.start_failures):
+            self.sim.after(1.0, self.worker_dies, worker, "start_failed")
+        else:
+            self.sim.after(self.sim.rng.uniform(0.8, 3.0), self._up, worker)
+
+    def _up(self, worker: SimWorker) -> None:
+        if self.workers.get(worker.name) is worker:
+            worker.ready = True
+            self.report(m.WorkerReady(worker.name, self.name), True)
+
+    def kill(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is None:
+            self.report(m.WorkerExited(name, "unknown"), True)
+        else:
+            self.worker_dies(worker, "killed")
+
+    def worker_dies(self, worker: SimWorker, cause: str) -> None:
+        if self.workers.get(worker.name) is not worker:
+            return
+        generation = worker.generation
+        if generation is not None:
+            generation.shatter()
+        del self.workers[worker.name]
+        worker.generation = None
+        self.sim.after(
+            self.sim.rng.uniform(0.02, 0.06), self.report, m.WorkerExited(worker.name, cause), True
+        )
+
+    def collect(self, request: int) -> None:
+        slots = tuple(held.info for held in self.slots.values())
+        self.report(m.Inventory(self.name, request, slots))
+
+    def quarantine(self, slot: str) -> None:
+        self.slots.pop(slot, None)
+
+    def release(self, generation: m.GenerationId, step: int) -> None:
+        """Unpin up to a state; what dead workers left behind from before it is deleted."""
+        for held in list(self.slots.values()):
+            key = (held.info.generation, held.info.step)
+            if key < (generation, step) and held.info.slot.split(".")[0] not in self.workers:
+                self.sim.checks.deleted(held.info)
+                del self.slots[held.info.slot]
+            elif key <= (generation, step):
+                held.pinned = False
+
+    def upload(self, command: m.Upload) -> None:
+        self.sim.after(self.sim.rng.uniform(0.1, 1.5), self._uploaded, command)
+
+    def _uploaded(self, command: m.Upload) -> None:
+        sim = self.sim
+        if sim.nodes.get(self.name) is not self:
+            return
+        held = [self.slots[name] for name in command.slots if name in self.slots]
+        bad = [slot.info.slot for slot in held if slot.corrupt]
+        error = ""
+        if sim.now < sim.storage.down_until:
+            error = "storage is down"
+        elif len(held) < len(command.slots):
+            error = "a slot is gone"
+        elif bad:
+            error = f"corrupt:{bad[0]}"
+        else:
+            sim.storage.parts.setdefault((command.generation, command.step), {})[self.name] = held
+        self.report(m.Uploaded(self.name, command.generation, command.step, error))

@@ -1,0 +1,131 @@
+"""One seed: draw a cluster, a job and its faults, run it to the end, report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.coordinator.context import Choose
+from picotron_ray.coordinator.simulator.checks import Checks
+from picotron_ray.coordinator.simulator.coverage import Coverage
+from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, ambush, coordinator, plan
+from picotron_ray.coordinator.simulator.rng import Rng
+from picotron_ray.coordinator.simulator.world import Sim
+from picotron_ray.coordinator.states import State
+from picotron_ray.errors import LayoutError
+
+LIMIT_S = 400.0  # virtual seconds after the last fault within which a run must end
+EVENTS = 210.0  # a tick and each node's heartbeat per second: this many where nothing goes wrong
+FAULT_WINDOW_S = 4.0  # a fault counts as at work for this long (coverage)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of one seed; ``failures`` is empty where all invariants held."""
+
+    seed: int
+    events: int
+    faults: tuple[str, ...]
+    generations: int
+    virtual_s: float
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SimChoice:
+    layout: Layout
+    cost_s: float
+    reason: str = "simulated"
+
+
+def _family(kind: int) -> Choose:
+    """A way to lay out n workers: replicated, sharded, tensor x data, pipeline x data, or exactly two."""
+
+    def choose(workers: int) -> SimChoice:
+        if kind == 0 or (workers == 1 and kind in (2, 3)):
+            return SimChoice(Layout(dp=workers), 1.0 / workers)
+        if kind == 1:
+            return SimChoice(Layout(dp=workers, zero=2), 1.0 / workers)
+        pairs = workers // 2
+        if pairs == 0:
+            raise LayoutError("needs two workers")
+        if kind == 2:
+            return SimChoice(Layout(tp=2, dp=pairs), 1.0 / (2 * pairs))
+        if kind == 3:
+            return SimChoice(Layout(pp=2, dp=pairs), 1.0 / (2 * pairs))
+        return SimChoice(Layout(tp=2), 0.5)
+
+    return choose
+
+
+FAMILIES = tuple(_family(kind) for kind in range(5))
+JOBS: dict[tuple[int, int], JobConfig] = {}
+
+
+def _job(workers: int, interval: int) -> JobConfig:
+    key = workers, interval
+    if key not in JOBS:
+        tree: dict[str, Any] = {
+            "steps": 60,
+            "cluster": {"max_workers": workers, "start_timeout_s": 60},
+            "elastic": {"max_failures": 1000, "max_failures_without_progress": 20},
+            "checkpoint": {"interval_steps": interval},
+            "storage": {"retry_deadline_s": 5},
+        }
+        JOBS[key] = JobConfig.model_validate(tree)
+    return JOBS[key]
+
+
+def simulate(seed: int, coverage: Coverage | None = None) -> Report:
+    """Run one seed; the same seed gives the same report, event for event."""
+    draw = Rng(seed)
+    nodes, capacity = 1 + draw.below(3), 1 + draw.below(3)
+    workers = max(2, min(nodes * capacity, 2 + draw.below(4)))
+    choose = FAMILIES[draw.below(len(FAMILIES))]
+    coverage = Coverage() if coverage is None else coverage
+    checks = Checks(coverage)
+    sim = Sim(draw.bits(), _job(workers, 5 + draw.below(10)), choose, checks)
+    checks.sim = sim
+    sim.step_s = EVENTS / (nodes + 1) / sim.job.steps
+    if draw.chance(0.2):
+        sim.start_failures = 0.3
+    for _ in range(nodes):
+        sim.add_node(max(capacity, -(-workers // nodes)))
+    coordinator(sim)
+    drawn = plan(sim, 3 + draw.below(5))
+    for at, name in drawn:
+        sim.after(at, _strike, sim, name)
+    sim.quiet_at = drawn[-1][0] + LONGEST_S
+    waiting = ambush(sim)
+
+    def entered(state: State) -> None:
+        for trap in [trap for trap in waiting if trap[0] is state]:
+            waiting.remove(trap)
+            sim.after(trap[1], _strike, sim, trap[2])
+
+    checks.entered = entered
+    sim.run(LIMIT_S)
+    checks.log()
+    return Report(seed, sim.events, tuple(sim.struck), len(checks.specs), sim.now, tuple(sim.failures))
+
+
+def _strike(sim: Sim, name: str) -> None:
+    sim.struck.append(name)
+    sim.quiet_at = max(sim.quiet_at, sim.now + LONGEST_S)
+    active = sim.checks.coverage.active
+    active.add(name)
+    sim.after(FAULT_WINDOW_S, active.discard, name)
+    FAULTS[name](sim)
+
+
+def simulate_many(seeds: Iterable[int]) -> tuple[list[Report], Coverage]:
+    """Many seeds, and their coverage together."""
+    coverage = Coverage()
+    reports = []
+    for seed in seeds:
+        coverage.active.clear()
+        reports.append(simulate(seed, coverage))
+    return reports, coverage

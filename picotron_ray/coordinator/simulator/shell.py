@@ -1,0 +1,249 @@
+"""A simulated coordinator process: claims a term, feeds its machine, carries out the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.simulator.nodes import SimNode
+from picotron_ray.coordinator.simulator.world import RETRY_S, Sim
+
+
+class Shell:
+    """One incarnation of the coordinator."""
+
+    def __init__(self, sim: Sim) -> None:
+        self.sim = sim
+        self.machine = Machine(sim.job, sim.choose)
+        self.term = 0
+        self.alive = True
+        self.paused_until = 0.0
+        self.newest: m.GenerationSpec | None = None  # newest generation known to it
+        self.heard: set[str] = set()  # nodes whose inventory arrived in the present round
+        self.commits: list[m.Commit] = []  # known to it
+        self.fenced = False
+        self.quarantined: set[tuple[str, str]] = set()
+        self.finished: m.Finish | None = None
+        self._tick_at = 0.0
+        self._wake_at = 0.0
+        self._queue: list[m.Event] = []  # while paused, or before Begin
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Claim a term as soon as storage lets it, then hear what is there."""
+        if not self.alive:
+            return
+        if self.sim.now < self.sim.storage.down_until:
+            self.sim.after(RETRY_S, self.start)
+            return
+        self.term = self.sim.storage.claim()
+        reached = [node for node in self.sim.nodes.values() if not node.cut]
+        for node in reached:
+            node.term = self.term
+        self.sim.after(0.2, self._begin, reached)
+
+    def _begin(self, reached: list[SimNode]) -> None:
+        """Begin with what the agents said, then the nodes, then what came in meanwhile."""
+        if not self.alive:
+            return
+        if self.sim.now < self.paused_until:
+            self.sim.after(self.paused_until - self.sim.now + 0.01, self._begin, reached)
+            return
+        living = [node for node in reached if self.sim.nodes.get(node.name) is node]
+        specs = [node.spec for node in living if node.spec is not None]
+        running = max(specs, key=lambda spec: spec.id, default=None)
+        workers = tuple(m.Member(w.name, n.name) for n in living for w in n.workers.values() if w.ready)
+        busy = tuple(
+            m.Busy(w.name, w.generation.spec.id)
+            for n in living
+            for w in n.workers.values()
+            if w.ready and w.generation is not None
+        )
+        known = self.sim.storage.generations()
+        self.commits = list(self.sim.storage.commits())
+        self.newest = max([*known, *specs], key=lambda spec: spec.id, default=None)
+        waiting, self._queue = self._queue, []
+        self.deliver(m.Begin(self.term, tuple(self.commits), known, running, workers, busy))
+        for node in living:
+            self.deliver(m.NodeJoined(node.name, node.capacity))
+        for node in self.sim.nodes.values():
+            if node not in living:
+                node.hello()
+        for event in waiting:
+            self.deliver(event)
+        self._tick()
+
+    def die(self) -> None:
+        self.alive = False
+
+    # --- events in, commands out ------------------------------------------------------------------------
+
+    def deliver(self, event: m.Event) -> None:
+        """Hand one event to the machine, once it has begun and is not paused."""
+        if not self.alive:
+            return
+        sim = self.sim
+        if sim.now < self.paused_until:
+            self._queue.append(event)
+            return
+        if self.machine.ctx.term == 0 and not isinstance(event, m.Begin):
+            self._queue.append(event)
+            return
+        if isinstance(event, m.Inventory):
+            self.heard.add(event.node)
+        elif isinstance(event, m.Appended) and event.kind == "commit" and event.seq > 0:
+            self.commits.append(m.Commit(event.step, event.generation, event.manifest, event.seq))
+        sim.events += 1
+        commands = self.machine.handle(event, sim.now)
+        sim.checks.handled(self, event, commands)
+        for command in commands:
+            EXECUTE[type(command)](self, command)
+        wake = None if self.machine.ctx.quiet else self.machine.wake_at
+        if wake is not None and wake < self._tick_at - 0.01 and not sim.now < self._wake_at <= wake:
+            self._wake_at = wake
+            sim.after(max(0.0, wake - sim.now) + 0.001, self.deliver, m.Tick())
+
+    def _tick(self) -> None:
+        if not self.alive or self.sim.over:
+            return
+        self._tick_at = self.sim.now + 1.0
+        self.deliver(m.Tick())
+        self.sim.after(1.0, self._tick)
+
+    def pause(self, seconds: float) -> None:
+        """SIGSTOP for a while; what arrives meanwhile is handled afterwards."""
+        self.paused_until = self.sim.now + seconds
+        self.sim.after(seconds + 0.001, self._resume)
+
+    def _resume(self) -> None:
+        if self.sim.now >= self.paused_until:
+            waiting, self._queue = self._queue, []
+            for event in waiting:
+                self.deliver(event)
+
+    # --- commands --------------------------------------------------------------------------------------
+
+    def start_worker(self, command: m.StartWorker) -> None:
+        reached = self.sim.to_node(
+            command.node, self.term, lambda node: node.start_worker(command.worker), retry=True
+        )
+        if not reached:
+            self.sim.after(0.5, self.deliver, m.WorkerExited(command.worker, "start_failed"))
+
+    def run_generation(self, command: m.RunGeneration) -> None:
+        spec = command.spec
+        if not command.adopt:
+            self.sim.checks.launched(self, spec)
+            self.newest = spec
+
+        def call(member: m.Member) -> Callable[[SimNode], None]:
+            def run(node: SimNode) -> None:
+                if node.spec is None or node.spec.id < spec.id:
+                    node.spec = spec
+                worker = node.workers.get(member.worker)
+                if worker is None:
+                    node.report(m.WorkerExited(member.worker, "unknown"), reliable=True)
+                else:
+                    worker.run(spec, command.adopt)
+
+            return run
+
+        for member in spec.members:
+            if not self.sim.to_node(member.node, self.term, call(member), retry=True):
+                self.sim.after(0.5, self.deliver, m.WorkerExited(member.worker, "unknown"))
+
+    def on_worker(self, name: str, call: Callable[[SimNode], None]) -> bool:
+        worker = self.sim.worker(name)
+        return worker is not None and self.sim.to_node(worker.node.name, self.term, call, retry=False)
+
+    def interrupt(self, command: m.Interrupt) -> None:
+        def call(node: SimNode) -> None:
+            worker = node.workers.get(command.worker)
+            if worker is not None:
+                worker.interrupt(command.generation, command.mode)
+
+        self.on_worker(command.worker, call)
+
+    def kill_worker(self, command: m.KillWorker | m.StopWorker) -> None:
+        if not self.on_worker(command.worker, lambda node: node.kill(command.worker)):
+            self.sim.after(0.1, self.deliver, m.WorkerExited(command.worker, "unknown"))
+
+    def collect(self, command: m.CollectInventory) -> None:
+        self.sim.to_node(command.node, self.term, lambda node: node.collect(command.request), retry=False)
+
+    def upload(self, command: m.Upload) -> None:
+        self.sim.to_node(command.node, self.term, lambda node: node.upload(command), retry=False)
+
+    def release(self, command: m.Release) -> None:
+        self.sim.to_node(
+            command.node, self.term, lambda node: node.release(command.generation, command.step), retry=False
+        )
+
+    def quarantine(self, command: m.Quarantine) -> None:
+        self.sim.to_node(command.node, self.term, lambda node: node.quarantine(command.slot), retry=True)
+
+    def snapshot(self, command: m.TakeSnapshot) -> None:
+        generation = self.sim.generations.get(command.generation)
+        if generation is not None and not self.sim.lost():
+            generation.pin_next = True
+
+    def append(self, command: m.AppendGeneration | m.AppendCommit) -> None:
+        """Storage may be down (an error after a while), slow, or do it and lose the reply."""
+        storage, sim = self.sim.storage, self.sim
+        delay = sim.rng.uniform(0.5, 6.0) if sim.now < storage.slow_until else sim.rng.uniform(0.002, 0.05)
+        sim.after(delay, self._append, command)
+
+    def _append(self, command: m.AppendGeneration | m.AppendCommit) -> None:
+        storage, sim = self.sim.storage, self.sim
+        if not self.alive:
+            return
+        if sim.now < self.paused_until:  # the request was not sent before the process was stopped
+            sim.after(self.paused_until - sim.now + 0.01, self._append, command)
+            return
+        generation = isinstance(command, m.AppendGeneration)
+        if sim.now < storage.down_until:
+            spec_id = command.spec.id if isinstance(command, m.AppendGeneration) else command.generation
+            step = command.spec.resume_step if isinstance(command, m.AppendGeneration) else command.step
+            kind: Any = "generation" if generation else "commit"
+            self.deliver(m.Appended(kind, spec_id, step, error="storage is down"))
+            return
+        if isinstance(command, m.AppendGeneration):
+            reply = storage.append_generation(self.term, command.spec)
+        else:
+            reply = storage.append_commit(self.term, command)
+        while len(storage.times) < len(storage.log):
+            storage.times.append(sim.now)
+        if sim.now < storage.mute_until and sim.rng.chance(0.6):
+            return
+        sim.after(sim.rng.uniform(0.002, 0.02), self.deliver, reply)
+        if sim.doubled():
+            sim.after(sim.latency(), self.deliver, reply)
+
+    def alert(self, command: m.Alert) -> None:
+        """Alerts have no effect on the cluster."""
+
+    def finish(self, command: m.Finish) -> None:
+        self.finished = command
+        if self.sim.shell is self:
+            self.sim.over = True
+
+
+EXECUTE: dict[type[Any], Callable[[Shell, Any], None]] = {
+    m.StartWorker: Shell.start_worker,
+    m.StopWorker: Shell.kill_worker,
+    m.KillWorker: Shell.kill_worker,
+    m.RunGeneration: Shell.run_generation,
+    m.Interrupt: Shell.interrupt,
+    m.CollectInventory: Shell.collect,
+    m.Upload: Shell.upload,
+    m.AppendGeneration: Shell.append,
+    m.AppendCommit: Shell.append,
+    m.Release: Shell.release,
+    m.TakeSnapshot: Shell.snapshot,
+    m.Quarantine: Shell.quarantine,
+    m.Alert: Shell.alert,
+    m.Finish: Shell.finish,
+}

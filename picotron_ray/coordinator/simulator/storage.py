@@ -1,0 +1,97 @@
+"""The simulated store: one log with conditional appends, uploaded parts, outages, lags and lost replies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.simulator.training import Held, History, complete
+
+
+class Entry(NamedTuple):
+    """One log entry as written: by which term, what."""
+
+    term: int
+    kind: str  # term, generation, commit
+    spec: m.GenerationSpec | None = None
+    generation: m.GenerationId | None = None
+    step: int = 0
+
+
+@dataclass
+class Storage:
+    """Applies writes at once; the network around it makes them late, fail or lose their replies."""
+
+    log: list[Entry] = field(default_factory=list)
+    parts: dict[tuple[m.GenerationId, int], dict[str, list[Held]]] = field(default_factory=dict)
+    histories: dict[str, History] = field(default_factory=dict)  # by manifest key
+    down_until: float = 0.0
+    slow_until: float = 0.0
+    mute_until: float = 0.0  # writes happen, their replies are lost
+    times: list[float] = field(default_factory=list)  # when each log entry was written
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def term(self) -> int:
+        return max((entry.term for entry in self.log), default=0)
+
+    def claim(self) -> int:
+        """Begin the next term."""
+        self.log.append(Entry(self.term + 1, "term"))
+        return self.log[-1].term
+
+    def append_generation(self, term: int, spec: m.GenerationSpec) -> m.Appended:
+        return self._append(Entry(term, "generation", spec, spec.id, spec.resume_step))
+
+    def append_commit(self, term: int, command: m.AppendCommit) -> m.Appended:
+        """Checks what a real assembly of the manifest checks: the parts are there and cover the whole."""
+        key = f"manifests/{command.step}-{command.generation}"
+        spec = next(
+            (e.spec for e in self.log if e.kind == "generation" and e.generation == command.generation), None
+        )
+        if spec is None:
+            self.complaints.append(
+                f"commit of {command.generation} at {command.step} before its generation's entry"
+            )
+            return self._reply(
+                Entry(term, "commit", None, command.generation, command.step), error="no generation"
+            )
+        parts = self.parts.get((command.generation, command.step), {})
+        held = [slot for node in command.nodes for slot in parts.get(node, [])]
+        if not complete([slot.info for slot in held], spec.layout):
+            self.complaints.append(
+                f"commit of {command.generation} at {command.step} does not cover the state"
+            )
+            return self._reply(
+                Entry(term, "commit", None, command.generation, command.step), error="incomplete"
+            )
+        if len({slot.history for slot in held}) != 1:
+            self.complaints.append(f"commit of {command.generation} at {command.step} mixes histories")
+        self.histories[key] = held[0].history
+        return self._append(Entry(term, "commit", None, command.generation, command.step))
+
+    def _append(self, entry: Entry) -> m.Appended:
+        if entry.term < self.term:
+            return self._reply(entry, fenced=True)
+        if entry not in self.log:  # the same writer's entry again: its nonce tells
+            self.log.append(entry)
+        return self._reply(entry, seq=self.log.index(entry) + 1)
+
+    @staticmethod
+    def _reply(entry: Entry, seq: int = 0, error: str = "", fenced: bool = False) -> m.Appended:
+        assert entry.generation is not None
+        commit = entry.kind == "commit"
+        key = f"manifests/{entry.step}-{entry.generation}" if commit and seq else ""
+        kind = "commit" if commit else "generation"
+        return m.Appended(kind, entry.generation, entry.step, seq, key, error, fenced)  # type: ignore[arg-type]
+
+    def commits(self) -> tuple[m.Commit, ...]:
+        return tuple(
+            m.Commit(entry.step, entry.generation, f"manifests/{entry.step}-{entry.generation}", seq)
+            for seq, entry in enumerate(self.log, start=1)
+            if entry.kind == "commit" and entry.generation is not None
+        )
+
+    def generations(self) -> tuple[m.GenerationSpec, ...]:
+        return tuple(entry.spec for entry in self.log if entry.spec is not None)

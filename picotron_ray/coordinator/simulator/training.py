@@ -1,0 +1,206 @@
+"""One simulated generation at work: rendezvous, steps, snapshots, and how it breaks.
+
+A state is represented by its history: segments (generation, from, to) that say which generation did which
+steps. Snapshots are written down only when somebody could look at them: at checkpoints, and when the
+generation ends, where each member may or may not have sealed the step before the last event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from picotron_ray.config.layout import Layout
+from picotron_ray.coordinator import messages as m
+
+if TYPE_CHECKING:
+    from picotron_ray.coordinator.simulator.nodes import SimWorker
+    from picotron_ray.coordinator.simulator.world import Sim
+
+LONGEST_RENDEZVOUS_S = 5.0
+History = tuple[tuple[m.GenerationId, int, int], ...]
+
+
+@dataclass(slots=True)
+class Held:
+    """A sealed slot in an agent's folder."""
+
+    info: m.SlotInfo
+    history: History
+    pinned: bool = False
+    corrupt: bool = False
+
+
+def complete(slots: Iterable[m.SlotInfo], layout: Layout) -> bool:
+    """Whether slots of one state hold all of it (the checks' own rule, not the machine's)."""
+    have = {(part.group, part.count, part.index) for slot in slots for part in slot.fragments}
+    counts = {(group, count) for group, count, _ in have}
+    return all(
+        any(g == group and all((g, n, i) in have for i in range(n)) for g, n in counts)
+        for group in range(layout.state_groups)
+    )
+
+
+class Generation:
+    """Members that train together; ``step`` is the last finished step."""
+
+    def __init__(self, sim: Sim, spec: m.GenerationSpec, base: History) -> None:
+        self.sim, self.spec, self.base = sim, spec, base
+        self.step = spec.resume_step
+        self.step_s = sim.step_s
+        self.joined: set[str] = set()
+        self.broken = self.boundary = self.ended = self.watched = False
+        self.pin_next = False
+        self.made_at = sim.now
+        self.began_at = 0.0  # of the present step
+
+    # --- at work ------------------------------------------------------------------------------------
+
+    def join(self, worker: SimWorker) -> None:
+        """A member reached the rendezvous; the last one sets the generation off."""
+        if not self.joined:
+            self.sim.after(LONGEST_RENDEZVOUS_S, self._expect_all)
+        self.joined.add(worker.name)
+        if self.broken:
+            self.sim.after(0.05, worker.leave, self, "peer_lost")
+        elif len(self.joined) == len(self.spec.members):
+            self.sim.after(self.sim.rng.uniform(0.1, 0.6), self._start)
+
+    def _expect_all(self) -> None:
+        if len(self.joined) < len(self.spec.members):
+            self.stalled()
+
+    def _start(self) -> None:
+        if self.broken or self._stuck():
+            return
+        detail = self.sim.unreadable(self.spec.source)
+        if detail:
+            self._fail(detail)
+        else:
+            self._next()
+
+    def _fail(self, detail: str) -> None:
+        """Some members find it; the others wait for them until they are told to leave."""
+        members = self.members()
+        for at, worker in enumerate(members):
+            if at == 0 or self.sim.rng.chance(0.5):
+                worker.leave(self, "failed", detail)
+
+    def _next(self) -> None:
+        self.began_at = self.sim.now
+        self.sim.after(self.step_s, self._step_done, self.step + 1)
+
+    def _step_done(self, step: int) -> None:
+        if self.broken or self.ended or self._stuck():
+            return
+        self.step = step
+        self.sim.stepped(self)
+        if step == self.spec.resume_step + 2:
+            self._drop_older()
+        last = step == self.sim.job.steps
+        if last or step % self.sim.job.checkpoint.interval_steps == 0 or self.pin_next:
+            self._pin(step)
+        if last or self.boundary:
+            self.ended = True
+            for worker in self.members():
+                self._write(worker, step)
+                worker.leave(self, "finished" if last else "interrupted")
+            return
+        self._next()
+
+    def _stuck(self) -> bool:
+        """A hung member stops everybody; their agents notice."""
+        hung = any(worker.hung for worker in self.members()) or len(self.members()) < len(self.spec.members)
+        if hung:
+            self.sim.after(1.5, self.stalled)
+        return hung
+
+    def stalled(self) -> None:
+        """Agents notice that nothing moves."""
+        if not self.watched:
+            self.watched = True
+            self._complain()
+
+    def _complain(self) -> None:
+        """They report over and over, each for a member of its own, until somebody acts."""
+        present = [w for w in self.members() if w.generation is self]
+        if self.broken or self.ended or not present:
+            return
+        worker = self.sim.rng.pick(present)
+        worker.node.report(m.Stalled(worker.name, self.spec.id, "reduce", 1.5))
+        self.sim.after(1.0, self._complain)
+
+    # --- snapshots ------------------------------------------------------------------------------------
+
+    def history(self, step: int) -> History:
+        resume = self.spec.resume_step
+        return self.base if step == resume else (*self.base, (self.spec.id, resume, step))
+
+    def _pin(self, step: int) -> None:
+        """A checkpoint snapshot: sealed in the background, pinned and reported node by node."""
+        self.pin_next = False
+        for name in dict.fromkeys(worker.node.name for worker in self.members()):
+            delay = self.sim.rng.uniform(0.05, 0.4) * min(1.0, self.step_s)
+            self.sim.after(delay, self._seal, name, step)
+
+    def _seal(self, name: str, step: int) -> None:
+        """Those members on a node that still live have sealed it."""
+        node = self.sim.nodes.get(name)
+        living = [worker for worker in self.members() if worker.node is node and not worker.hung]
+        if node is not None and living:
+            slots = tuple(self._write(worker, step, pinned=True) for worker in living)
+            node.report(m.SnapshotSealed(name, self.spec.id, step, slots))
+
+    def _write(
+        self, worker: SimWorker, step: int, *, pinned: bool = False, whole: bool = False
+    ) -> m.SlotInfo:
+        rank = next(i for i, member in enumerate(self.spec.members) if member.worker == worker.name)
+        layout = self.spec.layout
+        group = layout.state_group(rank)
+        part = m.Fragment(group)
+        if not whole:
+            local = [r for r in layout.state_replicas(rank) if self.spec.members[r].node == worker.node.name]
+            part = m.Fragment(group, local.index(rank), len(local))
+        name = f"{worker.name}.{self.spec.id}.{step}{'f' if whole else ''}"
+        info = m.SlotInfo(worker.node.name, name, self.spec.id, step, rank, (part,))
+        worker.node.keep(Held(info, self.history(step), pinned))
+        return info
+
+    def _drop_older(self) -> None:
+        """Every rank has sealed a step of this generation: older slots may be overwritten."""
+        mine = {member.worker for member in self.spec.members}
+        for node in {worker.node for worker in self.members()}:
+            for held in list(node.slots.values()):
+                owner = held.info.slot.split(".")[0]
+                if not held.pinned and held.info.generation < self.spec.id and owner in mine:
+                    del node.slots[held.info.slot]
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def members(self) -> list[SimWorker]:
+        """Members whose process lives."""
+        return [w for x in self.spec.members if (w := self.sim.worker(x.worker)) is not None]
+
+    def shatter(self) -> None:
+        """A member is gone: no step is finished any more. What each one had sealed is written down."""
+        if self.broken or self.ended:
+            return
+        self.broken = True
+        rng, resume = self.sim.rng, self.spec.resume_step
+        share = 0.0 if self.step_s == 0 else (self.sim.now - self.began_at) / self.step_s
+        inside_optimizer = bool(self.began_at) and share > 0.8
+        for worker in self.members():
+            if self.step - 1 > resume:
+                self._write(worker, self.step - 1)
+            if self.step > resume and (share > 0.5 or rng.chance(share)):
+                self._write(worker, self.step)
+            worker.clean = self.step + rng.below(2) if inside_optimizer else self.step
+            worker.writing = inside_optimizer and rng.chance(0.3)
+            if worker.generation is self and not worker.hung and rng.chance(0.5):
+                self.sim.after(rng.uniform(0.01, 0.1), worker.leave, self, "peer_lost")
+
+    def flush(self, worker: SimWorker) -> None:
+        """A survivor writes down its live state, where it is clean."""
+        if self.began_at and not worker.writing and worker.clean > self.spec.resume_step:
+            self._write(worker, worker.clean, whole=True)

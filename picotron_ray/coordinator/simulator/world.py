@@ -1,0 +1,199 @@
+"""Clock, network and coordinator processes of the simulation."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from picotron_ray.config.job import JobConfig
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.context import Choose
+from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
+from picotron_ray.coordinator.simulator.rng import Rng
+from picotron_ray.coordinator.simulator.storage import Storage
+from picotron_ray.coordinator.simulator.training import Generation, History
+
+if TYPE_CHECKING:
+    from picotron_ray.coordinator.simulator.checks import Checks
+    from picotron_ray.coordinator.simulator.shell import Shell
+
+RESTART_S = 2.0  # a dead coordinator is back after this long
+SETTLED_S = 10.0  # after a disturbance: until everything has been asked again
+RETRY_S = 1.0  # a call whose reply was lost is confirmed through the agent
+
+
+class Sim:
+    """One simulated run. ``after`` schedules; ``run`` goes on until the run is over."""
+
+    def __init__(self, seed: int, job: JobConfig, choose: Choose, checks: Checks) -> None:
+        self.rng, self.job, self.choose, self.checks = Rng(seed), job, choose, checks
+        self.now = 0.0
+        self.step_s = 1.0  # of a step, however many do it
+        self.start_failures = 0.0  # share of worker starts that fail
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._count = 0
+        self.events = 0  # handled by machines
+        self.nodes: dict[str, SimNode] = {}
+        self.ghosts: set[str] = set()  # nodes that are gone and nobody was told
+        self.names = 0  # nodes ever made
+        self.storage = Storage()
+        self.generations: dict[m.GenerationId, Generation] = {}
+        self.bad_manifests: set[str] = set()
+        self.noise_until = 0.0  # messages are lost, doubled and late before this time
+        self.shell: Shell | None = None  # the present coordinator
+        self.quiet_at = 0.0  # when the last fault is over
+        self.over = self.stop_asked = False
+        self.struck: list[str] = []  # names of the faults so far
+        self.failures: list[str] = []
+
+    # --- clock --------------------------------------------------------------------------------------
+
+    def after(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._count, call, args))
+
+    def run(self, limit_s: float) -> None:
+        """Until the run is over, an invariant is broken, or ``limit_s`` after the last fault."""
+        while self._heap and not self.over and not self.failures:
+            at, _, call, args = heapq.heappop(self._heap)
+            if at > max(self.quiet_at, 0.0) + limit_s:
+                self.violation(f"no end {limit_s:g} s after the last fault")
+                return
+            self.now = at
+            call(*args)
+
+    def violation(self, text: str) -> None:
+        self.failures.append(f"at {self.now:.3f} s: {text}")
+
+    # --- cluster --------------------------------------------------------------------------------------
+
+    def add_node(self, capacity: int) -> SimNode:
+        """A new node; the coordinator hears of it a little later."""
+        self.names += 1
+        node = self.nodes[f"n{self.names}"] = SimNode(self, f"n{self.names}", capacity)
+        node.report(m.NodeJoined(node.name, capacity), reliable=True)
+        self.after(self.rng.random(), self._beat, node)
+        return node
+
+    def _beat(self, node: SimNode) -> None:
+        if self.nodes.get(node.name) is not node:
+            return
+        steps, generation = {}, None
+        for worker in node.workers.values():
+            if worker.generation is not None:
+                generation = worker.generation.spec.id
+                steps[worker.name] = worker.generation.step
+        event = m.Heartbeat(node.name, generation, steps)
+        if self.now < self.noise_until or self.shell is None:
+            node.report(event)
+        elif not node.cut:
+            self.shell.deliver(event)
+        self.after(self.job.elastic.heartbeat_s, self._beat, node)
+
+    def remove_node(self, node: SimNode, *, told: bool) -> None:
+        """A node dies with its workers and slots; ``told``: Ray notices, else only its silence does."""
+        if not told:
+            self.ghosts.add(node.name)
+        for worker in list(node.workers.values()):
+            node.worker_dies(worker, "killed")
+        del self.nodes[node.name]
+        if told:
+            self.after(self.rng.uniform(0.2, 2.0), self.tell, m.NodeLost(node.name, "removed"))
+
+    def worker(self, name: str) -> SimWorker | None:
+        return next((node.workers[name] for node in self.nodes.values() if name in node.workers), None)
+
+    def generation(self, spec: m.GenerationSpec) -> Generation:
+        """The one object behind all members of ``spec``."""
+        if spec.id not in self.generations:
+            self.generations[spec.id] = Generation(self, spec, self._history(spec))
+        known = self.generations[spec.id]
+        if known.spec != spec:
+            self.violation(f"generation {spec.id} was used twice")
+        return known
+
+    def _history(self, spec: m.GenerationSpec) -> History:
+        source = spec.source
+        if source.kind == "init":
+            return ()
+        if source.kind == "commit":
+            return self.storage.histories[source.manifest]
+        return self.checks.history_of(source.slots)
+
+    def unreadable(self, source: m.Source) -> str:
+        """Why a restore from ``source`` fails now; empty: it does not."""
+        if source.manifest in self.bad_manifests:
+            return f"corrupt:{source.manifest}"
+        for slot in source.slots:
+            node = self.nodes.get(slot.node)
+            held = None if node is None else node.slots.get(slot.slot)
+            if held is None:
+                return "error: a source slot is gone"
+            if held.corrupt:
+                return f"corrupt:{slot.slot}"
+        return ""
+
+    def stepped(self, generation: Generation) -> None:
+        self.checks.stepped(generation)
+
+    # --- network ------------------------------------------------------------------------------------
+
+    def latency(self) -> float:
+        noisy = self.now < self.noise_until and self.rng.chance(0.3)
+        return self.rng.uniform(0.2, 2.5) if noisy else 0.001 + self.rng.below(9) * 0.001
+
+    def reachable(self, node: SimNode) -> bool:
+        """Whether a node's messages have all gone through lately."""
+        return self.now > self.noise_until + SETTLED_S and self.now > node.cut_until + SETTLED_S
+
+    def lost(self) -> bool:
+        return self.now < self.noise_until and self.rng.chance(0.2)
+
+    def doubled(self) -> bool:
+        return self.now < self.noise_until and self.rng.chance(0.2)
+
+    def tell(self, event: m.Event) -> None:
+        """An event that arises at the coordinator's own side."""
+        if self.shell is not None:
+            self.shell.deliver(event)
+
+    def to_coordinator(self, node: SimNode, event: m.Event, reliable: bool) -> None:
+        """From an agent. ``reliable``: sent again until it has arrived, maybe twice."""
+        gone = self.nodes.get(node.name) is not node
+        if gone and (node.name in self.ghosts or not isinstance(event, m.WorkerExited)):
+            return
+        if node.cut or self.lost():
+            if reliable:
+                self.after(RETRY_S, self.to_coordinator, node, event, True)
+            return
+        shell = self.shell
+        if shell is None:
+            if reliable and not isinstance(event, (m.Outcome, m.WorkerExited)):
+                self.after(RETRY_S, self.to_coordinator, node, event, True)
+            return
+        self.after(self.latency(), shell.deliver, event)
+        if self.doubled():
+            self.after(self.latency() + 0.05, shell.deliver, event)
+
+    def to_node(self, name: str, term: int, call: Callable[[SimNode], None], *, retry: bool) -> bool:
+        """From a coordinator; False where the node is known to be gone. Old terms are refused."""
+        node = self.nodes.get(name)
+        if node is None:
+            return name in self.ghosts
+        if node.cut or self.lost():
+            if retry:
+                self.after(RETRY_S, self.to_node_again, name, term, call)
+            return True
+        self.after(self.latency(), self._arrive, node, term, call)
+        if self.doubled():
+            self.after(self.latency() + 0.05, self._arrive, node, term, call)
+        return True
+
+    def to_node_again(self, name: str, term: int, call: Callable[[SimNode], None]) -> None:
+        self.to_node(name, term, call, retry=True)
+
+    def _arrive(self, node: SimNode, term: int, call: Callable[[SimNode], None]) -> None:
+        if self.nodes.get(node.name) is node and term >= node.term:
+            node.term = term
+            call(node)

@@ -1,0 +1,102 @@
+"""What one rank feeds in one step, cut from the global batch by the layout alone.
+
+Step k (1-based) feeds the global samples ``(k-1) x B .. k x B``, whatever the layout is. Each DP replica
+takes a contiguous range of them (``Layout.rows``) and packs it into the same number of micro-batches as
+every other replica. Rows of weight 0 fill what is left, so shapes never change within a layout; they are
+no samples: not counted, not digested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from picotron_ray.config.layout import Layout
+from picotron_ray.data.order import samples_between
+from picotron_ray.data.samples import Dataset
+
+EVALUATION_SEED = 0  # held-out samples are the same ones whatever the run's seed is
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The rows of one DP replica in one step.
+
+    Fields:
+        step: 1-based optimizer step; 0 for evaluation.
+        tokens: int64 ``[micro_batches, micro_batch, sequence_length + 1]``; inputs are all but the last
+            token of a row, targets all but the first.
+        weights: float64 ``[micro_batches, micro_batch]``; 1 for a real row, 0 for a filler.
+        global_tokens: predicted tokens of the whole step over all replicas: what the loss is divided by.
+        rows: half-open range of global sample numbers that this replica feeds.
+        digest: xxh3_128 of the real rows' tokens as little-endian uint32, in order.
+    """
+
+    step: int
+    tokens: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float64]
+    global_tokens: int
+    rows: tuple[int, int]
+    digest: bytes
+
+
+def token_digest(rows: npt.NDArray[np.int64]) -> bytes:
+    """16 bytes: xxh3_128 of the tokens as little-endian uint32, row after row."""
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(rows, dtype="<u4").data)
+
+
+def _pack(
+    step: int,
+    rows: npt.NDArray[np.int64],
+    numbers: tuple[int, int],
+    shape: tuple[int, int],
+    global_samples: int,
+) -> StepBatch:
+    """Real rows first, then fillers up to ``shape`` (micro-batches, rows of each)."""
+    places, width = shape[0] * shape[1], rows.shape[1]
+    tokens = np.zeros((places, width), np.int64)
+    tokens[: len(rows)] = rows
+    weights = np.zeros(places)
+    weights[: len(rows)] = 1.0
+    return StepBatch(
+        step=step,
+        tokens=tokens.reshape(*shape, width),
+        weights=weights.reshape(shape),
+        global_tokens=global_samples * (width - 1),
+        rows=numbers,
+        digest=token_digest(rows),
+    )
+
+
+def make_batch(
+    dataset: Dataset, seed: int, layout: Layout, dp_index: int, global_batch: int, step: int
+) -> StepBatch:
+    """The training batch of one DP replica at ``step`` (1-based)."""
+    first, last = layout.rows(dp_index, global_batch)
+    base = (step - 1) * global_batch
+    samples = samples_between(seed, base + first, base + last, dataset.samples)
+    shape = (layout.micro_batches(global_batch), layout.micro_batch)
+    return _pack(step, dataset.rows(samples), (base + first, base + last), shape, global_batch)
+
+
+def eval_batches(
+    dataset: Dataset, layout: Layout, dp_index: int, samples: int, global_batch: int
+) -> list[StepBatch]:
+    """One DP replica's part of the fixed evaluation samples, in batches of the training batch's shape.
+
+    Always the same ``samples`` (or all, if there are fewer) samples of ``dataset``, spread over the whole
+    of it by a fixed permutation. ``global_tokens`` of a batch counts that batch alone: the mean loss is
+    the sum of losses over the sum of ``global_tokens``.
+    """
+    wanted = min(samples, dataset.samples)
+    chosen = samples_between(EVALUATION_SEED, 0, wanted, dataset.samples)
+    shape = (layout.micro_batches(global_batch), layout.micro_batch)
+    batches = []
+    for base in range(0, wanted, global_batch):
+        size = min(global_batch, wanted - base)
+        first, last = (base + end for end in layout.rows(dp_index, size))
+        batches.append(_pack(0, dataset.rows(chosen[first:last]), (first, last), shape, size))
+    return batches

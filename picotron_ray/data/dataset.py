@@ -1,0 +1,79 @@
+"""From the config to both splits, checked: the one door to the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from picotron_ray.config.job import DataConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.data import batch
+from picotron_ray.data.cache import VOCABULARY, byte_splits
+from picotron_ray.data.memmap import memmap_splits
+from picotron_ray.data.order import ORDER_VERSION
+from picotron_ray.data.samples import Dataset
+from picotron_ray.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class DataSplits:
+    """Training and held-out samples.
+
+    Fields:
+        train, held_out: the samples.
+        fingerprint: 32 hex digits over the tokens of both parts, the sample length and the order: two
+            workers (or two launches) with the same one feed the same samples in the same order.
+        bigram_entropy: of the held-out tokens, nats per token; the baseline that evaluation is held to.
+        global_batch: samples per step, the size of evaluation batches too.
+    """
+
+    train: Dataset
+    held_out: Dataset
+    fingerprint: str
+    bigram_entropy: float
+    global_batch: int
+
+    def eval_batches(self, layout: Layout, dp_index: int, samples: int) -> list[batch.StepBatch]:
+        """One DP replica's part of the fixed held-out samples, as ``data.batch.eval_batches`` cuts them."""
+        return batch.eval_batches(self.held_out, layout, dp_index, samples, self.global_batch)
+
+
+def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> DataSplits:
+    """Read, tokenise (or find in the cache) and check the data of a run.
+
+    Args:
+        data: the config's section.
+        model_vocab: ``model.vocab_size``; every token id must be below it.
+        seed: order of samples; part of the fingerprint only.
+        cache_dir: a folder of this node for token caches, shared by its workers.
+
+    Raises:
+        DataError: one line, when the data is missing, unreadable, empty, shorter than one sample per
+            split, or beyond the vocabulary.
+    """
+    if data.source == "memmap":
+        splits = memmap_splits(data, model_vocab, cache_dir)
+    elif model_vocab < VOCABULARY:
+        raise DataError(
+            f"model.vocab_size: {model_vocab} is less than the {VOCABULARY} ids of the byte tokenizer that"
+            f" data.source {data.source} uses (256 bytes, end of document); set it to at least {VOCABULARY}"
+        )
+    else:
+        splits = byte_splits(data, cache_dir)
+    for name, tokens in (("training", splits.train), ("held-out", splits.held_out)):
+        if len(tokens) <= data.sequence_length:
+            raise DataError(
+                f"data.path: the {name} part has {len(tokens)} tokens, but one sample needs"
+                f" {data.sequence_length + 1}; give more data, a smaller data.sequence_length, or another"
+                f" data.held_out_fraction than {data.held_out_fraction}"
+            )
+    identity = f"{splits.digest}/{data.sequence_length}/{seed}/{ORDER_VERSION}"
+    return DataSplits(
+        train=Dataset(splits.train, data.sequence_length),
+        held_out=Dataset(splits.held_out, data.sequence_length),
+        fingerprint=xxhash.xxh3_128_hexdigest(identity.encode()),
+        bigram_entropy=splits.bigram_entropy,
+        global_batch=data.global_batch,
+    )

@@ -1,0 +1,119 @@
+"""Pre-tokenised input: raw token ids in one file per split, used where they lie.
+
+A folder must hold ``train.bin`` and ``held_out.bin`` (or ``val.bin``, as nanoGPT names it); of a single
+file the last ``held_out_fraction`` is held out. Files are read through once, for their largest id, their
+digest and the baseline; the result is kept under the file's size and modification time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from picotron_ray.config.job import DataConfig
+from picotron_ray.data.baseline import bigram_entropy
+from picotron_ray.data.cache import TokenSplits, tail_tokens
+from picotron_ray.data.samples import Tokens
+from picotron_ray.data.sources import require_file, shown, unreadable
+from picotron_ray.errors import DataError
+
+SCAN_TOKENS = 16 << 20
+_HELD_OUT_NAMES = ("held_out.bin", "val.bin")
+
+
+def memmap_splits(data: DataConfig, vocabulary: int, folder: Path) -> TokenSplits:
+    """Both splits of a memmap source. Raises DataError for files that are missing or odd, or too large ids.
+
+    Args:
+        vocabulary: ids must be below it.
+        folder: where scan results are kept; a folder that cannot be written only costs a scan each time.
+    """
+    if data.path is None:
+        raise DataError("data.path: missing, but data.source memmap needs a file or folder of token ids")
+    path = os.path.expanduser(data.path)
+    if not os.path.isdir(path):
+        require_file(path)
+    paths = _split_files(Path(path)) if os.path.isdir(path) else [Path(path)]
+    streams = [_map(p, data.memmap_dtype) for p in paths]
+    digests = []
+    for file, tokens in zip(paths, streams, strict=True):
+        largest, digest = _scan(file, tokens, folder)
+        if largest >= vocabulary:
+            raise DataError(
+                f"data.path: {shown(file)} holds token id {largest}, beyond model.vocab_size {vocabulary};"
+                f" set that to at least {largest + 1}, or check data.memmap_dtype {data.memmap_dtype}"
+            )
+        digests.append(digest)
+    if len(streams) == 1:
+        cut = len(streams[0]) - tail_tokens(len(streams[0]), data.held_out_fraction)
+        streams = [streams[0][:cut], streams[0][cut:]]
+        digests.append(str(cut))
+    return TokenSplits(streams[0], streams[1], "-".join(digests), bigram_entropy(streams[1]))
+
+
+def _split_files(folder: Path) -> list[Path]:
+    train = folder / "train.bin"
+    held = next((folder / name for name in _HELD_OUT_NAMES if (folder / name).exists()), None)
+    if held is None or not train.exists():
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError as error:
+            raise unreadable(folder, error) from None
+        seen = ", ".join(shown(name) for name in names[:6]) or "nothing"
+        raise DataError(
+            f"data.path: {shown(folder)} holds {seen}; expected train.bin and held_out.bin"
+            " (or val.bin), or one file"
+        )
+    return [train, held]
+
+
+def _map(path: Path, dtype: str) -> Tokens:
+    kind = np.dtype(dtype).newbyteorder("<")
+    require_file(path)
+    try:
+        size = path.stat().st_size
+        if size == 0:
+            raise DataError(f"data.path: {shown(path)} is empty; expected token ids of type {dtype}")
+        if size % kind.itemsize:
+            raise DataError(
+                f"data.path: {shown(path)} has {size} bytes, not a multiple of {kind.itemsize} as {dtype}"
+                " ids need; set data.memmap_dtype to what the file was written with"
+            )
+        return np.memmap(path, kind, "r")
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _scan(path: Path, tokens: Tokens, folder: Path) -> tuple[int, str]:
+    """Largest id and digest of a file, remembered in ``folder``."""
+    stat = path.stat()
+    identity = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{tokens.dtype.str}"
+    memo = folder / f"scan-{xxhash.xxh3_128_hexdigest(identity.encode('utf-8', 'surrogateescape'))}.json"
+    try:
+        known = json.loads(memo.read_text("utf-8"))
+        return int(known["largest"]), str(known["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not scanned yet, or a memo cut short: scan
+    largest, hasher = 0, xxhash.xxh3_128()
+    for start in range(0, len(tokens), SCAN_TOKENS):
+        part = np.ascontiguousarray(tokens[start : start + SCAN_TOKENS])
+        largest = max(largest, int(part.max()))
+        hasher.update(part.data)
+    _remember(memo, {"largest": largest, "digest": hasher.hexdigest()})
+    return largest, hasher.hexdigest()
+
+
+def _remember(memo: Path, result: dict[str, object]) -> None:
+    fresh = memo.with_suffix(f".{os.getpid()}")
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(result), "utf-8")
+        fresh.replace(memo)
+    except OSError:
+        with suppress(OSError):  # a scan not remembered is only repeated
+            fresh.unlink()

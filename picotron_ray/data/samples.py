@@ -1,0 +1,38 @@
+"""One stream of tokens seen as samples of fixed length.
+
+Sample ``i`` is the tokens ``i x S .. i x S + S`` (S + 1 of them): neighbours share one token, so every
+token after the first is predicted exactly once per epoch. Documents run on within a sample, with an
+end-of-document token between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Samples of ``sequence_length`` + 1 tokens cut from ``tokens`` (1-d, usually memory-mapped)."""
+
+    tokens: Tokens
+    sequence_length: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of one epoch."""
+        return max(0, (len(self.tokens) - 1) // self.sequence_length)
+
+    def rows(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of the given samples, ``[len(samples), sequence_length + 1]``, int64."""
+        width = self.sequence_length + 1
+        out = np.empty((len(samples), width), np.int64)
+        for row, sample in enumerate(samples):
+            start = int(sample) * self.sequence_length
+            out[row] = self.tokens[start : start + width]
+        return out

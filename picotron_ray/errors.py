@@ -1,0 +1,79 @@
+"""One hierarchy of errors, and the exit code that each means.
+
+A message is one line: what was seen, what was expected, what to do. Every error is built from its
+message alone, so it survives pickling through Ray unchanged.
+"""
+
+
+class PicotronError(Exception):
+    """Base of every error that picotron_ray raises on purpose."""
+
+    exit_code = 3
+
+
+class ConfigError(PicotronError):
+    """The configuration, data or request cannot be used; nothing was started.
+
+    ``problems`` holds one line per mistake; ``str(error)`` joins them with newlines.
+    """
+
+    exit_code = 2
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(str(line) for line in self.args)
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class LayoutError(ConfigError):
+    """A layout does not divide the model, batch or world."""
+
+
+class DataError(ConfigError):
+    """The training data is missing, unreadable, empty or beyond the vocabulary."""
+
+
+class StorageError(PicotronError):
+    """Storage is missing, read-only, full, or refuses the credentials."""
+
+    exit_code = 4
+
+
+class StorageUnavailableError(StorageError):
+    """Storage did not answer within its retry deadline; the same call may succeed later."""
+
+
+class NotFoundError(StorageError):
+    """No object of that key."""
+
+
+class AlreadyExistsError(StorageError):
+    """A conditional put was refused: the key exists already, with other content."""
+
+
+class CorruptError(StorageError):
+    """Bytes do not match the digest that was recorded for them.
+
+    ``where`` is the name of the slot, or the key of the object, that holds them.
+    """
+
+    def __init__(self, message: str = "", where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class FencedError(PicotronError):
+    """A newer coordinator term exists: this writer must stop for good."""
+
+
+class SlotError(PicotronError):
+    """A snapshot slot cannot be allocated, written or read."""
+
+
+class PeerLostError(PicotronError):
+    """A collective failed because a peer died or the generation was aborted."""

@@ -1,0 +1,69 @@
+"""``python -m picotron_ray.launch CONFIG [key=value …]``: start a run, or attach to the run of its name.
+
+Exit codes: 0 finished, 1 left running, 2 bad config (nothing started), 3 failed after its failure budget,
+4 storage unusable, 130 stopped by request with a checkpoint committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from picotron_ray.errors import PicotronError
+
+Config = Annotated[
+    str, typer.Argument(help="a YAML file, or the name of a packaged recipe: quickstart, tiny")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="dotted keys with YAML values: steps=50")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="machine-readable: JSON on stdout, its last line the result")
+]
+Detach = Annotated[bool, typer.Option("--detach", help="return as soon as the run is on its way")]
+
+
+@contextlib.contextmanager
+def reported(as_json: bool) -> Iterator[None]:
+    """Turn an error that we raise on purpose into its lines and its exit code; others keep theirs."""
+    try:
+        yield
+    except PicotronError as error:
+        if as_json:
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code}), flush=True)
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def train(
+    config: Config, overrides: Overrides = None, as_json: AsJson = False, detach: Detach = False
+) -> None:
+    """Run a job, or attach to the run of its name; SIGINT or SIGTERM stops it with a commit."""
+    with reported(as_json):
+        from picotron_ray.config.load import load_job
+
+        job = load_job(config, overrides or [])
+        from picotron_ray.runtime.drive import drive
+
+        code = drive(job, as_json=as_json, detach=detach)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Entry point of ``python -m picotron_ray.launch``."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(train)
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""A Llama-style decoder as plain modules: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Nothing here knows of a mesh. What makes it cuttable:
+
+- Layers live in a ``ModuleDict`` keyed by their absolute number, so a pipeline stage's parameters keep
+  the canonical names of ``models.plan``.
+- Head counts are read off the local projections (views with ``-1``), so ``parallelize_module`` may cut
+  the weights by whole heads.
+- There are no buffers: rotary tables are computed in fp64 and cached per (length, device), so a module
+  built on the meta device needs nothing but its parameters.
+- The attention kernel is a function argument.
+
+Sources: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE, half-split form as in Llama's HF weights),
+Ainslie et al. 2023 (GQA), Shazeer 2020 (SwiGLU), Zhang & Sennrich 2019 (RMSNorm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from picotron_ray.config.job import ModelConfig
+
+AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by torch's scaled_dot_product_attention.
+
+    Args: q ``[batch, heads, seq, head]``; k, v ``[batch, kv_heads, seq, head]``.
+    Returns: ``[batch, heads, seq, head]``.
+    """
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.size(1) != q.size(1))
+
+
+@lru_cache(maxsize=16)
+def _rotary_table(
+    length: int, head: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position x frequency, each ``[length, head / 2]``; computed in fp64."""
+    # A table first made while evaluating under inference_mode could never be used in training again.
+    with torch.inference_mode(False), torch.device("cpu"):
+        steps = torch.arange(0, head, 2, dtype=torch.float64) / head
+        angles = torch.outer(torch.arange(length, dtype=torch.float64), theta**-steps)
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """Rotary positions on ``[batch, heads, seq, head]``: pairs (i, i + head/2) turn by position x frequency.
+
+    fp64 stays fp64; anything else is turned in fp32 and cast back.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = _rotary_table(x.size(-2), x.size(-1), theta, dtype, x.device)
+    left, right = x.to(dtype).chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.head_size = hidden // config.heads
+        self.theta = config.rope_theta
+        self.kernel = kernel
+        self.wq = nn.Linear(hidden, hidden, bias=False)
+        self.wk = nn.Linear(hidden, config.kv_heads * self.head_size, bias=False)
+        self.wv = nn.Linear(hidden, config.kv_heads * self.head_size, bias=False)
+        self.wo = nn.Linear(hidden, hidden, bias=False)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """``[batch, seq, local heads x head]`` → ``[batch, local heads, seq, head]``."""
+        return x.view(x.size(0), x.size(1), -1, self.head_size).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = rotate(self._heads(self.wq(x)), self.theta)
+        k = rotate(self._heads(self.wk(x)), self.theta)
+        out = self.kernel(q, k, self._heads(self.wv(x)))
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate x) * up x)``."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, inner, bias=False)
+        self.up = nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One pre-norm decoder block."""
+
+    def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = Attention(config, kernel)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """The whole decoder, or the part of it that one pipeline stage holds.
+
+    Args:
+        config: the uncut model.
+        first_layer, last_layer: half-open range of absolute layer numbers; None: to the end.
+        embed, head: whether this part holds the embedding, and the final norm and head.
+        attention: kernel ``(q, k, v) → out`` as :func:`sdpa`.
+
+    ``forward`` takes tokens ``[batch, seq]`` (with ``embed``) or hidden ``[batch, seq, hidden]`` and
+    returns logits ``[batch, seq, vocab]`` (with ``head``) or hidden. Tied embeddings need both ends in
+    one part; ``tie()`` must be called again after anything that replaces parameters (``to_empty``,
+    ``parallelize_module``).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        first_layer: int = 0,
+        last_layer: int | None = None,
+        embed: bool = True,
+        head: bool = True,
+        attention: AttentionKernel = sdpa,
+    ) -> None:
+        super().__init__()
+        if config.tie_embeddings and embed != head:
+            raise ValueError("tied embeddings need the embedding and the head in the same pipeline stage")
+        self.config = config
+        last = config.layers if last_layer is None else last_layer
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size) if embed else None
+        self.layers = nn.ModuleDict({str(i): Block(config, attention) for i in range(first_layer, last)})
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if head else None
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if head else None
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head read the embedding's parameter, where the config ties them."""
+        if self.config.tie_embeddings and self.head is not None and self.embed is not None:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x

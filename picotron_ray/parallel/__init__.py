@@ -1,0 +1,1 @@
+"""How one model is cut over the processes of a generation."""

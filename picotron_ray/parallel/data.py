@@ -1,0 +1,38 @@
+"""Sharded data parallelism by torch's FSDP2; replicated data parallelism is comm/reduce.py.
+
+Gradients are *summed* over replicas (divide factor 1): the loss of every micro-batch is already divided
+by the global token count, which makes the gradient exact whatever the number of rows per replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+def apply_fsdp(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, zero: int) -> None:
+    """Shard ``model`` in place: each block a unit, and one for what is left.
+
+    Args:
+        zero: 2 keeps weights gathered between forward and backward, 3 frees and gathers them again.
+    """
+    reshard = zero == 3
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def settle(model: nn.Module) -> None:
+    """Let FSDP pad its shards now rather than at the first forward pass.
+
+    It moves the shards into padded storage lazily; state that was listed before would be stale after.
+    """
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()

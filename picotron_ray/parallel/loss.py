@@ -1,0 +1,63 @@
+"""Cross-entropy per token, over logits that are whole or cut over the vocabulary.
+
+The cut form is Megatron-LM's (Shoeybi et al. 2019, section 3): the maximum, the sum of exponentials and
+the target's logit are reduced over tp, three numbers per token, instead of gathering the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Loss per token ``[n]`` from local logits ``[n, vocab / tp]`` and targets ``[n]`` (global ids)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+        peak = logits.max(dim=-1).values
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - peak.unsqueeze(-1)
+        local = targets - first
+        inside = (local >= 0) & (local < logits.size(-1))
+        local = torch.where(inside, local, 0)
+        picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) * inside
+        softmax = shifted.exp_()
+        both = torch.stack((softmax.sum(dim=-1), picked))
+        dist.all_reduce(both, group=group)
+        total, picked = both
+        ctx.save_for_backward(softmax.div_(total.unsqueeze(-1)), local, inside)
+        return total.log() - picked
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, local, inside = ctx.saved_tensors
+        (gradient,) = gradients
+        result = softmax * gradient.unsqueeze(-1)
+        result.scatter_add_(-1, local.unsqueeze(-1), (-gradient * inside).unsqueeze(-1))
+        return result, None, None, None
+
+
+def weighted_loss_sum(
+    logits: Tensor, targets: Tensor, weights: Tensor, tp_group: dist.ProcessGroup | None, tp_index: int = 0
+) -> Tensor:
+    """Sum over rows of weight x the row's summed token losses, in nats; at least fp32.
+
+    Args:
+        logits: ``[rows, seq, vocab]``, or ``[rows, seq, vocab / tp]`` with a ``tp_group``.
+        targets: ``[rows, seq]`` int64 global token ids.
+        weights: ``[rows]``; rows of weight 0 add nothing to loss or gradient.
+    """
+    flat = logits.flatten(0, 1)
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.float()
+    if tp_group is None:
+        losses = F.cross_entropy(flat, targets.flatten(), reduction="none")
+    else:
+        first = tp_index * flat.size(-1)
+        losses = _VocabParallelCrossEntropy.apply(flat, targets.flatten(), first, tp_group)
+    return (losses.view(targets.shape).sum(dim=1) * weights.to(losses.dtype)).sum()

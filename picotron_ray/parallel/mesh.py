@@ -1,0 +1,111 @@
+"""The device mesh of a layout: one axis per degree above 1, ranks in the layout's own order.
+
+Axes of degree 1 are left out, and an axis that spans the world uses the default group: every group costs
+connections and milliseconds at each re-mesh. Code asks for an axis by name and gets None where there is
+nothing to communicate.
+
+DTensor caches outlive a generation: what it learned about an operation holds the DeviceMesh that it saw
+first, meshes count as equal when their ranks and axis names are, and collectives find their group *by
+name*. torch numbers groups, so after a re-mesh a cached mesh would name a group of another axis: at best
+"could not resolve", at worst a sum over the wrong ranks without a word. Here the name of a group is a
+function of its axis and ranks, so that equal meshes always mean equal groups, a cached one finds the
+living group, and the caches stay warm (the first step of a generation pays for nothing twice).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from picotron_ray.config.layout import Coordinates, Layout
+from picotron_ray.errors import LayoutError
+
+AXES = ("pp", "dp", "tp")
+
+
+@dataclass(slots=True)
+class Mesh:
+    """A layout, this rank's place in it, and the groups of its axes."""
+
+    layout: Layout
+    rank: int
+    devices: DeviceMesh | None
+
+    @property
+    def at(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        """The one-dimensional mesh of ``pp``, ``dp`` or ``tp`` through this rank; None where degree 1."""
+        if self.devices is None or name not in (self.devices.mesh_dim_names or ()):
+            return None
+        return self.devices[name]
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        axis = self.axis(name)
+        return None if axis is None else axis.get_group()
+
+    def close(self) -> None:
+        """Let go of the groups; DTensor's caches may hold the mesh for as long as the process lives."""
+        if self.devices is not None:
+            for name in self.devices._dim_group_names:
+                torch._C._distributed_c10d._unregister_process_group(name)
+            self.devices._pg_registry.clear()
+        self.devices = None
+
+
+def check_supported(layout: Layout) -> None:
+    """Refuse degrees that nothing here applies, rather than ignore them. Raises LayoutError."""
+    for name, value in (("cp", layout.cp), ("ep", layout.ep), ("virtual_stages", layout.virtual_stages)):
+        if value != 1:
+            raise LayoutError(f"layout.{name}: saw {value}, expected 1: this version has no such parallelism")
+
+
+def axis_ranks(layout: Layout, rank: int, axis: str) -> list[int]:
+    """The ranks of the layout's axis that goes through ``rank``, in order."""
+    at = layout.coordinates(rank)
+    return [layout.rank(at._replace(**{axis: index})) for index in range(getattr(layout, axis))]
+
+
+def group_name(axis: str, ranks: list[int]) -> str:
+    return f"picotron-{axis}-" + "-".join(map(str, ranks))
+
+
+def _register(name: str, group: dist.ProcessGroup) -> None:
+    """Let collectives find ``group`` under ``name`` too, until `Mesh.close` or the default group ends."""
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | None = None) -> Mesh:
+    """Make the mesh and its process groups; all ranks together, inside ``ProcessGroups.forming()``.
+
+    Args:
+        timeout: limit of a collective on the new groups.
+    """
+    check_supported(layout)
+    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
+    if not axes:
+        return Mesh(layout, rank, None)
+    groups, names = [], []
+    for axis in axes:
+        ranks = axis_ranks(layout, rank, axis)
+        group = dist.group.WORLD
+        if len(ranks) < layout.world_size:
+            # Only the members meet: the other groups of the axis form at the same time.
+            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        assert group is not None
+        groups.append(group)
+        names.append(group_name(axis, ranks))
+        _register(names[-1], group)
+    shape = [getattr(layout, axis) for axis in axes]
+    numbers = torch.arange(layout.world_size, dtype=torch.int).view(shape)
+    mesh = numbers.tolist() if len(axes) == 1 else numbers
+    devices = DeviceMesh.from_group(
+        groups if len(axes) > 1 else groups[0], device_type, mesh=mesh, mesh_dim_names=tuple(axes)
+    )
+    devices._dim_group_names = names  # type: ignore[assignment]
+    return Mesh(layout, rank, devices)

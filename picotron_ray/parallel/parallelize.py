@@ -1,0 +1,114 @@
+"""Apply a layout to one pipeline stage of a model, in one fixed order: tensor parallelism, then FSDP.
+
+The caller has cut the pipeline stage (it builds only its own layers, on the meta device). What was asked
+for is applied or refused; what was applied is returned, for the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from picotron_ray.checkpoint.canonical import Box
+from picotron_ray.config.layout import Layout
+from picotron_ray.errors import LayoutError
+from picotron_ray.models.plan import ParameterSpec, Style
+from picotron_ray.parallel.boxes import counts_in_norm, is_primary, local_box
+from picotron_ray.parallel.data import apply_fsdp
+from picotron_ray.parallel.mesh import Mesh
+from picotron_ray.parallel.tensor import apply_tensor_parallel
+
+
+@dataclass(slots=True)
+class LocalParameter:
+    """One canonical parameter as this rank holds it.
+
+    Fields:
+        spec: its name and full shape.
+        box: what this rank holds of it.
+        primary: whether this rank's state group speaks for the box.
+        counted: whether this rank adds the box to the global norm.
+        parameter: the module's own parameter, a DTensor where FSDP shards it.
+    """
+
+    spec: ParameterSpec
+    box: Box
+    primary: bool
+    counted: bool
+    parameter: nn.Parameter
+
+    @property
+    def local(self) -> Tensor:
+        """Live local storage, of the box's shape; detached."""
+        return local_tensor(self.parameter.detach())
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parallelize(
+    model: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, plan: Sequence[tuple[str, Style]]
+) -> tuple[str, ...]:
+    """Cut ``model`` in place for ``mesh``; returns what was applied, one phrase each.
+
+    Args:
+        model: one pipeline stage, on the meta device.
+        blocks: the modules that FSDP gathers one at a time.
+        plan: ``models.plan.tensor_parallel_plan()``.
+    """
+    layout, applied = mesh.layout, []
+    if layout.pp > 1:
+        applied.append(f"pipeline stage {mesh.at.pp + 1} of {layout.pp}, {layout.schedule}")
+    tp = mesh.group("tp")
+    if tp is not None:
+        count = apply_tensor_parallel(model, tp, plan)
+        applied.append(f"tensor and sequence parallel over {layout.tp}, {count} modules")
+    dp = mesh.axis("dp")
+    if dp is not None and layout.zero:
+        apply_fsdp(model, blocks, dp, layout.zero)
+        applied.append(f"FSDP2 over {layout.dp}, zero {layout.zero}")
+    elif dp is not None:
+        applied.append(f"replicated over {layout.dp}")
+    return tuple(applied)
+
+
+def local_parameters(
+    model: nn.Module, table: Iterable[ParameterSpec], mesh: Mesh
+) -> Iterator[LocalParameter]:
+    """Every parameter of which this rank holds something, in the order of ``named_parameters``.
+
+    Raises LayoutError where the module's storage is not what the layout says: the one check that keeps
+    a changed torch from writing wrong boxes into checkpoints.
+    """
+    specs = {spec.name: spec for spec in table}
+    layout, rank = mesh.layout, mesh.rank
+    for name, parameter in model.named_parameters():
+        spec = specs[name]
+        box = local_box(spec, layout, rank)
+        found = tuple(local_tensor(parameter.detach()).shape)
+        if box.numel == 0 and 0 in found:
+            continue
+        if found != box.size:
+            raise LayoutError(
+                f"{name} in layout {layout}, rank {rank}: saw a local {found}, expected {box.size}"
+            )
+        yield LocalParameter(
+            spec, box, is_primary(spec, layout, rank), counts_in_norm(spec, layout, rank), parameter
+        )
+
+
+def local_gradient(parameter: LocalParameter, layout: Layout) -> tuple[Tensor, bool]:
+    """The raw local gradient, and whether it is still to be summed over tp.
+
+    Under sequence parallelism each tp rank sees its own tokens only, so what tp replicates (norms) gets
+    partial gradients; the caller sums them in one bucket.
+    """
+    gradient = parameter.parameter.grad
+    partial = layout.tp > 1 and parameter.spec.tp_dim is None
+    return (torch.zeros_like(parameter.local) if gradient is None else local_tensor(gradient)), partial

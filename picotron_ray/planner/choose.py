@@ -1,0 +1,136 @@
+"""Which layout to run with the workers at hand: every one that fits, ranked by its stated cost.
+
+Pure and deterministic: the same job, workers and profile give the same choice, ties broken by the layout's
+own order. The coordinator calls ``choose_layout`` at every generation; a fuller planner can take this
+function's place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from picotron_ray.config.fit import fitting_degrees, misfits
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.errors import LayoutError
+from picotron_ray.planner.cost import step_cost
+from picotron_ray.planner.memory import USABLE, memory_estimate
+from picotron_ray.planner.profile import CPU, DeviceProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The layout to run, what it is thought to cost, and why it was taken."""
+
+    layout: Layout
+    cost_s: float
+    reason: str
+
+
+def layouts(job: JobConfig, workers: int, profile: DeviceProfile = CPU) -> list[Layout]:
+    """Every layout that fits model, batch and memory on at most ``workers`` ranks, cheapest first.
+
+    Degrees that ``job.layout`` names are kept; each layout has the micro-batch that costs least in it.
+    """
+    return [choice.layout for choice in _ranked(job, workers, profile, ())]
+
+
+def choose_layout(
+    job: JobConfig, workers: int, profile: DeviceProfile = CPU, node_sizes: Sequence[int] = ()
+) -> Choice:
+    """The cheapest layout on at most ``workers`` ranks; it may leave some of them idle.
+
+    Args:
+        workers: living workers.
+        profile: one worker's device; by default a CPU core with gloo.
+        node_sizes: workers per node in rank order; empty: all on one node.
+
+    Raises:
+        LayoutError: no layout fits; the line names the degrees asked for, or the memory that is missing.
+    """
+    ranked = _ranked(job, workers, profile, tuple(node_sizes))
+    if not ranked:
+        raise LayoutError(_why_none(job, workers, profile))
+    best = ranked[0]
+    used = best.layout.world_size
+    reason = f"{best.layout}: {best.cost_s:.3g} s per step, cheapest of {len(ranked)} on {workers} workers"
+    if used < workers:
+        reason += f" ({workers - used} idle)"
+    return Choice(best.layout, best.cost_s, reason)
+
+
+@lru_cache(maxsize=256)
+def _ranked(
+    job: JobConfig, workers: int, profile: DeviceProfile, node_sizes: tuple[int, ...]
+) -> tuple[Choice, ...]:
+    best: dict[tuple[int, int, int, int], Choice] = {}
+    for layout in _candidates(job, workers):
+        if memory_estimate(job, layout).total_bytes > USABLE * profile.memory_bytes:
+            continue
+        choice = Choice(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
+        key = (layout.dp, layout.tp, layout.pp, layout.zero)
+        if key not in best or _order(choice) < _order(best[key]):
+            best[key] = choice
+    return tuple(sorted(best.values(), key=_order))
+
+
+def _order(choice: Choice) -> tuple[float, Layout]:
+    return choice.cost_s, choice.layout
+
+
+def _candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
+    """Every layout with the degrees that ``job.layout`` allows, memory not looked at."""
+    asked = job.layout
+    for degrees in fitting_degrees(job, workers):
+        wanted = zip(degrees, (asked.dp, asked.tp, asked.pp), strict=True)
+        if any(want not in ("auto", degree) for degree, want in wanted):
+            continue
+        dp, tp, pp = degrees
+        zeros = ((0, 2, 3) if dp > 1 else (0,)) if asked.zero == "auto" else (asked.zero,)
+        for zero in zeros:
+            for micro_batch in _micro_batches(job, dp, pp):
+                layout = Layout(
+                    dp=dp, tp=tp, pp=pp, zero=zero, schedule=asked.schedule, micro_batch=micro_batch
+                )
+                if not misfits(job, layout):
+                    yield layout
+
+
+def _micro_batches(job: JobConfig, dp: int, pp: int) -> list[int]:
+    """Micro-batch sizes worth a look: the smallest that gives each count of micro-batches.
+
+    Counts are 1, 2, 3, 4, 6, 8, 12, ... and multiples of the stages; any other size only adds fill rows.
+    """
+    if job.layout.micro_batch != "auto":
+        return [job.layout.micro_batch]
+    rows = math.ceil(job.data.global_batch / dp)
+    counts = {rows, *(pp * factor for factor in (1, 2, 3, 4, 6, 8))}
+    counts |= {base << shift for base in (1, 3) for shift in range(rows.bit_length())}
+    return sorted({math.ceil(rows / count) for count in counts if count <= rows})
+
+
+def _why_none(job: JobConfig, workers: int, profile: DeviceProfile) -> str:
+    if workers < 1:
+        return "layout: saw no worker, expected at least 1; wait for one to join"
+    needs = [memory_estimate(job, layout).total_bytes for layout in _candidates(job, workers)]
+    if needs:
+        return (
+            f"layout: saw {profile.memory_bytes / 1e9:.3g} GB of memory per worker, expected at least"
+            f" {min(needs) / USABLE / 1e9:.3g} GB for the leanest layout on {workers} workers; add workers or"
+            " make the model smaller"
+        )
+    asked = job.layout
+    fixed = [f"{axis}={degree}" for axis in ("dp", "tp", "pp") if (degree := getattr(asked, axis)) != "auto"]
+    least = math.prod(degree for degree in (asked.dp, asked.tp, asked.pp) if degree != "auto")
+    if least > workers:
+        return (
+            f"layout: saw {workers} workers, expected at least {least} for {' '.join(fixed)}; add workers or"
+            " set those degrees to auto"
+        )
+    return (
+        f"layout: saw {' '.join(fixed) or 'auto degrees'} with micro_batch={asked.micro_batch} on {workers}"
+        f" workers, which fits no split of model and batch; set degrees to auto"
+    )

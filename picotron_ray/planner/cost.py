@@ -1,0 +1,136 @@
+"""Seconds per optimizer step of a layout, by a simple stated cost: arithmetic, bubble and communication.
+
+    step = (m + pp - 1) · (slowest stage's arithmetic and tensor-parallel traffic per micro-batch
+                           + one stage-to-stage hop there and back)  +  gradient reduction  +  one exchange
+
+with m micro-batches. Because every replica runs m micro-batches of ``micro_batch`` rows, the imbalance of
+rows (11, 11, 10 of 32) and the fill rows are counted: a replica is as slow as the fullest one. Nothing
+overlaps, which flatters no layout: it ranks layouts, it does not predict MFU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.planner.counts import stage_flops_per_token, stage_parameters
+from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES
+from picotron_ray.planner.profile import DeviceProfile
+
+BUCKET_BYTES = 25e6  # gradients reduced per collective
+# Arithmetic lost to thinner matrices per doubling of tp. Megatron-LM (Shoeybi et al. 2019) kept 77 % at
+# 8-way, its collectives included.
+TENSOR_LOSS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of one step, by cause."""
+
+    compute_s: float
+    """arithmetic of the slowest stage, all micro-batches, fill rows included"""
+    bubble_s: float
+    """waiting of the pipeline to fill and drain"""
+    tensor_s: float
+    """tensor- and sequence-parallel collectives"""
+    pipeline_s: float
+    """hidden states and their gradients between stages"""
+    data_s: float
+    """gradient reduction and ZeRO's gathering over the replicas"""
+    sync_s: float
+    """the one exchange between all ranks at the end of a step"""
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.bubble_s + self.tensor_s + self.pipeline_s + self.data_s + self.sync_s
+
+
+def step_cost(
+    job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...] = ()
+) -> StepCost:
+    """The cost of one optimizer step of ``layout``.
+
+    Args:
+        node_sizes: workers per node, in rank order; empty: all on one node. A tensor-parallel group that
+            crosses nodes, and gradients between nodes, go over the slower link.
+    """
+    micro_batches = layout.micro_batches(job.data.global_batch)
+    compute = _stage_compute(job, layout, profile)
+    tensor = _tensor(job, layout, profile, node_sizes)
+    hop = _hop(job, layout, profile, node_sizes)
+    waits = layout.pp - 1
+    return StepCost(
+        compute_s=micro_batches * compute,
+        bubble_s=waits * (compute + tensor),
+        tensor_s=micro_batches * tensor,
+        pipeline_s=(micro_batches + waits) * hop,
+        data_s=_data(job, layout, profile, node_sizes, micro_batches),
+        sync_s=profile.latency_s * math.log2(layout.world_size),
+    )
+
+
+def _stage_compute(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
+    """Seconds of arithmetic per micro-batch on the slowest stage, the last one (it has the head)."""
+    tokens = layout.micro_batch * job.data.sequence_length
+    flops = stage_flops_per_token(job.model, job.data.sequence_length, layout.pp, layout.pp - 1)
+    blocks = job.model.layers // layout.pp
+    loss = 1 + TENSOR_LOSS * math.log2(layout.tp)
+    return loss * tokens * flops / layout.tp / profile.flops + blocks * profile.kernel_s
+
+
+def _tensor(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
+    """Seconds of tensor-parallel traffic per micro-batch and stage.
+
+    With sequence parallelism each block all-gathers and reduce-scatters twice forward and twice backward: 8
+    collectives of (tp - 1)/tp of the hidden states (Korthikanti et al. 2022).
+    """
+    if layout.tp == 1:
+        return 0.0
+    hidden = (
+        layout.micro_batch * job.data.sequence_length * job.model.hidden_size * COMPUTE_BYTES[job.precision]
+    )
+    crosses = any(size % layout.tp for size in node_sizes)
+    seconds = hidden * (layout.tp - 1) / layout.tp / _link(profile, crosses) + profile.latency_s
+    return 8 * (job.model.layers // layout.pp) * seconds
+
+
+def _hop(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
+    """Seconds to pass one micro-batch's hidden states to the next stage and their gradient back."""
+    if layout.pp == 1:
+        return 0.0
+    hidden = (
+        layout.micro_batch * job.data.sequence_length * job.model.hidden_size * COMPUTE_BYTES[job.precision]
+    )
+    return 2 * (hidden / layout.tp / _link(profile, len(node_sizes) > 1) + profile.latency_s)
+
+
+def _data(
+    job: JobConfig,
+    layout: Layout,
+    profile: DeviceProfile,
+    node_sizes: tuple[int, ...],
+    micro_batches: int,
+) -> float:
+    """Seconds of data-parallel traffic per step.
+
+    Replicated: one all-reduce of the stage's gradients, 2·(dp - 1)/dp of their bytes. ZeRO-2 and 3 work block
+    by block: reduce-scatter and all-gather, 3 gathers again for backward; once per micro-batch.
+    """
+    if layout.dp == 1:
+        return 0.0
+    share = (layout.dp - 1) / layout.dp
+    size = stage_parameters(job.model, layout.pp, 0) / layout.tp * STATE_BYTES[job.precision]
+    seconds = size * share / _link(profile, len(node_sizes) > 1)
+    hops = math.log2(layout.dp)
+    if not layout.zero:
+        buckets = max(1.0, size / BUCKET_BYTES)
+        return 2 * seconds + 2 * buckets * hops * profile.latency_s
+    blocks = job.model.layers // layout.pp + 2
+    collectives = 2 if layout.zero == 2 else 3
+    return micro_batches * collectives * (seconds + blocks * hops * profile.latency_s)
+
+
+def _link(profile: DeviceProfile, between_nodes: bool) -> float:
+    return (between_nodes and profile.node_link_bytes_s) or profile.link_bytes_s

@@ -1,0 +1,211 @@
+"""The coordinator's hands: handles of agents and workers, and what Ray says of nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+import time
+from importlib.metadata import version
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+
+from picotron_ray.config.job import JobConfig
+from picotron_ray.coordinator.messages import (
+    DrainNotice,
+    GenerationSpec,
+    Member,
+    NodeJoined,
+    NodeLost,
+    WorkerReady,
+)
+from picotron_ray.runtime.actors import start_agent, start_worker
+from picotron_ray.runtime.fingerprint import package_fingerprint
+from picotron_ray.runtime.names import NAMESPACE, agent_name, worker_actor_name
+from picotron_ray.runtime.placement import (
+    NodeView,
+    WorkerNeeds,
+    draining_nodes,
+    living_nodes,
+    worker_needs,
+)
+
+log = logging.getLogger(__name__)
+CLOSE_TIMEOUT_S = 10.0
+NodeEvent = NodeJoined | NodeLost | DrainNotice | WorkerReady
+
+
+async def answer(reference: Any, timeout_s: float | None = None) -> Any:
+    """Await a Ray call from any event loop."""
+    return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
+
+
+class Cluster:
+    """All methods run on the coordinator's loop; each may be called again after a lost reply."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self._job = job
+        self._agents: dict[str, ActorHandle] = {}
+        self._workers: dict[str, ActorHandle] = {}
+        self._node_of: dict[str, str] = {}
+        self._stores: dict[str, tuple[str, int]] = {}
+        self._order: list[str] = []  # nodes in the order in which they joined
+        self._home = ray.get_runtime_context().get_node_id()
+        self._needs: WorkerNeeds | None = None
+        self._draining: set[str] = set()
+        self._versions = {
+            "picotron_ray": package_fingerprint(),
+            "torch": version("torch"),
+            "python": platform.python_version(),
+        }
+
+    # --- nodes -------------------------------------------------------------------------------------------
+
+    async def hello(self, term: int) -> dict[str, dict[str, Any]]:
+        """Greet the agents that live already; returns what each says, by node."""
+        found: dict[str, dict[str, Any]] = {}
+        for view in await asyncio.to_thread(living_nodes):
+            try:
+                handle = ray.get_actor(agent_name(self._job.name, view.id), NAMESPACE)
+                found[view.id] = await answer(handle.hello.remote(term), 30)
+            except (ValueError, RayError):
+                continue  # no agent there, or it died with its node
+            self._agents[view.id] = handle
+        return found
+
+    async def changes(self, term: int) -> list[NodeEvent]:
+        """What happened to nodes since the last call."""
+        views = {view.id: view for view in await asyncio.to_thread(living_nodes)}
+        if self._needs is None or not self._needs.gpus:
+            self._needs = worker_needs(self._job.cluster, list(views.values()))
+        events: list[NodeEvent] = []
+        for node in [node for node in self._order if node not in views]:
+            self._forget(node)
+            events.append(NodeLost(node, "Ray reports it dead"))
+        # the coordinator's own node comes first, so that a scripted fault can spare it
+        for node in sorted(views.keys() - set(self._order), key=lambda node: (node != self._home, node)):
+            joined = await self._join(term, views[node])
+            if joined:
+                self._order.append(node)
+                events += joined
+        return events + await self._drains()
+
+    async def _join(self, term: int, view: NodeView) -> list[NodeEvent]:
+        """Put an agent on a node; nothing where it has no room, or cannot be reached yet."""
+        assert self._needs is not None
+        capacity = view.capacity(self._needs)
+        if capacity < 1:
+            return []
+        handle = start_agent(self._job, view.id, view.host)
+        try:
+            hello = await answer(handle.hello.remote(term), 60)
+            self._agents[view.id] = handle
+            self._stores[view.id] = tuple(await answer(handle.store_address.remote(), 60))
+        except (RayError, TimeoutError) as error:
+            log.warning("node %s has no agent yet: %s", view.id[:8], error)
+            return []
+        strangers = [Member(worker, view.id) for worker in hello["workers"] if worker not in self._workers]
+        self.adopt_workers(tuple(strangers))  # known now; the machine judges what becomes of them
+        joined = NodeJoined(view.id, capacity, self._mismatch(hello["versions"]))
+        return [joined, *(WorkerReady(member.worker, member.node) for member in strangers)]
+
+    def _mismatch(self, theirs: dict[str, str]) -> str:
+        seen = [f"{k} {theirs[k]} (expected {v})" for k, v in self._versions.items() if theirs[k] != v]
+        return "; ".join(seen)
+
+    def _forget(self, node: str) -> None:
+        self._order.remove(node)
+        self._agents.pop(node, None)
+        self._stores.pop(node, None)
+
+    async def _drains(self) -> list[NodeEvent]:
+        notices: list[NodeEvent] = []
+        for node, deadline in (await asyncio.to_thread(draining_nodes)).items():
+            if node in self._order and node not in self._draining:
+                self._draining.add(node)
+                left = deadline - time.time()
+                notices.append(DrainNotice(node, time.monotonic() + left if deadline else 0.0))
+        return notices
+
+    async def remove_node(self, index: int) -> None:
+        """Scripted fault: the node that joined as number ``index`` goes as if unplugged."""
+        if index < len(self._order):
+            self._agents[self._order[index]].die.remote()
+
+    # --- actors ------------------------------------------------------------------------------------------
+
+    async def store_address(self, spec: GenerationSpec) -> tuple[str, int]:
+        """The rendezvous store of a generation: the one on the node of rank 0."""
+        node = spec.members[0].node
+        if node not in self._stores:
+            self._stores[node] = tuple(await self.call_agent(node, "store_address"))
+        return self._stores[node]
+
+    async def call_agent(self, node: str, method: str, *arguments: Any) -> Any:
+        """Call the agent of a node; raises RayError where it is gone."""
+        handle = self._agents.get(node)
+        if handle is None:
+            raise RayError(f"node {node[:8]} has no agent")
+        return await answer(getattr(handle, method).remote(*arguments))
+
+    async def call_worker(self, worker: str, method: str, *arguments: Any) -> Any:
+        """Call a worker; raises RayError where it is gone."""
+        handle = self._workers.get(worker)
+        if handle is None:
+            raise RayActorError(error_msg=f"worker {worker} is gone")
+        return await answer(getattr(handle, method).remote(*arguments))
+
+    def adopt_workers(self, members: tuple[Member, ...]) -> None:
+        """Find the handles of workers that an earlier coordinator started."""
+        for member in members:
+            self._node_of[member.worker] = member.node
+            try:
+                name = worker_actor_name(self._job.name, member.worker)
+                self._workers[member.worker] = ray.get_actor(name, NAMESPACE)
+            except ValueError:
+                log.warning("worker %s has a page but no actor", member.worker)
+
+    async def start_worker(self, worker: str, node: str) -> None:
+        """Start a worker and wait until it is ready; raises RayError where it cannot be."""
+        assert self._needs is not None
+        self._node_of[worker] = node
+        self._workers[worker] = start_worker(self._job, worker, node, self._needs)
+        await answer(self._workers[worker].ready.remote())
+
+    async def kill_worker(self, term: int, worker: str) -> None:
+        """SIGKILL through the node's agent; through Ray where the agent is gone too."""
+        handle = self._workers.pop(worker, None)
+        try:
+            await self.call_agent(self._node_of.get(worker, ""), "kill", term, worker)
+        except RayError:
+            log.debug("no agent to kill %s", worker)
+        if handle is not None:
+            ray.kill(handle)
+
+    def workers_on(self, node: str) -> list[str]:
+        """Workers that were started on a node and not killed since."""
+        return [worker for worker in self._workers if self._node_of[worker] == node]
+
+    async def figures(self) -> dict[str, list[dict[str, Any]]]:
+        """The pages of all living workers, by node, as they are now."""
+        found = {}
+        for node, handle in self._agents.items():
+            try:
+                found[node] = await answer(handle.figures.remote(), CLOSE_TIMEOUT_S)
+            except (RayError, TimeoutError) as error:
+                log.debug("no figures from node %s: %s", node[:8], error)
+        return found
+
+    async def close(self, term: int) -> None:
+        """End every worker and agent of the run, and remove the nodes' folders."""
+        for handle in self._workers.values():
+            ray.kill(handle)
+        for handle in self._agents.values():
+            try:
+                await answer(handle.close.remote(), CLOSE_TIMEOUT_S)
+            except (RayError, TimeoutError) as error:
+                log.debug("agent: %s", error)
+            ray.kill(handle)

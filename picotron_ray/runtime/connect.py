@@ -1,0 +1,81 @@
+"""Connecting a driver to Ray: the cluster that ``RAY_ADDRESS`` names, else the run's own local Ray.
+
+Ray reads its authentication from the environment when it is loaded and keeps it; a local Ray has a token
+of its own, so what was kept is refreshed here, behind one adapter (``_refresh_authentication``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+
+from picotron_ray.config.job import JobConfig
+from picotron_ray.errors import PicotronError
+from picotron_ray.runtime import local_ray
+from picotron_ray.runtime.local_ray import LocalRay
+from picotron_ray.runtime.names import NAMESPACE, run_folder
+
+
+class ClusterError(PicotronError):
+    """No Ray answers at the address given."""
+
+
+def local_cpus(job: JobConfig) -> int:
+    """CPU slots of a Ray started for this job: every worker fits, and one more for its replacement."""
+    workers = job.cluster.max_workers * job.cluster.cpus_per_worker
+    return job.cluster.local_cpus or max(1, math.ceil(workers + job.cluster.cpus_per_worker))
+
+
+def run_folders(job: JobConfig) -> tuple[Path, ...]:
+    """Folders of this machine that belong to the run alone and go away with its local Ray."""
+    bases = (job.snapshot.folder, job.snapshot.overflow_folder)
+    return tuple(run_folder(base, job.name).absolute() for base in bases if base)
+
+
+def connect(job: JobConfig) -> LocalRay | None:
+    """Connect this process to Ray, starting a local one where none runs; None: RAY_ADDRESS was used."""
+    if os.environ.get("RAY_ADDRESS"):
+        connect_to(os.environ["RAY_ADDRESS"])
+        return None
+    with local_ray.locked(job.name):
+        ray = local_ray.find(job.name)
+        if ray is None or not ray.alive:
+            gpus = 0 if job.cluster.device == "cpu" else None
+            ray = local_ray.start(job.name, cpus=local_cpus(job), gpus=gpus, folders=run_folders(job))
+    attach(ray)
+    return ray
+
+
+def attach(ray: LocalRay) -> None:
+    """Connect this process to a local Ray that runs."""
+    if ray.token:
+        os.environ.update(local_ray.authentication(ray.token))
+        _refresh_authentication()
+    connect_to(ray.address)
+
+
+def _refresh_authentication() -> None:
+    """Make an already loaded Ray read RAY_AUTH_* again, as its own ``_enable_token_auth`` does."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def connect_to(address: str) -> None:
+    """``ray.init`` to an address; raises ClusterError where nothing answers."""
+    import ray
+
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            ignore_reinit_error=True,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ClusterError(f"no Ray answers at {address!r}: {first}") from error

@@ -1,0 +1,234 @@
+"""The driver: checks, starts or attaches to a run, shows it, and answers with an exit code. It owns nothing.
+
+Order matters: a run that goes on is attached to before anything is checked or cleaned, since its slots are
+in use; where none goes on, everything that can be refused is refused before Ray is started. SIGINT and
+SIGTERM ask the coordinator to stop with a commit; a second SIGINT leaves the run alone. The handlers are
+set after ``ray.init``: earlier ones never fire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from picotron_ray.config.job import JobConfig
+from picotron_ray.errors import PicotronError
+from picotron_ray.runtime import connect, leftovers, local_ray, report
+from picotron_ray.runtime.local_ray import LocalRay
+from picotron_ray.runtime.report import Progress, summary_lines
+
+POLL_S = 0.25
+SILENCE_S = 120.0
+"""A coordinator that does not answer for this long is given up by the driver (not by the run)."""
+DETACHED = 1
+"""Exit code of a driver that was told twice to go, or lost its run: the run's end is not known."""
+
+
+class LostRunError(PicotronError):
+    """The coordinator cannot be reached any more; the run may still go on."""
+
+    exit_code = DETACHED
+
+
+@dataclass(slots=True)
+class Signals:
+    """What the user asked for by signal."""
+
+    asked: int = 0
+    detach: bool = False
+    _told: bool = field(default=False)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.detach = self.detach or (self.asked > 0 and number == signal.SIGINT)
+        self.asked += 1
+
+    def news(self) -> bool:
+        """Whether a first signal came that was not yet acted on."""
+        fresh, self._told = self.asked > 0 and not self._told, self.asked > 0
+        return fresh
+
+
+@contextlib.contextmanager
+def signal_handlers() -> Iterator[Signals]:
+    """SIGINT and SIGTERM are noted instead of raised."""
+    signals = Signals()
+    before = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def without_rays_messages() -> Iterator[None]:
+    """Drop what Ray prints on the driver's stdout when a worker dies, whatever ``log_to_driver`` says.
+
+    That is half a page of guesses at the cause; the coordinator says in one line what happened, and stdout
+    may have to be JSON. Consoles stay as they are: they are bound to their stream.
+    """
+    with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
+        yield
+
+
+def drive(
+    job: JobConfig, *, as_json: bool = False, detach: bool = False, console: Console | None = None
+) -> int:
+    """Run a job, or attach to the run of its name; returns the exit code of the run.
+
+    With ``as_json`` progress goes to stderr and stdout carries the summary as its last line. With
+    ``detach`` this returns 0 as soon as the run is on its way.
+
+    Raises:
+        ConfigError, StorageError, ClusterError, LocalRayError: nothing was started.
+        LostRunError: the coordinator stays unreachable.
+    """
+    console = console or report.console(as_json)
+    with without_rays_messages():
+        code, summary = _drive(with_absolute_paths(job), detach, console)
+    if as_json and summary is not None:
+        print(json.dumps(summary), flush=True)
+    return code
+
+
+def _drive(job: JobConfig, detach: bool, console: Console) -> tuple[int, dict[str, Any] | None]:
+    local = _prepare(job, console)
+    coordinator = _coordinator(job, local, console)
+    if detach:
+        console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
+        return 0, None
+    with signal_handlers() as signals, Progress(console) as progress:
+        final = follow(job.name, coordinator, progress, signals)
+    if final is None:
+        console.print(f"left running; `picotron-ray stop {job.name}` stops it", markup=False)
+        return DETACHED, None
+    for line in summary_lines(final["summary"]):
+        console.print(line, markup=False, soft_wrap=True)
+    take_down(local, coordinator)
+    return int(final["exit_code"]), final["summary"]
+
+
+def with_absolute_paths(job: JobConfig) -> JobConfig:
+    """Paths are the user's, relative to where launch was called; actors run elsewhere."""
+
+    def absolute(path: str | None) -> str | None:
+        return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+
+    snapshot = {
+        "folder": absolute(job.snapshot.folder),
+        "overflow_folder": absolute(job.snapshot.overflow_folder),
+    }
+    return job.model_copy(
+        update={
+            "storage": job.storage.model_copy(update={"url": absolute(job.storage.url)}),
+            "data": job.data.model_copy(update={"path": absolute(job.data.path)}),
+            "snapshot": job.snapshot.model_copy(update=snapshot),
+        }
+    )
+
+
+def _prepare(job: JobConfig, console: Console) -> LocalRay | None:
+    """Connect to the Ray that holds the run; where it must be started, check everything before."""
+    if not os.environ.get("RAY_ADDRESS"):
+        with local_ray.locked(job.name):
+            found = local_ray.find(job.name)
+            if found is None or not found.alive:
+                leftovers.clear(job, found)
+                _check(job, console)
+    return connect.connect(job)
+
+
+def _check(job: JobConfig, console: Console) -> None:
+    from picotron_ray.runtime.run import check
+
+    for warning in check(job):
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _coordinator(job: JobConfig, local: LocalRay | None, console: Console) -> Any:
+    """Handle of the run's coordinator; a local Ray that was started for nothing is taken down again."""
+    from picotron_ray.checkpoint.storage import open_storage
+    from picotron_ray.runtime import run
+
+    found = run.find_coordinator(job.name)
+    try:
+        if found is None and local is None:
+            _check(job, console)
+        elif found is not None:
+            console.print(f"attached to run {job.name}, which goes on with the config it has", markup=False)
+            for line in run.check_same_run(job, open_storage(job.storage, job.name)):
+                console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
+        return run.ensure_coordinator(job, owns_ray=local is not None)[0]
+    except BaseException:
+        if found is None:
+            take_down(local)
+        raise
+
+
+def follow(run: str, coordinator: Any, progress: Progress, signals: Signals) -> dict[str, Any] | None:
+    """Show the run until it is done; returns its last status, or None where the user left."""
+    since, term, heard = 0, 0, time.monotonic()
+    while not signals.detach:
+        if signals.news():
+            progress.say(
+                "stopping at the next step, with a commit; interrupt again to leave it running instead"
+            )
+            _request(coordinator, "stop")
+        status = poll(coordinator, since)
+        if status is None:
+            if time.monotonic() - heard > SILENCE_S:
+                raise LostRunError(
+                    f"the coordinator of run {run} has not answered for {SILENCE_S:g} s; look at"
+                    f" `picotron-ray logs {run}`, launch again to attach, or stop it"
+                )
+        else:
+            heard = time.monotonic()
+            if status["term"] != term:  # a restarted coordinator numbers its events anew
+                term, asked = status["term"], since
+                since = 0
+                if asked:
+                    continue
+            since = max((event["seq"] for event in status["events"]), default=since)
+            progress.show(status)
+            if status["done"]:
+                return status
+        time.sleep(POLL_S)
+    return None
+
+
+def poll(coordinator: Any, since: int, timeout_s: float = 10.0) -> dict[str, Any] | None:
+    """The coordinator's status; None while it does not answer (it may be restarting)."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    try:
+        status: dict[str, Any] = ray.get(coordinator.status.remote(since), timeout=timeout_s)
+    except (RayActorError, GetTimeoutError):
+        return None
+    return status
+
+
+def _request(coordinator: Any, what: str) -> None:
+    coordinator.request.remote(what)
+
+
+def take_down(local: LocalRay | None, coordinator: Any = None) -> None:
+    """End the coordinator of a run that is over, disconnect, and stop the Ray that was started for it."""
+    import ray
+
+    if coordinator is not None and local is None:
+        ray.kill(coordinator)
+    ray.shutdown()
+    if local is not None:
+        with local_ray.locked(local.run):
+            local_ray.stop(local)

@@ -1,0 +1,36 @@
+"""Names of a run's actors and folders, in one place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+NAMESPACE = "picotron_ray"
+
+
+def coordinator_name(run: str) -> str:
+    return f"{run}/coordinator"
+
+
+def agent_name(run: str, node: str) -> str:
+    return f"{run}/agent/{node}"
+
+
+def worker_actor_name(run: str, worker: str) -> str:
+    return f"{run}/worker/{worker}"
+
+
+def run_folder(snapshot_folder: str, run: str) -> Path:
+    """Everything that one run keeps in the memory file system of a machine."""
+    return Path(snapshot_folder) / "picotron_ray" / run
+
+
+def node_folder(snapshot_folder: str, run: str, node: str) -> Path:
+    """Slots and heartbeat pages of one Ray node; several nodes of a test may share a machine."""
+    return run_folder(snapshot_folder, run) / node[:16]
+
+
+def cache_folder() -> Path:
+    """Tokenised data, shared by all runs of a user on a machine."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "picotron_ray"

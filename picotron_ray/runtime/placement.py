@@ -1,0 +1,63 @@
+"""What Ray knows of nodes, behind one adapter: capacity, addresses, drain notices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ray
+from ray._private import state as ray_state
+
+from picotron_ray.config.job import ClusterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNeeds:
+    """Ray resources that one worker reserves."""
+
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One living Ray node."""
+
+    id: str
+    host: str
+    cpus: float
+    gpus: float
+
+    def capacity(self, needs: WorkerNeeds) -> int:
+        """Workers that fit on the whole node, however busy it is now."""
+        by_cpu = int(self.cpus // needs.cpus) if needs.cpus else 1 << 30
+        by_gpu = int(self.gpus // needs.gpus) if needs.gpus else 1 << 30
+        return min(by_cpu, by_gpu)
+
+
+def living_nodes() -> list[NodeView]:
+    """All nodes that Ray holds to be alive, in a stable order."""
+    nodes = [
+        NodeView(
+            id=node["NodeID"],
+            host=node["NodeManagerAddress"],
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: node.id)
+
+
+def worker_needs(cluster: ClusterConfig, nodes: list[NodeView]) -> WorkerNeeds:
+    """One GPU each where GPUs are wanted and offered, else CPU slots alone."""
+    gpus = any(node.gpus for node in nodes) if cluster.device == "auto" else cluster.device == "cuda"
+    return WorkerNeeds(cpus=cluster.cpus_per_worker, gpus=1.0 if gpus else 0.0)
+
+
+def draining_nodes() -> dict[str, float]:
+    """Nodes under a drain notice and their deadlines, seconds since the epoch (0: none given).
+
+    ``ray.nodes()`` keeps calling them alive; only Ray's private state tells (true of 2.56 to 2.60).
+    """
+    return {node: ms / 1000 for node, ms in ray_state.state.get_draining_nodes().items()}

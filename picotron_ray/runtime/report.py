@@ -1,0 +1,143 @@
+"""What a person reads while a run goes on and when it ends. Formatting only; figures come from ``status``."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_INTERVAL_S = 5.0
+"""Without a terminal, a progress line at most this often."""
+RECENT = 8
+"""Events shown under the live table."""
+_NODE_ID = re.compile(r"\b[0-9a-f]{56}\b")
+_STYLES = {"warning": "yellow", "error": "bold red"}
+
+
+def console(as_json: bool) -> Console:
+    """For people: stdout, or stderr where stdout is JSON; bound to that stream, whatever redirects it."""
+    return Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
+
+
+def number(value: float | None, form: str = ".4f") -> str:
+    """A figure, or a dash where there is none yet."""
+    return "-" if value is None else format(value, form)
+
+
+def progress_line(status: dict[str, Any]) -> str:
+    """One line: step, loss, tokens/s, layout, members."""
+    parts = [f"step {status['step']}/{status['steps']}", f"loss {number(status['loss'])}"]
+    if status.get("eval_loss") is not None:
+        bigram = number(status.get("baseline_loss"))
+        parts.append(f"eval_loss {number(status['eval_loss'])} (bigram {bigram})")
+    parts.append(f"{number(status['tokens_per_s'], ',.0f')} tokens/s")
+    parts.append(f"{status['layout'] or '-'} on {len(status['members'])} workers")
+    return f"[{status['state']}] " + "  ".join(parts)
+
+
+def event_line(event: dict[str, Any]) -> str:
+    """``HH:MM:SS level text`` in local time; the level only where it is more than information."""
+    clock = time.strftime("%H:%M:%S", time.localtime(event["t"]))
+    level = "" if event["level"] == "info" else f"{event['level']}: "
+    return f"{clock} {level}{_NODE_ID.sub(lambda found: found[0][:8], event['text'])}"
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """The end of a run in a few lines."""
+    lines = [
+        f"run {summary['run']} {summary['status']} at step {summary['steps']} in {summary['wall_s']:.1f} s"
+    ]
+    if summary.get("detail") and summary["status"] != "finished":
+        lines.append(f"because: {summary['detail']}")
+    lines.append(
+        f"eval_loss {number(summary.get('eval_loss'))}  baseline_loss {number(summary.get('baseline_loss'))}"
+        f" (bigram entropy of the same data)  {number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
+    )
+    for failure in summary.get("failures", ()):
+        recovered = number(failure.get("recovered_s"), ".2f")
+        source = failure["restored_from"] or "nothing"
+        lines.append(
+            f"survived {failure['kind']} of {failure['target']} at step {failure['step']}: back in"
+            f" {recovered} s, {failure['lost_steps']} steps lost, restored from {source}"
+        )
+    commits = [entry["step"] for entry in summary.get("checkpoints", ())]
+    ledger = summary.get("ledger")
+    if ledger:
+        lines.append(
+            f"{len(commits)} commits, the newest of step {max(commits, default='-')}; {ledger['samples']}"
+            f" samples fed, {ledger['lost']} lost, {ledger['repeated']} repeated"
+        )
+    return lines
+
+
+def table(status: dict[str, Any]) -> Table:
+    """Name and figure of everything a live view shows."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    bigram = number(status.get("baseline_loss"))
+    rows = {
+        "run": f"{status['run']} ({status['state']}, generation {status['generation'] or '-'})",
+        "step": f"{status['step']} of {status['steps']}",
+        "loss": f"{number(status['loss'])}   held-out {number(status.get('eval_loss'))}, bigram {bigram}",
+        "speed": f"{number(status['tokens_per_s'], ',.0f')} tokens/s",
+        "layout": str(status["layout"] or "-"),
+        "members": " ".join(status["members"]) or "-",
+    }
+    for name, value in rows.items():
+        grid.add_row(name, Text(value))
+    return grid
+
+
+class Progress:
+    """Shows statuses as they come: a live table on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._recent: deque[Text] = deque(maxlen=RECENT)
+        self._live = (
+            Live(console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
+            if console.is_terminal
+            else None
+        )
+        self._shown_step, self._shown_at_s = -1, 0.0
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str, style: str = "") -> None:
+        """One line that stays."""
+        if self._live:
+            self._recent.append(Text(text, style))
+        else:
+            self._console.print(text, style=style or None, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, status: dict[str, Any]) -> None:
+        """New events, then the state."""
+        self._events(status["events"])
+        if self._live:
+            self._live.update(Group(table(status), *self._recent))
+            return
+        now = time.monotonic()
+        due = now - self._shown_at_s >= PLAIN_INTERVAL_S or status["done"]
+        if due and status["step"] != self._shown_step:
+            self._shown_step, self._shown_at_s = status["step"], now
+            self.say(progress_line(status))
+
+    def _events(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
+            self.say(event_line(event), _STYLES.get(event["level"], ""))

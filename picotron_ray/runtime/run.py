@@ -1,0 +1,153 @@
+"""From a config to a coordinator that works on it: checks first, then attach or start.
+
+Everything that can be refused is refused here, before an actor exists: data, storage, room for snapshot
+slots, a run of that name with another model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from picotron_ray.checkpoint.log import RunLog
+from picotron_ray.checkpoint.pool import choose_folder
+from picotron_ray.checkpoint.storage import Storage, open_storage, probe
+from picotron_ray.config.export import public_dict
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.resume import changes, verdict
+from picotron_ray.data.dataset import build_dataset
+from picotron_ray.errors import ConfigError, NotFoundError, SlotError
+from picotron_ray.planner.choose import choose_layout
+from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.runtime.names import NAMESPACE, cache_folder, coordinator_name
+from picotron_ray.runtime.placement import living_nodes, worker_needs
+
+
+def find_coordinator(run: str) -> ActorHandle | None:
+    """The coordinator of a run on the connected Ray cluster, if it lives."""
+    try:
+        return ray.get_actor(coordinator_name(run), NAMESPACE)
+    except ValueError:
+        return None
+
+
+def event_folder(run: str) -> Path:
+    """Where a run's coordinator keeps the event logs that replay."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "picotron_ray" / run / "events"
+
+
+def check(job: JobConfig) -> list[str]:
+    """All checks that need no cluster; returns warnings.
+
+    Raises ConfigError (exit 2) or StorageError (exit 4), one line per problem, having changed nothing but
+    the token cache.
+    """
+    splits = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
+    del splits
+    layout = choose_layout(job, job.cluster.max_workers).layout
+    need = _slot_bytes(job, layout.world_size)
+    try:
+        _, note = choose_folder(job.snapshot.folder, job.snapshot.overflow_folder, need)
+    except SlotError as error:
+        raise ConfigError(f"snapshot.folder: {error}") from error
+    storage = open_storage(job.storage, job.name)
+    probe(storage)
+    check_resume_step(job, storage)
+    return [line for line in (note, *check_same_run(job, storage)) if line]
+
+
+def _slot_bytes(job: JobConfig, workers: int) -> int:
+    """Room for all slots on one machine, each large enough for whatever its worker may hold."""
+    estimate = memory_estimate(job, choose_layout(job, workers).layout)
+    return int(estimate.state_bytes) * job.snapshot.slots * workers
+
+
+def check_resume_step(job: JobConfig, storage: Storage) -> None:
+    """Whether the step to resume from was committed; raises ConfigError naming those that were."""
+    wanted = job.checkpoint.resume_step
+    if wanted is None:
+        return
+    log = RunLog(storage)
+    log.refresh()
+    steps = sorted({int(entry.body["step"]) for entry in log.commits()})
+    if wanted not in steps:
+        raise ConfigError(
+            f"checkpoint.resume_step: saw {wanted}, expected a committed step of run {job.name!r}: {steps};"
+            " leave it out to resume from the newest"
+        )
+
+
+def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
+    """Compare with the run of that name in storage; returns warnings, raises ConfigError where refused."""
+    try:
+        saved: dict[str, Any] = json.loads(storage.get("run.json"))["config"]
+    except NotFoundError:
+        return []
+    problems, warnings = [], []
+    for key, before, now in changes(saved, job):
+        line = f"{key}: the run {job.name!r} in storage has {before!r}, saw {now!r}"
+        if verdict(key) == "refuse":
+            problems.append(f"{line}; it may not change within a run: choose another name, or set it back")
+        elif verdict(key) == "warn":
+            warnings.append(f"{line}; taken from now on")
+    if problems:
+        raise ConfigError(*problems)
+    return warnings
+
+
+def check_cluster(job: JobConfig) -> None:
+    """Whether the connected cluster can ever host ``min_workers``; raises ConfigError."""
+    nodes = living_nodes()
+    needs = worker_needs(job.cluster, nodes)
+    total = sum(node.capacity(needs) for node in nodes)
+    if total < job.cluster.min_workers:
+        what = f"{needs.gpus:g} GPU and {needs.cpus:g} CPU" if needs.gpus else f"{needs.cpus:g} CPU"
+        raise ConfigError(
+            f"cluster.min_workers: the cluster has room for {total} workers of {what} each, expected at least"
+            f" {job.cluster.min_workers}; add nodes or lower it"
+        )
+
+
+def ensure_coordinator(job: JobConfig, owns_ray: bool = False) -> tuple[ActorHandle, bool]:
+    """Attach to the run's coordinator, or start one; returns (handle, attached).
+
+    ``owns_ray``: the connected Ray was started for this run alone and goes down with it.
+    """
+    found = find_coordinator(job.name)
+    if found is not None:
+        return found, True
+    check_cluster(job)
+    from picotron_ray.runtime.coordinator import Coordinator
+
+    options = {
+        "name": coordinator_name(job.name),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 32,
+        # beside the driver, on the head as a rule: there it outlives the nodes that come and go
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=True
+        ),
+    }
+    actor: Any = ray.remote(Coordinator).options(**options)
+    settings = {"event_folder": str(event_folder(job.name)), "owns_ray": owns_ray}
+    return actor.remote(job.model_dump(mode="json"), settings), False
+
+
+def saved_config(job: JobConfig) -> dict[str, Any]:
+    """What run.json holds: the config without secrets, and what wrote it."""
+    from picotron_ray import __version__
+    from picotron_ray.runtime.fingerprint import package_fingerprint
+
+    return {"config": public_dict(job), "version": __version__, "package": package_fingerprint()}

@@ -1,0 +1,264 @@
+"""The model of one rank in one generation, and the parts of a step that compute.
+
+The engine is what a generation builds and throws away: a stage of the model cut for the layout, its
+optimizer moments, and the mesh. It knows no files and no recovery. Gradients are the sum over all tokens
+of the global batch divided by their number, exact whatever the rows per replica; rows of weight 0 only
+fill shapes.
+
+Order per step: ``forward_backward`` → ``reduce`` → ``clip`` → ``optimizer_step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from picotron_ray.checkpoint.canonical import Box, Shard
+from picotron_ray.checkpoint.dcp import StateTensor
+from picotron_ray.comm.groups import ProcessGroups
+from picotron_ray.comm.reduce import sum_
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.data.batch import StepBatch
+from picotron_ray.errors import LayoutError
+from picotron_ray.models.init import initialise_
+from picotron_ray.models.llama import Transformer
+from picotron_ray.models.plan import parameter_table, stage_layers, tensor_parallel_plan
+from picotron_ray.parallel.data import settle
+from picotron_ray.parallel.loss import weighted_loss_sum
+from picotron_ray.parallel.mesh import Mesh, make_mesh
+from picotron_ray.parallel.norm import clip_, global_norm
+from picotron_ray.parallel.parallelize import LocalParameter, local_gradient, local_parameters, parallelize
+from picotron_ray.parallel.pipeline import Pipeline
+from picotron_ray.train.optimizer import Optimizer
+from picotron_ray.train.precision import apply_precision, master_dtype
+
+OnPhase = Callable[[str], None]
+
+
+def silent(phase: str) -> None:
+    """An ``on_phase`` that tells nobody."""
+
+
+class Engine:
+    """See the module. Built by `build_engine`; weights are undefined until `initialise` or a restore.
+
+    Fields:
+        step: number of updates that the weights have seen.
+        applied: what the layout made of the model, one phrase each.
+    """
+
+    def __init__(self, job: JobConfig, mesh: Mesh, device: torch.device) -> None:
+        self.job, self.layout, self.device = job, mesh.layout, device
+        self.step = 0
+        self._mesh: Mesh | None = mesh
+        at = mesh.at
+        self._last = at.pp == self.layout.pp - 1
+        self._owns_loss = self._last and at.tp == 0
+        self._tp_group, self._tp_index = mesh.group("tp"), at.tp
+        self._dp_group = mesh.group("dp") if not self.layout.zero else None
+        self._model: Transformer | None = self._build(mesh)
+        self.applied = parallelize(self._model, self._model.layers.values(), mesh, tensor_parallel_plan())
+        self._materialise(self._model)
+        self._parameters = list(local_parameters(self._model, parameter_table(job.model), mesh))
+        self._optimizer = Optimizer(job.optimizer, self._parameters)
+        self._gradients: list[Tensor] = []
+        self._pipeline = self._build_pipeline(mesh) if self.layout.pp > 1 else None
+
+    def _build(self, mesh: Mesh) -> Transformer:
+        """This rank's stage, without storage."""
+        layout, stage = self.layout, mesh.at.pp
+        first, last = stage_layers(self.job.model.layers, layout.pp, stage)
+        if first == last:
+            raise LayoutError(
+                f"layout.pp: saw {layout.pp} stages for {self.job.model.layers} layers: expected a layer each"
+            )
+        with torch.device("meta"):
+            model = Transformer(
+                self.job.model, first_layer=first, last_layer=last, embed=stage == 0, head=self._last
+            )
+        return model.to(master_dtype(self.job))
+
+    def _materialise(self, model: Transformer) -> None:
+        model.to_empty(device=self.device)
+        model.tie()
+        settle(model)
+        apply_precision(model, self.job, self.device)
+
+    def _build_pipeline(self, mesh: Mesh) -> Pipeline:
+        group = mesh.group("pp")
+        assert group is not None
+        assert self._model is not None
+        sequence = self.job.data.sequence_length
+        shape = (self.layout.micro_batch, sequence // self.layout.tp, self.job.model.hidden_size)
+        hidden = torch.empty(shape, dtype=master_dtype(self.job), device="meta", requires_grad=True)
+        return Pipeline(
+            self._model, self.layout, mesh.at.pp, group, hidden, sequence, self._loss_sum, self.device
+        )
+
+    # --- a step --------------------------------------------------------------------------------------
+
+    def _loss_sum(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        return weighted_loss_sum(logits, targets, weights, self._tp_group, self._tp_index)
+
+    def _on_device(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        tokens = torch.from_numpy(batch.tokens).to(self.device, non_blocking=True)
+        weights = torch.from_numpy(batch.weights).to(self.device, master_dtype(self.job), non_blocking=True)
+        return tokens, weights
+
+    def forward_backward(self, batch: StepBatch, on_phase: OnPhase = silent) -> float:
+        """Accumulate the gradient of all micro-batches of this replica.
+
+        Returns this rank's sum of weighted token losses in nats; 0.0 on ranks that do not own the loss
+        (all but tp rank 0 of the last stage), so that a sum over all ranks is the batch's.
+        """
+        assert self._model is not None
+        tokens, weights = self._on_device(batch)
+        scale = 1.0 / batch.global_tokens
+        self._gradients = []
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        on_phase("forward")
+        if self._pipeline is not None:
+            total = self._pipeline.step(tokens, weights, scale)
+        else:
+            total = self._accumulate(tokens, weights, scale, on_phase)
+        return float(total) if self._owns_loss else 0.0
+
+    def _accumulate(self, tokens: Tensor, weights: Tensor, scale: float, on_phase: OnPhase) -> Tensor:
+        assert self._model is not None
+        sums = []
+        for number, (rows, row_weights) in enumerate(zip(tokens, weights, strict=True)):
+            if number:
+                on_phase("forward")
+            loss = self._loss_sum(self._model(rows[:, :-1]), rows[:, 1:], row_weights)
+            on_phase("backward")
+            (loss * scale).backward()
+            sums.append(loss.detach())
+        return torch.stack(sums).sum()
+
+    def reduce(self, on_phase: OnPhase = silent) -> None:
+        """Finish the gradients: sum over tp what is partial, and over replicas where FSDP has not."""
+        on_phase("reduce")
+        found = [local_gradient(parameter, self.layout) for parameter in self._parameters]
+        self._gradients = [gradient for gradient, _ in found]
+        partial = [gradient for gradient, is_partial in found if is_partial]
+        if partial:
+            assert self._tp_group is not None
+            sum_(partial, self._tp_group)
+        if self._dp_group is not None:
+            sum_(self._gradients, self._dp_group)
+
+    def clip(self, on_phase: OnPhase = silent) -> float:
+        """Clip to ``optimizer.clip_norm``; returns the global norm before clipping."""
+        on_phase("clip")
+        counted = [parameter.counted for parameter in self._parameters]
+        norm = global_norm(self._gradients, counted, self.layout, self.device)
+        if self.job.optimizer.clip_norm is not None:
+            clip_(self._gradients, norm, self.job.optimizer.clip_norm)
+        return norm
+
+    def optimizer_step(self, rate: float) -> None:
+        """Update weights and moments in place with learning rate ``rate``."""
+        self._optimizer.step(self._gradients, rate, self.step + 1)
+        self.step += 1
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[StepBatch]) -> tuple[float, int]:
+        """This rank's sum of token losses and number of tokens; (0.0, 0) on ranks that own no loss."""
+        assert self._model is not None
+        total, tokens_seen = 0.0, 0
+        for batch in batches:
+            tokens, weights = self._on_device(batch)
+            pairs = list(zip(tokens, weights, strict=True))
+            if self._pipeline is not None:
+                total += float(self._pipeline.evaluate(pairs))
+            else:
+                for rows, row_weights in pairs:
+                    total += float(self._loss_sum(self._model(rows[:, :-1]), rows[:, 1:], row_weights))
+            tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1)
+        return (total, tokens_seen) if self._owns_loss else (0.0, 0)
+
+    # --- state ---------------------------------------------------------------------------------------
+
+    def _state_tensor(self, name: str, parameter: LocalParameter, tensor: Tensor) -> StateTensor:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shard = Shard(name, dtype, parameter.spec.shape, parameter.box)
+        return StateTensor(shard, tensor, parameter.primary)
+
+    def state(self) -> list[StateTensor]:
+        """Weights and moments of this rank: live storage, the same for the engine's whole life."""
+        tensors = [self._state_tensor(p.spec.name, p, p.local) for p in self._parameters]
+        for moment, values in self._optimizer.moments.items():
+            tensors += [
+                self._state_tensor(f"{moment}/{p.spec.name}", p, value)
+                for p, value in zip(self._parameters, values, strict=True)
+            ]
+        return tensors
+
+    def gradients(self) -> list[StateTensor]:
+        """The gradients as they are now: raw after `reduce`, clipped after `clip`."""
+        return [
+            self._state_tensor(p.spec.name, p, g)
+            for p, g in zip(self._parameters, self._gradients, strict=True)
+        ]
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Set the weights of step 0: a function of seed and name alone, the same at every layout."""
+        for parameter in self._parameters:
+            spec = parameter.spec
+            full = initialise_(spec.name, spec.shape, seed, init_std=spec.init_std)
+            parameter.local.copy_(cut(full, parameter.box))
+        for values in self._optimizer.moments.values():
+            for value in values:
+                value.zero_()
+        self.step = 0
+
+    def set_step(self, step: int) -> None:
+        """Say how many updates the restored state has seen (the optimizer's only scalar)."""
+        self.step = step
+
+    def close(self) -> None:
+        """Drop every reference to the model and the process groups; the engine is unusable afterwards.
+
+        Modules and hooks form cycles: the caller collects garbage once, after it has closed the groups.
+        """
+        if self._pipeline is not None:
+            self._pipeline.close()
+        if self._mesh is not None:
+            self._mesh.close()
+        self._pipeline = self._model = self._mesh = None
+        self._tp_group = self._dp_group = None
+        self._parameters, self._gradients = [], []
+        del self._optimizer
+
+
+def cut(full: Tensor, box: Box) -> Tensor:
+    """The part of a full tensor that ``box`` names, as a view."""
+    for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
+        full = full.narrow(dim, start, length)
+    return full
+
+
+def build_engine(
+    job: JobConfig, layout: Layout, rank: int, groups: ProcessGroups | None, device: torch.device
+) -> Engine:
+    """Build one rank's engine; all ranks of the generation together.
+
+    Args:
+        groups: connected process groups; None only for a layout of one process.
+
+    Raises LayoutError where the layout cannot be applied, PeerLostError where a peer is gone.
+    """
+    if groups is None:
+        if layout.world_size != 1:
+            raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw one without groups")
+        return Engine(job, make_mesh(layout, rank, device.type), device)
+    if groups.world_size != layout.world_size:
+        raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw {groups.world_size}")
+    with groups.guard("build"), groups.forming():
+        mesh = make_mesh(layout, rank, device.type, groups.timeout)
+    return Engine(job, mesh, device)

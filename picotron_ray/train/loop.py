@@ -1,0 +1,178 @@
+"""The training loop of one generation. It reads as the algorithm.
+
+The loop knows no Ray and no recovery: it runs from a restored step to the last one, leaves every step
+behind as (a) an exact ledger line, (b) a heartbeat page that says which state is clean, (c) a snapshot
+copied while the next step computes, and returns when it is done or asked to stop. Anything that a dead
+or stopped peer causes is an exception here; the worker around it decides what that means.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.data.batch import StepBatch
+from picotron_ray.data.loader import Loader
+from picotron_ray.train.engine import Engine
+from picotron_ray.train.exchange import SNAPSHOT, STOP, Agreement, Contribution, exchange
+from picotron_ray.train.schedule import learning_rate
+from picotron_ray.train.snapshot import Snapshotter
+
+
+class PageWriter(Protocol):
+    """What the loop needs of the heartbeat page."""
+
+    computing_step: int
+
+    def phase(self, name: str) -> None: ...
+    def put(self, **values: float) -> None: ...
+
+
+@dataclass(slots=True)
+class Requests:
+    """Flags that another thread raises and the next step's exchange carries to all ranks."""
+
+    _flags: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, flag: int) -> None:
+        with self._lock:
+            self._flags |= flag
+
+    def take(self) -> int:
+        with self._lock:
+            flags, self._flags = self._flags, 0
+            return flags
+
+
+@dataclass(slots=True)
+class Loop:
+    """One rank's part of one generation, from ``start_step`` on.
+
+    The exchange comes before the optimizer writes. So a rank whose state is clean at step k has the ledger
+    line of step k too, without any further word from its peers, and may be the one survivor that the run
+    goes on from.
+    """
+
+    job: JobConfig
+    layout: Layout
+    identity: dict[str, int]  # term, n: written into every ledger line
+    rank: int
+    device: torch.device
+    engine: Engine
+    loader: Loader
+    eval_batches: Sequence[StepBatch]
+    snapshots: Snapshotter
+    page: PageWriter
+    requests: Requests
+    tail: list[str]  # ledger lines (JSON) since the last commit, oldest first
+    start_step: int
+    _last_snapshot: int = -1
+    _step_time_s: float = 0.0
+
+    def run(self) -> Literal["finished", "interrupted"]:
+        """Train to the last step. Raises RuntimeError when a peer is gone or the groups were aborted."""
+        self._last_snapshot = self.start_step
+        if self.start_step >= self.job.steps:
+            self._leave(self.start_step, evaluate=True)
+            return "finished"
+        for step in range(self.start_step + 1, self.job.steps + 1):
+            agreement = self._step(step)
+            last = step == self.job.steps
+            if last or agreement.flags & STOP:
+                self._leave(step, evaluate=last)
+                return "finished" if last else "interrupted"
+            self._snapshot_if_due(step, agreement)
+            if step % self.job.evaluate.interval_steps == 0:
+                self._evaluate(step)
+        raise AssertionError("unreachable: the last step returns")
+
+    def _step(self, step: int) -> Agreement:
+        began = time.monotonic()
+        page, engine = self.page, self.engine
+        page.computing_step = step
+        page.phase("data")
+        batch = self.loader.next()
+        loss_sum = engine.forward_backward(batch, page.phase)
+        engine.reduce(page.phase)
+        grad_norm = engine.clip(page.phase)
+        page.phase("sync")
+        mine = Contribution(
+            loss_sum=loss_sum,
+            grad_norm=grad_norm,
+            rows=batch.rows,
+            flags=self.requests.take(),
+            digest=batch.digest,
+            snapshot_cost_s=self.snapshots.cost_s,
+            step_time_s=self._step_time_s,
+            sealed=self.snapshots.sealed_step,
+        )
+        agreement = exchange(mine, self.layout, self.device)
+        self.snapshots.wait_copied()
+        rate = learning_rate(self.job.optimizer, step, self.job.steps)
+        page.put(clean=-1)
+        page.phase("optimizer")
+        engine.optimizer_step(rate)
+        self._record(step, batch, agreement, rate)
+        page.put(clean=step)
+        self._step_time_s = time.monotonic() - began
+        if step == self.start_step + 1:
+            page.put(first_step_at_s=time.time())
+        page.put(step_time_s=self._step_time_s, step=step)
+        return agreement
+
+    def _record(self, step: int, batch: StepBatch, agreement: Agreement, rate: float) -> None:
+        loss = agreement.loss_sum / batch.global_tokens
+        global_batch = self.job.data.global_batch
+        line = {
+            "step": step,
+            **self.identity,
+            "samples": [(step - 1) * global_batch, step * global_batch],
+            "rows": agreement.rows,
+            "tokens": batch.global_tokens,
+            "loss": loss,
+        }
+        self.tail.append(json.dumps(line, separators=(",", ":")))  # once: every snapshot carries it
+        self.snapshots.observe(agreement.sealed)
+        self.page.put(
+            tokens=step * batch.global_tokens,
+            loss=loss,
+            grad_norm=agreement.grad_norm,
+            learning_rate=rate,
+            sealed=self.snapshots.sealed_step,
+            wait_s=self.snapshots.waited_s,
+            pinned_wait_s=self.snapshots.pinned_wait_s,
+        )
+
+    def _snapshot_if_due(self, step: int, agreement: Agreement) -> None:
+        pinned = step % self.job.checkpoint.interval_steps == 0 or bool(agreement.flags & SNAPSHOT)
+        chosen = self.job.snapshot.interval_steps
+        interval = agreement.snapshot_interval if chosen == "auto" else chosen
+        if pinned or step - self._last_snapshot >= interval:
+            self._last_snapshot = step
+            self.snapshots.begin(step, self.tail, pinned=pinned)
+
+    def _evaluate(self, step: int) -> None:
+        self.page.phase("evaluate")
+        loss_sum, tokens = self.engine.evaluate(self.eval_batches)
+        mine = Contribution(loss_sum, float(tokens), (0, 0), self.requests.take(), bytes(16), 0.0, 0.0, -1)
+        # the flags of this exchange are not acted on: raise them again for the next step's
+        agreement = exchange(mine, self.layout, self.device)
+        self.requests.add(agreement.flags)
+        total = sum(batch.global_tokens for batch in self.eval_batches)
+        self.page.put(eval_loss=agreement.loss_sum / total, eval_step=step)
+
+    def _leave(self, step: int, evaluate: bool) -> None:
+        """Seal a pinned snapshot of the state that the generation ends with."""
+        if evaluate:
+            self._evaluate(step)
+        self.page.phase("flush")
+        self.snapshots.flush(step, self.tail, pinned=True)

@@ -1,0 +1,216 @@
+"""What a process does in the layout matrix, and the reference in one process.
+
+A full tensor is put together from the boxes that the ranks return, so the comparison also covers the
+boxes: a hole or an overlap that disagrees is an error.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from picotron_ray.checkpoint.dcp import StateTensor
+from picotron_ray.config.job import DataConfig, JobConfig, ModelConfig, OptimizerConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.data.batch import StepBatch
+from picotron_ray.train.engine import build_engine
+from tests.gloo.pool import Job
+
+STEPS = 3
+SEQUENCE = 8
+MODEL = ModelConfig(
+    vocab_size=24, hidden_size=16, intermediate_size=24, layers=4, heads=4, kv_heads=2, init_std=0.3
+)
+CPU = torch.device("cpu")
+Piece = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, np.ndarray]
+
+
+def make_job(optimizer: str, global_batch: int, model: ModelConfig = MODEL, **options: Any) -> JobConfig:
+    return JobConfig(
+        precision=options.pop("precision", "fp64"),
+        model=model,
+        data=DataConfig(sequence_length=SEQUENCE, global_batch=global_batch),
+        optimizer=OptimizerConfig(
+            name=optimizer, learning_rate=0.05 if optimizer == "sgd" else 0.01, clip_norm=0.5
+        ),
+        **options,
+    )
+
+
+def batch(job: JobConfig, layout: Layout, dp_index: int, step: int) -> StepBatch:
+    """Rows of one replica of a made-up global batch, filled up with rows of weight 0 and random tokens.
+
+    The tokens of fill rows are not zero here: nothing may depend on them.
+    """
+    size = job.data.global_batch
+    rows = np.random.default_rng(step).integers(0, job.model.vocab_size, (size, SEQUENCE + 1))
+    first, last = layout.rows(dp_index, size)
+    count = layout.micro_batches(size)
+    places = count * layout.micro_batch
+    tokens = np.random.default_rng(1000 + dp_index).integers(0, job.model.vocab_size, (places, SEQUENCE + 1))
+    tokens[: last - first] = rows[first:last]
+    weights = np.zeros(places)
+    weights[: last - first] = 1.0
+    shape = (count, layout.micro_batch)
+    return StepBatch(
+        step=step,
+        tokens=tokens.reshape(*shape, SEQUENCE + 1),
+        weights=weights.reshape(shape),
+        global_tokens=size * SEQUENCE,
+        rows=((step - 1) * size + first, (step - 1) * size + last),
+        digest=bytes(16),
+    )
+
+
+def pieces(state: list[StateTensor]) -> list[Piece]:
+    """State as values that travel through a pipe."""
+    return [
+        (
+            item.shard.name,
+            item.shard.global_shape,
+            item.shard.box.offset,
+            item.shard.box.size,
+            item.primary,
+            item.tensor.detach().clone().numpy(),
+        )
+        for item in state
+    ]
+
+
+@dataclass
+class Result:
+    """One rank's part of everything that is compared."""
+
+    loss: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
+    evaluation: tuple[float, int] = (0.0, 0)
+    gradients: list[Piece] = field(default_factory=list)  # of the first step, before clipping
+    state: list[Piece] = field(default_factory=list)  # after STEPS steps
+    applied: tuple[str, ...] = ()
+    stable: bool = True  # the state's storage did not move
+    phases: list[str] = field(default_factory=list)
+
+
+def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
+    """Build, take STEPS steps, evaluate."""
+    result = Result()
+    engine = build_engine(job, layout, rank, groups, CPU)
+    engine.initialise(job.seed)
+    result.applied = engine.applied
+    before = [item.tensor.data_ptr() for item in engine.state()]
+    dp_index = layout.coordinates(rank).dp
+    for step in range(1, STEPS + 1):
+        feed = batch(job, layout, dp_index, step)
+        result.loss.append(engine.forward_backward(feed, result.phases.append))
+        engine.reduce(result.phases.append)
+        if step == 1:
+            result.gradients = pieces(engine.gradients())
+        result.norm.append(engine.clip(result.phases.append))
+        engine.optimizer_step(job.optimizer.learning_rate)
+    result.evaluation = engine.evaluate(
+        [batch(job, layout, dp_index, 100), batch(job, layout, dp_index, 101)]
+    )
+    result.stable = before == [item.tensor.data_ptr() for item in engine.state()]
+    result.state = pieces(engine.state())
+    engine.close()
+    return result
+
+
+def run_layout(job: Job, configs: list[JobConfig], layout: Layout, plant: str = "") -> list[Result]:
+    """One rank of one layout in a fresh generation, one training per config.
+
+    ``plant`` names a fault (see `planted`).
+    """
+    groups = job.groups()
+    groups.connect()
+    undo = planted(plant) if plant else None
+    try:
+        return [train(config, layout, job.rank, groups) for config in configs]
+    finally:
+        if undo is not None:
+            undo()
+        groups.close()
+        gc.collect()
+
+
+def planted(kind: str) -> Any:
+    """Double one reduction in this process; returns the function that undoes it."""
+    import picotron_ray.parallel.loss as loss
+    import picotron_ray.parallel.norm as norm
+    import picotron_ray.parallel.pipeline as pipeline
+    import picotron_ray.train.engine as engine
+
+    if kind in ("dp", "tp-partial"):
+        original = engine.sum_
+        sizes = {"dp": False, "tp-partial": True}
+
+        def doubled(tensors: Any, group: Any, *rest: Any) -> None:
+            original(tensors, group, *rest)
+            if all(tensor.dim() == 1 for tensor in tensors) == sizes[kind]:
+                torch._foreach_mul_(tensors, 2.0)
+
+        engine.sum_ = doubled
+        return lambda: setattr(engine, "sum_", original)
+    if kind == "fsdp":
+        import picotron_ray.parallel.data as data
+
+        original_apply = engine.parallelize
+
+        def applied(model: Any, *rest: Any) -> Any:
+            found = original_apply(model, *rest)
+            for module in model.modules():
+                if isinstance(module, data.FSDPModule):
+                    module.set_gradient_divide_factor(0.5)
+            return found
+
+        engine.parallelize = applied
+        return lambda: setattr(engine, "parallelize", original_apply)
+    if kind == "norm":
+        return double_all_reduce(norm)
+    if kind == "vocab":
+        return double_all_reduce(loss, dist.ReduceOp.SUM)
+    if kind == "pipeline":
+        kept = pipeline.Pipeline._micro_loss
+        pipeline.Pipeline._micro_loss = lambda self, output, target: kept(self, output, target) * 2.0
+        return lambda: setattr(pipeline.Pipeline, "_micro_loss", kept)
+    raise ValueError(kind)
+
+
+def double_all_reduce(module: Any, only: Any = None) -> Any:
+    """Replace ``dist`` in one module by one whose sums come out doubled."""
+    original = module.dist
+
+    class Doubled:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(original, name)
+
+        def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **rest: Any) -> None:
+            original.all_reduce(tensor, op=op, **rest)
+            if only is None or op == only:
+                tensor.mul_(2.0)
+
+    module.dist = Doubled()
+    return lambda: setattr(module, "dist", original)
+
+
+def assemble(parts: list[list[Piece]]) -> dict[str, np.ndarray]:
+    """Full tensors from all ranks' boxes; replicas must agree bit for bit, and nothing may be missing."""
+    full: dict[str, np.ndarray] = {}
+    filled: dict[str, np.ndarray] = {}
+    for part in parts:
+        for name, shape, offset, size, _, values in part:
+            target = full.setdefault(name, np.full(shape, np.nan, values.dtype))
+            seen = filled.setdefault(name, np.zeros(shape, bool))
+            place = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+            old = target[place]
+            assert np.array_equal(old[seen[place]], values[seen[place]]), f"replicas disagree about {name}"
+            target[place] = values
+            seen[place] = True
+    for name, seen in filled.items():
+        assert seen.all(), f"{name} is not covered"
+    return full

@@ -1,0 +1,184 @@
+"""A pool of living worker processes that re-mesh from test to test.
+
+Starting a process and importing torch takes over a second; re-meshing takes milliseconds. So the tests of
+this folder share processes that are spawned once per session and given functions to run. A function runs
+as ``function(job, *arguments)`` on each of the first ``n`` processes, ``job`` saying its rank and how to
+open the process groups. A process that a test kills is replaced when it is next needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+REPLY_S = 100.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a function needs to open its generation."""
+
+    host: str
+    port: int
+    prefix: str
+    rank: int
+    world_size: int
+
+    def groups(self, **options: Any) -> Any:
+        from picotron_ray.comm.groups import ProcessGroups
+
+        options.setdefault("timeout_s", 30.0)
+        return ProcessGroups(self.host, self.port, self.prefix, self.rank, self.world_size, **options)
+
+
+class WorkerError(AssertionError):
+    """The function failed in a worker; the message carries its traceback."""
+
+
+class Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gloo.pool", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+        )
+        theirs.close()
+        self.pipe = Connection(ours.detach())
+        self.busy = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def send(self, job: Job, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.busy = True
+        self.pipe.send((function.__module__, function.__name__, job, arguments))
+
+    def receive(self, timeout_s: float = REPLY_S) -> Any:
+        """The function's value; raises WorkerError, or EOFError where the process died."""
+        if not self.pipe.poll(timeout_s):
+            raise WorkerError(f"process {self.pid} did not answer within {timeout_s} s")
+        ok, value = self.pipe.recv()
+        self.busy = False
+        if not ok:
+            raise WorkerError(value)
+        return value
+
+    def close(self) -> None:
+        self.pipe.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Pool:
+    """Processes and the standing store; see the module."""
+
+    def __init__(self) -> None:
+        self.store = subprocess.Popen(
+            [sys.executable, "-m", "picotron_ray.comm.store", "--parent-pid", str(os.getpid())],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.store.stdout is not None
+        address = json.loads(self.store.stdout.readline())
+        self.host, self.port = address["host"], address["port"]
+        self.workers: list[Worker] = []
+        self.generation = 0
+
+    def need(self, count: int) -> list[Worker]:
+        """The first ``count`` workers, started or replaced as needed, and all ready to work."""
+        self.drop([worker for worker in self.workers if worker.busy])  # a test that failed left them so
+        self.workers = [worker for worker in self.workers if worker.process.poll() is None]
+        fresh = [Worker() for _ in range(count - len(self.workers))]
+        for worker in fresh:
+            assert worker.receive() == "ready"
+        self.workers += fresh
+        return self.workers[:count]
+
+    def start(self, members: list[Worker], function: Callable[..., Any], *arguments: Any) -> None:
+        """Let ``members`` begin the function as the ranks of a new generation."""
+        self.generation += 1
+        for rank, worker in enumerate(members):
+            job = Job(self.host, self.port, f"generation-{self.generation}", rank, len(members))
+            worker.send(job, function, arguments)
+
+    def run(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run the function on ``count`` ranks; return their values in the order of ranks."""
+        members = self.need(count)
+        self.start(members, function, *arguments)
+        try:
+            waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(members)}
+            values: list[Any] = [None] * count
+            while waiting:  # in the order of arrival: the first error is the cause of the others
+                for pipe in wait(list(waiting), REPLY_S) or list(waiting):
+                    rank = waiting.pop(pipe)
+                    values[rank] = members[rank].receive(0)
+            return values
+        except BaseException:
+            self.drop(members)  # a failed rank leaves its peers blocked
+            raise
+
+    def drop(self, members: list[Worker]) -> None:
+        for worker in members:
+            worker.process.send_signal(signal.SIGKILL)
+            worker.process.wait()
+            worker.close()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.store.terminate()
+        self.store.wait()
+        assert self.store.stdout is not None
+        self.store.stdout.close()
+
+
+def serve(handle: int) -> None:
+    """The life of a worker process."""
+    import faulthandler
+    import gc
+    import importlib
+
+    import torch
+
+    import picotron_ray.train.engine  # noqa: F401 - what every function needs, so that it can be frozen
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what lives for ever need not be looked at by every collection
+    pipe = Connection(handle)
+    faulthandler.register(signal.SIGUSR1)  # shows where a process is stuck
+    pipe.send((True, "ready"))
+    while True:
+        try:
+            module, name, job, arguments = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            function = getattr(importlib.import_module(module), name)
+            reply = (True, function(job, *arguments))
+        except Exception:  # noqa: BLE001 - handed to the test, which raises it
+            reply = (False, traceback.format_exc())
+        pipe.send(reply)
+
+
+if __name__ == "__main__":
+    sys.modules["tests.gloo.pool"] = sys.modules["__main__"]
+    serve(int(sys.argv[1]))

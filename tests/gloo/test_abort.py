@@ -1,0 +1,27 @@
+"""Abort at any moment of a step, again and again: no rank may be left in an operation that gloo forgot."""
+
+from __future__ import annotations
+
+import pytest
+
+from picotron_ray.config.layout import Layout
+from tests.gloo.matrix_jobs import make_job
+from tests.gloo.pool import Pool
+from tests.gloo.train_jobs import aborted_at_random
+
+ROUNDS = 8
+LAYOUTS = [
+    Layout(dp=4, micro_batch=2),
+    Layout(dp=2, tp=2, zero=2, micro_batch=2),
+    Layout(tp=2, pp=2, micro_batch=2),
+    Layout(dp=2, pp=2, zero=3, micro_batch=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_leaves_at_once(pool: Pool, layout: Layout) -> None:
+    per_rank = pool.run(4, aborted_at_random, make_job("adamw", 10), layout, ROUNDS)
+    for number, moments in enumerate(zip(*per_rank, strict=True)):
+        ordered = min(order for order, _ in moments)
+        left = max(left for _, left in moments)
+        assert left - ordered < 1.5, f"round {number}: the last rank left after {left - ordered:.1f} s"

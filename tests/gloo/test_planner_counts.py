@@ -1,0 +1,72 @@
+"""The planner's analytic counts against the built module (on the meta device: no memory is used)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from picotron_ray.config.job import ModelConfig
+from picotron_ray.models.llama import Transformer
+from picotron_ray.models.plan import stage_layers
+from picotron_ray.planner.counts import (
+    flops_per_token,
+    parameter_count,
+    stage_flops_per_token,
+    stage_parameters,
+)
+
+MODELS = [
+    ModelConfig(),
+    ModelConfig(tie_embeddings=True),
+    ModelConfig(hidden_size=64, heads=8, kv_heads=8, layers=6, intermediate_size=100, vocab_size=300),
+    ModelConfig(hidden_size=96, heads=6, kv_heads=1, layers=2, intermediate_size=31, vocab_size=257),
+]
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_parameters_of_the_module(config: ModelConfig) -> None:
+    with torch.device("meta"):
+        module = Transformer(config)
+    assert sum(p.numel() for p in module.parameters()) == parameter_count(config)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_parameters_of_a_stage(pp: int) -> None:
+    config = ModelConfig()
+    for stage in range(pp):
+        first, last = stage_layers(config.layers, pp, stage)
+        with torch.device("meta"):
+            part = Transformer(
+                config, first_layer=first, last_layer=last, embed=stage == 0, head=stage == pp - 1
+            )
+        assert sum(p.numel() for p in part.parameters()) == stage_parameters(config, pp, stage)
+
+
+def _plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention as two visible matrix products over the full square, in sdpa's shapes."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    return torch.softmax(q @ k.transpose(-1, -2), dim=-1) @ v
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_flops_of_the_module(config: ModelConfig) -> None:
+    """Torch's own counter of forward and backward, attention counted as a full square.
+
+    Exact against the matrix products; the 6N formula also counts the norms and the embedding, which multiply
+    no matrix (look-up), so it lies above by exactly those.
+    """
+    sequence, batch = 48, 2
+    with torch.device("meta"):
+        module = Transformer(config, attention=_plain_attention)
+        tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        module(tokens).sum().backward()
+    counted = counter.get_total_flops() / (batch * sequence)
+    norms = (2 * config.layers + 1) * config.hidden_size
+    table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    assert counted == flops_per_token(config, sequence) - 6 * (norms + table)
+    assert (
+        counted == stage_flops_per_token(config, sequence, 1, 0) - 6 * 2 * config.layers * config.hidden_size
+    )

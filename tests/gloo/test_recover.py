@@ -1,0 +1,51 @@
+"""A rank dies or stops in the middle of a step of every kind of parallelism: all others get out, at once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from picotron_ray.config.layout import Layout
+from tests.gloo.matrix_jobs import make_job
+from tests.gloo.pool import Pool
+from tests.gloo.test_matrix import check
+from tests.gloo.train_jobs import FAULT_STEP, SIGNALS, until_lost
+
+LAYOUTS = [
+    Layout(dp=4, micro_batch=2),
+    Layout(dp=4, zero=3, micro_batch=2),
+    Layout(tp=2, pp=2, micro_batch=2),
+    Layout(dp=2, tp=2, zero=2, micro_batch=2),
+    Layout(dp=2, pp=2, zero=3, micro_batch=2, schedule="afab"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_survivors_get_out_and_go_on(pool: Pool, tmp_path: Path, layout: Layout, how: str) -> None:
+    members = pool.need(4)
+    victim, told = 2, tmp_path / "abort"
+    pool.start(members, until_lost, make_job("adamw", 10), layout, victim, SIGNALS[how], str(told))
+    wait_for_state(members[victim].pid, "Z" if how == "kill" else "T")
+    struck = time.monotonic()
+    told.touch()
+    replies = [worker.receive(20) for worker in members if worker is not members[victim]]
+    assert {reply["kind"] for reply in replies} == {"peer_lost"}
+    assert max(reply["ended"] for reply in replies) - struck < 1.0
+    assert all(FAULT_STEP - 1 <= reply["steps"] <= FAULT_STEP + 1 for reply in replies), replies
+    assert [reply["sockets"] for reply in replies] == [0, 0, 0], "sockets of the dead generation are left"
+    pool.drop([members[victim]])
+    check(pool, Layout(dp=3, micro_batch=2), 10)
+    assert [w.pid for w in pool.need(3)] == [w.pid for w in members if w is not members[victim]]
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    """Until the kernel shows the process in a state: Z dead, T stopped."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == state:
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"process {pid} did not reach state {state}")

@@ -1,0 +1,284 @@
+"""Hand-written bad configs: each is refused by one line that names the key and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from picotron_ray.config.load import load_job
+from picotron_ray.errors import ConfigError
+
+# name → (the config, the key that the line must start with, words that it must contain)
+BAD: dict[str, tuple[str, str, str]] = {
+    # keys
+    "unknown section": ("modle: {layers: 2}", "modle", "did you mean model?"),
+    "unknown key": ("model: {layer: 2}", "model.layer", "did you mean model.layers?"),
+    "key of another section": ("learning_rate: 0.1", "learning_rate", "optimizer.learning_rate?"),
+    "another trainer's name": ("batch_size: 8", "batch_size", "did you mean data.global_batch?"),
+    "number for a key": ("model: {3: 4}", "model.3", "unknown key"),
+    "null for a key": ("null: 4", "null", "unknown key"),
+    "mapping for a value": (
+        "model: {layers: {count: 2}}",
+        "model.layers",
+        "saw a mapping, expected an integer",
+    ),
+    "alias of itself": ("model: &x {layers: *x}", "config", "nested more than 20 deep"),
+    "dotted key in a file": ("model.layers: 4", "model.layers", "expected it nested, `model: {layers: ...`"),
+    "list for a key": ("? [a, b]\n: 3", "", "fix the YAML"),
+    "hopeless key": ("qqqqqq: 1", "qqqqqq", "config-schema"),
+    "key in a fault": (
+        'chaos: [{fault: kill, target: "worker:0", step: 1, fase: forward}]',
+        "chaos.0.fase",
+        "did you mean chaos.0.phase?",
+    ),
+    "section is a number": ("data: 3", "data", "expected a mapping of keys"),
+    "section is empty": ("optimizer:", "optimizer", "saw null"),
+    "key given twice": ("steps: 5\nsteps: 6", "", "key 'steps' is given twice"),
+    # types and bounds
+    "integer as text": ('steps: "5"', "steps", "saw '5', expected an integer >= 1 and"),
+    "fraction of a step": ("steps: 2.5", "steps", "saw 2.5, expected an integer"),
+    "truth as a number": ("seed: true", "seed", "saw true, expected an integer >= 0"),
+    "seed beyond 63 bits": ("seed: 1e30", "seed", "saw 1e+30, expected an integer"),
+    "huge seed": ("seed: 9223372036854775808", "seed", "<= 9223372036854775807"),
+    "negative": ("steps: -1", "steps", "saw -1, expected an integer >= 1 and <= 1000000000000"),
+    "no steps": ("steps: 0", "steps", "saw 0"),
+    "not finite": ("optimizer: {learning_rate: .nan}", "optimizer.learning_rate", "a finite number > 0"),
+    "beta of one": ("optimizer: {beta1: 1.0}", "optimizer.beta1", ">= 0 and < 1"),
+    "mistyped choice": (
+        "optimizer: {schedule: {kind: cosin}}",
+        "optimizer.schedule.kind",
+        "one of constant, cosine, wsd, did you mean cosine?",
+    ),
+    "precision": ("precision: fp16", "precision", "one of fp64, fp32, bf16"),
+    "run name": ("name: My Run", "name", "saw 'My Run', expected a string that matches"),
+    "degree": ("layout: {tp: all}", "layout.tp", "saw 'all', expected an integer >= 1 or auto"),
+    "zero stage": ("layout: {zero: 1}", "layout.zero", "one of 0, 2, 3 or auto"),
+    "list for a mapping": ("chaos: {fault: kill}", "chaos", "expected a list"),
+    # model
+    "heads and kv heads": (
+        "model: {heads: 4, kv_heads: 3}",
+        "model.kv_heads",
+        "does not divide model.heads=4",
+    ),
+    "hidden and heads": ("model: {hidden_size: 130}", "model.heads", "does not divide model.hidden_size=130"),
+    "odd head size": ("model: {hidden_size: 12}", "model.hidden_size", "a head size of 3"),
+    "vocabulary below bytes": ("model: {vocab_size: 256}", "model.vocab_size", "at least 257"),
+    # data
+    "no path": ("data: {source: text}", "data.path", "expected a file, folder or glob"),
+    "path with stdlib": ("data: {path: /tmp}", "data.path", "with data.source=stdlib, which reads none"),
+    "data at a URL": ("data: {source: text, path: 's3://b/x'}", "data.path", "saw a URL"),
+    # layout
+    "tp and kv heads": (
+        "cluster: {max_workers: 8}\nlayout: {tp: 4}",
+        "layout.tp",
+        "does not divide model.kv_heads=2; nearest layouts that fit: dp=1 tp=2 pp=1",
+    ),
+    "tp and the sequence": (
+        "data: {sequence_length: 127}\nlayout: {tp: 2}",
+        "layout.tp",
+        "data.sequence_length=127",
+    ),
+    "tp and the vocabulary": (
+        "model: {vocab_size: 257}\nlayout: {tp: 2}",
+        "layout.tp",
+        "model.vocab_size=257",
+    ),
+    "pp and layers": (
+        "cluster: {max_workers: 6}\nlayout: {pp: 3}",
+        "layout.pp",
+        "saw 3, which does not divide model.layers=4; nearest layouts that fit: dp=1 tp=1 pp=4",
+    ),
+    "world": (
+        "cluster: {max_workers: 3}\nlayout: {pp: 2}",
+        "layout.pp",
+        "does not divide cluster.max_workers=3",
+    ),
+    "too few workers": (
+        "layout: {dp: 4, tp: 2}",
+        "layout.dp",
+        "= 8 workers, more than cluster.max_workers=4",
+    ),
+    "dp and the batch": ("data: {global_batch: 2}\nlayout: {dp: 4}", "layout.dp", "data.global_batch=2"),
+    "too few micro-batches": (
+        "layout: {pp: 4, micro_batch: 16}",
+        "layout.pp",
+        "saw 4 stages but 2 micro-batches per step",
+    ),
+    "micro-batch and the batch": ("layout: {micro_batch: 64}", "layout.micro_batch", "data.global_batch=32"),
+    "tied embeddings in a pipeline": (
+        "model: {tie_embeddings: true}\nlayout: {pp: 2}",
+        "layout.pp",
+        "model.tie_embeddings=true",
+    ),
+    # cluster, schedule, snapshots, commits
+    "workers": ("cluster: {min_workers: 5}", "cluster.min_workers", "at most cluster.max_workers=4"),
+    "CPU slots": ("cluster: {min_workers: 4, local_cpus: 2}", "cluster.local_cpus", "too few for"),
+    "node timeout": (
+        "elastic: {node_timeout_s: 1.5}",
+        "elastic.node_timeout_s",
+        "twice elastic.heartbeat_s=1",
+    ),
+    "warm-up": (
+        "steps: 10\noptimizer: {schedule: {warmup_steps: 11}}",
+        "optimizer.schedule.warmup_steps",
+        "at most steps=10",
+    ),
+    "decay": (
+        "steps: 10\noptimizer: {schedule: {kind: wsd, warmup_steps: 6, decay_steps: 5}}",
+        "optimizer.schedule.decay_steps",
+        "expected at most 4",
+    ),
+    "decay of a cosine": (
+        "optimizer: {schedule: {decay_steps: 5}}",
+        "optimizer.schedule.decay_steps",
+        "use kind=wsd",
+    ),
+    "two slots": ("snapshot: {slots: 2}", "snapshot.slots", "expected an integer >= 3"),
+    "snapshot interval": (
+        "snapshot: {interval_steps: 0}",
+        "snapshot.interval_steps",
+        "expected auto or at least 1",
+    ),
+    "relative slot folder": ("snapshot: {folder: shm}", "snapshot.folder", "an absolute path"),
+    "commits never kept": (
+        "checkpoint: {interval_steps: 20, keep_every_steps: 30}",
+        "checkpoint.keep_every_steps",
+        "a multiple of checkpoint.interval_steps=20",
+    ),
+    "resume beyond the end": (
+        "steps: 10\ncheckpoint: {resume_step: 11}",
+        "checkpoint.resume_step",
+        "at most steps=10",
+    ),
+    # storage
+    "foreign storage": (
+        "storage: {url: 'gs://bucket/x'}",
+        "storage.url",
+        "a local folder or s3://bucket/prefix",
+    ),
+    "half an S3 address": ("storage: {url: 's3:/bucket'}", "storage.url", "s3://bucket/prefix"),
+    "no bucket": ("storage: {url: 's3:///x'}", "storage.url", "saw bucket ''"),
+    "bucket in capitals": ("storage: {url: 's3://Bucket/x'}", "storage.url", "lower-case"),
+    "no storage": ("storage: {url: ''}", "storage.url", "a local folder or s3://bucket/prefix"),
+    "credentials in the URL": ("storage: {url: 's3://key:hunter2@bucket/x'}", "storage.url", "environment"),
+    "credentials in the endpoint": (
+        "storage: {url: 's3://bucket', endpoint_url: 'http://key:hunter2@host:9000'}",
+        "storage.endpoint_url",
+        "environment",
+    ),
+    "endpoint without a scheme": (
+        "storage: {url: 's3://bucket', endpoint_url: 'host:9000'}",
+        "storage.endpoint_url",
+        "expected http://host:port",
+    ),
+    "unreadable endpoint": (
+        "storage: {url: 's3://bucket', endpoint_url: 'http://[::1'}",
+        "storage.endpoint_url",
+        "expected http://host:port",
+    ),
+    "region of a folder": ("storage: {region: eu-west-1}", "storage.region", "only s3:// storage uses it"),
+    # scripted faults
+    "unknown fault": (
+        'chaos: [{fault: kil, target: "worker:0", step: 1}]',
+        "chaos.0.fault",
+        "did you mean kill?",
+    ),
+    "fault without a step": ('chaos: [{fault: kill, target: "worker:0"}]', "chaos.0.step", "saw nothing"),
+    "fault at nobody": ("chaos: [{fault: kill, target: rank2, step: 1}]", "chaos.0.target", "saw 'rank2'"),
+    "unknown phase": (
+        'chaos: [{fault: kill, target: "worker:0", step: 1, phase: fwd}]',
+        "chaos.0.phase",
+        "saw 'fwd', expected one of idle, rendezvous",
+    ),
+    "worker in the commit": (
+        'chaos: [{fault: kill, target: "worker:0", step: 1, phase: commit}]',
+        "chaos.0.phase",
+        "only the coordinator commits",
+    ),
+    "rank beyond the world": (
+        'chaos: [{fault: kill, target: "worker:4", step: 1}]',
+        "chaos.0.target",
+        "a rank below cluster.max_workers=4",
+    ),
+    "fault after the end": (
+        'steps: 5\nchaos: [{fault: kill, target: "worker:0", step: 6}]',
+        "chaos.0.step",
+        "at most steps=5",
+    ),
+    "removing a worker": (
+        'chaos: [{fault: remove-node, target: "worker:0", step: 1}]',
+        "chaos.0.target",
+        "expected node:<index> for fault remove-node",
+    ),
+    "killing a node": (
+        'chaos: [{fault: kill, target: "node:0", step: 1}]',
+        "chaos.0.target",
+        "expected worker:<rank> or coordinator",
+    ),
+    # the file itself
+    "not YAML": ("steps: [1", "", "fix the YAML"),
+    "not a mapping": ("- steps", "", "saw a list, expected a mapping of config keys"),
+    "nothing at all": ("", "", "saw nothing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_config_is_one_clear_line(name: str, tmp_path: Path) -> None:
+    text, key, words = BAD[name]
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_job(str(path))
+    assert caught.value.exit_code == 2
+    (line,) = caught.value.problems
+    assert "\n" not in line
+    assert "hunter2" not in line
+    assert line.startswith(f"{key}: " if key else f"{path}"), line
+    assert words in line, line
+
+
+LAUNCH_ALL = """
+import contextlib, io, json, sys
+from picotron_ray.launch import main
+
+seen = []
+for path in sys.argv[1:]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        sys.argv = ["launch", path]
+        try:
+            main()
+            code = 0
+        except SystemExit as leaving:
+            code = leaving.code
+    seen.append([code, out.getvalue(), err.getvalue()])
+with open("/proc/thread-self/children") as children:
+    started = children.read().split()
+print(json.dumps({"seen": seen, "started": started, "heavy": sorted({"torch", "ray"} & set(sys.modules))}))
+"""
+
+
+def test_launch_refuses_each_with_exit_2_and_starts_nothing(tmp_path: Path) -> None:
+    """All of them through launch's own entry point, in one fresh process."""
+    paths = [tmp_path / f"{number}.yaml" for number in range(len(BAD))]
+    for path, (text, _, _) in zip(paths, BAD.values(), strict=True):
+        path.write_text(text)
+    command = [sys.executable, "-c", LAUNCH_ALL, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    told = json.loads(done.stdout)
+    assert (told["started"], told["heavy"]) == ([], [])
+    for (code, out, err), (_, key, words) in zip(told["seen"], BAD.values(), strict=True):
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: {key}")
+        assert err.count("\n") == 1
+        assert words in err
+        assert "Traceback" not in err
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+
+
+def test_there_are_enough() -> None:
+    assert len(BAD) >= 40

@@ -1,0 +1,131 @@
+"""The driver's loop: outages of the coordinator, its restart, signals, and giving up. No Ray involved."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from picotron_ray.config.job import JobConfig
+from picotron_ray.runtime import drive
+from picotron_ray.runtime.report import Progress
+
+Answer = dict[str, Any] | None | Callable[[], None]
+
+
+def status(term: int, *seqs: int, done: bool = False) -> dict[str, Any]:
+    events = [{"seq": n, "t": 0.0, "level": "info", "kind": "", "text": f"event {term}.{n}"} for n in seqs]
+    return {
+        "run": "night",
+        "state": "running",
+        "term": term,
+        "generation": None,
+        "layout": None,
+        "members": [],
+        "step": 1,
+        "steps": 2,
+        "loss": None,
+        "tokens_per_s": None,
+        "events": events,
+        "done": done,
+    }
+
+
+class Coordinator:
+    """Answers a poll with the next status, numbered events as the real one does; None: unreachable."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.asked: list[int] = []
+        self.requests: list[str] = []
+
+    def poll(self, since: int) -> dict[str, Any] | None:
+        self.asked.append(since)
+        answer = self.answers.pop(0)
+        if callable(answer):
+            answer()
+            return None
+        if answer is None:
+            return None
+        return {**answer, "events": [event for event in answer["events"] if event["seq"] > since]}
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coordinator], tuple[Any, str]]:
+    """Follow a coordinator; returns the last status and everything that was printed."""
+    monkeypatch.setattr(drive, "POLL_S", 0.0)
+    monkeypatch.setattr(drive, "poll", lambda coordinator, since: coordinator.poll(since))
+    monkeypatch.setattr(drive, "_request", lambda coordinator, what: coordinator.requests.append(what))
+
+    def follow(coordinator: Coordinator) -> tuple[Any, str]:
+        with open(os.devnull, "w") as sink:
+            console = Console(file=sink, record=True, width=200)
+            with drive.signal_handlers() as signals, Progress(console) as progress:
+                final = drive.follow("night", coordinator, progress, signals)
+        return final, console.export_text()
+
+    return follow
+
+
+def test_every_event_is_shown_once_through_an_outage_and_a_restart(shown: Any) -> None:
+    coordinator = Coordinator(
+        status(1, 1, 2),
+        None,
+        status(1, 1, 2, 3),
+        None,
+        status(2, 1, 2),
+        status(2, 1, 2),
+        status(2, 1, 2, 3, done=True),
+    )
+    final, text = shown(coordinator)
+    assert final["done"]
+    seen = [line.split()[-1] for line in text.splitlines() if "event" in line]
+    assert seen == ["1.1", "1.2", "1.3", "2.1", "2.2", "2.3"]
+    assert coordinator.asked == [0, 2, 2, 3, 3, 0, 2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_once_for_a_stop_and_waits_for_the_end(number: signal.Signals, shown: Any) -> None:
+    before = signal.getsignal(number)
+    coordinator = Coordinator(
+        status(1, 1), lambda: os.kill(os.getpid(), number), status(1), status(1), status(1, done=True)
+    )
+    final, text = shown(coordinator)
+    assert final["done"]
+    assert coordinator.requests == ["stop"]
+    assert text.count("stopping at the next step") == 1
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_interrupt_leaves_the_run_but_a_second_term_does_not(shown: Any) -> None:
+    def send(number: signal.Signals) -> Callable[[], None]:
+        return lambda: os.kill(os.getpid(), number)
+
+    final, _ = shown(Coordinator(send(signal.SIGINT), send(signal.SIGINT)))
+    assert final is None
+    coordinator = Coordinator(send(signal.SIGTERM), send(signal.SIGTERM), status(1, done=True))
+    final, _ = shown(coordinator)
+    assert final is not None
+    assert coordinator.requests == ["stop"]
+
+
+def test_a_silent_coordinator_is_given_up(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive, "SILENCE_S", -1.0)
+    with pytest.raises(drive.LostRunError, match="`picotron-ray logs night`") as lost:
+        shown(Coordinator(None))
+    assert lost.value.exit_code == 1
+
+
+def test_paths_are_the_users_and_urls_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = JobConfig.model_validate({"data": {"source": "text", "path": "corpus"}})
+    found = drive.with_absolute_paths(job)
+    assert found.storage.url == str(tmp_path / "runs")
+    assert found.data.path == str(tmp_path / "corpus")
+    assert found.snapshot.folder == "/dev/shm"
+    s3 = JobConfig.model_validate({"storage": {"url": "s3://bucket/x"}})
+    assert drive.with_absolute_paths(s3).storage.url == "s3://bucket/x"

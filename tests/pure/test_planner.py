@@ -1,0 +1,375 @@
+"""Planner: all layouts that fit are offered, none that does not, ranked by the stated cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from picotron_ray.config.fit import fitting_degrees, misfits, nearest_layouts
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.config.load import load_job, parse_job
+from picotron_ray.errors import LayoutError
+from picotron_ray.planner.choose import choose_layout, layouts
+from picotron_ray.planner.cost import step_cost
+from picotron_ray.planner.counts import (
+    flops_per_token,
+    parameter_count,
+    stage_flops_per_token,
+    stage_parameters,
+)
+from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.profile import CPU, GPU, DeviceProfile, profile_of
+
+
+def job(*overrides: str, recipe: str = "quickstart") -> JobConfig:
+    return load_job(recipe, ["cluster.max_workers=64", "chaos=[]", *overrides])
+
+
+# --- counts ------------------------------------------------------------------------------------------
+
+
+def test_parameter_count_of_a_known_model() -> None:
+    """Llama-3-8B: the published 8,030,261,248 parameters."""
+    llama = job(
+        "model={vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336,"
+        " layers: 32, heads: 32, kv_heads: 8}"
+    ).model
+    assert parameter_count(llama) == 8_030_261_248
+    # 6N + 12Lhs at s = 8192, by hand.
+    assert flops_per_token(llama, 8192) == 6 * 8_030_261_248 + 12 * 32 * 4096 * 8192
+
+
+def test_tied_embedding_counts_once() -> None:
+    free, tied = job().model, job("model.tie_embeddings=true").model
+    assert parameter_count(free) - parameter_count(tied) == free.vocab_size * free.hidden_size
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_stages_add_up_to_the_model(pp: int) -> None:
+    model = job().model
+    assert sum(stage_parameters(model, pp, stage) for stage in range(pp)) == parameter_count(model)
+    whole = stage_flops_per_token(model, 128, 1, 0)
+    assert sum(stage_flops_per_token(model, 128, pp, stage) for stage in range(pp)) == whole
+
+
+# --- which layouts -----------------------------------------------------------------------------------
+
+
+def test_all_fitting_degrees_are_offered() -> None:
+    """Against a brute-force search over every degree up to 8."""
+    config = job("model.layers=6", "model.heads=8", "model.kv_heads=4", "data.global_batch=6")
+    expected = {
+        (dp, tp, pp)
+        for dp in range(1, 9)
+        for tp in range(1, 9)
+        for pp in range(1, 9)
+        if dp * tp * pp <= 8 and not misfits(config, Layout(dp=dp, tp=tp, pp=pp))
+    }
+    assert {(x.dp, x.tp, x.pp) for x in layouts(config, 8)} == expected
+    assert {(1, 4, 2), (6, 1, 1), (2, 1, 3)} <= expected
+    assert not expected & {(7, 1, 1), (1, 3, 1), (1, 1, 4)}
+
+
+@given(
+    workers=st.integers(1, 8),
+    batch=st.integers(1, 40),
+    layers=st.integers(1, 8),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    schedule=st.sampled_from(["afab", "1f1b"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_whatever_is_offered_fits(
+    workers: int, batch: int, layers: int, kv_heads: int, schedule: str
+) -> None:
+    config = parse_job(
+        {
+            "model": {"layers": layers, "kv_heads": kv_heads, "heads": 4},
+            "data": {"global_batch": batch},
+            "layout": {"schedule": schedule},
+        }
+    )
+    offered = layouts(config, workers)
+    assert offered, "one worker always fits"
+    for layout in offered:
+        assert layout.world_size <= workers
+        assert not misfits(config, layout)
+        micro_batches = layout.micro_batches(batch)
+        assert micro_batches * layout.micro_batch * layout.dp >= batch
+        if layout.pp > 1 and schedule == "1f1b":
+            assert micro_batches >= layout.pp
+    assert len({(x.dp, x.tp, x.pp, x.zero) for x in offered}) == len(offered)
+
+
+def test_fixed_degrees_are_kept() -> None:
+    config = job("layout.tp=2", "layout.zero=3", "layout.micro_batch=4", "layout.schedule=afab")
+    for layout in layouts(config, 8):
+        assert (layout.tp, layout.zero, layout.micro_batch, layout.schedule) == (2, 3, 4, "afab")
+    assert choose_layout(config, 5).layout.dp == 2  # the fifth worker stays idle
+
+
+def test_tied_embeddings_have_no_pipeline() -> None:
+    assert {layout.pp for layout in layouts(job("model.tie_embeddings=true"), 8)} == {1}
+
+
+# --- the choice --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "tiny"])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_cpu_prefers_plain_data_parallelism(recipe: str, workers: int) -> None:
+    """On a laptop every worker given is used, a world of three included, and nothing is sharded."""
+    choice = choose_layout(job(recipe=recipe), workers)
+    assert (choice.layout.dp, choice.layout.world_size, choice.layout.zero) == (workers, workers, 0)
+    assert str(choice.layout) in choice.reason
+
+
+def test_the_best_may_leave_workers_idle() -> None:
+    """Batch 4 on 5 workers: dp=5 is impossible, tp=5 does not divide; 4 replicas are best."""
+    choice = choose_layout(job("data.global_batch=4", "model.layers=3"), 5)
+    assert choice.layout.dp == 4
+    assert "1 idle" in choice.reason
+
+
+def test_choice_is_the_cheapest_and_repeatable() -> None:
+    config = job()
+    ranked = layouts(config, 8)
+    costs = [step_cost(config, layout, CPU).total_s for layout in ranked]
+    assert costs == sorted(costs)
+    assert choose_layout(config, 8) == choose_layout(config, 8)
+    assert choose_layout(config, 8).layout == ranked[0]
+    assert choose_layout(config, 8).cost_s == costs[0]
+
+
+def test_memory_forces_sharding_then_refuses() -> None:
+    """A device that cannot hold the replicated state gets a sharded one; a smaller one is refused by name."""
+    config = job("layout.tp=1", "layout.pp=1", "layout.micro_batch=1")
+    replicated = memory_estimate(config, Layout(dp=4, micro_batch=1)).total_bytes
+    sharded = memory_estimate(config, Layout(dp=4, zero=3, micro_batch=1)).total_bytes
+    assert sharded < replicated
+    tight = dataclasses.replace(CPU, memory_bytes=(replicated + sharded) / 2 / 0.9)
+    assert choose_layout(config, 4, tight).layout.zero in (2, 3)
+    with pytest.raises(
+        LayoutError, match=r"saw 0\.0001 GB of memory per worker, expected at least .* GB"
+    ) as raised:
+        choose_layout(config, 4, dataclasses.replace(CPU, memory_bytes=1e5))
+    needed = float(str(raised.value).split("at least ")[1].split(" GB")[0]) * 1e9
+    assert needed == pytest.approx(sharded / 0.9, rel=0.01)
+
+
+def test_too_few_workers_says_how_many() -> None:
+    with pytest.raises(LayoutError, match=r"saw 3 workers, expected at least 4 for dp=2 tp=2"):
+        choose_layout(job("layout.dp=2", "layout.tp=2"), 3)
+    with pytest.raises(LayoutError, match="saw no worker"):
+        choose_layout(job(), 0)
+
+
+def test_no_split_of_the_batch_is_named() -> None:
+    """Every degree is allowed on its own but together they leave too few micro-batches."""
+    config = job("layout.dp=4", "layout.pp=2", "data.global_batch=8", "layout.micro_batch=auto")
+    squeezed = config.model_copy(
+        update={"layout": config.layout.model_copy(update={"micro_batch": 2})}
+    )  # validation refuses this; a changed cluster can still ask for it
+    with pytest.raises(LayoutError, match="fits no split of model and batch"):
+        choose_layout(squeezed, 8)
+
+
+# --- cost and memory ---------------------------------------------------------------------------------
+
+
+def test_cost_counts_the_slowest_replica_and_the_bubble() -> None:
+    config = job()
+    even, uneven = Layout(dp=4, micro_batch=8), Layout(dp=3, micro_batch=11)
+    ratio = step_cost(config, uneven, CPU).compute_s / step_cost(config, even, CPU).compute_s
+    assert ratio == pytest.approx(11 / 8, rel=0.01)
+    piped = step_cost(config, Layout(pp=2, micro_batch=8), CPU)
+    assert piped.bubble_s == pytest.approx(piped.compute_s / 4)  # (pp - 1) / m with m = 4
+    assert piped.pipeline_s > 0
+    assert piped.data_s == piped.tensor_s == 0
+
+
+def test_a_tensor_group_across_nodes_costs_more() -> None:
+    config = job()
+    link = dataclasses.replace(GPU, latency_s=0.0)
+    inside = step_cost(config, Layout(tp=2), link, (4, 4)).tensor_s
+    across = step_cost(config, Layout(tp=2), link, (3, 3)).tensor_s
+    assert across == pytest.approx(inside * GPU.link_bytes_s / GPU.node_link_bytes_s)
+
+
+def test_node_sizes_reach_the_choice() -> None:
+    """Gradients between nodes over a slow link: the chosen layout costs more than on one node."""
+    link = DeviceProfile(flops=5e9, memory_bytes=8e9, link_bytes_s=1e9, latency_s=1e-5, node_link_bytes_s=1e6)
+    assert choose_layout(job(), 4, link, [2, 2]).cost_s > choose_layout(job(), 4, link).cost_s
+
+
+def test_zero_gathers_more_and_holds_less() -> None:
+    config = job()
+    data = [step_cost(config, Layout(dp=4, zero=zero, micro_batch=2), CPU).data_s for zero in (0, 2, 3)]
+    assert data == sorted(data)
+    assert len(set(data)) == 3
+    state = [memory_estimate(config, Layout(dp=4, zero=zero)).state_bytes for zero in (0, 2, 3)]
+    assert state[0] == 4 * state[1] == 4 * state[2]
+
+
+def test_afab_keeps_every_micro_batch() -> None:
+    config = job()
+    first = memory_estimate(config, Layout(pp=2, micro_batch=1, schedule="afab"))
+    second = memory_estimate(config, Layout(pp=2, micro_batch=1, schedule="1f1b"))
+    assert first.activation_bytes > 10 * second.activation_bytes
+
+
+def test_sgd_and_precision_change_the_state() -> None:
+    adamw, sgd = job(), job("optimizer.name=sgd")
+    double = job("precision=fp64")
+    bytes_of = [memory_estimate(config, Layout()).state_bytes for config in (adamw, sgd, double)]
+    assert bytes_of[0] == 2 * bytes_of[1]
+    assert bytes_of[2] == 2 * bytes_of[0]
+    assert bytes_of[0] == 16 * parameter_count(adamw.model)
+
+
+# A model whose numbers are easy by hand: block 2·8 + 2·64 + 2·8·4 + 3·8·10 = 448 parameters.
+BY_HAND = {
+    "model": {
+        "vocab_size": 300,
+        "hidden_size": 8,
+        "intermediate_size": 10,
+        "layers": 4,
+        "heads": 2,
+        "kv_heads": 1,
+    },
+    "data": {"sequence_length": 6, "global_batch": 16},
+}
+UNIT = DeviceProfile(
+    flops=1e3, memory_bytes=1e9, link_bytes_s=1e2, latency_s=5.0, node_link_bytes_s=1e1, kernel_s=7.0
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "expected"),
+    [
+        # 12 tokens a micro-batch, 8 of them; a block 6·448 + 12·8·6 = 3264 FLOPs a token, the head 6·2400.
+        (Layout(micro_batch=2), (), (8 * (12 * (4 * 3264 + 14400) / 1e3 + 4 * 7), 0, 0, 0, 0, 0)),
+        # Two stages of two blocks, one hop of 2·6·8 values of 4 bytes each way.
+        (
+            Layout(pp=2, micro_batch=2),
+            (),
+            (
+                8 * (12 * (2 * 3264 + 14400) / 1e3 + 14),
+                12 * (2 * 3264 + 14400) / 1e3 + 14,
+                0,
+                9 * 2 * (384 / 1e2 + 5),
+                0,
+                5,
+            ),
+        ),
+        # Four collectives a block forward and four backward, of half of 384 bytes; arithmetic 10 % slower.
+        (
+            Layout(tp=2, micro_batch=2),
+            (2, 2),
+            (8 * (1.1 * 12 * (4 * 3264 + 14400) / 1e3 / 2 + 28), 0, 8 * 32 * (192 / 1e2 + 5), 0, 0, 5),
+        ),
+        # 6600 parameters of 4 bytes all-reduced over 2 hops (dp 4); a bucket holds them.
+        (
+            Layout(dp=4, micro_batch=2),
+            (4,),
+            (2 * (12 * (4 * 3264 + 14400) / 1e3 + 28), 0, 0, 0, 2 * 0.75 * 26400 / 1e2 + 2 * 2 * 5, 10),
+        ),
+        # The same between nodes, sharded: gathered once (ZeRO-2) or twice and scattered once, per micro-batch
+        # and block (4 blocks, embedding, head).
+        (
+            Layout(dp=4, zero=2, micro_batch=2),
+            (2, 2),
+            (
+                2 * (12 * (4 * 3264 + 14400) / 1e3 + 28),
+                0,
+                0,
+                0,
+                2 * 2 * (0.75 * 26400 / 1e1 + 6 * 2 * 5),
+                10,
+            ),
+        ),
+        (
+            Layout(dp=4, zero=3, micro_batch=4),
+            (4,),
+            (24 * (4 * 3264 + 14400) / 1e3 + 28, 0, 0, 0, 3 * (0.75 * 26400 / 1e2 + 6 * 2 * 5), 10),
+        ),
+    ],
+)
+def test_cost_by_hand(layout: Layout, nodes: tuple[int, ...], expected: tuple[float, ...]) -> None:
+    config = parse_job(BY_HAND)
+    assert parameter_count(config.model) == 4 * 448 + 2 * 2400 + 8 == 6600
+    cost = step_cost(config, layout, UNIT, nodes)
+    parts = (cost.compute_s, cost.bubble_s, cost.tensor_s, cost.pipeline_s, cost.data_s, cost.sync_s)
+    assert parts == pytest.approx(expected)
+    assert cost.total_s == pytest.approx(sum(expected))
+
+
+def test_wider_tensor_parallelism_by_hand() -> None:
+    """Three quarters of 384 bytes per collective at tp 4, arithmetic 20 % slower, a quarter of it each."""
+    cost = step_cost(parse_job(BY_HAND), Layout(tp=4, micro_batch=2), UNIT)
+    assert cost.tensor_s == pytest.approx(8 * 32 * (288 / 1e2 + 5))
+    assert cost.compute_s == pytest.approx(8 * (1.2 * 12 * (4 * 3264 + 14400) / 1e3 / 4 + 28))
+
+
+def test_tensor_and_pipeline_share_the_hop() -> None:
+    """With tp 2 each rank passes on half of the hidden states, over the slow link between nodes."""
+    cost = step_cost(parse_job(BY_HAND), Layout(tp=2, pp=2, micro_batch=2), UNIT, (2, 2))
+    assert cost.pipeline_s == pytest.approx(9 * 2 * (384 / 2 / 1e1 + 5))
+
+
+@pytest.mark.parametrize(
+    ("precision", "layout", "expected"),
+    [
+        # 6·8 + 2·4 + 4·10 = 96 elements a token and block; 12 tokens; logits and their gradient 2·300.
+        ("fp32", Layout(micro_batch=2), (6600 * 16, 0, 12 * (96 * 4 * 4 + 2 * 300 * 4))),
+        ("bf16", Layout(micro_batch=2), (6600 * 16, 0, 12 * (96 * 4 * 2 + 2 * 300 * 4))),
+        ("fp64", Layout(micro_batch=2, tp=2), (6600 * 16, 0, 6 * (96 * 4 * 8 + 2 * 300 * 8))),
+        # The first of two stages keeps two micro-batches, the last one and the logits: that is more.
+        ("fp32", Layout(micro_batch=2, pp=2), (3304 * 16, 0, 12 * (96 * 2 * 4 + 2 * 300 * 4))),
+        # AFAB keeps all eight on either stage.
+        ("fp32", Layout(micro_batch=2, pp=2, schedule="afab"), (3304 * 16, 0, 12 * (96 * 2 * 4 * 8 + 2400))),
+        ("fp32", Layout(dp=4, zero=2, micro_batch=2), (6600 * 4, (6600 + 448) * 4, 12 * (96 * 16 + 2400))),
+        ("fp32", Layout(dp=4, zero=3, micro_batch=2), (6600 * 4, 3 * 448 * 4, 12 * (96 * 16 + 2400))),
+        ("fp32", Layout(dp=2, tp=2, zero=3), (6600 * 4, 3 * 224 * 4, 3 * (96 * 16 + 2400))),
+    ],
+)
+def test_memory_by_hand(precision: str, layout: Layout, expected: tuple[float, ...]) -> None:
+    estimate = memory_estimate(parse_job({**BY_HAND, "precision": precision}), layout)
+    parts = (estimate.state_bytes, estimate.gathered_bytes, estimate.activation_bytes)
+    assert parts == pytest.approx(expected)
+    assert estimate.total_bytes == pytest.approx(sum(expected))
+
+
+def test_the_first_stage_is_the_fullest_in_a_deep_pipeline() -> None:
+    """Four 1F1B stages of long sequences: the first keeps four micro-batches, the last one and the logits."""
+    config = parse_job({**BY_HAND, "model": {**BY_HAND["model"], "intermediate_size": 1000}})
+    per_micro_batch = 12 * (6 * 8 + 2 * 4 + 4 * 1000) * 4
+    assert memory_estimate(config, Layout(pp=4, micro_batch=2)).activation_bytes == 4 * per_micro_batch
+
+
+def test_as_many_micro_batches_as_stages_are_enough() -> None:
+    config = parse_job(BY_HAND)
+    assert not misfits(config, Layout(pp=4, micro_batch=4))
+    assert misfits(config, Layout(pp=4, micro_batch=5, schedule="afab")) == []
+    assert [x.key for x in misfits(config, Layout(pp=4, micro_batch=6))] == ["layout.pp"]
+    assert not misfits(config, Layout(dp=16, micro_batch=16))
+
+
+def test_profile_of_a_device() -> None:
+    assert (profile_of("cuda"), profile_of("cpu")) == (GPU, CPU)
+
+
+def test_nearest_layouts_are_near_and_fit() -> None:
+    config = job("cluster.max_workers=8")
+    assert nearest_layouts(config, (1, 3, 1), 8)[0] == "dp=1 tp=2 pp=1"
+    assert nearest_layouts(config, (4, 1, 3), 8)[0] == "dp=4 tp=1 pp=2"
+    assert len(nearest_layouts(config, (1, 3, 1), 8)) == 3
+    assert len(fitting_degrees(config, 1)) == 1
+
+
+def test_nothing_is_sharded_over_one_replica() -> None:
+    assert {layout.zero for layout in layouts(job(), 8) if layout.dp == 1} == {0}
+    assert {layout.zero for layout in layouts(job(), 8) if layout.dp == 2} == {0, 2, 3}

@@ -1,0 +1,139 @@
+"""A run that loses workers goes on in the living processes, and nothing shows in its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runs import check_ledger, kill, losses, run, start, tiny_job
+
+pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(400)]
+QUICK = {"hang_floor_s": 0.5, "first_step_timeout_s": 20.0}
+
+
+@pytest.fixture(scope="module")
+def calm(local_ray: object, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of the tiny job without any fault, fp64."""
+    import ray
+
+    from picotron_ray.runtime.names import NAMESPACE
+
+    ray.init(address=local_ray.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    job = tiny_job("calm", tmp_path_factory.mktemp("calm"))
+    summary = run(job)
+    assert summary["status"] == "finished"
+    assert summary["failures"] == []
+    check_ledger(job)
+    found = losses(job)
+    ray.shutdown()
+    return found
+
+
+def test_same_seed_same_layout_gives_bitwise_equal_losses(calm: list[float], tmp_path: Path) -> None:
+    job = tiny_job("calm-again", tmp_path)
+    run(job)
+    assert losses(job) == calm
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "optimizer", "sync", "snapshot", "data"])
+def test_a_kill_in_any_phase_costs_nothing(phase: str, calm: list[float], tmp_path: Path) -> None:
+    faults = ({"fault": "kill", "target": "worker:2", "step": 15, "phase": phase},)
+    job = tiny_job(f"kill-{phase}", tmp_path, chaos=faults)
+    summary = run(job)
+    assert summary["status"] == "finished"
+    assert [f["kind"] for f in summary["failures"]] == ["worker-exited"]
+    assert summary["failures"][0]["lost_steps"] <= 1
+    assert len(summary["generations"]) >= 2
+    assert losses(job) == pytest.approx(calm, rel=1e-9)
+    check_ledger(job)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"zero": 3}, {"tp": 2, "pp": 2}])
+def test_a_kill_under_any_parallelism(layout: dict[str, int], calm: list[float], tmp_path: Path) -> None:
+    faults = ({"fault": "kill", "target": "worker:3", "step": 15, "phase": "backward"},)
+    if "pp" in layout:
+        faults[0]["phase"] = "forward"  # under a schedule the whole of both
+    name = "layout-" + "-".join(f"{key}{value}" for key, value in layout.items())
+    job = tiny_job(name, tmp_path, layout=layout, chaos=faults)
+    summary = run(job)
+    assert len(summary["generations"]) >= 2
+    assert losses(job) == pytest.approx(calm, rel=1e-9)
+    check_ledger(job)
+
+
+def test_fp32_stays_close_for_a_hundred_steps_after_a_change(tmp_path: Path) -> None:
+    quiet = tiny_job("fp32-calm", tmp_path, precision="fp32", steps=120)
+    run(quiet)
+    faults = ({"fault": "kill", "target": "worker:1", "step": 18, "phase": "backward"},)
+    job = tiny_job("fp32-kill", tmp_path, precision="fp32", steps=120, chaos=faults)
+    run(job)
+    assert losses(job)[:118] == pytest.approx(losses(quiet)[:118], rel=1e-5)
+
+
+def test_losses_are_bitwise_equal_where_the_layout_never_changed(calm: list[float], tmp_path: Path) -> None:
+    faults = ({"fault": "kill", "target": "worker:1", "step": 18, "phase": "backward"},)
+    job = tiny_job("same-layout", tmp_path, layout={"dp": 4, "zero": 0, "micro_batch": 3}, chaos=faults)
+    summary = run(job)
+    assert {generation["layout"] for generation in summary["generations"]} == {"dp4-tp1-pp1-mb3"}
+    assert len(summary["generations"]) == 2
+    assert losses(job) == calm
+
+
+@pytest.mark.parametrize("fault", ["stop", "hang"])
+def test_a_stuck_worker_is_found_and_replaced(fault: str, calm: list[float], tmp_path: Path) -> None:
+    faults = ({"fault": fault, "target": "worker:1", "step": 20, "phase": "forward"},)
+    job = tiny_job(f"stuck-{fault}", tmp_path, chaos=faults, elastic=QUICK)
+    summary = run(job)
+    assert summary["status"] == "finished"
+    assert summary["failures"][0]["kind"] == "hang"
+    assert losses(job) == pytest.approx(calm, rel=1e-9)
+    check_ledger(job)
+
+
+def test_the_dead_worker_is_replaced_and_the_run_grows_again(calm: list[float], tmp_path: Path) -> None:
+    faults = ({"fault": "kill", "target": "worker:0", "step": 12, "phase": "backward"},)
+    job = tiny_job("grow", tmp_path, chaos=faults, steps=4000, checkpoint={"interval_steps": 1000})
+    watched = start(job)
+    watched.until(lambda s: s["step"] > 12 and len(s["members"]) == 3)
+    watched.until(lambda s: len(s["members"]) == 4)
+    watched.coordinator.request.remote("stop")
+    summary = watched.finish()
+    assert summary["status"] == "stopped"
+    worlds = [len(generation["members"]) for generation in summary["generations"]]
+    assert worlds[0] == 4
+    assert worlds[1] == 3
+    assert worlds[-1] == 4
+    check_ledger(job)
+    assert len(losses(job)) == summary["steps"]  # the stop committed every step
+
+
+def test_two_workers_killed_at_once(calm: list[float], tmp_path: Path) -> None:
+    job = tiny_job("two", tmp_path, steps=150, checkpoint={"interval_steps": 50})
+    watched = start(job)
+    watched.until(lambda s: s["step"] >= 10)
+    for pid in list(watched.pids().values())[:2]:
+        kill(pid)
+    summary = watched.finish()
+    assert summary["status"] == "finished"
+    assert losses(job)[:40] == pytest.approx(calm, rel=1e-9)
+    check_ledger(job)
+
+
+def test_the_coordinator_is_killed_and_the_next_term_adopts(tmp_path: Path) -> None:
+    import ray
+
+    job = tiny_job("adopt", tmp_path, steps=100_000, checkpoint={"interval_steps": 100_000})
+    watched = start(job)
+    watched.until(lambda s: s["step"] >= 10)
+    before = watched.pids()
+    kill(ray.get(watched.coordinator.pid.remote()))
+    watched.events.clear()
+    watched.until(lambda s: s["term"] == 2 and s["step"] > 10)
+    assert watched.pids() == before
+    watched.coordinator.request.remote("stop")
+    summary = watched.finish()
+    assert summary["status"] == "stopped"
+    assert summary["failures"] == []
+    assert [(g["term"], g["n"]) for g in summary["generations"]] == [(1, 1)]
+    check_ledger(job)
+    assert len(losses(job)) == summary["steps"]

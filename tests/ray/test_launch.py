@@ -1,0 +1,280 @@
+"""The user's door: launch, attach, stop, kill and resume, each through the command line in its own process.
+
+Runs are tiny but real: a local Ray of their own, worker processes, storage on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picotron_ray.runtime import local_ray as lifecycle
+from picotron_ray.runtime import processes, supervise
+from picotron_ray.runtime.local_ray import LocalRay
+
+pytestmark = pytest.mark.timeout(400)  # seconds on an idle machine; several Rays may share two cores
+LONG = ("steps=100000", "checkpoint.interval_steps=20", "evaluate.interval_steps=100000")
+
+
+class Door:
+    """The command line, for one run name and storage folder."""
+
+    def __init__(self, run: str, folder: Path) -> None:
+        self.run, self.folder = run, folder
+        self.overrides = (f"name={run}", f"storage.url={folder}", "cluster.device=cpu")
+
+    def start(self, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "picotron_ray.launch", "tiny", *self.overrides, *overrides, *options]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def command(self, *words: str, expect: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "picotron_ray.cli", *words], capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done.stdout if expect == 0 else done.stderr
+
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads(self.command("status", self.run, "--json")))
+
+    def named_actors(self) -> list[str]:
+        """Living actors of the run on the cluster that RAY_ADDRESS names."""
+        program = (
+            "import json, ray\n"
+            "from ray.util import list_named_actors\n"
+            "ray.init(log_to_driver=False, logging_level='ERROR')\n"
+            "print(json.dumps([a['name'] for a in list_named_actors(all_namespaces=True)]))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        names = json.loads(done.stdout.splitlines()[-1])
+        return [name for name in names if name.startswith(f"{self.run}/")]
+
+    def ledger(self) -> dict[str, Any]:
+        return dict(json.loads(self.command("ledger", "verify", "tiny", *self.overrides, "--json")))
+
+
+@pytest.fixture
+def door(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Door]:
+    door = Door(request.node.name.replace("_", "-")[:40], tmp_path / "runs")
+    yield door
+    ray = lifecycle.find(door.run)
+    if ray is not None:
+        lifecycle.stop(ray, grace_s=0.0)
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 150.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.1)
+    return found
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Output up to the first line that contains ``text``."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"ended without {text!r}:\n{seen}")
+
+
+def assert_nothing_left(ray: LocalRay) -> None:
+    assert processes.members(ray.mark, ray.session) == []
+    assert lifecycle.find(ray.run) is None
+    assert not any(Path(folder).exists() for folder in ray.folders)
+
+
+def found(run: str) -> LocalRay:
+    ray = lifecycle.find(run)
+    assert ray is not None
+    return ray
+
+
+def test_runs_to_the_end_and_leaves_nothing(door: Door) -> None:
+    command = ["tiny", *door.overrides, "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "picotron_ray.launch", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        ray = wait_for(lambda: lifecycle.find(door.run))
+        out, err = driver.communicate(timeout=200)
+    assert driver.returncode == 0, err
+    assert "finished at step 8 in" in err
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["status"] == "finished"
+    assert summary["steps"] == 8
+    assert summary["ledger"] == {"samples": 64, "lost": 0, "repeated": 0}
+    assert_nothing_left(ray)
+    assert door.ledger()["ok"]
+    rows = json.loads(door.command("checkpoints", "ls", "tiny", *door.overrides, "--json"))
+    assert rows[-1]["step"] == 8
+    assert door.command("checkpoints", "verify", "tiny", *door.overrides).count("none") == len(rows)
+    assert "which does not run" in door.command("status", door.run, expect=2)
+
+    before = stored(door)
+    with door.start("model.layers=4", "seed=5") as other:
+        out, _ = other.communicate(timeout=100)
+    assert other.returncode == 2
+    assert [line.split(":")[1].strip() for line in out.splitlines() if line.startswith("error")] == [
+        "seed",
+        "model.layers",
+    ]
+    assert stored(door) == before, "a refused launch overwrites nothing"
+
+
+def stored(door: Door) -> dict[str, bytes]:
+    """Every object of the run; the probe of the storage leaves none."""
+    folder = door.folder / door.run
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_killed_driver_leaves_the_run_and_sigterm_stops_it_with_a_commit(door: Door) -> None:
+    with door.start(*LONG) as driver:
+        read_until(driver, "committed")
+        driver.kill()
+    ray = found(door.run)
+    before = door.status()["step"]
+    assert "[running]" in door.command("status", door.run)
+    refused = door.command("checkpoints", "gc", "tiny", *door.overrides, expect=2)
+    assert "goes on and collects by itself" in refused
+    with door.start(*LONG) as again:
+        assert "attached to run" in read_until(again, "[running]")
+        assert door.status()["step"] > before, "workers must have gone on"
+        assert door.status()["generation"] == "1.1", "the same generation, untouched"
+        again.send_signal(signal.SIGTERM)
+        out, _ = again.communicate(timeout=150)
+    assert again.returncode == 130, out
+    assert_nothing_left(ray)
+    ledger = door.ledger()
+    assert ledger["ok"]
+    assert ledger["steps"] > before
+    assert f"at step {ledger['steps']} " in out, "what was committed is the step it stopped at"
+
+
+def test_sigkill_of_everything_resumes_from_the_last_commit(door: Door) -> None:
+    with door.start(*LONG) as driver:
+        read_until(driver, "committed")
+        ray = found(door.run)
+        for pid in [driver.pid, *processes.members(ray.mark, ray.session)]:
+            os.kill(pid, signal.SIGKILL)
+    committed = json.loads(door.command("checkpoints", "ls", "tiny", *door.overrides, "--json"))[-1]["step"]
+    more = f"steps={committed + 40}"
+    with door.start(*LONG, more) as again:
+        out, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, out
+    assert f"from step {committed}" in out
+    assert_nothing_left(ray)
+    assert door.ledger()["steps"] == committed + 40
+    assert door.ledger()["ok"]
+
+
+def test_stop_after_sigkill_removes_what_is_left(door: Door) -> None:
+    with door.start(*LONG) as driver:
+        read_until(driver, "[running]")
+        ray = found(door.run)
+        driver.kill()
+        os.kill(ray.session, signal.SIGKILL)
+    assert Path(ray.folders[0]).exists()
+    assert "ended what was left" in door.command("stop", door.run)
+    assert_nothing_left(ray)
+    assert "which does not run on this machine" in door.command("stop", door.run, expect=2)
+
+
+def test_detached_run_commits_on_request_and_goes_away_by_itself(door: Door) -> None:
+    with door.start("steps=1500", "checkpoint.interval_steps=100000", options=("--detach",)) as driver:
+        out, _ = driver.communicate(timeout=150)
+    assert driver.returncode == 0, out
+    ray = found(door.run)
+    wait_for(lambda: door.status()["step"] > 2)
+    assert "is committed" in door.command("checkpoint-now", door.run)
+    wait_for(lambda: not processes.members(ray.mark, ray.session), 60 + supervise.LINGER_S)
+    assert_nothing_left(ray)
+    assert json.loads((door.folder / door.run / "summary.json").read_text())["status"] == "finished"
+    assert door.command("logs", door.run)
+
+
+def test_on_a_given_cluster_a_run_ends_without_a_trace(
+    door: Door, local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", local_ray.address)
+    with door.start("cluster.min_workers=2", "cluster.cpus_per_worker=5") as driver:
+        out, _ = driver.communicate(timeout=150)
+    assert driver.returncode == 2
+    assert "error: cluster.min_workers: the cluster has room for 1 workers of 5 CPU each" in out
+    assert door.named_actors() == []
+    with door.start() as driver:
+        out, _ = driver.communicate(timeout=200)
+    assert driver.returncode == 0, out
+    assert "finished at step 8" in out
+    assert door.named_actors() == []
+    assert not Path("/dev/shm/picotron_ray", door.run).exists()
+    with door.start(*LONG) as driver:
+        read_until(driver, "[running]")
+        driver.kill()
+    assert len(door.named_actors()) == 4, "coordinator, agent, two workers"
+    assert "goes on" in door.command("checkpoints", "gc", "tiny", *door.overrides, expect=2)
+    assert "stopped at step" in door.command("stop", door.run)
+    assert door.named_actors() == []
+    assert "which does not run on the Ray at" in door.command("stop", door.run, expect=2)
+    with door.start(*LONG, options=("--detach",)) as driver:
+        assert driver.wait(150) == 0
+    door.command("stop", "--now", door.run)
+    assert door.named_actors() == []
+    assert not Path("/dev/shm/picotron_ray", door.run).exists()
+    assert local_ray.alive, "the cluster is not ours to stop"
+
+
+def test_second_interrupt_leaves_the_run(door: Door) -> None:
+    with door.start(*LONG, "elastic.interrupt_timeout_s=30") as driver:
+        read_until(driver, "[running]")
+        ray = found(door.run)
+        workers = [
+            pid for pid in processes.members(ray.mark, ray.session) if title(pid).startswith(b"ray::Worker")
+        ]
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)  # so that the stop cannot be quick
+        driver.send_signal(signal.SIGINT)
+        read_until(driver, "stopping at the next step")
+        driver.send_signal(signal.SIGINT)
+        out, _ = driver.communicate(timeout=30)
+    assert driver.returncode == 1, out
+    assert "left running" in out
+    assert found(door.run).alive
+    door.command("stop", "--now", door.run)
+    assert_nothing_left(ray)
+
+
+def title(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_refuses_before_anything_is_started(door: Door, tmp_path: Path) -> None:
+    read_only = tmp_path / "file"
+    read_only.write_text("not a folder")
+    cases = {
+        ("steps=0",): (2, "steps:"),
+        ("data.source=text", f"data.path={tmp_path / 'nothing'}"): (2, "data.path"),
+        (f"storage.url={read_only}",): (4, "file"),
+    }
+    for overrides, (code, text) in cases.items():
+        with door.start(*overrides) as driver:
+            out, _ = driver.communicate(timeout=150)
+        assert (driver.returncode, out.count("error: ")) == (code, 1), out
+        assert text in out
+        assert "Traceback" not in out
+        assert lifecycle.find(door.run) is None
+        assert not (door.folder / door.run / "log").exists()

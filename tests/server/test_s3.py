@@ -1,0 +1,200 @@
+"""S3 storage against a real server: conformance, saves and restores, fencing, bad settings, outages."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import ConnectionClosedError
+from checkpoint_kit import generation, load, make_state, same, save
+from fencing import stopped_writer_is_refused
+from s3_kit import Settings, environment, new_bucket, script, settings_of
+from storage_suite import StorageConformance
+
+from picotron_ray.checkpoint.gc import collect
+from picotron_ray.checkpoint.log import RunLog
+from picotron_ray.checkpoint.s3 import S3Storage
+from picotron_ray.checkpoint.storage import Storage, open_storage, probe
+from picotron_ray.checkpoint.verify import latest_good, read_ledger, verify_all
+from picotron_ray.config.job import CheckpointConfig, StorageConfig
+from picotron_ray.errors import AlreadyExistsError, StorageError, StorageUnavailableError
+
+
+@pytest.fixture(scope="module")
+def config(s3_server: Settings) -> Iterator[StorageConfig]:
+    with environment(s3_server):
+        yield new_bucket(s3_server)
+
+
+@pytest.fixture
+def storage(config: StorageConfig) -> Storage:
+    return open_storage(config, uuid.uuid4().hex)
+
+
+class TestS3(StorageConformance):
+    many = 1003
+
+
+@pytest.fixture
+def log(storage: Storage) -> RunLog:
+    log = RunLog(storage)
+    log.claim_term("test")
+    return log
+
+
+def test_save_damage_fall_back_and_collect(storage: Storage, log: RunLog, tmp_path: Path) -> None:
+    for step in (5, 10):
+        save(storage, log, tmp_path / str(step), make_state(step), (1, 1, step))
+    reports = list(verify_all(storage, log))
+    assert [(r.step, r.problems) for r in reports] == [(10, ()), (5, ())]
+    assert reports[0].manifest is not None
+    victim = next(iter(reports[0].manifest.chunks))
+    key = f"chunks/{victim[:2]}/{victim}"
+    data = bytearray(storage.get(key))
+    data[len(data) // 2] ^= 1
+    storage.put(key, bytes(data))
+    good = latest_good(storage, log)
+    assert good is not None
+    assert good.manifest.step == 5
+    assert good.complaints == (
+        f"commit of step 10 is not used: chunk {key}: {len(data)} bytes do not match their address",
+    )
+    assert same(load(storage, good.manifest), make_state(5))
+    assert len(read_ledger(storage, good.manifest)) == 5
+    log.append("generation", generation(1, 2, 5, (1, 1)))
+    save(storage, log, tmp_path / "15", make_state(15), (1, 2, 15))
+    time.sleep(1.1)  # the store's times may have whole seconds only
+    report = collect(storage, log, CheckpointConfig(keep_last=1, gc_grace_s=0))
+    assert report.retired == ("manifests/10-1-1.json", "manifests/5-1-1.json")
+    assert report.deleted == 4
+    good = latest_good(storage, log)
+    assert good is not None
+    assert same(load(storage, good.manifest), make_state(15))
+
+
+@pytest.mark.parametrize("point", ["commit", "put"])
+def test_stopped_writer_is_refused(config: StorageConfig, tmp_path: Path, point: str) -> None:
+    stopped_writer_is_refused(config, uuid.uuid4().hex, tmp_path, point)
+
+
+# --- settings that cannot work ---------------------------------------------------------------------
+
+
+def refused(config: StorageConfig, **changes: object) -> str:
+    with pytest.raises(StorageError) as caught:
+        probe(open_storage(config.model_copy(update=changes), "r1"))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_wrong_bucket(config: StorageConfig) -> None:
+    assert refused(config, url="s3://no-such-bucket-here/x").startswith(
+        "bucket no-such-bucket-here does not exist"
+    )
+    assert "names no bucket" in refused(config, url="s3://")
+
+
+def test_wrong_keys(config: StorageConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        message = refused(config)
+        assert "SignatureDoesNotMatch" in message
+        assert "check the credentials" in message
+        assert "wrong" not in message.replace("the secret key is wrong", "")
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "AKnobody")
+        assert "the access key is unknown" in refused(config)
+    with monkeypatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.delenv(name)
+        assert "set AWS_ACCESS_KEY_ID" in refused(config)
+
+
+def test_nobody_listens(config: StorageConfig) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+        start = time.monotonic()
+        message = refused(config, endpoint_url=endpoint, retry_deadline_s=1.0)
+        assert "did not answer for 1 s" in message
+        assert time.monotonic() - start < 5
+    assert "check storage.endpoint_url" in refused(config, endpoint_url="not a url")
+
+
+def test_a_lost_reply_is_settled(config: StorageConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server does the conditional put, the connection breaks: the repeated try finds its own bytes."""
+    storage = S3Storage(config, "lost-reply")
+    real = storage._client.put_object
+    calls: list[str] = []
+
+    def put(**request: object) -> object:
+        reply = real(**request)
+        calls.append("put")
+        if len(calls) == 1:
+            raise ConnectionClosedError(endpoint_url="s3")
+        return reply
+
+    monkeypatch.setattr(storage._client, "put_object", put)
+    storage.put_if_absent("log/1", b"mine")
+    assert storage.get("log/1") == b"mine"
+    with pytest.raises(AlreadyExistsError):
+        storage.put_if_absent("log/1", b"other")
+
+
+# --- TLS, and a server that dies -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tls(s3_server: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """A second server of our own, over TLS, that tests may kill. (``s3_server`` unpacked the packages.)"""
+    folder = tmp_path_factory.mktemp("s3-tls")
+    script("start", folder, S3_TLS="1")
+    settings = settings_of(folder)
+    with environment(settings):
+        yield {**settings, "folder": str(folder)}
+    script("stop", folder)
+
+
+class TestS3OverTls(StorageConformance):
+    @pytest.fixture
+    def storage(self, tls: Settings) -> Storage:
+        return open_storage(new_bucket(tls), "r1")
+
+
+def test_unknown_authority_is_named(tls: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = new_bucket(tls)
+    monkeypatch.delenv("AWS_CA_BUNDLE")
+    assert "set AWS_CA_BUNDLE" in refused(config)
+
+
+# a connection that broke under TLS is closed by the garbage collector, with a warning, wherever that runs
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_killed_server(tls: Settings, tmp_path: Path) -> None:
+    """SIGKILL of the gateway: refused after the deadline, waited out within it, and nothing is lost."""
+    config = new_bucket(tls, retry_deadline_s=60.0)
+    storage, hasty = (
+        open_storage(config.model_copy(update={"retry_deadline_s": s}), "r1") for s in (60.0, 2.0)
+    )
+    log = RunLog(storage)
+    log.claim_term("test")
+    save(storage, log, tmp_path / "a", make_state(1), (1, 1, 5))
+    os.kill(int((Path(tls["folder"]) / "run" / "client.rgw.pid").read_text()), signal.SIGKILL)
+    with pytest.raises(StorageUnavailableError, match="did not answer for 2 s"):
+        hasty.put("x", b"")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(save, storage, log, tmp_path / "b", make_state(2), (1, 1, 10))
+        script("start", Path(tls["folder"]))
+        waiting.result(timeout=60)
+    good = latest_good(storage, log)
+    assert good is not None
+    assert good.manifest.step == 10
+    assert same(load(storage, good.manifest), make_state(2))
+    gc.collect()

@@ -1,0 +1,91 @@
+"""Coverage of processes that tests start: saved every second, and in the threads that Ray makes.
+
+Tests end workers with SIGKILL on purpose, and a killed process never reaches coverage's exit handler, so
+what was measured is saved every second. Ray runs the methods of an actor in threads made in C++, which
+know nothing of Python's ``threading.settrace``, so each is given the trace function at its first call.
+Python imports this module at start-up of every process that has this folder on its PYTHONPATH
+(tests/conftest.py sees to that); without coverage running it does nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+FLUSH_INTERVAL_S = 1.0
+
+
+_saving = threading.Lock()
+
+
+def _save() -> None:
+    import coverage
+
+    current = coverage.Coverage.current()
+    if current is not None:
+        with _saving:
+            current.save()
+
+
+def _flush_forever() -> None:
+    while True:
+        time.sleep(FLUSH_INTERVAL_S)
+        _save()
+
+
+class _TraceActorMethods:
+    """An import hook that wraps Ray's maker of actor method executors, and is gone after that."""
+
+    MODULE = "ray._private.function_manager"
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self.MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _wrap(module.FunctionActorManager)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap(manager: Any) -> None:
+    make = manager._make_actor_method_executor
+
+    def make_traced(self: Any, *arguments: Any, **named: Any) -> Callable[..., Any]:
+        executor: Callable[..., Any] = make(self, *arguments, **named)
+
+        def traced(*arguments: Any, **named: Any) -> Any:
+            if sys.gettrace() is None:
+                sys.settrace(threading.gettrace())
+            try:
+                return executor(*arguments, **named)
+            finally:
+                if executor.__dict__.get("name") == "run_generation":  # its process may be killed right after
+                    _save()
+
+        traced.__dict__.update(executor.__dict__)
+        traced.__name__ = executor.__name__
+        return traced
+
+    manager._make_actor_method_executor = make_traced
+
+
+if os.environ.get("COVERAGE_PROCESS_CONFIG"):
+    sys.meta_path.insert(0, _TraceActorMethods())  # type: ignore[arg-type]
+    threading.Thread(target=_flush_forever, name="coverage-flush", daemon=True).start()

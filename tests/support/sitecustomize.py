@@ -9,11 +9,11 @@ Python imports this module at start-up of every process that has this folder on 
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -30,14 +30,24 @@ def _save() -> None:
 
     current = coverage.Coverage.current()
     if current is not None:
+        # Not save(): that also looks for modules nobody imported, and for a moment takes modules away
+        # that the main thread may be importing just then.
         with _saving:
-            current.save()
+            current._collector.flush_data()
 
 
-def _flush_forever() -> None:
-    while True:
-        time.sleep(FLUSH_INTERVAL_S)
+_ended = threading.Event()
+
+
+def _flush_until_the_end() -> None:
+    while not _ended.wait(FLUSH_INTERVAL_S):
         _save()
+
+
+def _end_flushing(flusher: threading.Thread) -> None:
+    """A traced daemon thread that still runs while the interpreter is taken down crashes it now and then."""
+    _ended.set()
+    flusher.join()
 
 
 class _TraceActorMethods:
@@ -88,4 +98,6 @@ def _wrap(manager: Any) -> None:
 
 if os.environ.get("COVERAGE_PROCESS_CONFIG"):
     sys.meta_path.insert(0, _TraceActorMethods())  # type: ignore[arg-type]
-    threading.Thread(target=_flush_forever, name="coverage-flush", daemon=True).start()
+    flusher = threading.Thread(target=_flush_until_the_end, name="coverage-flush", daemon=True)
+    flusher.start()
+    atexit.register(_end_flushing, flusher)

@@ -46,7 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
         AWS_SHARED_CREDENTIALS_FILE=str(home / "no-aws-credentials"),
         NO_COLOR="1",
     )
-    for name in ("RAY_ADDRESS", "AWS_PROFILE", "AWS_ENDPOINT_URL", "FORCE_COLOR"):
+    # Hundreds of processes import the package: let the first of them keep what it compiled.
+    sys.dont_write_bytecode = False
+    for name in (
+        "RAY_ADDRESS", "AWS_PROFILE", "AWS_ENDPOINT_URL", "FORCE_COLOR", "PYTHONDONTWRITEBYTECODE",
+    ):  # fmt: skip
         os.environ.pop(name, None)
 
 

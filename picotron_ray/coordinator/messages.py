@@ -202,6 +202,7 @@ class Outcome:
     kind: OutcomeKind
     step: int
     detail: str = ""  # failed: "corrupt:<slot file or manifest key>", "nan", "oom", "error: ..."
+    first_step_at_s: float = 0.0  # since the epoch; 0: none finished. For the record, not for decisions
 
 
 @dataclass(frozen=True, slots=True)

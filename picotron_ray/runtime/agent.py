@@ -58,6 +58,7 @@ class Agent:
         self._stalls: dict[str, int] = {}  # worker -> phase_count of the stall reported
         self._sealed: tuple[int, int, int] = (0, 0, -1)  # term, n, step last reported
         self._quarantined: set[str] = set()
+        self._store_lock = threading.Lock()
         self._store: subprocess.Popen[str] | None = None
         self._store_address: tuple[str, int] | None = None
         self._storage: Storage | None = None
@@ -70,6 +71,8 @@ class Agent:
     def hello(self, term: int) -> dict[str, Any]:
         """Identity of the node and what runs on it; a newer term fences older coordinators off."""
         self._accept(term)
+        with self._store_lock:
+            self._start_store()  # now, so that it listens by the time the workers have imported torch
         self._stalls.clear()  # what an earlier coordinator was told, this one has not heard
         self._sealed = (0, 0, -1)
         spec = self._newest_spec()
@@ -92,21 +95,27 @@ class Agent:
         return max(specs, key=lambda spec: spec.id, default=None)
 
     def store_address(self) -> tuple[str, int]:
-        """Address of the standing rendezvous store on this node; started at the first call."""
-        with self._lock:
-            if self._store is not None and self._store.poll() is None and self._store_address:
-                return self._store_address
+        """Address of the standing rendezvous store on this node; waits until it listens."""
+        with self._store_lock:
+            store = self._start_store()
+            if self._store_address is None:
+                assert store.stdout is not None
+                line = store.stdout.readline()
+                if not line:
+                    raise PicotronError(f"the rendezvous store on node {self._node[:8]} did not start")
+                answer = json.loads(line)
+                self._store_address = (answer["host"], answer["port"])
+            return self._store_address
+
+    def _start_store(self) -> subprocess.Popen[str]:
+        """The store's process: the living one, or a new one, which takes seconds to listen."""
+        if self._store is None or self._store.poll() is not None:
             command = [sys.executable, "-m", "picotron_ray.comm.store", "--parent-pid", str(os.getpid())]
+            self._store_address = None
             self._store = subprocess.Popen(
                 [*command, "--host", self._host], stdout=subprocess.PIPE, text=True
             )
-            assert self._store.stdout is not None
-            line = self._store.stdout.readline()
-            if not line:
-                raise PicotronError(f"the rendezvous store on node {self._node[:8]} did not start")
-            answer = json.loads(line)
-            self._store_address = (answer["host"], answer["port"])
-            return self._store_address
+        return self._store
 
     def figures(self) -> list[dict[str, Any]]:
         """The pages of the living workers, as heartbeats carry them."""

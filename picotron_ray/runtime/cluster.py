@@ -103,7 +103,6 @@ class Cluster:
         try:
             hello = await answer(handle.hello.remote(term), 60)
             self._agents[view.id] = handle
-            self._stores[view.id] = tuple(await answer(handle.store_address.remote(), 60))
         except (RayError, TimeoutError) as error:
             log.warning("node %s has no agent yet: %s", view.id[:8], error)
             return []

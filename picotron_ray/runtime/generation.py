@@ -108,7 +108,8 @@ class GenerationRun:
                 log.exception("generation %s failed on rank %d", self.spec.id, self.rank)
             error.__traceback__ = None  # its frames hold the model and the groups
         step = self._leave()
-        self.outcome = Outcome(self._home.worker, self.spec.id, kind, step, detail)
+        first_step_at_s = self._home.page.value("first_step_at_s")
+        self.outcome = Outcome(self._home.worker, self.spec.id, kind, step, detail, first_step_at_s)
         self.done.set()
         return self.outcome
 

@@ -60,9 +60,7 @@ class Era:
 
     spec: m.GenerationSpec
     end_step: int
-    first_step_at_s: float = 0.0
-
-    involved: frozenset[str] = frozenset()  # its workers and their nodes
+    involved: frozenset[str]  # its workers and their nodes
 
 
 @dataclass(slots=True)
@@ -88,7 +86,7 @@ class History:
         self._finish: m.Finish | None = None
         self._summary: dict[str, Any] | None = None
         self._archive: Archive | None = None
-        self._open: Failure | None = None
+        self._open: list[Failure] = []  # no step has gone on since
 
     def begin(self, term: int, archive: Archive) -> None:
         with self._lock:
@@ -119,9 +117,8 @@ class History:
         era.end_step = max(era.end_step, page["step"])
         if page["rank"] == 0 and page["step_time_s"] > 0:
             self._facts.step_times.append(page["step_time_s"])
-        if page["first_step_at_s"] and not era.first_step_at_s:
-            era.first_step_at_s = page["first_step_at_s"]
-            self._went_on(era, page["step"], era.first_step_at_s)
+        if page["first_step_at_s"]:
+            self._went_on(era, page["first_step_at_s"])
 
     def recall(self, lines: list[dict[str, Any]]) -> None:
         """Learn from the event logs of earlier terms, on this machine's monotonic clock."""
@@ -148,34 +145,40 @@ class History:
         era = self._facts.eras[-1] if self._facts.eras else None
         if era is None:
             return
-        if isinstance(event, m.Outcome) and event.generation == era.spec.id:
+        if isinstance(event, m.Outcome):
+            if event.generation != era.spec.id:
+                return
             era.end_step = max(era.end_step, event.step)
+            if event.first_step_at_s:
+                self._went_on(era, event.first_step_at_s)
         if isinstance(event, m.Heartbeat) and event.generation == era.spec.id:
-            self._went_on(era, max(event.steps.values(), default=0), at_s)
+            era.end_step = max(era.end_step, *event.steps.values(), 0)
+            if era.end_step > era.spec.resume_step:
+                self._went_on(era, at_s)
         sign = _sign(event)
         if sign is not None:
             self._failed(*sign, era, at_s)
 
     def _judged(self, data: dict[str, Any], at_s: float) -> None:
         """A failure that the machine found without a sign of its own, as at a term's beginning."""
-        if self._open is None and self._facts.eras:
+        if not self._open and self._facts.eras:
             kind = str(data.get("cause", "")).replace(" ", "-")
             target = str(data.get("target", ""))
             self._failed(kind if kind in GRAVITY else "failed", target, self._facts.eras[-1], at_s)
 
-    def _went_on(self, era: Era, step: int, at_s: float) -> None:
-        """A step after a failure ends its record; the pages tell the time better, where they are at hand."""
-        era.end_step = max(era.end_step, step)
-        if self._open is not None and era.involved is not self._open.involved and step > era.spec.resume_step:
-            self._open.recovered_s = at_s - (self._began + self._open.detected_s)
-            self._open = None
+    def _went_on(self, era: Era, at_s: float) -> None:
+        """The first step of a generation ends the records of all failures before it."""
+        for failure in [open_ for open_ in self._open if open_.involved is not era.involved]:
+            failure.recovered_s = at_s - (self._began + failure.detected_s)
+            self._open.remove(failure)
 
     def _failed(self, kind: str, target: str, era: Era, at_s: float) -> None:
         """The first sign of a failure opens its record; the gravest sign names it, however late it comes."""
         last = self._facts.failures[-1] if self._facts.failures else None
-        if self._open is None and target in era.involved:
-            self._open = Failure(kind, target, era.end_step, at_s - self._began, involved=era.involved)
-            self._facts.failures.append(self._open)
+        if target in era.involved and (last is None or last.involved is not era.involved):
+            failure = Failure(kind, target, era.end_step, at_s - self._began, involved=era.involved)
+            self._facts.failures.append(failure)
+            self._open.append(failure)
         elif last is not None and target in last.involved and GRAVITY.index(kind) > GRAVITY.index(last.kind):
             last.kind, last.target = kind, target
 
@@ -183,14 +186,15 @@ class History:
         eras = self._facts.eras
         if eras and eras[-1].spec.id == spec.id:
             return
-        if self._open is not None and eras:
-            self._open.step = eras[-1].end_step  # the outcomes know it better than the last heartbeat did
-            self._open.lost_steps += max(0, eras[-1].end_step - spec.resume_step)
-            self._open.restored_from = spec.source.kind
+        for failure in self._open:
+            if failure.involved is eras[-1].involved:
+                failure.step = eras[-1].end_step  # the outcomes know it better than the last heartbeat did
+                failure.lost_steps = max(0, eras[-1].end_step - spec.resume_step)
+                failure.restored_from = spec.source.kind
         if eras:
             eras[-1].end_step = max(spec.resume_step, eras[-1].spec.resume_step)
         involved = frozenset(name for member in spec.members for name in (member.worker, member.node))
-        eras.append(Era(spec, spec.resume_step, involved=involved))
+        eras.append(Era(spec, spec.resume_step, involved))
         text = (
             f"generation {spec.id}: {spec.layout} on {len(spec.members)} workers from step {spec.resume_step}"
             f" ({spec.source.kind}): {spec.reason}"

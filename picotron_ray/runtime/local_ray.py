@@ -239,6 +239,7 @@ def stop(ray: LocalRay, grace_s: float = 3.0) -> None:
     Idempotent. Raises LocalRayError, naming the pids, if a process survives SIGKILL.
     """
     left = processes.end_all(ray.mark, ray.session, grace_s)
+    _children[:] = [child for child in _children if child.poll() is None]
     current = find(ray.run)
     if current is None or current.mark == ray.mark:  # else a newer Ray of that run uses them by now
         for folder in ray.folders:

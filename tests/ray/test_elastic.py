@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import check_ledger, kill, losses, run, start, tiny_job
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(400)]
-QUICK = {"hang_floor_s": 0.5, "first_step_timeout_s": 20.0}
+NO_SPARE = {"replace_workers": False}  # a process that imports torch takes seconds
 
 
 @pytest.fixture(scope="module")
@@ -29,32 +30,46 @@ def calm(local_ray: object, tmp_path_factory: pytest.TempPathFactory) -> list[fl
     return found
 
 
-def test_same_seed_same_layout_gives_bitwise_equal_losses(calm: list[float], tmp_path: Path) -> None:
-    job = tiny_job("calm-again", tmp_path)
-    run(job)
-    assert losses(job) == calm
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "optimizer", "sync", "snapshot", "data"])
-def test_a_kill_in_any_phase_costs_nothing(phase: str, calm: list[float], tmp_path: Path) -> None:
-    faults = ({"fault": "kill", "target": "worker:2", "step": 15, "phase": phase},)
-    job = tiny_job(f"kill-{phase}", tmp_path, chaos=faults)
+@pytest.mark.parametrize(
+    "phases", [("forward", "backward", "reduce"), ("optimizer", "sync", "snapshot")], ids="-".join
+)
+def test_a_kill_in_any_phase_costs_nothing(
+    phases: tuple[str, ...], calm: list[float], tmp_path: Path
+) -> None:
+    """Three kills, each in another phase: worlds of 4, 3, 2 and 1."""
+    faults = tuple(
+        {"fault": "kill", "target": f"worker:{target}", "step": step, "phase": phase}
+        for target, step, phase in zip((2, 1, 1), (8, 17, 26), phases, strict=True)
+    )
+    job = tiny_job(f"kill-{phases[0]}", tmp_path, chaos=faults, elastic=NO_SPARE)
     summary = run(job)
-    assert summary["status"] == "finished"
-    assert [f["kind"] for f in summary["failures"]] == ["worker-exited"]
-    assert summary["failures"][0]["lost_steps"] <= 1
-    assert len(summary["generations"]) >= 2
+    assert [failure["kind"] for failure in summary["failures"]] == ["worker-exited"] * 3
+    assert all(failure["lost_steps"] <= 1 for failure in summary["failures"])
+    assert [len(generation["members"]) for generation in summary["generations"]] == [4, 3, 2, 1]
     assert losses(job) == pytest.approx(calm, rel=1e-9)
     check_ledger(job)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"zero": 3}, {"tp": 2, "pp": 2}])
-def test_a_kill_under_any_parallelism(layout: dict[str, int], calm: list[float], tmp_path: Path) -> None:
-    faults = ({"fault": "kill", "target": "worker:3", "step": 15, "phase": "backward"},)
-    if "pp" in layout:
-        faults[0]["phase"] = "forward"  # under a schedule the whole of both
+@pytest.mark.parametrize(
+    ("layout", "phase"),
+    [
+        ({"tp": 2}, "backward"),
+        ({"pp": 2}, "forward"),  # under a schedule the whole of both
+        ({"zero": 3}, "data"),
+        ({"tp": 2, "pp": 2}, "forward"),
+    ],
+    ids=str,
+)
+def test_a_kill_under_any_parallelism(
+    layout: dict[str, int], phase: str, calm: list[float], tmp_path: Path
+) -> None:
+    faults = ({"fault": "kill", "target": "worker:1", "step": 15, "phase": phase},)
     name = "layout-" + "-".join(f"{key}{value}" for key, value in layout.items())
-    job = tiny_job(name, tmp_path, layout=layout, chaos=faults)
+    if len(layout) == 1:
+        some: dict[str, Any] = {"elastic": NO_SPARE, "cluster": {"max_workers": 3}}
+    else:
+        some = {}  # tp 2 with pp 2 takes all four workers, so that the dead one must be replaced
+    job = tiny_job(name, tmp_path, layout=layout, chaos=faults, **some)
     summary = run(job)
     assert len(summary["generations"]) >= 2
     assert losses(job) == pytest.approx(calm, rel=1e-9)
@@ -62,10 +77,13 @@ def test_a_kill_under_any_parallelism(layout: dict[str, int], calm: list[float],
 
 
 def test_fp32_stays_close_for_a_hundred_steps_after_a_change(tmp_path: Path) -> None:
-    quiet = tiny_job("fp32-calm", tmp_path, precision="fp32", steps=120)
+    quiet = tiny_job("fp32-calm", tmp_path, precision="fp32", steps=120, cluster={"max_workers": 1})
     run(quiet)
     faults = ({"fault": "kill", "target": "worker:1", "step": 18, "phase": "backward"},)
-    job = tiny_job("fp32-kill", tmp_path, precision="fp32", steps=120, chaos=faults)
+    job = tiny_job(
+        "fp32-kill", tmp_path, precision="fp32", steps=120, chaos=faults, elastic=NO_SPARE,
+        cluster={"max_workers": 3},
+    )  # fmt: skip
     run(job)
     assert losses(job)[:118] == pytest.approx(losses(quiet)[:118], rel=1e-5)
 
@@ -79,36 +97,39 @@ def test_losses_are_bitwise_equal_where_the_layout_never_changed(calm: list[floa
     assert losses(job) == calm
 
 
-@pytest.mark.parametrize("fault", ["stop", "hang"])
-def test_a_stuck_worker_is_found_and_replaced(fault: str, calm: list[float], tmp_path: Path) -> None:
-    faults = ({"fault": fault, "target": "worker:1", "step": 20, "phase": "forward"},)
-    job = tiny_job(f"stuck-{fault}", tmp_path, chaos=faults, elastic=QUICK)
+def test_a_stuck_worker_is_found_and_left_behind(calm: list[float], tmp_path: Path) -> None:
+    faults = (
+        {"fault": "stop", "target": "worker:1", "step": 12, "phase": "forward"},
+        {"fault": "hang", "target": "worker:1", "step": 26, "phase": "forward"},
+    )
+    quick = {**NO_SPARE, "hang_floor_s": 0.5, "first_step_timeout_s": 20.0}
+    job = tiny_job("stuck", tmp_path, chaos=faults, elastic=quick, cluster={"max_workers": 3})
     summary = run(job)
-    assert summary["status"] == "finished"
-    assert summary["failures"][0]["kind"] == "hang"
+    assert [failure["kind"] for failure in summary["failures"]] == ["hang", "hang"]
     assert losses(job) == pytest.approx(calm, rel=1e-9)
     check_ledger(job)
 
 
 def test_the_dead_worker_is_replaced_and_the_run_grows_again(calm: list[float], tmp_path: Path) -> None:
     faults = ({"fault": "kill", "target": "worker:0", "step": 12, "phase": "backward"},)
-    job = tiny_job("grow", tmp_path, chaos=faults, steps=4000, checkpoint={"interval_steps": 1000})
+    job = tiny_job(
+        "grow", tmp_path, chaos=faults, steps=4000, checkpoint={"interval_steps": 1000},
+        cluster={"max_workers": 3},
+    )  # fmt: skip
     watched = start(job)
-    watched.until(lambda s: s["step"] > 12 and len(s["members"]) == 3)
-    watched.until(lambda s: len(s["members"]) == 4)
+    watched.until(lambda s: s["step"] > 12 and len(s["members"]) == 2)
+    watched.until(lambda s: len(s["members"]) == 3)
     watched.coordinator.request.remote("stop")
     summary = watched.finish()
     assert summary["status"] == "stopped"
     worlds = [len(generation["members"]) for generation in summary["generations"]]
-    assert worlds[0] == 4
-    assert worlds[1] == 3
-    assert worlds[-1] == 4
+    assert (worlds[0], worlds[1], worlds[-1]) == (3, 2, 3)
     check_ledger(job)
     assert len(losses(job)) == summary["steps"]  # the stop committed every step
 
 
 def test_two_workers_killed_at_once(calm: list[float], tmp_path: Path) -> None:
-    job = tiny_job("two", tmp_path, steps=150, checkpoint={"interval_steps": 50})
+    job = tiny_job("two", tmp_path, steps=150, checkpoint={"interval_steps": 50}, elastic=NO_SPARE)
     watched = start(job)
     watched.until(lambda s: s["step"] >= 10)
     for pid in list(watched.pids().values())[:2]:
@@ -122,7 +143,9 @@ def test_two_workers_killed_at_once(calm: list[float], tmp_path: Path) -> None:
 def test_the_coordinator_is_killed_and_the_next_term_adopts(tmp_path: Path) -> None:
     import ray
 
-    job = tiny_job("adopt", tmp_path, steps=100_000, checkpoint={"interval_steps": 100_000})
+    job = tiny_job(
+        "adopt", tmp_path, steps=100_000, checkpoint={"interval_steps": 100_000}, cluster={"max_workers": 2}
+    )
     watched = start(job)
     watched.until(lambda s: s["step"] >= 10)
     before = watched.pids()

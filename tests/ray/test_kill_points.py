@@ -53,7 +53,7 @@ def test_ten_kills_leave_no_trace(seed: int, reference: list[float], tmp_path: P
     layout = {"zero": 3} if seed % 2 else {"zero": 0}
     job = tiny_job(
         f"kills-{seed}", tmp_path, steps=STEPS, chaos=faults, elastic=elastic, layout=layout,
-        checkpoint={"interval_steps": 20},
+        checkpoint={"interval_steps": 20}, cluster={"max_workers": 3},
     )  # fmt: skip
     run(job, timeout_s=500)
     struck = {entry.key for entry in storage_of(job).list("chaos/")}

@@ -2,7 +2,8 @@
 
 Tests end workers with SIGKILL on purpose, and a killed process never reaches coverage's exit handler, so
 what was measured is saved every second. Ray runs the methods of an actor in threads made in C++, which
-know nothing of Python's ``threading.settrace``, so each is given the trace function at its first call.
+know nothing of Python's ``threading.settrace``, so each is given the trace function at its first call;
+before that, importing torch and Ray in Ray's workers is not traced, which would take a second of each.
 Python imports this module at start-up of every process that has this folder on its PYTHONPATH
 (tests/conftest.py sees to that); without coverage running it does nothing.
 """
@@ -77,8 +78,10 @@ class _TraceActorMethods:
 def _wrap(manager: Any) -> None:
     make = manager._make_actor_method_executor
 
-    def make_traced(self: Any, *arguments: Any, **named: Any) -> Callable[..., Any]:
-        executor: Callable[..., Any] = make(self, *arguments, **named)
+    def make_traced(self: Any, method_name: str, *arguments: Any, **named: Any) -> Callable[..., Any]:
+        executor: Callable[..., Any] = make(self, method_name, *arguments, **named)
+        if method_name == "__init__":
+            return executor  # this is where torch is imported
 
         def traced(*arguments: Any, **named: Any) -> Any:
             if sys.gettrace() is None:
@@ -98,6 +101,8 @@ def _wrap(manager: Any) -> None:
 
 if os.environ.get("COVERAGE_PROCESS_CONFIG"):
     sys.meta_path.insert(0, _TraceActorMethods())  # type: ignore[arg-type]
+    if any(word.endswith("default_worker.py") for word in sys.orig_argv):
+        sys.settrace(None)
     flusher = threading.Thread(target=_flush_until_the_end, name="coverage-flush", daemon=True)
     flusher.start()
     atexit.register(_end_flushing, flusher)

@@ -6,6 +6,7 @@ line per problem.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -36,7 +37,12 @@ def policy_problems(objects: list[Object]) -> list[str]:
 def the_job(objects: list[Object]) -> JobConfig:
     """The run's config, as the ConfigMap holds it."""
     (config,) = [found for found in objects if found["kind"] == "ConfigMap"]
-    return parse_job(yaml.safe_load(config["data"]["job.yaml"]))
+    return _parsed(config["data"]["job.yaml"])
+
+
+@functools.cache
+def _parsed(text: str) -> JobConfig:
+    return parse_job(yaml.safe_load(text))
 
 
 def rayjob(objects: list[Object]) -> Problems:

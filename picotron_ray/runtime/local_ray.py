@@ -222,10 +222,12 @@ def start(
 
 def _wait_for_address(process: subprocess.Popen[bytes], temp_folder: Path, timeout_s: float) -> str:
     log = temp_folder / "ray.log"
+    # Written last of all, after "Ray runtime started" was printed.
+    written = rays_folder(temp_folder) / "ray_current_cluster"
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
-        if b"Ray runtime started" in log.read_bytes():
-            return (rays_folder(temp_folder) / "ray_current_cluster").read_text().strip()
+        if written.exists() and (address := written.read_text().strip()):
+            return address
         time.sleep(0.05)
     code = process.returncode
     what = f"was not up in {timeout_s:g} s" if code is None else f"exited with {code}"

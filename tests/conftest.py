@@ -83,18 +83,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run of pure tests alone must have stayed pure."""
-    tiers = {item.path.relative_to(TESTS).parts[0] for item in session.items}
-    loaded = {"torch", "ray"} & set(sys.modules)
-    if tiers == {"pure"} and loaded:
-        session.config.get_terminal_writer().line(
-            f"\nFAILED: the pure tier imported {sorted(loaded)}", red=True
-        )
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
 @pytest.fixture(scope="session")
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRay]:
     """One local Ray of 8 CPU slots in a session of its own, for tests that need any Ray."""

@@ -7,6 +7,7 @@ digest and the baseline; the result is kept under the file's size and modificati
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from contextlib import suppress
@@ -94,11 +95,10 @@ def _scan(path: Path, tokens: Tokens, folder: Path) -> tuple[int, str]:
     stat = path.stat()
     identity = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{tokens.dtype.str}"
     memo = folder / f"scan-{xxhash.xxh3_128_hexdigest(identity.encode('utf-8', 'surrogateescape'))}.json"
-    try:
+    # not scanned yet, or a memo cut short: scan
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(memo.read_text("utf-8"))
         return int(known["largest"]), str(known["digest"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not scanned yet, or a memo cut short: scan
     largest, hasher = 0, xxhash.xxh3_128()
     for start in range(0, len(tokens), SCAN_TOKENS):
         part = np.ascontiguousarray(tokens[start : start + SCAN_TOKENS])

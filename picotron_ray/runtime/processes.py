@@ -8,6 +8,7 @@ pidfd that was checked after opening, so a reused pid is never hit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -60,10 +61,10 @@ def send(pid: int, mark: str, session: int, number: signal.Signals) -> None:
     except ProcessLookupError:
         return
     try:
-        if belongs(pid, mark, session):
-            signal.pidfd_send_signal(handle, number)
-    except ProcessLookupError:
-        pass  # it ended in between, which is what was wanted
+        # it may end in between, which is what was wanted
+        with contextlib.suppress(ProcessLookupError):
+            if belongs(pid, mark, session):
+                signal.pidfd_send_signal(handle, number)
     finally:
         os.close(handle)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fencing import stopped_writer_is_refused
+from fencing import check_stopped_writer_is_refused
 
 from picotron_ray.config.job import StorageConfig
 
 
 @pytest.mark.parametrize("point", ["commit", "put"])
 def test_stopped_writer_is_refused(tmp_path: Path, point: str) -> None:
-    stopped_writer_is_refused(StorageConfig(url=str(tmp_path / "runs")), "r1", tmp_path, point)
+    check_stopped_writer_is_refused(StorageConfig(url=str(tmp_path / "runs")), "r1", tmp_path, point)

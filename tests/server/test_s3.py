@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import ConnectionClosedError
 from checkpoint_kit import generation, load, make_state, same, save
-from fencing import stopped_writer_is_refused
+from fencing import check_stopped_writer_is_refused
 from s3_kit import Settings, environment, new_bucket, script, settings_of
 from storage_suite import StorageConformance
 
@@ -82,7 +82,7 @@ def test_save_damage_fall_back_and_collect(storage: Storage, log: RunLog, tmp_pa
 
 @pytest.mark.parametrize("point", ["commit", "put"])
 def test_stopped_writer_is_refused(config: StorageConfig, tmp_path: Path, point: str) -> None:
-    stopped_writer_is_refused(config, uuid.uuid4().hex, tmp_path, point)
+    check_stopped_writer_is_refused(config, uuid.uuid4().hex, tmp_path, point)
 
 
 # --- settings that cannot work ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from picotron_ray.checkpoint.verify import latest_good
 from picotron_ray.config.job import StorageConfig
 
 
-def stopped_writer_is_refused(config: StorageConfig, run: str, folder: Path, point: str) -> None:
+def check_stopped_writer_is_refused(config: StorageConfig, run: str, folder: Path, point: str) -> None:
     """Stop a writer before its commit, let the next term commit, wake the writer: it must be refused."""
     script = Path(__file__).with_name("stopped_writer.py")
     (folder / "old").mkdir()

@@ -1,0 +1,16 @@
+"""What makes the pure tier pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def pure(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In a run of this tier alone no file of tests may have imported torch or Ray."""
+    yield
+    if request.config.getoption("markexpr") == "pure":
+        assert not {"torch", "ray"} & set(sys.modules), "the pure tier imports neither torch nor Ray"

@@ -31,8 +31,6 @@ def _save() -> None:
 
     current = coverage.Coverage.current()
     if current is not None:
-        # Not save(): that also looks for modules nobody imported, and for a moment takes modules away
-        # that the main thread may be importing just then.
         with _saving:
             current._collector.flush_data()
 
@@ -41,6 +39,7 @@ _ended = threading.Event()
 
 
 def _flush_until_the_end() -> None:
+    sys.settrace(None)
     while not _ended.wait(FLUSH_INTERVAL_S):
         _save()
 
@@ -99,7 +98,19 @@ def _wrap(manager: Any) -> None:
     manager._make_actor_method_executor = make_traced
 
 
+def _keep_modules() -> None:
+    """Where sys.path has changed, a traced thread looks for the package anew and then takes every module
+    away that came since, also one that another thread imports just then: that import fails.
+    """
+    import coverage
+
+    current = coverage.Coverage.current()
+    if current is not None and current._inorout is not None:
+        current._inorout.set_matchers_depending_on_syspath = lambda: None  # type: ignore[method-assign]
+
+
 if os.environ.get("COVERAGE_PROCESS_CONFIG"):
+    _keep_modules()
     sys.meta_path.insert(0, _TraceActorMethods())  # type: ignore[arg-type]
     if any(word.endswith("default_worker.py") for word in sys.orig_argv):
         sys.settrace(None)

@@ -1,4 +1,4 @@
-"""Kill points drawn by seed over every phase: the same losses to 1e-9 in fp64, every sample exactly once."""
+"""Kill points drawn by seed over every phase: the same losses in fp64, an exact ledger, logs that replay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replays import check_replay
 from runs import check_ledger, losses, run, storage_of, tiny_job
+
+from picotron_ray.runtime.run import event_folder
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(600)]
 
@@ -60,3 +63,4 @@ def test_ten_kills_leave_no_trace(seed: int, reference: list[float], tmp_path: P
     assert struck == {f"chaos/{index}" for index in range(len(faults))}
     assert losses(job) == pytest.approx(reference, rel=1e-9)
     check_ledger(job)
+    assert check_replay(event_folder(job.name)) == 2, "the log of each term replays to identical commands"

@@ -171,7 +171,7 @@ def start(
     gpus: int | None = None,
     folders: Sequence[Path] = (),
     temp_folder: Path | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
 ) -> LocalRay:
     """Start a Ray with ``cpus`` CPU slots and wait until it takes connections (about 4 s).
 

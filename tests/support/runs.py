@@ -22,7 +22,7 @@ TINY: dict[str, Any] = {
     "model": {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 4},
     "data": {"sequence_length": 16, "global_batch": 12},
     "optimizer": {"learning_rate": 3e-3, "schedule": {"kind": "constant"}},  # losses do not depend on steps
-    "cluster": {"max_workers": 4, "device": "cpu", "cpus_per_worker": 1, "start_timeout_s": 60.0},
+    "cluster": {"max_workers": 4, "device": "cpu", "cpus_per_worker": 1},
     "checkpoint": {"interval_steps": 10},
     "evaluate": {"interval_steps": 20, "samples": 8},
     "snapshot": {"interval_steps": 1},

@@ -58,10 +58,10 @@ def status(run: Run, as_json: AsJson = False) -> None:
     """Step, loss, layout, members and recent events of a run that goes on."""
     with reported(as_json):
         from picotron_ray.runtime import control
-        from picotron_ray.runtime.report import event_line, progress_line
+        from picotron_ray.runtime.report import event_line, metrics_lines, progress_line
 
         seen = control.status(run)
-        lines = [progress_line(seen), *map(event_line, seen["events"])]
+        lines = [progress_line(seen), *metrics_lines(seen), *map(event_line, seen["events"])]
         _emit(seen) if as_json else print("\n".join(lines))
 
 
@@ -95,6 +95,26 @@ def stop(
             _emit(summary or {"run": run, "status": "ended"})
         elif summary:
             print("\n".join(summary_lines(summary)))
+
+
+@app.command()
+def dashboard(
+    grafana: Annotated[bool, typer.Option("--grafana", help="a dashboard for Grafana's import")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print every metric that a run serves, or (--grafana) a dashboard of them."""
+    from picotron_ray.observability.catalogue import CATALOGUE
+
+    if grafana:
+        from picotron_ray.observability.dashboard import dashboard as made
+
+        print(json.dumps(made(), indent=None if as_json else 1))
+        return
+    rows = [
+        {"metric": m.name, "kind": m.kind, "labels": list(m.all_labels), "of": m.server, "means": m.help}
+        for m in CATALOGUE.values()
+    ]
+    _table(rows, as_json)
 
 
 @app.command("checkpoint-now")

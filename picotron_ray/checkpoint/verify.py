@@ -139,16 +139,18 @@ def quarantine(storage: Storage, report: CommitReport) -> None:
         storage.put(f"quarantine/chunks/{address}", why)
 
 
-def read_ledger(storage: Storage, manifest: Manifest) -> list[str]:
-    """All ledger lines of the manifest's lineage, in order of steps.
+def read_ledger(storage: Storage, manifest: Manifest, after: int = 0) -> list[str]:
+    """The ledger lines of the manifest's lineage, in order of steps; those of steps above ``after``.
 
     Raises:
         CorruptError, NotFoundError: naming the segment.
     """
     lines: list[str] = []
     for segment in manifest.ledger:
+        if segment.last <= after:
+            continue
         data = storage.get(segment.key)
         if blake3(data).hexdigest() != segment.digest:
             raise CorruptError(f"ledger segment {segment.key} does not match its digest", where=segment.key)
-        lines += data.decode().splitlines()
+        lines += data.decode().splitlines()[max(0, after + 1 - segment.first) :]
     return lines

@@ -208,6 +208,40 @@ class EvaluateConfig(Section):
     )
 
 
+class MetricsConfig(Section):
+    """Prometheus endpoints of the coordinator and of every node's agent."""
+
+    enabled: bool = Field(default=True, description="serve metrics, and show the run to Ray's own endpoints")
+    host: str | None = Field(
+        default=None,
+        description="address to listen at; null: 127.0.0.1 in a Ray that launch starts, else the node's own",
+    )
+    port: int = Field(
+        default=0, ge=0, le=65535, description="port of the agents; 0: a free one, named by the run's status"
+    )
+    coordinator_port: int = Field(
+        default=0, ge=0, le=65535, description="port of the coordinator; 0: a free one, named by the status"
+    )
+
+
+class TrackerConfig(Section):
+    """One place that gets a row for every committed step, and every evaluation."""
+
+    kind: Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"] = Field(
+        description="csv, jsonl, tensorboard: files; wandb and mlflow need the extra of that name"
+    )
+    folder: str | None = Field(
+        default=None,
+        description="folder of the files, on the coordinator's node; null: `trackers` beside the event logs",
+    )
+    project: str | None = Field(
+        default=None, description="wandb: project, mlflow: experiment; null: picotron_ray"
+    )
+    url: str | None = Field(
+        default=None, description="wandb, mlflow: server; null: what the library finds in its environment"
+    )
+
+
 class ChaosFault(Section):
     """One scripted fault, for tests, demos and drills."""
 
@@ -246,4 +280,6 @@ class JobConfig(Section):
     storage: StorageConfig = Field(default_factory=StorageConfig, description="checkpoint storage")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="commits")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out loss")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Prometheus endpoints")
+    trackers: tuple[TrackerConfig, ...] = Field(default=(), description="where the curves go")
     chaos: tuple[ChaosFault, ...] = Field(default=(), description="scripted faults")

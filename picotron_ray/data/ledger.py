@@ -3,7 +3,8 @@
 Each step of a generation leaves one JSON line::
 
     {"step": 7, "term": 1, "n": 2, "samples": [192, 224],
-     "rows": [[192, 208, "<32 hex digits>"], [208, 224, "..."]], "tokens": 4096, "loss": 2.71}
+     "rows": [[192, 208, "<32 hex digits>"], [208, 224, "..."]], "tokens": 4096, "loss": 2.71,
+     "grad_norm": 0.9, "learning_rate": 0.001, "at_s": 1790000000.123}
 
 ``rows`` has one entry per DP replica: the half-open range of global sample numbers, and the digest of the
 tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. The checker

@@ -2,8 +2,9 @@
 
 It watches its workers' heartbeat pages twenty times a second, reports to the coordinator, kills by pid
 (immediate, where ``ray.kill`` takes seconds), keeps the snapshot slots of living and dead workers,
-uploads them to storage, and holds the standing rendezvous store. It decides nothing about the run: what
-it sees becomes an event of the coordinator, what it is told is done at once and may be told twice.
+uploads them to storage, serves the node's metrics, and holds the standing rendezvous store. It decides
+nothing about the run: what it sees becomes an event of the coordinator, what it is told is done at once
+and may be told twice.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, SlotInfo
 from picotron_ray.errors import CorruptError, PicotronError, SlotError
+from picotron_ray.observability.exporter import Exporter, PortTakenError, address
 from picotron_ray.runtime import leftovers
 from picotron_ray.runtime.busy import Busy
 from picotron_ray.runtime.fingerprint import package_fingerprint
+from picotron_ray.runtime.metrics import AgentFigures
 from picotron_ray.runtime.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.page import PageView, process_alive, read_page
 
@@ -62,9 +65,21 @@ class Agent:
         self._store: subprocess.Popen[str] | None = None
         self._store_address: tuple[str, int] | None = None
         self._storage: Storage | None = None
+        self._metrics = self._serve_metrics() if self._job.metrics.enabled else {}
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watcher.start()
+
+    def _serve_metrics(self) -> dict[str, str]:
+        """``{"address": …}`` of the endpoint, or ``{"problem": …}`` where it cannot listen."""
+        metrics = self._job.metrics
+        host, labels = metrics.host or self._host, {"run": self._job.name, "node": self._node}
+        figures = AgentFigures(self._folder, self._living)
+        try:
+            exporter = Exporter("agent", labels, figures, host, metrics.port)
+        except PortTakenError as error:
+            return {"problem": str(error)}
+        return {"address": address(host, self._host, exporter.port)}
 
     # --- about this node -----------------------------------------------------------------------------
 
@@ -76,7 +91,7 @@ class Agent:
         self._stalls.clear()  # what an earlier coordinator was told, this one has not heard
         self._sealed = (0, 0, -1)
         spec = self._newest_spec()
-        living = [page for page in self._pages() if process_alive(page.pid, page.start_ticks)]
+        living = self._living()
         return {
             "node": self._node,
             "pid": os.getpid(),
@@ -88,6 +103,7 @@ class Agent:
             "workers": [page.worker for page in living],
             "busy": [(page.worker, page.term, page.n) for page in living if page.phase != "idle"],
             "spec": spec,
+            "metrics": self._metrics,
         }
 
     def _newest_spec(self) -> GenerationSpec | None:
@@ -119,7 +135,7 @@ class Agent:
 
     def figures(self) -> list[dict[str, Any]]:
         """The pages of the living workers, as heartbeats carry them."""
-        return [asdict(page) for page in self._pages() if process_alive(page.pid, page.start_ticks)]
+        return [asdict(page) for page in self._living()]
 
     # --- slots -----------------------------------------------------------------------------------------
 
@@ -177,7 +193,7 @@ class Agent:
     def release(self, term: int, generation: tuple[int, int], step: int) -> None:
         """Unpin the slots up to a committed state, and delete those that dead workers left behind."""
         self._accept(term)
-        living = {page.worker for page in self._pages() if process_alive(page.pid, page.start_ticks)}
+        living = {page.worker for page in self._living()}
         for path, header in list_slots(self._folder):
             if header.key > (*generation, step):
                 continue
@@ -231,6 +247,9 @@ class Agent:
     def _pages(self) -> list[PageView]:
         pages = (read_page(path) for path in sorted(self._folder.glob("*.page")))
         return [page for page in pages if page is not None]
+
+    def _living(self) -> list[PageView]:
+        return [page for page in self._pages() if process_alive(page.pid, page.start_ticks)]
 
     def _watch(self) -> None:
         beat = 0.0

@@ -150,14 +150,14 @@ class Archive:
             },
         }
 
-    def ledger_lines(self) -> list[dict[str, Any]]:
-        """Every line of the newest commit's ledger, oldest first; empty before the first commit."""
+    def ledger_lines(self, after: int = 0) -> list[dict[str, Any]]:
+        """Lines of the newest commit's ledger of steps above ``after``, in order; none before a commit."""
         commits = self._log.commits()
         if not commits:
             return []
         newest = commits[-1].body
         manifest = parent_of(self._storage, self._log, newest["term"], newest["n"])
-        return [json.loads(line) for line in read_ledger(self._storage, manifest)] if manifest else []
+        return [json.loads(line) for line in read_ledger(self._storage, manifest, after)] if manifest else []
 
 
 def _commit(entry: Entry) -> Commit:

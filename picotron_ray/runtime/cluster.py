@@ -56,6 +56,7 @@ class Cluster:
         self._home = ray.get_runtime_context().get_node_id()
         self._needs: WorkerNeeds | None = None
         self._draining: set[str] = set()
+        self.metrics: dict[str, dict[str, str]] = {}  # what each agent says of its metrics endpoint
         self._versions = {
             "picotron_ray": package_fingerprint(),
             "torch": version("torch"),
@@ -74,6 +75,7 @@ class Cluster:
             except (ValueError, RayError):
                 continue  # no agent there, or it died with its node
             self._agents[view.id] = handle
+            self.metrics[view.id] = found[view.id]["metrics"]
         return found
 
     async def changes(self, term: int) -> list[NodeEvent]:
@@ -103,6 +105,7 @@ class Cluster:
         try:
             hello = await answer(handle.hello.remote(term), 60)
             self._agents[view.id] = handle
+            self.metrics[view.id] = hello["metrics"]
         except (RayError, TimeoutError) as error:
             log.warning("node %s has no agent yet: %s", view.id[:8], error)
             return []
@@ -119,6 +122,7 @@ class Cluster:
         self._order.remove(node)
         self._agents.pop(node, None)
         self._stores.pop(node, None)
+        self.metrics.pop(node, None)
 
     async def _drains(self) -> list[NodeEvent]:
         notices: list[NodeEvent] = []

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ray.util import get_node_ip_address
+
 from picotron_ray.config.job import ChaosFault, JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
@@ -34,7 +36,9 @@ from picotron_ray.runtime.archive import Archive
 from picotron_ray.runtime.cluster import Cluster
 from picotron_ray.runtime.hands import Hands
 from picotron_ray.runtime.history import History
+from picotron_ray.runtime.metrics_service import MetricsService, targets_file
 from picotron_ray.runtime.placement import living_nodes, worker_needs
+from picotron_ray.runtime.tracking import Tracking
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
@@ -56,6 +60,7 @@ class Coordinator:
         self._machine = Machine(self._job, choose)
         self._struck: set[int] = set()
         self._event_log: Path | None = None
+        self._tracking: Tracking | None = None
         self._loop = asyncio.new_event_loop()
         self._hands = Hands(self._loop, self._cluster, self._archive, self._history, self._dispatch)
         threading.Thread(target=self._serve, name="coordinator", daemon=True).start()
@@ -113,6 +118,8 @@ class Coordinator:
             log.debug("%s -> %s", event, commands)
         self._write_event(now, event, commands)
         self._history.observe(event, commands, time.time())
+        if self._tracking is not None:
+            self._tracking.observe(event, commands)
         for command in commands:
             if isinstance(command, m.Finish):
                 self._hands.spawn(self._end(command))
@@ -145,6 +152,7 @@ class Coordinator:
         self._history.begin(self._hands.term, self._archive)
         for complaint in self._archive.complaints:
             self._history.note("warning", "storage", complaint)
+        self._tracking = Tracking(self._job, self._archive, self._history, folder)
         workers = tuple(m.Member(w, node) for node, agent in found.items() for w in agent["workers"])
         self._cluster.adopt_workers(workers)
         self._dispatch(
@@ -163,6 +171,8 @@ class Coordinator:
         )
         self._hands.spawn(self._tick())
         self._hands.spawn(self._watch_nodes())
+        if self._job.metrics.enabled:
+            self._hands.spawn(self._serve_metrics(folder))
 
     async def _tick(self) -> None:
         while not self._hands.ending:
@@ -174,6 +184,13 @@ class Coordinator:
             for event in await self._cluster.changes(self._hands.term):
                 self._dispatch(event)
             await asyncio.sleep(NODE_POLL_S)
+
+    async def _serve_metrics(self, event_folder: Path) -> None:
+        file = targets_file(event_folder)
+        service = MetricsService(
+            self._job, self._history, lambda: self._machine.ctx.state, get_node_ip_address(), file
+        )
+        await service.keep(lambda: self._cluster.metrics, lambda: not self._hands.ending)
 
     # --- the end -----------------------------------------------------------------------------------------
 
@@ -190,6 +207,9 @@ class Coordinator:
                 summary = await asyncio.to_thread(self._archive.finish, summary)
             except StorageError as error:
                 log.warning("summary not written: %s", error)
+            if self._tracking is not None:
+                await self._tracking.finish()
+            targets_file(Path(self._options["event_folder"])).unlink(missing_ok=True)
         self._history.done(finish, summary)
         if self._options["owns_ray"]:
             local_ray.announce_end()  # its supervisor takes it down a little later

@@ -128,8 +128,10 @@ def with_absolute_paths(job: JobConfig) -> JobConfig:
         "folder": absolute(job.snapshot.folder),
         "overflow_folder": absolute(job.snapshot.overflow_folder),
     }
+    trackers = tuple(each.model_copy(update={"folder": absolute(each.folder)}) for each in job.trackers)
     return job.model_copy(
         update={
+            "trackers": trackers,
             "storage": job.storage.model_copy(update={"url": absolute(job.storage.url)}),
             "data": job.data.model_copy(update={"path": absolute(job.data.path)}),
             "snapshot": job.snapshot.model_copy(update=snapshot),

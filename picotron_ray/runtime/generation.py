@@ -193,6 +193,11 @@ class GenerationRun:
     def _sealed(self, step: int, pinned: bool, seconds: float) -> None:
         assert self._snapshots is not None
         self._home.page.put(snapshot_s=seconds, skipped=self._snapshots.skipped, sealed=step)
+        if self._home.device.type == "cuda":
+            self._home.page.put(
+                cuda_allocated_bytes=torch.cuda.memory_allocated(),
+                cuda_reserved_bytes=torch.cuda.memory_reserved(),
+            )
         if pinned:
             self._home.page.put(pinned=step)
 

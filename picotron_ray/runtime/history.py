@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,31 @@ class _Facts:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     pages: dict[str, dict[str, Any]] = field(default_factory=dict)
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=500))
+    tokens: int = 0  # up to the newest step that any generation reached
+    committed_at_s: float | None = None
+    noted: Counter[str] = field(default_factory=Counter)  # events for people, by level
+    evaluations: dict[int, float] = field(default_factory=dict)  # loss by step
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A copy of what metrics and trackers want.
+
+    Fields:
+        leader: page of rank 0 of the running generation; empty while there is none.
+        tokens: trained on since step 0; a step that a recovery repeats counts once.
+        noted: events for people, by level.
+        evaluations: held-out loss by step, as far as heartbeats showed them.
+    """
+
+    leader: dict[str, Any]
+    generation: int | None
+    generations: int
+    tokens: int
+    checkpoints: list[dict[str, Any]]
+    committed_at_s: float | None
+    noted: dict[str, int]
+    evaluations: dict[int, float]
 
 
 class History:
@@ -87,6 +112,7 @@ class History:
         self._summary: dict[str, Any] | None = None
         self._archive: Archive | None = None
         self._open: list[Failure] = []  # no step has gone on since
+        self._metrics: dict[str, Any] | None = None
 
     def begin(self, term: int, archive: Archive) -> None:
         with self._lock:
@@ -101,6 +127,7 @@ class History:
             self._seq += 1
             event = {"seq": self._seq, "t": time.time(), "level": level, "kind": kind, "text": text}
             self._facts.events.append({**event, "data": data or {}})
+            self._facts.noted[level] += 1
 
     def figures(self, node: str, figures: list[dict[str, Any]]) -> None:
         """Pages of a node's workers, as its heartbeat brought them."""
@@ -115,6 +142,9 @@ class History:
         if era is None or (page["term"], page["n"]) != (era.spec.id.term, era.spec.id.n):
             return
         era.end_step = max(era.end_step, page["step"])
+        self._facts.tokens = max(self._facts.tokens, page["tokens"])
+        if page["eval_step"] >= 0:
+            self._facts.evaluations[page["eval_step"]] = page["eval_loss"]
         if page["rank"] == 0 and page["step_time_s"] > 0:
             self._facts.step_times.append(page["step_time_s"])
         if page["first_step_at_s"]:
@@ -142,6 +172,7 @@ class History:
     def _observe_event(self, event: m.Event, at_s: float) -> None:
         if isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self._committed(event)
+            self._facts.committed_at_s = at_s
         era = self._facts.eras[-1] if self._facts.eras else None
         if era is None:
             return
@@ -206,6 +237,11 @@ class History:
         stall_s = max((page["pinned_wait_s"] for page in self._facts.pages.values()), default=0.0)
         self._facts.checkpoints.append({"step": event.step, "stall_s": stall_s, **(figures or {})})
 
+    def serves(self, endpoints: dict[str, str], file: str) -> None:
+        """Metrics endpoints (``host:port`` by node, or ``coordinator``), and the file that lists them."""
+        with self._lock:
+            self._metrics = {"endpoints": endpoints, "file": file}
+
     # --- reading -----------------------------------------------------------------------------------------
 
     def status(self, since: int) -> dict[str, Any]:
@@ -233,6 +269,7 @@ class History:
                 "baseline_loss": self._baseline(),
                 "committed": max((entry["step"] for entry in self._facts.checkpoints), default=None),
                 "pages": dict(self._facts.pages),
+                "metrics": self._metrics,
                 "failures": [_failure(failure) for failure in self._facts.failures],
                 "events": [event for event in self._facts.events if event["seq"] > since],
                 "done": self._summary is not None,
@@ -240,6 +277,21 @@ class History:
                 "detail": self._finish.detail if self._finish else "",
                 "summary": self._summary,
             }
+
+    def measured(self) -> Measured:
+        """What is served as metrics, beyond ``status``."""
+        with self._lock:
+            facts = self._facts
+            return Measured(
+                leader=dict(self._leader(facts.eras[-1] if facts.eras else None)),
+                generation=facts.eras[-1].spec.id.n if facts.eras else None,
+                generations=len(facts.eras),
+                tokens=facts.tokens,
+                checkpoints=list(facts.checkpoints),
+                committed_at_s=facts.committed_at_s,
+                noted=dict(facts.noted),
+                evaluations=dict(facts.evaluations),
+            )
 
     def _leader(self, era: Era | None) -> dict[str, Any]:
         """The page of rank 0 of the running generation; the newest one known while there is none."""

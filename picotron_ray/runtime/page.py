@@ -23,6 +23,7 @@ from typing import Any
 
 from picotron_ray.config.job import ElasticConfig
 from picotron_ray.config.phases import PHASES
+from picotron_ray.observability.catalogue import STEP_BUCKETS_S, bucket_of
 
 SIZE = 4096
 MAGIC = 0x7069636F74726F31
@@ -40,6 +41,9 @@ _FIELDS = (
         ("pinned_wait_s", "d"),
     ),
     ("first_step_at_s", "d"),  # seconds since the epoch at which the generation finished its first step
+    *(("cuda_allocated_bytes", "q"), ("cuda_reserved_bytes", "q")),  # -1: no CUDA
+    ("step_sum_s", "d"),
+    *((f"step_count_{bucket}", "q") for bucket in range(len(STEP_BUCKETS_S) + 1)),
 )
 _PLACE = {name: (i, kind) for i, (name, kind) in enumerate(_FIELDS)}
 _RECORD = struct.Struct("=" + "".join(kind for _, kind in _FIELDS))
@@ -80,6 +84,10 @@ class PageView:
     wait_s: float
     pinned_wait_s: float
     first_step_at_s: float
+    cuda_allocated_bytes: int
+    cuda_reserved_bytes: int
+    step_sum_s: float  # time of all steps that the process has finished, and their number by STEP_BUCKETS_S
+    step_counts: tuple[int, ...]
 
     def stalled(self, now_s: float) -> bool:
         """Whether the present phase has lasted longer than its limit."""
@@ -133,6 +141,7 @@ class Page:
         self.put(
             pid=os.getpid(), start_ticks=process_start_ticks(os.getpid()), clean=-1, sealed=-1, pinned=-1
         )
+        self.put(cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)
         self.put(eval_step=-1, phase_since_s=self._since, phase_limit_s=1e9, magic=MAGIC)
         temporary.rename(path)
 
@@ -145,6 +154,12 @@ class Page:
                 self._floats[at] = value
             else:
                 self._integers[at] = int(value)
+
+    def count_step(self, seconds: float) -> None:
+        """A step took this long; counted here, since readers look too seldom to see every step."""
+        bucket = f"step_count_{bucket_of(seconds, STEP_BUCKETS_S)}"
+        step_sum_s = self.value("step_sum_s") + seconds
+        self.put(**{bucket: self.value(bucket) + 1}, step_sum_s=step_sum_s, step_time_s=seconds)
 
     def value(self, name: str) -> float:
         """A field as it was last written."""
@@ -196,4 +211,6 @@ def read_page(path: Path) -> PageView | None:
     if values.pop("magic") != MAGIC:
         return None
     values["phase"] = PHASES[values["phase"]]
+    counts = [values.pop(f"step_count_{bucket}") for bucket in range(len(STEP_BUCKETS_S) + 1)]
+    values["step_counts"] = tuple(counts)
     return PageView(worker=path.stem, **values)

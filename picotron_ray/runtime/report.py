@@ -50,6 +50,15 @@ def event_line(event: dict[str, Any]) -> str:
     return f"{clock} {level}{_NODE_ID.sub(lambda found: found[0][:8], event['text'])}"
 
 
+def metrics_lines(status: dict[str, Any]) -> list[str]:
+    """Where the run's metrics are; nothing where none are served."""
+    served = status.get("metrics")
+    if not served:
+        return []
+    lines = [f"metrics of {who[:16]}: http://{at}/metrics" for who, at in sorted(served["endpoints"].items())]
+    return [*lines, f"all of them, for Prometheus' file_sd_configs: {served['file']}"]
+
+
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The end of a run in a few lines."""
     lines = [

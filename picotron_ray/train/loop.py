@@ -34,6 +34,7 @@ class PageWriter(Protocol):
 
     def phase(self, name: str) -> None: ...
     def put(self, **values: float) -> None: ...
+    def count_step(self, seconds: float) -> None: ...
 
 
 @dataclass(slots=True)
@@ -126,7 +127,8 @@ class Loop:
         self._step_time_s = time.monotonic() - began
         if step == self.start_step + 1:
             page.put(first_step_at_s=time.time())
-        page.put(step_time_s=self._step_time_s, step=step)
+        page.count_step(self._step_time_s)
+        page.put(step=step)
         return agreement
 
     def _record(self, step: int, batch: StepBatch, agreement: Agreement, rate: float) -> None:
@@ -139,6 +141,9 @@ class Loop:
             "rows": agreement.rows,
             "tokens": batch.global_tokens,
             "loss": loss,
+            "grad_norm": agreement.grad_norm,
+            "learning_rate": rate,
+            "at_s": round(time.time(), 3),
         }
         self.tail.append(json.dumps(line, separators=(",", ":")))  # once: every snapshot carries it
         self.snapshots.observe(agreement.sealed)

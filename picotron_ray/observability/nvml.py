@@ -1,0 +1,70 @@
+"""Figures of the NVIDIA GPUs of this machine, read through NVML at each scrape.
+
+GPUs are named by their UUID, which survives a reboot and a change of slots. A machine without the driver
+has no GPU and no series; a figure that a GPU does not know (power of a virtual one, say) has none either.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from picotron_ray.observability.exporter import Sample
+
+log = logging.getLogger(__name__)
+
+
+class Gpus:
+    """The GPUs that NVML shows; opened once, at the first reading."""
+
+    def __init__(self) -> None:
+        self._handles: dict[str, Any] | None = None  # by UUID
+
+    def samples(self) -> Iterator[Sample]:
+        """What each GPU says of itself now."""
+        import pynvml
+
+        for uuid, handle in self._open().items():
+            for name, read in _READERS.items():
+                try:
+                    value = read(pynvml, handle)
+                except pynvml.NVMLError as error:
+                    log.debug("%s of GPU %s: %s", name, uuid, error)
+                else:
+                    yield Sample(name, value, {"gpu": uuid})
+
+    def _open(self) -> dict[str, Any]:
+        import pynvml
+
+        if self._handles is None:
+            try:
+                pynvml.nvmlInit()
+                count = pynvml.nvmlDeviceGetCount()
+                handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+                self._handles = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+            except pynvml.NVMLError as error:
+                log.debug("no GPU is watched: %s", error)
+                self._handles = {}
+        return self._handles
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _ecc_errors(nvml: Any, handle: Any) -> float:
+    kind, counter = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_AGGREGATE_ECC
+    return float(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter))
+
+
+_READERS: dict[str, Callable[[Any, Any], float]] = {
+    "picotron_gpu_utilization_ratio": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    "picotron_gpu_memory_used_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+    "picotron_gpu_memory_size_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total,
+    "picotron_gpu_temperature_celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(
+        gpu, nvml.NVML_TEMPERATURE_GPU
+    ),
+    "picotron_gpu_power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "picotron_gpu_ecc_errors_total": _ecc_errors,
+}

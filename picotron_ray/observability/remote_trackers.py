@@ -1,0 +1,171 @@
+"""Trackers that hand rows to a library: TensorBoard, Weights & Biases, MLflow; and ``open_tracker``.
+
+Each is one function from rows to the library's calls. Weights & Biases ignores a step below its newest, so
+a run that went back to an older commit shows there the steps that it took back, until it passes them.
+MLflow keeps both values of a repeated step. TensorBoard is told to hide what was taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from picotron_ray.config.job import TrackerConfig
+from picotron_ray.observability.trackers import PLOTTED, Csv, JsonLines, Progress, Row, Tracker
+
+DEFAULT_PROJECT = "picotron_ray"
+
+
+class Sink(Protocol):
+    """What a library offers: figures of one step, and an end."""
+
+    def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None: ...
+    def rewind(self, step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Remote:
+    """A tracker over a sink, which remembers how far it came."""
+
+    def __init__(self, sink: Sink, progress: Progress) -> None:
+        self._sink, self._progress = sink, progress
+
+    @property
+    def last_step(self) -> int:
+        return self._progress.last_step
+
+    @property
+    def last_eval_step(self) -> int:
+        return self._progress.last_eval_step
+
+    def write(self, steps: Sequence[Row], evaluations: Sequence[Row]) -> None:
+        held_out = {row["step"]: row["eval_loss"] for row in evaluations}
+        for row in steps:
+            figures = {f"train/{key}": row[key] for key in PLOTTED if row[key] is not None}
+            if row["step"] in held_out:
+                figures["eval/loss"] = held_out.pop(row["step"])
+            self._sink.log(row["step"], figures, row["at_s"])
+        for step, loss in held_out.items():
+            self._sink.log(step, {"eval/loss": loss}, None)
+        self._sink.flush()
+        last = max([self.last_step, *(row["step"] for row in steps)])
+        self._progress.reach(last, max([self.last_eval_step, *(row["step"] for row in evaluations)]))
+
+    def rewind(self, step: int) -> None:
+        self._sink.rewind(step)
+        self._progress.reach(min(step, self.last_step), min(step, self.last_eval_step))
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+class TensorBoard:
+    """Event files in a folder, through tensorboardX (which Ray Tune brings along)."""
+
+    def __init__(self, folder: Path, last_step: int) -> None:
+        self._folder = folder
+        self._writer = self._open(last_step)
+
+    def _open(self, last_step: int) -> Any:
+        from tensorboardX import SummaryWriter
+
+        return SummaryWriter(str(self._folder), purge_step=last_step + 1)
+
+    def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step, walltime=at_s)
+
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """One run of Weights & Biases with our run's name as its id, gone on with by later coordinators."""
+
+    def __init__(self, config: TrackerConfig, run: str, settings: dict[str, Any], folder: Path) -> None:
+        import wandb
+
+        options = wandb.Settings(base_url=config.url) if config.url else None
+        project = config.project or DEFAULT_PROJECT
+        self._run = wandb.init(
+            project=project,
+            id=run,
+            name=run,
+            resume="allow",
+            config=settings,
+            dir=str(folder),
+            settings=options,
+        )
+
+    def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None:
+        self._run.log(figures, step=step)
+
+    def rewind(self, step: int) -> None:
+        """It keeps what it has."""
+
+    def flush(self) -> None:
+        """It sends by itself."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """One run of MLflow; its id is kept in a file, so that later coordinators go on with it."""
+
+    def __init__(self, config: TrackerConfig, run: str, settings: dict[str, Any], folder: Path) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=config.url)
+        kept = folder / "mlflow-run"
+        if not kept.exists():
+            project = config.project or DEFAULT_PROJECT
+            found = self._client.get_experiment_by_name(project)
+            experiment = found.experiment_id if found else self._client.create_experiment(project)
+            made = self._client.create_run(experiment, run_name=run)
+            for key, value in settings.items():
+                self._client.log_param(made.info.run_id, key, value)
+            kept.write_text(made.info.run_id)
+        self._id = kept.read_text()
+
+    def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None:
+        for name, value in figures.items():
+            self._client.log_metric(self._id, name, value, int(at_s * 1000) if at_s else None, step)
+
+    def rewind(self, step: int) -> None:
+        """It keeps what it has."""
+
+    def flush(self) -> None:
+        """Each figure is sent as it comes."""
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def open_tracker(config: TrackerConfig, run: str, settings: dict[str, Any], default_folder: Path) -> Tracker:
+    """A tracker that goes on where an earlier one of this run ended.
+
+    Args:
+        settings: the run's config by dotted key, for those that show one.
+        default_folder: taken where the config names none.
+    """
+    folder = Path(config.folder) if config.folder else default_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.kind == "csv":
+        return Csv(folder)
+    if config.kind == "jsonl":
+        return JsonLines(folder)
+    progress = Progress(folder / f"{config.kind}.progress")
+    if config.kind == "tensorboard":
+        return Remote(TensorBoard(folder, progress.last_step), progress)
+    sink = WandB if config.kind == "wandb" else MLflow
+    return Remote(sink(config, run, settings, folder), progress)

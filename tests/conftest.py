@@ -109,3 +109,11 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     lines = (folder / "env").read_text().splitlines()
     yield dict(line.removeprefix("export ").split("=", 1) for line in lines if "=" in line)
     subprocess.run([str(script), "stop", str(folder)], env=env, check=True, timeout=60, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def prometheus_programs() -> Path:
+    """Folder of Debian's ``prometheus`` and ``promtool``."""
+    from debian import unpacked
+
+    return unpacked("prometheus", REAL_HOME) / "usr" / "bin"

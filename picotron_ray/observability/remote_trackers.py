@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from picotron_ray.config.job import TrackerConfig
+from picotron_ray.observability.event_file import EventFile
 from picotron_ray.observability.trackers import PLOTTED, Csv, JsonLines, Progress, Row, Tracker
 
 DEFAULT_PROJECT = "picotron_ray"
@@ -62,30 +63,24 @@ class Remote:
 
 
 class TensorBoard:
-    """Event files in a folder, through tensorboardX (which Ray Tune brings along)."""
+    """Event files in a folder: a new one for each coordinator, and for each time that the run goes back."""
 
     def __init__(self, folder: Path, last_step: int) -> None:
         self._folder = folder
-        self._writer = self._open(last_step)
-
-    def _open(self, last_step: int) -> Any:
-        from tensorboardX import SummaryWriter
-
-        return SummaryWriter(str(self._folder), purge_step=last_step + 1)
+        self._file = EventFile(folder, last_step + 1)
 
     def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step, walltime=at_s)
+        self._file.add(step, figures, at_s)
 
     def rewind(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._open(step)
+        self._file.close()
+        self._file = EventFile(self._folder, step + 1)
 
     def flush(self) -> None:
-        self._writer.flush()
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class WandB:

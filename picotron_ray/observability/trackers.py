@@ -30,7 +30,8 @@ STEP_KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples", 
 """Columns of a step; ``tokens`` and ``samples`` since step 0, ``at_s`` since the epoch."""
 EVAL_KEYS = ("step", "eval_loss")
 PLOTTED = ("loss", "grad_norm", "learning_rate", "tokens")
-_MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+_EXTRAS = ("wandb", "mlflow")
+"""Kinds that need the extra, and the module, of their name."""
 
 
 class Tracker(Protocol):
@@ -61,7 +62,7 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
         f"trackers.{index}.kind: {config.kind} is not installed; pip install 'picotron-ray[{config.kind}]',"
         " or leave this tracker out"
         for index, config in enumerate(configs)
-        if config.kind in _MODULES and find_spec(_MODULES[config.kind]) is None
+        if config.kind in _EXTRAS and find_spec(config.kind) is None
     ]
     seen: set[tuple[str, str | None]] = set()
     for index, config in enumerate(configs):

@@ -9,7 +9,6 @@ of the training.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -128,15 +127,3 @@ def address(host: str, node_host: str, port: int) -> str:
     """``host:port`` under which others reach an endpoint that listens at ``host`` of a node."""
     reached = node_host if host in ("0.0.0.0", "::") else host
     return f"[{reached}]:{port}" if ":" in reached else f"{reached}:{port}"
-
-
-def port_taken(host: str, port: int) -> str:
-    """Why nothing can listen there now; empty where it can."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the endpoint does
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return ""

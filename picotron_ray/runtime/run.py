@@ -23,7 +23,7 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.config.resume import changes, verdict
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, NotFoundError, SlotError
-from picotron_ray.observability.exporter import port_taken
+from picotron_ray.observability.ports import check_ports
 from picotron_ray.observability.trackers import check_trackers
 from picotron_ray.planner.choose import choose_layout
 from picotron_ray.planner.memory import memory_estimate
@@ -59,7 +59,7 @@ def check(job: JobConfig) -> list[str]:
         _, note = choose_folder(job.snapshot.folder, job.snapshot.overflow_folder, need)
     except SlotError as error:
         raise ConfigError(f"snapshot.folder: {error}") from error
-    check_ports(job)
+    check_ports(job.metrics, local=not os.environ.get("RAY_ADDRESS"))
     check_trackers(job.trackers)
     storage = open_storage(job.storage, job.name)
     probe(storage)
@@ -71,30 +71,6 @@ def _slot_bytes(job: JobConfig, workers: int) -> int:
     """Room for all slots on one machine, each large enough for whatever its worker may hold."""
     estimate = memory_estimate(job, choose_layout(job, workers).layout)
     return int(estimate.state_bytes) * job.snapshot.slots * workers
-
-
-def check_ports(job: JobConfig) -> None:
-    """Whether the metrics ports that the config names are free here; raises ConfigError.
-
-    On a given cluster only the coordinator will be beside the driver. What an agent finds taken on another
-    node becomes an event of the run.
-    """
-    metrics = job.metrics
-    asked = {"coordinator_port": metrics.coordinator_port}
-    if not os.environ.get("RAY_ADDRESS"):
-        asked["port"] = metrics.port
-        if metrics.port and metrics.port == metrics.coordinator_port:
-            raise ConfigError(
-                f"metrics.coordinator_port: saw {metrics.port}, which is metrics.port too, and here both are"
-                " on one machine; choose another, or 0"
-            )
-    host = metrics.host or ("" if os.environ.get("RAY_ADDRESS") else "127.0.0.1")
-    for key, port in asked.items():
-        if metrics.enabled and port and (why := port_taken(host, port)):
-            raise ConfigError(
-                f"metrics.{key}: cannot listen at {host or 'any address'} port {port}: {why}; choose"
-                " another, or 0 for a free one"
-            )
 
 
 def check_resume_step(job: JobConfig, storage: Storage) -> None:

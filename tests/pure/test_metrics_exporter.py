@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -15,10 +14,11 @@ from coordinator_world import job
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from picotron_ray.config.job import ElasticConfig
+from picotron_ray.config.job import ElasticConfig, MetricsConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import State
+from picotron_ray.errors import ConfigError
 from picotron_ray.observability.catalogue import CATALOGUE, STEP_BUCKETS_S
 from picotron_ray.observability.exporter import (
     Distribution,
@@ -27,8 +27,8 @@ from picotron_ray.observability.exporter import (
     Sample,
     Samples,
     address,
-    port_taken,
 )
+from picotron_ray.observability.ports import check_ports
 from picotron_ray.runtime.history import History
 from picotron_ray.runtime.metrics import AgentFigures, CoordinatorFigures, essentials
 from picotron_ray.runtime.page import Page, read_page
@@ -191,13 +191,24 @@ def test_an_endpoint_serves_only_the_catalogue(exporter: Exporter) -> None:
 
 
 def test_a_port_that_is_taken_is_named(exporter: Exporter) -> None:
-    assert port_taken("127.0.0.1", exporter.port)
     with pytest.raises(PortTakenError, match=f"127.0.0.1:{exporter.port}"):
         Exporter("agent", NODE, list, "127.0.0.1", exporter.port)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert not port_taken("127.0.0.1", port)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(exporter: Exporter) -> None:
+    taken = MetricsConfig(port=exporter.port)
+    with pytest.raises(ConfigError, match=f"metrics.port: cannot listen at 127.0.0.1 port {exporter.port}"):
+        check_ports(taken, local=True)
+    check_ports(taken, local=False)  # agents are elsewhere
+    check_ports(taken.model_copy(update={"enabled": False}), local=True)
+    with pytest.raises(ConfigError, match="coordinator_port"):
+        check_ports(MetricsConfig(coordinator_port=exporter.port), local=False)
+    check_ports(MetricsConfig(), local=True)
+
+
+def test_one_port_for_both_is_refused_where_both_are_on_one_machine() -> None:
+    with pytest.raises(ConfigError, match=r"which is metrics\.port too"):
+        check_ports(MetricsConfig(port=9400, coordinator_port=9400), local=True)
 
 
 def test_a_distributions_sum_is_exact() -> None:

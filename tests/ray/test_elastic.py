@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,17 @@ def test_a_kill_in_any_phase_costs_nothing(
         {"fault": "kill", "target": f"worker:{target}", "step": step, "phase": phase}
         for target, step, phase in zip((2, 1, 1), (8, 17, 26), phases, strict=True)
     )
-    job = tiny_job(f"kill-{phases[0]}", tmp_path, chaos=faults, elastic=NO_SPARE)
+    curves = ({"kind": "csv", "folder": str(tmp_path / "curves")},)
+    job = tiny_job(f"kill-{phases[0]}", tmp_path, chaos=faults, elastic=NO_SPARE, trackers=curves)
     summary = run(job)
     assert [failure["kind"] for failure in summary["failures"]] == ["worker-exited"] * 3
     assert all(failure["lost_steps"] <= 1 for failure in summary["failures"])
     assert [len(generation["members"]) for generation in summary["generations"]] == [4, 3, 2, 1]
     assert losses(job) == pytest.approx(calm, rel=1e-9)
     check_ledger(job)
+    with (tmp_path / "curves" / "steps.csv").open() as file:
+        rows = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+    assert rows == list(enumerate(losses(job), start=1))  # each step once, whatever was killed
 
 
 @pytest.mark.parametrize(

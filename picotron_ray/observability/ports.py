@@ -1,0 +1,52 @@
+"""Whether the ports that a config names for metrics are free, before anything starts."""
+
+from __future__ import annotations
+
+import socket
+
+from picotron_ray.config.job import MetricsConfig
+from picotron_ray.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+def check_ports(metrics: MetricsConfig, local: bool) -> None:
+    """Whether coordinator and agents will be able to listen, as far as this machine can tell.
+
+    On a given cluster (not ``local``) only the coordinator will be on this machine. What an agent finds taken
+    on another node becomes an event of the run.
+
+    Raises:
+        ConfigError: a port is taken, or both are the same on one machine.
+    """
+    if not metrics.enabled:
+        return
+    asked = {"coordinator_port": metrics.coordinator_port}
+    if local:
+        asked["port"] = metrics.port
+        if metrics.port and metrics.port == metrics.coordinator_port:
+            raise ConfigError(
+                f"metrics.coordinator_port: saw {metrics.port}, which is metrics.port too, and here both are"
+                " on one machine; choose another, or 0"
+            )
+    host = metrics.host or (LOOPBACK if local else "")
+    problems = [
+        f"metrics.{key}: cannot listen at {host or 'any address'} port {port}: {why}; choose another, or 0"
+        " for a free one"
+        for key, port in asked.items()
+        if port and (why := port_taken(host, port))
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def port_taken(host: str, port: int) -> str:
+    """Why nothing can listen there now; empty where it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the endpoint does
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""

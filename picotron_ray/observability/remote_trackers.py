@@ -89,7 +89,8 @@ class WandB:
     def __init__(self, config: TrackerConfig, run: str, settings: dict[str, Any], folder: Path) -> None:
         import wandb
 
-        options = wandb.Settings(base_url=config.url) if config.url else None
+        # the coordinator's own output is none of its business
+        options = wandb.Settings(console="off", **({"base_url": config.url} if config.url else {}))
         project = config.project or DEFAULT_PROJECT
         self._run = wandb.init(
             project=project,
@@ -131,6 +132,7 @@ class MLflow:
                 self._client.log_param(made.info.run_id, key, value)
             kept.write_text(made.info.run_id)
         self._id = kept.read_text()
+        self._client.update_run(self._id, status="RUNNING")
 
     def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None:
         for name, value in figures.items():

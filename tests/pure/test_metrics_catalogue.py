@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from picotron_ray.cli import app
 from picotron_ray.observability.catalogue import CATALOGUE, GROUPS, Metric, bucket_of, series_of
 from picotron_ray.observability.dashboard import dashboard
 
@@ -77,6 +79,15 @@ def test_the_dashboards_panels_have_their_own_place() -> None:
 def test_its_variables_ask_for_metrics_that_there_are() -> None:
     (query,) = [v["definition"] for v in dashboard()["templating"]["list"] if v["type"] == "query"]
     assert re.fullmatch(r"label_values\((\w+), run\)", query)[1] in CATALOGUE  # type: ignore[index]
+
+
+def test_the_command_line_prints_both() -> None:
+    runner = CliRunner()
+    rows = json.loads(runner.invoke(app, ["dashboard", "--json"]).output)
+    assert [(row["metric"], tuple(row["labels"])) for row in rows] == [
+        (metric.name, metric.all_labels) for metric in CATALOGUE.values()
+    ]
+    assert json.loads(runner.invoke(app, ["dashboard", "--grafana"]).output) == dashboard()
 
 
 def test_the_copy_for_kubernetes_is_up_to_date() -> None:

@@ -58,10 +58,10 @@ def status(run: Run, as_json: AsJson = False) -> None:
     """Step, loss, layout, members and recent events of a run that goes on."""
     with reported(as_json):
         from picotron_ray.runtime import control
-        from picotron_ray.runtime.report import event_line, progress_line
+        from picotron_ray.runtime.report import event_line, progress_line, submission_lines
 
         seen = control.status(run)
-        lines = [progress_line(seen), *map(event_line, seen["events"])]
+        lines = [progress_line(seen), *submission_lines(seen), *map(event_line, seen["events"])]
         _emit(seen) if as_json else print("\n".join(lines))
 
 

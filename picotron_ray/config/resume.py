@@ -25,8 +25,8 @@ _VERDICTS: dict[str, Verdict] = {
     "data.prefetch_steps": "may",
     "optimizer": "warn",
     "optimizer.name": "refuse",
+    "init_from": "refuse",
     "evaluate.samples": "warn",
-    "storage.url": "warn",
 }
 
 

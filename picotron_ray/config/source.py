@@ -17,7 +17,6 @@ import yaml
 
 from picotron_ray.errors import ConfigError
 
-
 # libyaml's parser where PyYAML was built with it: many times quicker
 _Base: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

@@ -161,7 +161,7 @@ def _coordinator(
     job: JobConfig, local: LocalRay | None, console: Console, ray_job: Submission | None, signals: Signals
 ) -> Any:
     """Handle of the run's coordinator; a local Ray that was started for nothing is taken down again."""
-    coordinator = _going_on(job.name)
+    coordinator = _going_on(job.name, local)
     if coordinator is not None:
         console.print(f"attached to run {job.name}, which goes on with the config it has", markup=False)
     else:
@@ -185,19 +185,26 @@ def _start(
     except BaseException:
         take_down(local)
         raise
-    poll(coordinator, ALL_SEEN, START_S)
+    deadline = time.monotonic() + START_S
+    while not signals.asked and time.monotonic() < deadline:
+        if poll(coordinator, ALL_SEEN, 1.0) is not None:
+            break
     return coordinator
 
 
-def _going_on(run_name: str) -> Any:
-    """The run's coordinator; None where there is none, or where it has ended and was waited for to go."""
+def _going_on(run_name: str, local: LocalRay | None) -> Any:
+    """The run's coordinator, if it lives.
+
+    On a cluster one that has ended, whose driver was killed, is waited for to go: its run can be resumed.
+    On a local Ray everything goes with it, and until then it has a result to tell.
+    """
     import ray
 
     from picotron_ray.runtime.run import find_coordinator
 
     deadline = time.monotonic() + supervise.LINGER_S + POLL_S
     while (found := find_coordinator(run_name)) is not None:
-        status = poll(found, ALL_SEEN)
+        status = None if local is not None else poll(found, ALL_SEEN)
         if status is None or not status["done"]:
             return found
         if time.monotonic() > deadline:

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,7 +177,7 @@ def test_two_launches_of_one_name_beside_another_run(cluster: TwoNodes, project:
     def launch(run: str) -> subprocess.Popen[str]:
         words = ["my.yaml", f"name={run}", "steps=20", "--json"]
         return subprocess.Popen(
-            [shutil.which("python") or "python", "-m", "picotron_ray.launch", *words],
+            [sys.executable, "-m", "picotron_ray.launch", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

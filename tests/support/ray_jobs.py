@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import secrets
@@ -21,6 +22,7 @@ from typing import Any
 from picotron_ray.runtime import processes
 
 HEAD = ("--head", "--include-log-monitor=false", "--disable-usage-stats", "--block")
+NO_ANSWER = (urllib.error.URLError, http.client.HTTPException, OSError)
 STORE_BYTES = 100 * 2**20
 
 
@@ -93,7 +95,7 @@ class TwoNodes:
     def _answers(self) -> bool:
         try:
             self.api("version")
-        except (urllib.error.URLError, ConnectionError):
+        except NO_ANSWER:
             return False
         return True
 
@@ -121,17 +123,15 @@ class TwoNodes:
         command += ["--working-dir", str(project)]
         for key, value in options.items():
             command += [f"--{key.replace('_', '-')}", json.dumps(value)]
-        command += ["--", "python", "-m", "picotron_ray.launch", *words]
+        command += ["--", sys.executable, "-m", "picotron_ray.launch", *words]
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self.environment
         )
 
     def log(self, job: str) -> str:
-        """What a job's driver has written; empty before it is known."""
-        try:
-            return str(self.api(f"jobs/{job}/logs")["logs"])
-        except urllib.error.HTTPError:
-            return ""
+        """What a job's driver has written, on whichever node; the API looks on the head's folder alone."""
+        found = self.folder.glob(f"*/session_latest/logs/job-driver-{job}.log")
+        return "".join(path.read_text() for path in sorted(found))
 
     def wait_for(self, job: str, reached: Callable[[str], Any], timeout_s: float = 200.0) -> Any:
         """Wait until a job's log fulfils a condition; returns what that found."""

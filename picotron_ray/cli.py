@@ -36,18 +36,46 @@ def _emit(value: Any) -> None:
 
 
 @app.command()
-def validate(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def validate(
+    config: Config,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="also compare with the run of that name in storage")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Print the resolved config, or one line per mistake (exit code 2)."""
     with reported(as_json):
         from picotron_ray.config.load import load_job, public_dict, to_yaml
 
         job = load_job(config, overrides or [])
-        _emit({"valid": True, "config": public_dict(job)}) if as_json else print(to_yaml(job), end="")
+        changed = _compared(job) if resume else []
+        if as_json:
+            _emit({"valid": True, "config": public_dict(job), **({"changed": changed} if resume else {})})
+        else:
+            print("\n".join(changed) if changed else to_yaml(job).rstrip())
+
+
+def _compared(job: Any) -> list[str]:
+    """One line per key in which a stored run of that name differs; ConfigError where one may not."""
+    from picotron_ray.runtime import inspection
+
+    return inspection.changed_keys(job)
 
 
 @app.command("config-schema")
-def config_schema(as_json: AsJson = False) -> None:
+def config_schema(
+    on_resume: Annotated[
+        bool, typer.Option("--on-resume", help="which keys may change between two launches of a run")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Print the JSON Schema of a config, for editors (with --json on one line)."""
+    if on_resume:
+        from picotron_ray.config.resume import markdown, table
+
+        _emit(dict(table())) if as_json else print(markdown(), end="")
+        return
     from picotron_ray.config.load import job_schema
 
     print(json.dumps(job_schema(), indent=None if as_json else 2))
@@ -58,10 +86,15 @@ def status(run: Run, as_json: AsJson = False) -> None:
     """Step, loss, layout, members and recent events of a run that goes on."""
     with reported(as_json):
         from picotron_ray.runtime import control
-        from picotron_ray.runtime.report import event_line, metrics_lines, progress_line
+        from picotron_ray.runtime.report import event_line, metrics_lines, progress_line, submission_lines
 
         seen = control.status(run)
-        lines = [progress_line(seen), *metrics_lines(seen), *map(event_line, seen["events"])]
+        lines = [
+            progress_line(seen),
+            *submission_lines(seen),
+            *metrics_lines(seen),
+            *map(event_line, seen["events"]),
+        ]
         _emit(seen) if as_json else print("\n".join(lines))
 
 

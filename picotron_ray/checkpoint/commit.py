@@ -63,7 +63,7 @@ def commit(
         )
     manifest = _store_segment(storage, manifest, lines)
     encoded = manifest.encode()
-    key = _put_fresh(storage, manifest.key, encoded)
+    key = put_fresh(storage, manifest.key, encoded)
     digest = blake3(encoded).hexdigest()
     if on_phase:
         on_phase("commit")
@@ -195,11 +195,11 @@ def _store_segment(storage: Storage, manifest: Manifest, lines: Sequence[str]) -
         return manifest
     last = manifest.ledger[-1]
     key = f"ledger/{manifest.term}-{manifest.n}-{last.first}-{last.last}.jsonl"
-    stored = replace(last, key=_put_fresh(storage, key, _joined(lines)))
+    stored = replace(last, key=put_fresh(storage, key, _joined(lines)))
     return replace(manifest, ledger=(*manifest.ledger[:-1], stored))
 
 
-def _put_fresh(storage: Storage, key: str, data: bytes) -> str:
+def put_fresh(storage: Storage, key: str, data: bytes) -> str:
     """Put under ``key`` or, where an abandoned attempt left other bytes there, ``key`` with a number."""
     stem, dot, suffix = key.rpartition(".")
     for attempt in range(1, 1000):

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+RunName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
@@ -197,6 +198,23 @@ class CheckpointConfig(Section):
     )
 
 
+class InitFromConfig(Section):
+    """Initial weights from a commit of another run; without ``run`` they are drawn from ``seed``."""
+
+    run: RunName | None = Field(default=None, description="name of the run whose commit to start from")
+    url: str | None = Field(
+        default=None, description="storage that holds that run, as in storage.url; null: this run's own"
+    )
+    step: int | None = Field(
+        default=None, ge=0, description="committed step to take; null: the newest one at the first launch"
+    )
+    optimizer_state: bool = Field(
+        default=False,
+        description="take the optimizer's moments too; false: weights alone, moments start at zero. Step"
+        " count, learning-rate schedule and samples start anew either way",
+    )
+
+
 class EvaluateConfig(Section):
     """Loss on held-out data."""
 
@@ -260,9 +278,7 @@ class ChaosFault(Section):
 class JobConfig(Section):
     """Everything that defines a run."""
 
-    name: str = Field(
-        default="quickstart", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="name of the run"
-    )
+    name: RunName = Field(default="quickstart", description="name of the run")
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="seed of weights and sample order")
     steps: int = Field(default=200, ge=1, le=10**12, description="optimizer steps")
     precision: Literal["fp64", "fp32", "bf16"] = Field(
@@ -279,6 +295,9 @@ class JobConfig(Section):
     snapshot: SnapshotConfig = Field(default_factory=SnapshotConfig, description="host-memory snapshots")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="checkpoint storage")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="commits")
+    init_from: InitFromConfig = Field(
+        default_factory=InitFromConfig, description="start from another run's commit"
+    )
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out loss")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Prometheus endpoints")
     trackers: tuple[TrackerConfig, ...] = Field(default=(), description="where the curves go")

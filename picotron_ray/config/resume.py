@@ -25,8 +25,15 @@ _VERDICTS: dict[str, Verdict] = {
     "data.prefetch_steps": "may",
     "optimizer": "warn",
     "optimizer.name": "refuse",
+    "init_from": "refuse",
     "evaluate.samples": "warn",
-    "storage.url": "warn",
+}
+
+
+MEANINGS: dict[Verdict, str] = {
+    "may": "may change",
+    "warn": "may change; bends the loss curve, and the launch says so",
+    "refuse": "may not change within a run",
 }
 
 
@@ -83,6 +90,25 @@ def check_resume(old: Mapping[str, Any], new: JobConfig) -> list[str]:
     if refused:
         raise ConfigError(*refused)
     return lines
+
+
+def table() -> list[tuple[str, Verdict]]:
+    """(dotted key, verdict) of every key of a config, in its order; a list counts as one key."""
+    return [(key, verdict(key)) for key in flatten(public_dict(JobConfig()))]
+
+
+def markdown() -> str:
+    """The table as docs show it: sections of one verdict as a row, other keys one by one."""
+    rows = ["| key | between two launches of a run |", "|---|---|"]
+    by_section: dict[str, list[tuple[str, Verdict]]] = {}
+    for key, said in table():
+        by_section.setdefault(key.split(".")[0], []).append((key, said))
+    for section, keys in by_section.items():
+        if len({said for _, said in keys}) == 1 and len(keys) > 1:
+            rows.append(f"| `{section}.*` | {MEANINGS[keys[0][1]]} |")
+        else:
+            rows += [f"| `{key}` | {MEANINGS[said]} |" for key, said in keys]
+    return "\n".join(rows) + "\n"
 
 
 def _show(value: Any) -> str:

@@ -194,6 +194,21 @@ def _storage(job: JobConfig) -> Iterator[Problem]:
         yield Problem(f"storage.{key}", text, ("storage.url",))
 
 
+def _init_from(job: JobConfig) -> Iterator[Problem]:
+    asked = job.init_from
+    if asked.run is None:
+        given = [key for key, value in asked if value not in (None, False)]
+        for key in given:
+            yield Problem(f"init_from.{key}", "saw a value without init_from.run; name the run, or drop it")
+        return
+    if asked.run == job.name and asked.url in (None, job.storage.url):
+        text = f"saw {asked.run!r}, which is this run itself; give this one another name"
+        yield Problem("init_from.run", text, ("name",))
+    if asked.url is not None:
+        theirs = job.storage.model_copy(update={"url": asked.url})
+        yield from (Problem("init_from.url", text) for key, text in url_problems(theirs) if key == "url")
+
+
 def _chaos(job: JobConfig) -> Iterator[Problem]:
     for index, fault in enumerate(job.chaos):
         at = f"chaos.{index}"
@@ -227,5 +242,6 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _snapshot,
     _checkpoint,
     _storage,
+    _init_from,
     _chaos,
 )

@@ -84,7 +84,7 @@ def _cache_key(data: DataConfig, files: list[SourceFile]) -> str:
             stat = file.path.stat()
         except OSError as error:
             raise unreadable(file.path, error) from None
-        entry = f"{file.path}\0{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+        entry = f"{file.path.absolute()}\0{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
         hasher.update(entry.encode("utf-8", "surrogateescape"))
     return hasher.hexdigest()
 

@@ -16,16 +16,20 @@ from dataclasses import replace
 from typing import Any
 
 from picotron_ray.checkpoint import gc
+from picotron_ray.checkpoint.adopt import adopt
 from picotron_ray.checkpoint.commit import Committed, commit, parent_of
 from picotron_ray.checkpoint.log import Entry, RunLog
+from picotron_ray.checkpoint.manifest import load_manifest
 from picotron_ray.checkpoint.storage import Storage, open_storage
 from picotron_ray.checkpoint.upload import UploadPart
 from picotron_ray.checkpoint.verify import latest_good, read_ledger
 from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
 from picotron_ray.coordinator.codec import decode_spec, plain
-from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec
+from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
 from picotron_ray.errors import AlreadyExistsError, FencedError, StorageError
 from picotron_ray.runtime import chaos
+from picotron_ray.runtime.origin import open_origin
 from picotron_ray.runtime.run import saved_config
 
 log = logging.getLogger(__name__)
@@ -34,8 +38,15 @@ log = logging.getLogger(__name__)
 class Archive:
     """One run's storage, as one coordinator term sees it."""
 
-    def __init__(self, job: JobConfig, on_commit: Callable[[int], None]) -> None:
-        """``on_commit`` is called with the step between a manifest and its log entry (scripted faults)."""
+    def __init__(
+        self, job: JobConfig, on_commit: Callable[[int], None], origin: dict[str, Any] | None = None
+    ) -> None:
+        """
+        Args:
+            on_commit: called with the step between a manifest and its log entry (scripted faults).
+            origin: the verified commit that ``init_from`` names, for a run that has no run.json yet.
+        """
+        self._origin = origin
         self._job = job
         self._on_commit = on_commit
         self._storage: Storage = open_storage(job.storage, job.name)
@@ -43,11 +54,13 @@ class Archive:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="archive")
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self.complaints: list[str] = []
+        self.news: list[str] = []
 
     def claim(self) -> int:
         """Write run.json where there is none, and claim the next term."""
         try:
-            self._storage.put_if_absent("run.json", json.dumps(saved_config(self._job), indent=1).encode())
+            saved = {**saved_config(self._job), "origin": self._origin}
+            self._storage.put_if_absent("run.json", json.dumps(saved, indent=1).encode())
         except AlreadyExistsError:
             log.debug("run.json is there already")
         return self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}")
@@ -59,6 +72,7 @@ class Archive:
         Not for the adoption of a running generation, which needs no commit and should not wait for it.
         Raises StorageError where there are commits and none of them can be used.
         """
+        self._adopt_origin()
         entries = self._log.commits()
         if verify:
             good = latest_good(self._storage, self._log, self._job.checkpoint.resume_step)
@@ -69,11 +83,39 @@ class Archive:
         )
         return tuple(_commit(entry) for entry in entries), generations
 
+    def _adopt_origin(self) -> None:
+        """``init_from``: the other run's commit becomes this one's first, once.
+
+        Its writer is a generation of no members, number 0 of the term, so that the machine finds a commit
+        of step 0 and needs to know nothing else. After a crash in between it is done again.
+        """
+        if self._job.init_from.run is None:
+            return
+        entries = self._log.entries()
+        if any(e.kind == "commit" or (e.kind == "generation" and e.body["n"] > 0) for e in entries):
+            return
+        source = open_origin(self._job)
+        origin = json.loads(self._storage.get("run.json"))["origin"]
+        identity = GenerationId(self._log.term, 0)
+        layout = load_manifest(source, origin["manifest"], origin["digest"]).layout
+        reason = f"initial state: step {origin['step']} of {origin['from']}"
+        spec = GenerationSpec(identity, (), Layout.from_dict(layout), Source("init"), reason)
+        moments = self._job.init_from.optimizer_state
+        pair = (identity.term, identity.n)
+        key, digest = adopt(source, origin["manifest"], origin["digest"], self._storage, pair, moments)
+        self._log.append("generation", self._generation_body(spec))
+        body = {"term": identity.term, "n": identity.n, "step": 0, "manifest": key, "digest": digest}
+        self._log.append("commit", body)
+        self.news.append(reason + (", with its optimizer state" if moments else ", weights alone"))
+
+    @staticmethod
+    def _generation_body(spec: GenerationSpec) -> dict[str, Any]:
+        return {"term": spec.id.term, "n": spec.id.n, "source": plain(spec.source), "spec": plain(spec)}
+
     def append_generation(self, spec: GenerationSpec) -> Appended:
         """Make a generation durable; commits of it wait for this."""
-        body = {"term": spec.id.term, "n": spec.id.n, "source": plain(spec.source), "spec": plain(spec)}
         event = Appended("generation", spec.id, spec.resume_step)
-        return self._settle(event, lambda: self._log.append("generation", body))
+        return self._settle(event, lambda: self._log.append("generation", self._generation_body(spec)))
 
     def commit(self, generation: GenerationId, step: int, parts: list[dict[str, Any]]) -> Appended:
         """Assemble the manifest from the nodes' parts and append the commit entry."""

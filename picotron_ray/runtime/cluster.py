@@ -57,6 +57,8 @@ class Cluster:
         self._needs: WorkerNeeds | None = None
         self._draining: set[str] = set()
         self.metrics: dict[str, dict[str, str]] = {}  # what each agent says of its metrics endpoint
+        self._placed: dict[str, str] = {}  # ready worker: its node, where it holds resources
+        self._capacity: dict[str, int] = {}  # as last told, of the nodes that may take part
         self._versions = {
             "picotron_ray": package_fingerprint(),
             "torch": version("torch"),
@@ -93,13 +95,36 @@ class Cluster:
             if joined:
                 self._order.append(node)
                 events += joined
-        return events + await self._drains()
+        return [*events, *self._changed_room(views), *await self._drains()]
+
+    def _changed_room(self, views: dict[str, NodeView]) -> list[NodeEvent]:
+        """Other runs and jobs on the cluster take and give room: nodes whose capacity for us changed."""
+        events: list[NodeEvent] = []
+        for node, told in self._capacity.items():
+            capacity = self._room(views[node])
+            if capacity != told:
+                self._capacity[node] = capacity
+                events.append(NodeJoined(node, capacity))
+        return events
+
+    def _room(self, view: NodeView) -> int:
+        """Workers of this run that fit on a node beside others: those that are there, and what is free.
+
+        One that is starting counts as neither while it holds its place already: for seconds the node looks
+        smaller than it is, which starts nothing.
+        """
+        assert self._needs is not None
+        own = sum(node == view.id for node in self._placed.values())
+        return min(view.capacity(self._needs), own + view.room(self._needs))
+
+    def gone(self, worker: str) -> None:
+        """A worker's process has ended: it holds no resources any more."""
+        self._placed.pop(worker, None)
 
     async def _join(self, term: int, view: NodeView) -> list[NodeEvent]:
         """Put an agent on a node; nothing where it has no room, or cannot be reached yet."""
         assert self._needs is not None
-        capacity = view.capacity(self._needs)
-        if capacity < 1:
+        if self._room(view) < 1:
             return []
         handle = start_agent(self._job, view.id, view.host)
         try:
@@ -111,7 +136,10 @@ class Cluster:
             return []
         strangers = [Member(worker, view.id) for worker in hello["workers"] if worker not in self._workers]
         self.adopt_workers(tuple(strangers))  # known now; the machine judges what becomes of them
-        joined = NodeJoined(view.id, capacity, self._mismatch(hello["versions"]))
+        capacity, mismatch = self._room(view), self._mismatch(hello["versions"])
+        if not mismatch:
+            self._capacity[view.id] = capacity
+        joined = NodeJoined(view.id, capacity, mismatch)
         return [joined, *(WorkerReady(member.worker, member.node) for member in strangers)]
 
     def _mismatch(self, theirs: dict[str, str]) -> str:
@@ -120,6 +148,8 @@ class Cluster:
 
     def _forget(self, node: str) -> None:
         self._order.remove(node)
+        self._capacity.pop(node, None)
+        self._placed = {worker: at for worker, at in self._placed.items() if at != node}
         self._agents.pop(node, None)
         self._stores.pop(node, None)
         self.metrics.pop(node, None)
@@ -168,6 +198,7 @@ class Cluster:
             try:
                 name = worker_actor_name(self._job.name, member.worker)
                 self._workers[member.worker] = ray.get_actor(name, NAMESPACE)
+                self._placed[member.worker] = member.node
             except ValueError:
                 log.warning("worker %s has a page but no actor", member.worker)
 
@@ -177,10 +208,12 @@ class Cluster:
         self._node_of[worker] = node
         self._workers[worker] = start_worker(self._job, worker, node, self._needs)
         await answer(self._workers[worker].ready.remote())
+        self._placed[worker] = node
 
     async def kill_worker(self, term: int, worker: str) -> None:
         """SIGKILL through the node's agent; through Ray where the agent is gone too."""
         handle = self._workers.pop(worker, None)
+        self.gone(worker)
         try:
             await self.call_agent(self._node_of.get(worker, ""), "kill", term, worker)
         except RayError:

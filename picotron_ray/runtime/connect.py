@@ -19,7 +19,9 @@ from picotron_ray.runtime.names import NAMESPACE, run_folder
 
 
 class ClusterError(PicotronError):
-    """No Ray answers at the address given."""
+    """No Ray that can be used answers at the address given; nothing was started."""
+
+    exit_code = 2
 
 
 def local_cpus(job: JobConfig) -> int:
@@ -64,10 +66,20 @@ def _refresh_authentication() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
+PROBE_S = 5.0
+"""Longest wait for the first answer; an address where nothing listens is left to Ray's own retries."""
+
+
 def connect_to(address: str) -> None:
-    """``ray.init`` to an address; raises ClusterError where nothing answers."""
+    """``ray.init`` to an address; raises ClusterError where nothing answers, or where it refuses us."""
     import ray
 
+    if address.startswith("ray://"):
+        raise ClusterError(
+            f"RAY_ADDRESS: saw {address!r}, but Ray Client cannot hold a run; use the head's host:port on a"
+            " machine of the cluster, or `ray job submit -- python -m picotron_ray.launch ...`"
+        )
+    _refuse_wrong_token(address)
     try:
         ray.init(
             address=address,
@@ -76,6 +88,35 @@ def connect_to(address: str) -> None:
             logging_level=logging.ERROR,
             ignore_reinit_error=True,
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as error:
         first = str(error).strip().splitlines()[0]
         raise ClusterError(f"no Ray answers at {address!r}: {first}") from error
+
+
+def _refuse_wrong_token(address: str) -> None:
+    """One call with the token that Ray would use: ``ray.init`` itself retries a refusal for a minute.
+
+    Raises:
+        ClusterError: the cluster wants a token, and not this one.
+    """
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    try:
+        where = canonicalize_bootstrap_address(address)
+    except (ValueError, OSError) as error:
+        raise ClusterError(f"RAY_ADDRESS: saw {address!r}, expected auto or host:port: {error}") from error
+    if where is None:
+        return
+    with init_grpc_channel(where) as channel:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=PROBE_S)  # type: ignore[attr-defined]
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise ClusterError(
+                    f"the Ray at {where} refuses the token that this process has, or has none"
+                    f" ({error.details()}); set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+                ) from error

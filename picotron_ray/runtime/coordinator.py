@@ -22,8 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.util import get_node_ip_address
 
+from picotron_ray.config.export import public_dict
 from picotron_ray.config.job import ChaosFault, JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
@@ -37,7 +39,9 @@ from picotron_ray.runtime.cluster import Cluster
 from picotron_ray.runtime.hands import Hands
 from picotron_ray.runtime.history import History
 from picotron_ray.runtime.metrics_service import MetricsService, targets_file
+from picotron_ray.runtime.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.placement import living_nodes, worker_needs
+from picotron_ray.runtime.supervise import LINGER_S
 from picotron_ray.runtime.tracking import Tracking
 
 log = logging.getLogger(__name__)
@@ -51,9 +55,11 @@ class Coordinator:
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
         self._job = JobConfig.model_validate(job)
         self._options = options
-        self._archive = Archive(self._job, self._commit_chaos)
+        self._archive = Archive(self._job, self._commit_chaos, options.get("origin"))
         self._cluster = Cluster(self._job)
         self._history = History(self._job)
+        if options.get("submission"):
+            self._history.attached(options["submission"])
         gpus = worker_needs(self._job.cluster, living_nodes()).gpus
         self._device = "cuda" if gpus else "cpu"
         choose = partial(choose_layout, self._job, profile=profile_of(self._device))
@@ -75,6 +81,14 @@ class Coordinator:
     def status(self, since: int = 0) -> dict[str, Any]:
         """What the driver shows; ``since``: number of the last event it has."""
         return self._history.status(since)
+
+    def config(self) -> dict[str, Any]:
+        """The config that the run goes on with, without secrets."""
+        return public_dict(self._job)
+
+    def attached(self, submission: dict[str, Any]) -> None:
+        """A driver in a Ray job follows the run; told again after every restart."""
+        self._history.attached(submission)
 
     def pid(self) -> int:
         """Process id, for drills that kill it."""
@@ -113,6 +127,8 @@ class Coordinator:
         if self._hands.ending or not self._hands.term:
             return
         now = time.monotonic()
+        if isinstance(event, m.WorkerExited):
+            self._cluster.gone(event.worker)
         commands = self._machine.handle(event, now)
         if commands or not isinstance(event, m.Tick | m.Heartbeat):
             log.debug("%s -> %s", event, commands)
@@ -150,6 +166,8 @@ class Coordinator:
         self._event_log = folder / f"events-{self._hands.term}.jsonl"
         self._event_log.write_text(header_line(self._job, {"device": self._device}) + "\n")
         self._history.begin(self._hands.term, self._archive)
+        for line in self._archive.news:
+            self._history.note("info", "init-from", line)
         for complaint in self._archive.complaints:
             self._history.note("warning", "storage", complaint)
         self._tracking = Tracking(self._job, self._archive, self._history, folder)
@@ -213,6 +231,9 @@ class Coordinator:
         self._history.done(finish, summary)
         if self._options["owns_ray"]:
             local_ray.announce_end()  # its supervisor takes it down a little later
+        else:
+            await asyncio.sleep(LINGER_S)  # drivers that are attached read the result meanwhile
+            ray.kill(ray.get_actor(coordinator_name(self._job.name), NAMESPACE))
 
     # --- scripted faults ---------------------------------------------------------------------------------
 

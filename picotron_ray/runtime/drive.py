@@ -15,23 +15,36 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from picotron_ray.config.job import JobConfig
+from picotron_ray.config.resume import check_resume
 from picotron_ray.errors import PicotronError
-from picotron_ray.runtime import connect, leftovers, local_ray, report
+from picotron_ray.runtime import connect, leftovers, local_ray, report, submission, supervise
 from picotron_ray.runtime.local_ray import LocalRay
 from picotron_ray.runtime.report import Progress, summary_lines
+from picotron_ray.runtime.submission import Submission
 
 POLL_S = 0.25
 SILENCE_S = 120.0
 """A coordinator that does not answer for this long is given up by the driver (not by the run)."""
 DETACHED = 1
 """Exit code of a driver that was told twice to go, or lost its run: the run's end is not known."""
+
+
+START_S = 30.0
+"""Longest wait for the first answer of a coordinator that was just started."""
+ALL_SEEN = 1 << 62
+"""Number of an event that no run reaches: a poll without events."""
+
+
+class StoppedEarlyError(PicotronError):
+    """A request to stop came before there was anything to stop."""
+
+    exit_code = 130
 
 
 class LostRunError(PicotronError):
@@ -94,21 +107,29 @@ def drive(
         LostRunError: the coordinator stays unreachable.
     """
     console = console or report.console(as_json)
+    found = submission.current()
+    if found is not None:
+        console.print(f"run {job.name} in {found}", markup=False, soft_wrap=True)
     with without_rays_messages():
-        code, summary = _drive(with_absolute_paths(job), detach, console)
+        code, summary = _drive(submission.with_user_paths(job, found), found, detach, console)
+    if found is not None:  # of a job that was stopped, Ray keeps no exit code
+        console.print(f"Ray job {found.id}: the driver exits with code {code}", markup=False)
     if as_json and summary is not None:
         print(json.dumps(summary), flush=True)
     return code
 
 
-def _drive(job: JobConfig, detach: bool, console: Console) -> tuple[int, dict[str, Any] | None]:
+def _drive(
+    job: JobConfig, ray_job: Submission | None, detach: bool, console: Console
+) -> tuple[int, dict[str, Any] | None]:
     local = _prepare(job, console)
-    coordinator = _coordinator(job, local, console)
-    if detach:
-        console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
-        return 0, None
-    with signal_handlers() as signals, Progress(console) as progress:
-        final = follow(job.name, coordinator, progress, signals)
+    with signal_handlers() as signals:  # before the run exists: from here on no request to stop is lost
+        coordinator = _coordinator(job, local, console, ray_job, signals)
+        if detach:
+            console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
+            return 0, None
+        with Progress(console) as progress:
+            final = follow(job.name, coordinator, progress, signals, ray_job)
     if final is None:
         console.print(f"left running; `picotron-ray stop {job.name}` stops it", markup=False)
         return DETACHED, None
@@ -116,27 +137,6 @@ def _drive(job: JobConfig, detach: bool, console: Console) -> tuple[int, dict[st
         console.print(line, markup=False, soft_wrap=True)
     take_down(local, coordinator)
     return int(final["exit_code"]), final["summary"]
-
-
-def with_absolute_paths(job: JobConfig) -> JobConfig:
-    """Paths are the user's, relative to where launch was called; actors run elsewhere."""
-
-    def absolute(path: str | None) -> str | None:
-        return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
-
-    snapshot = {
-        "folder": absolute(job.snapshot.folder),
-        "overflow_folder": absolute(job.snapshot.overflow_folder),
-    }
-    trackers = tuple(each.model_copy(update={"folder": absolute(each.folder)}) for each in job.trackers)
-    return job.model_copy(
-        update={
-            "trackers": trackers,
-            "storage": job.storage.model_copy(update={"url": absolute(job.storage.url)}),
-            "data": job.data.model_copy(update={"path": absolute(job.data.path)}),
-            "snapshot": job.snapshot.model_copy(update=snapshot),
-        }
-    )
 
 
 def _prepare(job: JobConfig, console: Console) -> LocalRay | None:
@@ -154,30 +154,87 @@ def _check(job: JobConfig, console: Console) -> None:
     from picotron_ray.runtime.run import check
 
     for warning in check(job):
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"note: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
-def _coordinator(job: JobConfig, local: LocalRay | None, console: Console) -> Any:
+def _coordinator(
+    job: JobConfig, local: LocalRay | None, console: Console, ray_job: Submission | None, signals: Signals
+) -> Any:
     """Handle of the run's coordinator; a local Ray that was started for nothing is taken down again."""
-    from picotron_ray.checkpoint.storage import open_storage
+    coordinator = _going_on(job.name, local)
+    if coordinator is not None:
+        console.print(f"attached to run {job.name}, which goes on with the config it has", markup=False)
+    else:
+        coordinator = _start(job, local, console, ray_job, signals)
+    for line in _differences(job, coordinator):
+        console.print(f"note: {line}", style="yellow", markup=False, soft_wrap=True)
+    return coordinator
+
+
+def _start(
+    job: JobConfig, local: LocalRay | None, console: Console, ray_job: Submission | None, signals: Signals
+) -> Any:
     from picotron_ray.runtime import run
 
-    found = run.find_coordinator(job.name)
     try:
-        if found is None and local is None:
+        if local is None:
             _check(job, console)
-        elif found is not None:
-            console.print(f"attached to run {job.name}, which goes on with the config it has", markup=False)
-            for line in run.check_same_run(job, open_storage(job.storage, job.name)):
-                console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
-        return run.ensure_coordinator(job, owns_ray=local is not None)[0]
+        if signals.asked:
+            raise StoppedEarlyError(f"run {job.name}: stopped by request before anything was started")
+        coordinator, _ = run.ensure_coordinator(job, local is not None, ray_job)
     except BaseException:
-        if found is None:
-            take_down(local)
+        take_down(local)
         raise
+    deadline = time.monotonic() + START_S
+    while not signals.asked and time.monotonic() < deadline:
+        if poll(coordinator, ALL_SEEN, 1.0) is not None:
+            break
+    return coordinator
 
 
-def follow(run: str, coordinator: Any, progress: Progress, signals: Signals) -> dict[str, Any] | None:
+def _going_on(run_name: str, local: LocalRay | None) -> Any:
+    """The run's coordinator, if it lives.
+
+    On a cluster one that has ended, whose driver was killed, is waited for to go: its run can be resumed.
+    On a local Ray everything goes with it, and until then it has a result to tell.
+    """
+    import ray
+
+    from picotron_ray.runtime.run import find_coordinator
+
+    deadline = time.monotonic() + supervise.LINGER_S + POLL_S
+    while (found := find_coordinator(run_name)) is not None:
+        status = None if local is not None else poll(found, ALL_SEEN)
+        if status is None or not status["done"]:
+            return found
+        if time.monotonic() > deadline:
+            ray.kill(found)
+        time.sleep(POLL_S)
+    return None
+
+
+def _differences(job: JobConfig, coordinator: Any) -> list[str]:
+    """One line per key in which a run that goes on differs from ``job``; none while it does not answer.
+
+    Also after a start: of two launches at once, the other one's config may have won.
+
+    Raises:
+        ConfigError: it is another run, by its model, data or seed.
+    """
+    from picotron_ray.checkpoint.storage import open_storage
+    from picotron_ray.runtime.origin import settle
+
+    theirs = ask(coordinator, "config")
+    if theirs is None:
+        return []
+    settled, _ = settle(job, open_storage(job.storage, job.name))
+    lines = check_resume(theirs, settled)
+    return [f"{line}, once the run is stopped and launched again" for line in lines]
+
+
+def follow(
+    run: str, coordinator: Any, progress: Progress, signals: Signals, ray_job: Submission | None = None
+) -> dict[str, Any] | None:
     """Show the run until it is done; returns its last status, or None where the user left."""
     since, term, heard = 0, 0, time.monotonic()
     while not signals.detach:
@@ -198,6 +255,8 @@ def follow(run: str, coordinator: Any, progress: Progress, signals: Signals) -> 
             if status["term"] != term:  # a restarted coordinator numbers its events anew
                 term, asked = status["term"], since
                 since = 0
+                if ray_job is not None:
+                    coordinator.attached.remote(ray_job.plain())
                 if asked:
                     continue
             since = max((event["seq"] for event in status["events"]), default=since)
@@ -210,14 +269,19 @@ def follow(run: str, coordinator: Any, progress: Progress, signals: Signals) -> 
 
 def poll(coordinator: Any, since: int, timeout_s: float = 10.0) -> dict[str, Any] | None:
     """The coordinator's status; None while it does not answer (it may be restarting)."""
+    return ask(coordinator, "status", since, timeout_s=timeout_s)
+
+
+def ask(coordinator: Any, method: str, *arguments: Any, timeout_s: float = 10.0) -> dict[str, Any] | None:
+    """What a method of the coordinator answers; None while it does not."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
     try:
-        status: dict[str, Any] = ray.get(coordinator.status.remote(since), timeout=timeout_s)
+        found: dict[str, Any] = ray.get(getattr(coordinator, method).remote(*arguments), timeout=timeout_s)
     except (RayActorError, GetTimeoutError):
         return None
-    return status
+    return found
 
 
 def _request(coordinator: Any, what: str) -> None:

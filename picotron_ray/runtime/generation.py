@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from picotron_ray.checkpoint.adopt import weights_only
 from picotron_ray.checkpoint.commit_source import CommitSource
 from picotron_ray.checkpoint.dcp import StateTensor, restore
 from picotron_ray.checkpoint.manifest import load_manifest
@@ -30,7 +31,7 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind, SlotInfo
 from picotron_ray.data.dataset import DataSplits
 from picotron_ray.data.loader import Loader
-from picotron_ray.errors import CorruptError, PeerLostError
+from picotron_ray.errors import CorruptError, PeerLostError, StorageError
 from picotron_ray.runtime.page import Page
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
@@ -155,6 +156,8 @@ class GenerationRun:
     def _restore(self, engine: Engine) -> None:
         source, home = self.spec.source, self._home
         if source.kind == "init":
+            if home.job.init_from.run is not None:
+                raise StorageError(f"the commit of run {home.job.init_from.run} to start from is gone")
             engine.initialise(home.job.seed)
         elif source.kind == "slots":
             slots = [(info.slot, self._open_slot(info)) for info in source.slots]
@@ -163,7 +166,11 @@ class GenerationRun:
             self._tail.extend(reader.views[0].header.ledger)
         else:
             storage = home.storage()
-            restore(engine.state(), CommitSource(storage, load_manifest(storage, source.manifest)))
+            manifest = load_manifest(storage, source.manifest)
+            if weights_only(manifest):
+                engine.initialise(home.job.seed)  # moments of zero; the weights are overwritten
+            state = engine.weights() if weights_only(manifest) else engine.state()
+            restore(state, CommitSource(storage, manifest))
         engine.set_step(source.step)
 
     def _snapshotter(self, state: list[StateTensor]) -> Snapshotter:

@@ -70,6 +70,7 @@ class _Facts:
     failures: list[Failure] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     pages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    submissions: list[dict[str, Any]] = field(default_factory=list)
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=500))
     tokens: int = 0  # up to the newest step that any generation reached
     committed_at_s: float | None = None
@@ -128,6 +129,15 @@ class History:
             event = {"seq": self._seq, "t": time.time(), "level": level, "kind": kind, "text": text}
             self._facts.events.append({**event, "data": data or {}})
             self._facts.noted[level] += 1
+
+    def attached(self, submission: dict[str, Any]) -> None:
+        """A Ray job whose driver started or follows the run; known ones are not told again."""
+        with self._lock:
+            if submission not in self._facts.submissions:
+                self._facts.submissions.append(submission)
+                self.note(
+                    "info", "submission", f"driver in Ray job {submission['submission_id']}", submission
+                )
 
     def figures(self, node: str, figures: list[dict[str, Any]]) -> None:
         """Pages of a node's workers, as its heartbeat brought them."""
@@ -254,6 +264,7 @@ class History:
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             return {
                 "run": self._job.name,
+                "submissions": list(self._facts.submissions),
                 "state": self._finish.status if self._finish else ("running" if era else "starting"),
                 "term": self._term,
                 "generation": str(era.spec.id) if era else None,
@@ -327,6 +338,7 @@ class History:
                 "run": self._job.name,
                 "status": finish.status,
                 "detail": finish.detail,
+                "submissions": list(facts.submissions),
                 "steps": facts.eras[-1].end_step if facts.eras else 0,
                 "eval_loss": self._eval_loss(),
                 "baseline_loss": self._baseline(),

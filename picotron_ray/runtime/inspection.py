@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from typing import Any
@@ -12,11 +13,14 @@ from picotron_ray.checkpoint.manifest import load_manifest
 from picotron_ray.checkpoint.storage import Storage, open_storage
 from picotron_ray.checkpoint.verify import latest_good, read_ledger, verify_all
 from picotron_ray.config.job import JobConfig
+from picotron_ray.config.resume import check_resume
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
 from picotron_ray.runtime import local_ray
 from picotron_ray.runtime.names import cache_folder
+from picotron_ray.runtime.origin import settle
+from picotron_ray.runtime.submission import with_user_paths
 
 
 def _open(job: JobConfig) -> tuple[Storage, RunLog]:
@@ -62,6 +66,23 @@ def verification(job: JobConfig) -> list[dict[str, Any]]:
 
 def _generation(body: dict[str, Any]) -> str:
     return f"{body['term']}.{body['n']}"
+
+
+def changed_keys(job: JobConfig) -> list[str]:
+    """One line per key in which the stored run of that name differs; none where there is no such run.
+
+    Raises:
+        ConfigError: one line for each key that may not change.
+    """
+    storage = open_storage(job.storage, job.name)
+    try:
+        saved = json.loads(storage.get("run.json"))["config"]
+    except NotFoundError:
+        return []
+    here, _ = settle(with_user_paths(job, None), storage)
+    if not os.path.isabs((saved.get("data") or {}).get("path") or "/"):  # of a Ray job's working_dir
+        here = here.model_copy(update={"data": job.data})
+    return check_resume(saved, here) or ["nothing changed"]
 
 
 def garbage(job: JobConfig) -> dict[str, Any]:

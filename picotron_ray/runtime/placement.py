@@ -20,33 +20,56 @@ class WorkerNeeds:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One living Ray node."""
+    """One living Ray node: what it has, and what nobody holds there at the moment."""
 
     id: str
     host: str
     cpus: float
     gpus: float
+    free_cpus: float
+    free_gpus: float
 
     def capacity(self, needs: WorkerNeeds) -> int:
         """Workers that fit on the whole node, however busy it is now."""
-        by_cpu = int(self.cpus // needs.cpus) if needs.cpus else 1 << 30
-        by_gpu = int(self.gpus // needs.gpus) if needs.gpus else 1 << 30
-        return min(by_cpu, by_gpu)
+        return _fit(self.cpus, self.gpus, needs)
+
+    def room(self, needs: WorkerNeeds) -> int:
+        """Workers that fit beside whatever holds resources there now."""
+        return _fit(self.free_cpus, self.free_gpus, needs)
+
+
+def _fit(cpus: float, gpus: float, needs: WorkerNeeds) -> int:
+    by_cpu = int(cpus // needs.cpus) if needs.cpus else 1 << 30
+    by_gpu = int(gpus // needs.gpus) if needs.gpus else 1 << 30
+    return min(by_cpu, by_gpu)
 
 
 def living_nodes() -> list[NodeView]:
     """All nodes that Ray holds to be alive, in a stable order."""
+    free = ray_state.state.available_resources_per_node()
     nodes = [
         NodeView(
             id=node["NodeID"],
             host=node["NodeManagerAddress"],
             cpus=node["Resources"].get("CPU", 0.0),
             gpus=node["Resources"].get("GPU", 0.0),
+            free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
+            free_gpus=free.get(node["NodeID"], {}).get("GPU", 0.0),
         )
         for node in ray.nodes()
         if node["Alive"]
     ]
     return sorted(nodes, key=lambda node: node.id)
+
+
+def head_node() -> str:
+    """Id of the cluster's head, where it is known; else of the node that this process is on."""
+    heads = [
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and "node:__internal_head__" in node["Resources"]
+    ]
+    return heads[0] if heads else str(ray.get_runtime_context().get_node_id())
 
 
 def worker_needs(cluster: ClusterConfig, nodes: list[NodeView]) -> WorkerNeeds:

@@ -59,6 +59,12 @@ def metrics_lines(status: dict[str, Any]) -> list[str]:
     return [*lines, f"all of them, for Prometheus' file_sd_configs: {served['file']}"]
 
 
+def submission_lines(seen: dict[str, Any]) -> list[str]:
+    """The Ray jobs whose drivers started or followed a run, from its status or summary."""
+    ids = [entry["submission_id"] for entry in seen.get("submissions", ())]
+    return [f"submitted as {', '.join(ids)}"] if ids else []
+
+
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The end of a run in a few lines."""
     lines = [
@@ -66,6 +72,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     ]
     if summary.get("detail") and summary["status"] != "finished":
         lines.append(f"because: {summary['detail']}")
+    lines += submission_lines(summary)
     lines.append(
         f"eval_loss {number(summary.get('eval_loss'))}  baseline_loss {number(summary.get('baseline_loss'))}"
         f" (bigram entropy of the same data)  {number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
@@ -101,6 +108,7 @@ def table(status: dict[str, Any]) -> Table:
         "layout": str(status["layout"] or "-"),
         "members": " ".join(status["members"]) or "-",
     }
+    rows["jobs"] = " ".join(submission_lines(status)) or "-"
     for name, value in rows.items():
         grid.add_row(name, Text(value))
     return grid

@@ -20,15 +20,17 @@ from picotron_ray.checkpoint.pool import choose_folder
 from picotron_ray.checkpoint.storage import Storage, open_storage, probe
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.resume import changes, verdict
+from picotron_ray.config.resume import check_resume
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, NotFoundError, SlotError
 from picotron_ray.observability.ports import check_ports
 from picotron_ray.observability.trackers import check_trackers
 from picotron_ray.planner.choose import choose_layout
 from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.runtime import origin
 from picotron_ray.runtime.names import NAMESPACE, cache_folder, coordinator_name
-from picotron_ray.runtime.placement import living_nodes, worker_needs
+from picotron_ray.runtime.placement import head_node, living_nodes, worker_needs
+from picotron_ray.runtime.submission import Submission
 
 
 def find_coordinator(run: str) -> ActorHandle | None:
@@ -63,6 +65,7 @@ def check(job: JobConfig) -> list[str]:
     check_trackers(job.trackers)
     storage = open_storage(job.storage, job.name)
     probe(storage)
+    job, _ = origin.settle(job, storage, verify=True)
     check_resume_step(job, storage)
     return [line for line in (note, *check_same_run(job, storage)) if line]
 
@@ -89,21 +92,12 @@ def check_resume_step(job: JobConfig, storage: Storage) -> None:
 
 
 def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
-    """Compare with the run of that name in storage; returns warnings, raises ConfigError where refused."""
+    """Compare with the run of that name in storage: one line per changed key; ConfigError where refused."""
     try:
         saved: dict[str, Any] = json.loads(storage.get("run.json"))["config"]
     except NotFoundError:
         return []
-    problems, warnings = [], []
-    for key, before, now in changes(saved, job):
-        line = f"{key}: the run {job.name!r} in storage has {before!r}, saw {now!r}"
-        if verdict(key) == "refuse":
-            problems.append(f"{line}; it may not change within a run: choose another name, or set it back")
-        elif verdict(key) == "warn":
-            warnings.append(f"{line}; taken from now on")
-    if problems:
-        raise ConfigError(*problems)
-    return warnings
+    return check_resume(saved, job)
 
 
 def check_cluster(job: JobConfig) -> None:
@@ -119,10 +113,17 @@ def check_cluster(job: JobConfig) -> None:
         )
 
 
-def ensure_coordinator(job: JobConfig, owns_ray: bool = False) -> tuple[ActorHandle, bool]:
+def ensure_coordinator(
+    job: JobConfig, owns_ray: bool = False, submission: Submission | None = None
+) -> tuple[ActorHandle, bool]:
     """Attach to the run's coordinator, or start one; returns (handle, attached).
 
-    ``owns_ray``: the connected Ray was started for this run alone and goes down with it.
+    Two calls at once end with one coordinator: Ray keeps names unique. It runs on the head where it can,
+    wherever the driver is: there it outlives the nodes that come and go.
+
+    Args:
+        owns_ray: the connected Ray was started for this run alone and goes down with it.
+        submission: the Ray job that starts the run.
     """
     found = find_coordinator(job.name)
     if found is not None:
@@ -130,6 +131,7 @@ def ensure_coordinator(job: JobConfig, owns_ray: bool = False) -> tuple[ActorHan
     check_cluster(job)
     from picotron_ray.runtime.coordinator import Coordinator
 
+    job, record = origin.settle(job, open_storage(job.storage, job.name))
     options = {
         "name": coordinator_name(job.name),
         "namespace": NAMESPACE,
@@ -139,15 +141,17 @@ def ensure_coordinator(job: JobConfig, owns_ray: bool = False) -> tuple[ActorHan
         "max_restarts": -1,
         "max_task_retries": 0,
         "max_concurrency": 32,
-        # beside the driver, on the head as a rule: there it outlives the nodes that come and go
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=True
-        ),
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(head_node(), soft=True),
     }
     if owns_ray and job.metrics.host is None:
         job = job.model_copy(update={"metrics": job.metrics.model_copy(update={"host": "127.0.0.1"})})
     actor: Any = ray.remote(Coordinator).options(**options)
-    settings = {"event_folder": str(event_folder(job.name)), "owns_ray": owns_ray}
+    settings = {
+        "event_folder": str(event_folder(job.name)),
+        "owns_ray": owns_ray,
+        "origin": record,
+        "submission": submission.plain() if submission else None,
+    }
     return actor.remote(job.model_dump(mode="json"), settings), False
 
 

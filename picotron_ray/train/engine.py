@@ -53,6 +53,8 @@ class Engine:
     def __init__(self, job: JobConfig, mesh: Mesh, device: torch.device) -> None:
         self.job, self.layout, self.device = job, mesh.layout, device
         self.step = 0
+        # moments taken over from another run have seen its updates: the bias correction must know
+        self._inherited_updates = (job.init_from.step or 0) if job.init_from.optimizer_state else 0
         self._mesh: Mesh | None = mesh
         at = mesh.at
         self._last = at.pp == self.layout.pp - 1
@@ -162,7 +164,7 @@ class Engine:
 
     def optimizer_step(self, rate: float) -> None:
         """Update weights and moments in place with learning rate ``rate``."""
-        self._optimizer.step(self._gradients, rate, self.step + 1)
+        self._optimizer.step(self._gradients, rate, self._inherited_updates + self.step + 1)
         self.step += 1
 
     @torch.no_grad()
@@ -188,9 +190,13 @@ class Engine:
         shard = Shard(name, dtype, parameter.spec.shape, parameter.box)
         return StateTensor(shard, tensor, parameter.primary)
 
+    def weights(self) -> list[StateTensor]:
+        """Weights of this rank, without moments: live storage."""
+        return [self._state_tensor(p.spec.name, p, p.local) for p in self._parameters]
+
     def state(self) -> list[StateTensor]:
         """Weights and moments of this rank: live storage, the same for the engine's whole life."""
-        tensors = [self._state_tensor(p.spec.name, p, p.local) for p in self._parameters]
+        tensors = self.weights()
         for moment, values in self._optimizer.moments.items():
             tensors += [
                 self._state_tensor(f"{moment}/{p.spec.name}", p, value)

@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from picotron_ray.config.export import flatten
 from picotron_ray.config.job import JobConfig, StorageConfig
 from picotron_ray.config.load import (
     fingerprint,
@@ -23,7 +24,7 @@ from picotron_ray.config.load import (
     recipe_names,
     to_yaml,
 )
-from picotron_ray.config.resume import check_resume, compare, verdict
+from picotron_ray.config.resume import check_resume, compare, markdown, table, verdict
 from picotron_ray.config.schema import allowed, key_schemas, nearest_key
 from picotron_ray.config.source import read_source
 from picotron_ray.config.urls import redact
@@ -319,6 +320,15 @@ def test_a_key_of_an_older_version_counts_as_its_default() -> None:
     assert compare(old, load_job("tiny")) == []
     assert compare(old, load_job("tiny", ["precision=fp64"])) == [("precision", "refuse")]
     assert verdict("elastic.grow") == "may"
+
+
+def test_every_key_has_a_verdict_and_the_docs_hold_the_table() -> None:
+    said = dict(table())
+    assert said.keys() == flatten(public_dict(JobConfig())).keys()
+    assert (said["steps"], said["seed"], said["optimizer.learning_rate"]) == ("may", "refuse", "warn")
+    assert said["init_from.run"] == said["init_from.optimizer_state"] == "refuse"
+    text = (Path(__file__).parents[2] / "docs" / "resume-keys.md").read_text()
+    assert markdown() in text, "write the output of `picotron-ray config-schema --on-resume` there"
 
 
 # --- imports -----------------------------------------------------------------------------------------

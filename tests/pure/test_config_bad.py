@@ -154,6 +154,15 @@ BAD: dict[str, tuple[str, str, str]] = {
         "checkpoint.resume_step",
         "at most steps=10",
     ),
+    # init_from
+    "a step of no run": ("init_from: {step: 3}", "init_from.step", "without init_from.run"),
+    "itself": ("name: a\ninit_from: {run: a}", "init_from.run", "which is this run itself"),
+    "a run that is a path": ("init_from: {run: ../a}", "init_from.run", "a string that matches"),
+    "foreign origin": (
+        "init_from: {run: a, url: 'gs://bucket/x'}",
+        "init_from.url",
+        "a local folder or s3://bucket/prefix",
+    ),
     # storage
     "foreign storage": (
         "storage: {url: 'gs://bucket/x'}",

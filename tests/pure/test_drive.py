@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from picotron_ray.config.job import JobConfig
 from picotron_ray.runtime import drive
 from picotron_ray.runtime.report import Progress
 
@@ -118,14 +117,3 @@ def test_a_silent_coordinator_is_given_up(shown: Any, monkeypatch: pytest.Monkey
     with pytest.raises(drive.LostRunError, match="`picotron-ray logs night`") as lost:
         shown(Coordinator(None))
     assert lost.value.exit_code == 1
-
-
-def test_paths_are_the_users_and_urls_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    job = JobConfig.model_validate({"data": {"source": "text", "path": "corpus"}})
-    found = drive.with_absolute_paths(job)
-    assert found.storage.url == str(tmp_path / "runs")
-    assert found.data.path == str(tmp_path / "corpus")
-    assert found.snapshot.folder == "/dev/shm"
-    s3 = JobConfig.model_validate({"storage": {"url": "s3://bucket/x"}})
-    assert drive.with_absolute_paths(s3).storage.url == "s3://bucket/x"

@@ -1,0 +1,91 @@
+"""``init_from``: finding the other run's commit, and whether this run can start from it.
+
+Settled once, at the first launch: the step that was taken, and the digest of its manifest, go into
+run.json, and every later launch means exactly that commit, however far the other run has got meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from picotron_ray.checkpoint import adopt
+from picotron_ray.checkpoint.storage import Storage, open_storage
+from picotron_ray.config.export import flatten, public_dict
+from picotron_ray.config.job import JobConfig
+from picotron_ray.errors import ConfigError, CorruptError, NotFoundError, StorageError
+
+FREE = frozenset({"model.init_std"})
+"""Keys of the model that a commit's weights do not depend on."""
+
+
+def open_origin(job: JobConfig) -> Storage:
+    """The storage of the run that ``init_from`` names."""
+    assert job.init_from.run is not None
+    url = job.init_from.url or job.storage.url
+    return open_storage(job.storage.model_copy(update={"url": url}), job.init_from.run)
+
+
+def settle(job: JobConfig, storage: Storage, verify: bool = False) -> tuple[JobConfig, dict[str, Any] | None]:
+    """The job with ``init_from.step`` filled in, and the commit's record for a new run's run.json.
+
+    A run that exists keeps the step that its run.json holds; the record is then None.
+
+    Args:
+        verify: read the whole commit; without it, what is damaged is found when it is taken over.
+
+    Raises:
+        ConfigError: there is no such run or step, it does not verify, or its model is another one.
+    """
+    if job.init_from.run is None:
+        return job, None
+    try:
+        saved = json.loads(storage.get("run.json"))["config"].get("init_from") or {}
+    except NotFoundError:
+        found = _find(job, verify)
+        return _with_step(job, found.manifest.step), found.origin()
+    if job.init_from.step is None and saved.get("run") == job.init_from.run:
+        return _with_step(job, saved["step"]), None
+    return job, None
+
+
+def _with_step(job: JobConfig, step: int) -> JobConfig:
+    return job.model_copy(update={"init_from": job.init_from.model_copy(update={"step": step})})
+
+
+def _find(job: JobConfig, verify: bool) -> adopt.Found:
+    source = open_origin(job)
+    try:
+        theirs = json.loads(source.get("run.json"))["config"]
+        _refuse_other_model(job, theirs)
+        found = adopt.find(source, job.init_from.step, verify)
+    except NotFoundError as error:
+        raise ConfigError(f"init_from: {error}; check init_from.run, .url and .step") from error
+    except CorruptError as error:
+        raise ConfigError(f"init_from: {error}; choose another init_from.step") from error
+    except StorageError as error:
+        raise ConfigError(f"init_from: {error}") from error
+    if job.init_from.optimizer_state and adopt.weights_only(found.manifest):
+        raise ConfigError(
+            f"init_from.optimizer_state: saw true, but the commit of step {found.manifest.step} of run"
+            f" {job.init_from.run!r} holds weights alone; leave it out, or take a later step"
+        )
+    return found
+
+
+def _refuse_other_model(job: JobConfig, theirs: dict[str, Any]) -> None:
+    before = flatten({key: theirs.get(key) for key in ("model", "precision", "optimizer")})
+    defaults = flatten(public_dict(JobConfig()))
+    problems = []
+    for key, value in flatten(public_dict(job)).items():
+        needed = key.startswith("model.") or key == "precision"
+        needed |= key == "optimizer.name" and job.init_from.optimizer_state
+        was = before.get(key, defaults.get(key))
+        # bf16 keeps fp32 master weights, so the two fit each other
+        same = {was, value} == {"fp32", "bf16"} if key == "precision" else False
+        if needed and key not in FREE and was != value and not same:
+            problems.append(
+                f"{key}: run {job.init_from.run!r} in init_from has {was!r}, saw {value!r}; make them equal"
+            )
+    if problems:
+        raise ConfigError(*problems)

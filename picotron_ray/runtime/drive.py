@@ -102,7 +102,7 @@ def drive(
 
 
 def _drive(job: JobConfig, detach: bool, console: Console) -> tuple[int, dict[str, Any] | None]:
-    local = _prepare(job, console)
+    local = prepare(job, console)
     coordinator = _coordinator(job, local, console)
     if detach:
         console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
@@ -137,7 +137,7 @@ def with_absolute_paths(job: JobConfig) -> JobConfig:
     )
 
 
-def _prepare(job: JobConfig, console: Console) -> LocalRay | None:
+def prepare(job: JobConfig, console: Console) -> LocalRay | None:
     """Connect to the Ray that holds the run; where it must be started, check everything before."""
     if not os.environ.get("RAY_ADDRESS"):
         with local_ray.locked(job.name):

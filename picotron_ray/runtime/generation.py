@@ -216,7 +216,7 @@ class GenerationRun:
             return "failed", f"corrupt:{where}"
         if self._interrupted:
             return "interrupted", ""
-        if isinstance(error, torch.OutOfMemoryError):
+        if _out_of_memory(error):
             return "failed", f"oom: {error}"
         if self._groups.lost_peer(error):
             return "peer_lost", str(error)[:200]
@@ -242,3 +242,8 @@ class GenerationRun:
         page.phase("idle")
         page.forget_limits()
         return clean
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Of the device or of the host, whose allocator has no error class of its own in torch."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -115,10 +115,13 @@ def check_cluster(job: JobConfig) -> None:
         )
 
 
-def ensure_coordinator(job: JobConfig, owns_ray: bool = False) -> tuple[ActorHandle, bool]:
+def ensure_coordinator(
+    job: JobConfig, owns_ray: bool = False, tied_to: dict[str, Any] | None = None
+) -> tuple[ActorHandle, bool]:
     """Attach to the run's coordinator, or start one; returns (handle, attached).
 
-    ``owns_ray``: the connected Ray was started for this run alone and goes down with it.
+    ``owns_ray``: the connected Ray was started for this run alone and goes down with it. ``tied_to``: the
+    process (``runtime.owner``) with which a new run ends; None: it outlives all drivers.
     """
     found = find_coordinator(job.name)
     if found is not None:
@@ -141,7 +144,7 @@ def ensure_coordinator(job: JobConfig, owns_ray: bool = False) -> tuple[ActorHan
         ),
     }
     actor: Any = ray.remote(Coordinator).options(**options)
-    settings = {"event_folder": str(event_folder(job.name)), "owns_ray": owns_ray}
+    settings = {"event_folder": str(event_folder(job.name)), "owns_ray": owns_ray, "tied_to": tied_to}
     return actor.remote(job.model_dump(mode="json"), settings), False
 
 

@@ -119,8 +119,8 @@ class ClusterConfig(Section):
     worker_memory_bytes: int | None = Field(
         default=None,
         ge=2**20,
-        description="most private host memory that a worker may take beyond what its start takes, enforced by"
-        " the kernel (RLIMIT_DATA); the planner does not look at it; null: no limit",
+        description="most private host memory that a worker may take beyond what it has at its first step,"
+        " enforced by the kernel (RLIMIT_DATA); the planner does not look at it; null: no limit",
     )
     start_timeout_s: float = Field(
         default=120.0, gt=0, description="longest wait for max_workers before min_workers will do"

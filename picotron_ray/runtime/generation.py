@@ -31,6 +31,7 @@ from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKi
 from picotron_ray.data.dataset import DataSplits
 from picotron_ray.data.loader import Loader
 from picotron_ray.errors import CorruptError, PeerLostError
+from picotron_ray.runtime.memory_limit import limit_memory
 from picotron_ray.runtime.page import Page
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
@@ -53,6 +54,7 @@ class Home:
     storage: Callable[[], Storage]
     fetch_slot: Callable[[SlotInfo], bytes]  # a slot that lies on another node
     pool: SlotPool | None = None  # made by the first generation, which knows how large the state is
+    limited: bool = False  # its memory, from the first generation's first step on
 
 
 class GenerationRun:
@@ -150,6 +152,10 @@ class GenerationRun:
             tail=self._tail,
             start_step=spec.resume_step,
         )
+        limit = home.job.cluster.worker_memory_bytes
+        if limit is not None and not home.limited:  # the threads' stacks are there by now
+            limit_memory(limit)
+            home.limited = True
         return loop.run()
 
     def _restore(self, engine: Engine) -> None:

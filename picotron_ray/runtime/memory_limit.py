@@ -1,8 +1,9 @@
-"""A worker's share of its machine's memory, held by the kernel: what does not fit fails where it is asked for.
+"""A worker's share of its machine's memory, held by the kernel: what is too much fails where it is asked for.
 
-RLIMIT_DATA counts private, writable memory and not what is shared, such as snapshot slots. A failed allocation
-raises in torch and NumPy, so it becomes the worker's outcome (``oom``), where the kernel's own OOM killer would
-take any process of the machine.
+RLIMIT_DATA counts private, writable memory and not what is shared, such as snapshot slots. A failed
+allocation raises in torch and NumPy, so it becomes the worker's outcome (``oom``), where the kernel's own OOM
+killer would take any process of the machine. A thread's stack counts with its 8 MB, and Ray's own threads
+abort the process where they find no memory: so the limit is set late, when they have all been started.
 """
 
 from __future__ import annotations

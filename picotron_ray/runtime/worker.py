@@ -26,7 +26,6 @@ from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Outc
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.runtime.chaos import WorkerChaos
 from picotron_ray.runtime.generation import GenerationRun, Home
-from picotron_ray.runtime.memory_limit import limit_memory
 from picotron_ray.runtime.names import NAMESPACE, agent_name, cache_folder
 from picotron_ray.runtime.page import Page
 from picotron_ray.train.exchange import SNAPSHOT, STOP
@@ -65,8 +64,6 @@ class Worker:
         # go. Over all that torch and Ray have imported that takes 0.15 s; set apart here, 2 ms.
         gc.collect()
         gc.freeze()
-        if self._job.cluster.worker_memory_bytes is not None:
-            limit_memory(self._job.cluster.worker_memory_bytes)
 
     def _device(self) -> torch.device:
         if self._job.cluster.device == "cpu" or not torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ JOB: dict[str, Any] = {
 }  # fmt: skip
 
 
-def start(config: Path, address: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def start(config: Path, address: str) -> Iterator[subprocess.Popen[str]]:
     options = ["--name", SWEEP, "--trials", "8", "--layout-trials", "3", "--micro-batches", "4,8,64"]
     command = [
         sys.executable,
@@ -51,13 +53,17 @@ def start(config: Path, address: str) -> subprocess.Popen[str]:
         "--concurrent",
         "2",
     ]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*command, "--json"],
         env={**os.environ, "RAY_ADDRESS": address},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as sweep:
+        try:
+            yield sweep
+        finally:
+            sweep.kill()
 
 
 def training() -> list[PageView]:

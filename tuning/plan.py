@@ -24,7 +24,7 @@ from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.planner.choose import choose_layout, layouts
 from picotron_ray.planner.profile import DeviceProfile
 
-FAILURES_WITHOUT_PROGRESS = 3
+FAILURES_WITHOUT_PROGRESS = 2
 """A trial that fails this often at the same step is given up: an out-of-memory error comes again."""
 HEARTBEAT_S = 0.2
 """A trial's figures come from heartbeats: a short one needs more of them than a run does."""

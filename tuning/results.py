@@ -22,7 +22,7 @@ def rows_of(stage: str, grid: ResultGrid) -> list[dict[str, Any]]:
     was interrupted.
     """
     # The grid's own results leave out trials that never reported, and with them what they tried.
-    rows = [_row(stage, trial) for trial in grid._experiment_analysis.trials]  # type: ignore[union-attr]
+    rows = [_row(stage, trial) for trial in grid._experiment_analysis.trials]
     return sorted(rows, key=lambda row: str(row["trial"]))
 
 
@@ -46,7 +46,7 @@ def _status(trial: Any, figures: dict[str, Any]) -> str:
         return "failed"
     if figures.get("finished"):
         return "finished"
-    return "stopped" if trial.status == "TERMINATED" else "unfinished"
+    return "stopped" if figures.get("done") else "unfinished"  # an interrupted Tune calls both terminated
 
 
 def _reason(trial: Any) -> str:

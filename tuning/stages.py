@@ -29,7 +29,7 @@ from tuning.errors import InterruptedSweepError, NoneFinishedError
 from tuning.plan import Options
 from tuning.trial import DRIVER_CPUS, train_trial
 
-RETRIES = 2
+RETRIES = 1
 """Times that Tune starts a trial again whose own actor died; its run goes on from where it was."""
 LAYOUTS, RATES = "layouts", "learning-rates"
 
@@ -157,6 +157,7 @@ class Sweep:
         if tune.Tuner.can_restore(f"{where}/{name}", storage_filesystem=remote):
             return tune.Tuner.restore(f"{where}/{name}", trainable, storage_filesystem=remote)
         grid = name == LAYOUTS or self._options.search == "grid"
+        search = self._search(name, metric, mode)
         return tune.Tuner(
             trainable,
             param_space=space,
@@ -164,9 +165,9 @@ class Sweep:
                 metric=metric,
                 mode=mode,
                 num_samples=1 if grid else count,
-                search_alg=self._search(name, metric, mode),
+                search_alg=search,
                 scheduler=self._scheduler(name),
-                max_concurrent_trials=self._concurrent,
+                max_concurrent_trials=None if isinstance(search, BasicVariantGenerator) else self._concurrent,
             ),
             run_config=tune.RunConfig(
                 name=name,
@@ -182,7 +183,9 @@ class Sweep:
         if name == LAYOUTS or self._options.search == "grid":
             return None
         if self._options.search == "random":
-            return BasicVariantGenerator(points_to_evaluate=first, random_state=self._options.seed)
+            return BasicVariantGenerator(
+                points_to_evaluate=first, random_state=self._options.seed, max_concurrent=self._concurrent
+            )
         try:
             from ray.tune.search.optuna import OptunaSearch
 

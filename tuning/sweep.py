@@ -25,7 +25,12 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
 from tuning.plan import Options
 
-QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_CHDIR_TO_TRIAL_DIR": "0"}
+QUIET = {
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
 
 
 def main(

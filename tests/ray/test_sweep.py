@@ -35,7 +35,7 @@ JOB: dict[str, Any] = {
         "max_workers": 1, "device": "cpu", "start_timeout_s": 200.0, "worker_memory_bytes": 128 * 2**20,
     },
     "evaluate": {"samples": 8},
-    "elastic": {"first_step_timeout_s": 120.0},
+    "elastic": {"first_step_timeout_s": 120.0, "hang_floor_s": 60.0},
 }  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def start(config: Path, address: str) -> Iterator[subprocess.Popen[str]]:
         str(config),
         *options,
         "--steps",
-        "8",
+        "4",
         "--concurrent",
         "2",
     ]

@@ -12,8 +12,8 @@ Restoring 360 tensors (120 weights and their moments) of a (dp 2, tp 2) state fr
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from picotron_ray.checkpoint.boxes import as_elements, uncovered
+from picotron_ray.checkpoint.boxes import as_elements, uncovered, whole
 from picotron_ray.checkpoint.canonical import Box, Shard
 from picotron_ray.checkpoint.sources import Piece, ShardSource
 from picotron_ray.errors import StorageError
@@ -92,6 +92,20 @@ def restore(state: Sequence[StateTensor], source: ShardSource) -> None:
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     reader.read_data(plan, planner).wait()
     source.finish()
+
+
+def uncut(shards: Iterable[Shard], source: ShardSource) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, by name: of each tensor one shard, which tells its shape and dtype.
+
+    Raises as ``restore`` does.
+    """
+    state = []
+    for shard in shards:
+        tensor = torch.empty(shard.global_shape, dtype=getattr(torch, shard.dtype))
+        box = whole(shard.global_shape)
+        state.append(StateTensor(replace(shard, box=box), tensor))
+    restore(state, source)
+    return {entry.shard.name: entry.tensor for entry in state}
 
 
 def _check(wanted: dict[str, list[StateTensor]], stored: dict[str, list[Piece]]) -> None:

@@ -117,6 +117,12 @@ class ClusterConfig(Section):
     cpus_per_worker: float = Field(
         default=1.0, ge=0, description="CPU slots that each worker reserves in Ray"
     )
+    worker_memory_bytes: int | None = Field(
+        default=None,
+        ge=2**20,
+        description="most private host memory that a worker may take beyond what it has at its first step,"
+        " enforced by the kernel (RLIMIT_DATA); the planner does not look at it; null: no limit",
+    )
     start_timeout_s: float = Field(
         default=120.0, gt=0, description="longest wait for max_workers before min_workers will do"
     )

@@ -33,7 +33,7 @@ from picotron_ray.coordinator.replay import event_line, header_line
 from picotron_ray.errors import PicotronError, StorageError
 from picotron_ray.planner.choose import choose_layout
 from picotron_ray.planner.profile import profile_of
-from picotron_ray.runtime import local_ray
+from picotron_ray.runtime import local_ray, owner
 from picotron_ray.runtime.archive import Archive
 from picotron_ray.runtime.cluster import Cluster
 from picotron_ray.runtime.hands import Hands
@@ -74,6 +74,8 @@ class Coordinator:
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._hands.spawn(self._begin())
+        if self._options.get("tied_to"):
+            self._hands.spawn(self._end_with(self._options["tied_to"]))
         self._loop.run_forever()
 
     # --- called through Ray ------------------------------------------------------------------------------
@@ -234,6 +236,15 @@ class Coordinator:
         else:
             await asyncio.sleep(LINGER_S)  # drivers that are attached read the result meanwhile
             ray.kill(ray.get_actor(coordinator_name(self._job.name), NAMESPACE))
+
+    async def _end_with(self, process: dict[str, Any]) -> None:
+        """Once the process that the run is tied to is gone: stop with a commit, then go."""
+        while not await asyncio.to_thread(owner.is_gone, process):
+            await asyncio.sleep(owner.POLL_S)
+        self._history.note("warning", "orphaned", "the process that asked for this run is gone: stopping it")
+        while not self._history.status(0)["done"]:
+            self._dispatch(m.UserRequest("stop"))
+            await asyncio.sleep(owner.POLL_S)
 
     # --- scripted faults ---------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ def drive(
 def _drive(
     job: JobConfig, ray_job: Submission | None, detach: bool, console: Console
 ) -> tuple[int, dict[str, Any] | None]:
-    local = _prepare(job, console)
+    local = prepare(job, console)
     with signal_handlers() as signals:  # before the run exists: from here on no request to stop is lost
         coordinator = _coordinator(job, local, console, ray_job, signals)
         if detach:
@@ -139,7 +139,7 @@ def _drive(
     return int(final["exit_code"]), final["summary"]
 
 
-def _prepare(job: JobConfig, console: Console) -> LocalRay | None:
+def prepare(job: JobConfig, console: Console) -> LocalRay | None:
     """Connect to the Ray that holds the run; where it must be started, check everything before."""
     if not os.environ.get("RAY_ADDRESS"):
         with local_ray.locked(job.name):

@@ -32,6 +32,7 @@ from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKi
 from picotron_ray.data.dataset import DataSplits
 from picotron_ray.data.loader import Loader
 from picotron_ray.errors import CorruptError, PeerLostError, StorageError
+from picotron_ray.runtime.memory_limit import limit_memory
 from picotron_ray.runtime.page import Page
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
@@ -54,6 +55,7 @@ class Home:
     storage: Callable[[], Storage]
     fetch_slot: Callable[[SlotInfo], bytes]  # a slot that lies on another node
     pool: SlotPool | None = None  # made by the first generation, which knows how large the state is
+    limited: bool = False  # its memory, from the first generation's first step on
 
 
 class GenerationRun:
@@ -151,6 +153,10 @@ class GenerationRun:
             tail=self._tail,
             start_step=spec.resume_step,
         )
+        limit = home.job.cluster.worker_memory_bytes
+        if limit is not None and not home.limited:  # the threads' stacks are there by now
+            limit_memory(limit)
+            home.limited = True
         return loop.run()
 
     def _restore(self, engine: Engine) -> None:
@@ -228,7 +234,7 @@ class GenerationRun:
             return "failed", f"corrupt:{where}"
         if self._interrupted:
             return "interrupted", ""
-        if isinstance(error, torch.OutOfMemoryError):
+        if _out_of_memory(error):
             return "failed", f"oom: {error}"
         if self._groups.lost_peer(error):
             return "peer_lost", str(error)[:200]
@@ -254,3 +260,8 @@ class GenerationRun:
         page.phase("idle")
         page.forget_limits()
         return clean
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Of the device or of the host, whose allocator has no error class of its own in torch."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -114,7 +114,10 @@ def check_cluster(job: JobConfig) -> None:
 
 
 def ensure_coordinator(
-    job: JobConfig, owns_ray: bool = False, submission: Submission | None = None
+    job: JobConfig,
+    owns_ray: bool = False,
+    submission: Submission | None = None,
+    tied_to: dict[str, Any] | None = None,
 ) -> tuple[ActorHandle, bool]:
     """Attach to the run's coordinator, or start one; returns (handle, attached).
 
@@ -124,6 +127,7 @@ def ensure_coordinator(
     Args:
         owns_ray: the connected Ray was started for this run alone and goes down with it.
         submission: the Ray job that starts the run.
+        tied_to: the process (``runtime.owner``) with which a new run ends; None: it outlives all drivers.
     """
     found = find_coordinator(job.name)
     if found is not None:
@@ -151,6 +155,7 @@ def ensure_coordinator(
         "owns_ray": owns_ray,
         "origin": record,
         "submission": submission.plain() if submission else None,
+        "tied_to": tied_to,
     }
     return actor.remote(job.model_dump(mode="json"), settings), False
 

@@ -1,0 +1,1 @@
+"""Sweeps over layouts, micro-batches and learning rates with Ray Tune: ``python -m tuning.sweep``."""

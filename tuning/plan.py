@@ -1,0 +1,162 @@
+"""What a sweep tries, and what comes of it, as values: no Ray, no clock.
+
+Two stages, because their figures do not add up: throughput says nothing about a learning rate, and loss
+nothing about a layout (every layout computes the same gradient of the same global batch). First the layouts
+and micro-batches, judged by tokens per second; then, in the fastest of them, the learning rates, judged by
+held-out loss after the same number of steps. Neither figure is scaled or weighted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field
+
+from picotron_ray.config.export import public_dict
+from picotron_ray.config.fit import misfits
+from picotron_ray.config.job import JobConfig, Section
+from picotron_ray.config.layout import Layout
+from picotron_ray.config.load import parse_job
+from picotron_ray.errors import ConfigError, LayoutError
+from picotron_ray.planner.choose import choose_layout, layouts
+from picotron_ray.planner.profile import DeviceProfile
+
+FAILURES_WITHOUT_PROGRESS = 2
+"""A trial that fails this often at the same step is given up: an out-of-memory error comes again."""
+HEARTBEAT_S = 0.2
+"""A trial's figures come from heartbeats: a short one needs more of them than a run does."""
+
+
+class Options(Section):
+    """What the user asks of a sweep. A sweep resumes only with the options that it began with."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$", description="name of the sweep")
+    trials: int = Field(default=8, ge=2, description="trials in both stages together")
+    layout_trials: int | None = Field(
+        default=None, ge=1, description="of them for layouts; null: half, or as many as there are layouts"
+    )
+    steps: int = Field(default=20, ge=1, description="optimizer steps of a trial")
+    micro_batches: tuple[int, ...] = Field(
+        default=(), description="micro-batches to try; empty: the planner's, its half and its double"
+    )
+    search: str = Field(default="random", pattern="^(random|grid|optuna)$", description="of learning rates")
+    lr_factor: float = Field(default=10.0, gt=1, description="rates from the job's / factor to its x factor")
+    seed: int = Field(default=0, ge=0, description="draws the learning rates")
+
+
+def candidates(job: JobConfig, options: Options, profile: DeviceProfile) -> list[Layout]:
+    """Layouts to try, most promising first: one per micro-batch in turn, each in the planner's order.
+
+    Raises:
+        LayoutError: none fits.
+    """
+    best = layouts(job, job.cluster.max_workers, profile)
+    if not best:
+        choose_layout(job, job.cluster.max_workers, profile)  # raises, saying why
+    columns = [list(_sizes(layout, options)) for layout in best]
+    found: list[Layout] = []
+    for at in range(max(map(len, columns))):
+        for layout, sizes in zip(best, columns, strict=True):
+            wanted = replace(layout, micro_batch=sizes[at]) if at < len(sizes) else None
+            if wanted is not None and wanted not in found and not misfits(job, wanted):
+                found.append(wanted)
+    if not found:
+        raise LayoutError(f"micro_batches: saw {options.micro_batches}, none fits; leave the option out")
+    return found[: layout_trials(options, len(found))]
+
+
+def _sizes(layout: Layout, options: Options) -> Iterator[int]:
+    if options.micro_batches:
+        yield from options.micro_batches
+        return
+    yield layout.micro_batch
+    yield from (size for size in (layout.micro_batch // 2, layout.micro_batch * 2) if size)
+
+
+def layout_trials(options: Options, layouts_there: int) -> int:
+    """How many of the trials are for layouts; at least one stays for the learning rate."""
+    wanted = options.layout_trials or math.ceil(options.trials / 2)
+    return min(wanted, layouts_there, options.trials - 1)
+
+
+def trial_job(
+    job: JobConfig, options: Options, run: str, layout: Layout, learning_rate: float, url: str
+) -> JobConfig:
+    """The run of one trial: that layout and no other, that rate, ``options.steps`` steps, a name of its own.
+
+    Raises:
+        ConfigError: such as a warm-up longer than the trial.
+    """
+    raw = job.model_dump(mode="json")
+    steps = options.steps
+    raw |= {"name": run, "steps": steps}
+    raw["storage"]["url"] = url
+    raw["layout"] = pinned(layout)
+    raw["cluster"] |= {"min_workers": layout.world_size, "max_workers": layout.world_size}
+    raw["optimizer"]["learning_rate"] = learning_rate
+    raw["checkpoint"] |= {
+        "interval_steps": min(job.checkpoint.interval_steps, max(1, steps // 2)),
+        "keep_last": 1,
+        "keep_every_steps": None,
+        "resume_step": None,
+    }
+    raw["evaluate"]["interval_steps"] = min(job.evaluate.interval_steps, max(1, steps // 4))
+    patience = min(job.elastic.max_failures_without_progress, FAILURES_WITHOUT_PROGRESS)
+    raw["elastic"] |= {
+        "max_failures_without_progress": patience,
+        "heartbeat_s": min(job.elastic.heartbeat_s, HEARTBEAT_S),
+    }
+    return parse_job(raw)
+
+
+def pinned(layout: Layout) -> dict[str, Any]:
+    """A layout as ``layout`` keys of a config, every degree named."""
+    keys = ("dp", "tp", "pp", "zero", "schedule", "micro_batch")
+    return {key: getattr(layout, key) for key in keys}
+
+
+def recipe(job: JobConfig, layout: Layout, learning_rate: float, profile: DeviceProfile) -> dict[str, Any]:
+    """The job with what the sweep found, as plain data that ``launch`` takes.
+
+    As few degrees as possible are named, so that the run stays elastic: of the sets below, the first with
+    which the planner takes this very layout on that many workers.
+    """
+    found = public_dict(job)
+    found["optimizer"]["learning_rate"] = learning_rate
+    found["cluster"] |= {
+        "max_workers": layout.world_size,
+        "min_workers": min(job.cluster.min_workers, layout.world_size),
+    }
+    every = pinned(layout)
+    for names in (("micro_batch",), ("tp", "pp", "micro_batch"), ("tp", "pp", "zero", "micro_batch"), every):
+        found["layout"] = {**public_dict(job)["layout"], **{name: every[name] for name in names}}
+        try:
+            chosen = choose_layout(parse_job(found), layout.world_size, profile).layout
+        except ConfigError:
+            continue
+        if chosen == layout:
+            break
+    return found
+
+
+def learning_rates(options: Options, job: JobConfig, count: int) -> list[float]:
+    """For a grid: ``count`` rates, evenly spaced in their logarithm, around the job's own."""
+    middle, factor = job.optimizer.learning_rate, options.lr_factor
+    if count == 1:
+        return [middle]
+    return [middle * factor ** (2 * place / (count - 1) - 1) for place in range(count)]
+
+
+def best_row(rows: Sequence[Mapping[str, Any]], metric: str, mode: str) -> Mapping[str, Any]:
+    """The finished trial with the best figure; of equals the first.
+
+    Raises:
+        ConfigError: no trial finished; names what became of each.
+    """
+    finished = [row for row in rows if row["status"] == "finished" and row[metric] is not None]
+    if not finished:
+        raise ConfigError(*(f"trial {row['trial']}: {row['status']}: {row['reason']}" for row in rows))
+    return (max if mode == "max" else min)(finished, key=lambda row: float(row[metric]))

@@ -1,0 +1,81 @@
+"""One trial: a run of its own name, driven by a thin actor of Ray Tune's.
+
+The actor reserves ``DRIVER_CPUS`` and computes nothing; the run's workers reserve their own resources, on any
+node, and may be lost and replaced without the trial's knowing. A trial whose actor was killed is started
+again by Tune and resumes its run. A run that failed for good raises, here and when Tune starts it again: an
+out-of-memory error ends that trial, with its reason, and no other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import tune
+from ray.train.v2.api.callback import UserCallback
+from ray.train.v2.api.config import RunConfig
+
+from picotron_ray.checkpoint.storage import decode_json, get_or_none, open_storage
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.config.load import parse_job
+from picotron_ray.runtime.trainer import ElasticTrainer
+from tuning.errors import TrialFailedError
+from tuning.plan import Options, trial_job
+
+DRIVER_CPUS = 0.1
+
+
+class ReportToTune(UserCallback):
+    """Every new held-out loss goes to Tune, whose scheduler may end the trial by it."""
+
+    def __init__(self) -> None:
+        self._reported = 0
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        figures = metrics[0]
+        if figures.get("eval_step", 0) > self._reported and "tokens_per_s" in figures:
+            self._reported = figures["eval_step"]
+            tune.report(
+                {name: figures.get(name) for name in ("loss", "eval_loss", "tokens_per_s")}
+                | {
+                    "step": self._reported,
+                    "finished": False,
+                }
+            )
+
+
+def run_name(options: dict[str, Any]) -> str:
+    """The name of the calling trial's run: the same whenever Tune starts the trial again."""
+    return f"{options['name']}.{tune.get_context().get_trial_id()}"
+
+
+def train_trial(config: dict[str, Any], sweep: dict[str, Any]) -> None:
+    """The trainable.
+
+    Args:
+        config: what this trial tries: ``layout`` and ``learning_rate``.
+        sweep: what all trials share: ``job``, ``options`` and ``url``, as plain data.
+    """
+    job = trial_job(
+        parse_job(sweep["job"]),
+        Options.model_validate(sweep["options"]),
+        run_name(sweep["options"]),
+        Layout.from_dict(config["layout"]),
+        config["learning_rate"],
+        sweep["url"],
+    )
+    _refuse_what_failed(job)
+    result = ElasticTrainer(job, run_config=RunConfig(name=job.name, callbacks=[ReportToTune()])).fit()
+    metrics = result.metrics or {}
+    if metrics["status"] != "finished":
+        raise TrialFailedError(f"run {job.name} was {metrics['status']} at step {metrics['step']}")
+    figures = {name: metrics[name] for name in ("step", "loss", "eval_loss", "tokens_per_s", "wall_s")}
+    tune.report({**figures, "finished": True, "failures": len(metrics["failures"])})
+
+
+def _refuse_what_failed(job: JobConfig) -> None:
+    """A run that spent its failure budget is not tried again when Tune retries its trial."""
+    summary = get_or_none(open_storage(job.storage, job.name), "summary.json")
+    ended = {} if summary is None else decode_json("summary.json", summary)
+    if ended.get("status") == "failed":
+        raise TrialFailedError(ended["detail"])

@@ -40,6 +40,8 @@ _FIELDS = (
         ("pinned_wait_s", "d"),
     ),
     ("first_step_at_s", "d"),  # seconds since the epoch at which the generation finished its first step
+    ("built_at_s", "d"),  # likewise, at which groups and model were there and restoring began
+    ("restored_at_s", "d"),  # likewise, at which the first step began
 )
 _PLACE = {name: (i, kind) for i, (name, kind) in enumerate(_FIELDS)}
 _RECORD = struct.Struct("=" + "".join(kind for _, kind in _FIELDS))
@@ -80,6 +82,8 @@ class PageView:
     wait_s: float
     pinned_wait_s: float
     first_step_at_s: float
+    built_at_s: float
+    restored_at_s: float
 
     def stalled(self, now_s: float) -> bool:
         """Whether the present phase has lasted longer than its limit."""
@@ -154,6 +158,7 @@ class Page:
     def begin(self, term: int, n: int, rank: int, step: int) -> None:
         """A generation starts; the counters of the previous one are void."""
         self.computing_step = step + 1
+        self.put(built_at_s=0.0, restored_at_s=0.0)
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
 
     def phase(self, name: str) -> None:

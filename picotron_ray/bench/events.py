@@ -27,6 +27,9 @@ class EventLog:
         line = json.dumps({"t": time.time(), "what": what, **self._own, **values})
         self._file.write(line.encode() + b"\n")
 
+    def close(self) -> None:
+        self._file.close()
+
 
 class Events:
     """The reader's side: all events of a folder so far, in the order of their time."""

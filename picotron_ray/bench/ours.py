@@ -14,20 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from picotron_ray.bench.figures import WINDOW_STEPS, Kill, Rows, lost_samples, step_time
-from picotron_ray.checkpoint.log import RunLog
-from picotron_ray.checkpoint.storage import open_storage
-from picotron_ray.checkpoint.verify import latest_good, read_ledger
+from picotron_ray.bench.figures import WINDOW_STEPS, Kill, lost_samples, step_time
+from picotron_ray.bench.pages import committed_rows, generation_of, id_of, leader_of, pages
 from picotron_ray.config.job import JobConfig
-from picotron_ray.data.ledger_line import parse_line
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime import connect
 from picotron_ray.runtime.drive import poll, take_down
-from picotron_ray.runtime.names import run_folder
-from picotron_ray.runtime.page import PageView, read_page
+from picotron_ray.runtime.page import PageView
 from picotron_ray.runtime.run import ensure_coordinator
 
 WAIT_S = 180.0
@@ -84,7 +79,7 @@ def _kill_one(job: JobConfig, coordinator: Any, settle_steps: int, draw: random.
         if len(status["members"]) < job.cluster.max_workers:
             progress.clear()
             return False
-        leader = _leader(_generation(pages(job), status["generation"]))
+        leader = leader_of(generation_of(pages(job), status["generation"]))
         if leader is not None and leader.first_step_at_s:
             progress.append((time.time(), leader.step))
             return leader.step >= status["resume_step"] + settle_steps
@@ -93,7 +88,7 @@ def _kill_one(job: JobConfig, coordinator: Any, settle_steps: int, draw: random.
     before = _until(coordinator, settled)
     step_s = step_time(progress) if len(progress) > 1 else 0.0
     time.sleep(draw.random() * job.checkpoint.interval_steps * step_s)  # any step between two checkpoints
-    victim = draw.choice(_generation(pages(job), before["generation"]))
+    victim = draw.choice(generation_of(pages(job), before["generation"]))
     killed_s = time.time()
     os.kill(victim.pid, signal.SIGKILL)
     return _Seen(_recovered(job, coordinator, before, killed_s), step_s)
@@ -125,12 +120,16 @@ def _members_after_step(job: JobConfig, old: str, killed_s: float) -> list[PageV
     """The pages of the next generation once all its members have finished a step."""
     while time.time() < killed_s + WAIT_S:
         found = pages(job)
-        fresh = {_id(page) for page in found if page.first_step_at_s > killed_s and _id(page) != old}
-        members = _generation(found, min(fresh)) if fresh else []
+        fresh = {id_of(page) for page in found if page.first_step_at_s > killed_s and id_of(page) != old}
+        members = generation_of(found, min(fresh, key=_order)) if fresh else []
         if members and all(page.first_step_at_s for page in members):
             return members
         time.sleep(PAGE_S)
     raise PicotronError(f"bench recovery: no new step within {WAIT_S:g} s of the kill")
+
+
+def _order(generation: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in generation.split("."))
 
 
 def _wait_until_step(job: JobConfig, member: PageView, step: int) -> float:
@@ -141,44 +140,6 @@ def _wait_until_step(job: JobConfig, member: PageView, step: int) -> float:
             return time.time()
         time.sleep(PAGE_S)
     raise PicotronError(f"bench recovery: step {step} was not reached within {WAIT_S:g} s")
-
-
-def pages(job: JobConfig) -> list[PageView]:
-    """All heartbeat pages of the run on this machine, the dead workers' included."""
-    folder: Path = run_folder(job.snapshot.folder, job.name)
-    found = (read_page(path) for path in folder.glob("*/*.page"))
-    return [page for page in found if page is not None]
-
-
-def _id(page: PageView) -> str:
-    return f"{page.term}.{page.n}"
-
-
-def _generation(found: list[PageView], generation: str) -> list[PageView]:
-    return [page for page in found if _id(page) == generation]
-
-
-def _leader(members: list[PageView]) -> PageView | None:
-    return next((page for page in members if page.rank == 0), None)
-
-
-def committed_rows(job: JobConfig) -> dict[int, list[Rows]]:
-    """Per step the rows that the newest commit's ledger says were fed, of lines that count."""
-    storage = open_storage(job.storage, job.name)
-    log = RunLog(storage)
-    log.refresh()
-    good = latest_good(storage, log)
-    if good is None:
-        raise PicotronError("bench recovery: the run ended without a commit that verifies")
-    wrong: list[str] = []
-    rows: dict[int, list[Rows]] = {}
-    newest: dict[int, tuple[int, int]] = {}
-    for at, raw in enumerate(read_ledger(storage, good.manifest)):
-        line = parse_line(raw, at, wrong)
-        if line is not None and line.generation >= newest.get(line.step, (0, 0)):
-            newest[line.step] = line.generation
-            rows[line.step] = [(first, last) for first, last, _ in line.rows]
-    return rows
 
 
 def _until(coordinator: Any, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from picotron_ray.bench.ours import pages
+from picotron_ray.bench.pages import pages
 from picotron_ray.bench.peers.host import environment
 from picotron_ray.config.export import to_yaml
 from picotron_ray.config.job import JobConfig

@@ -139,7 +139,9 @@ def drive(folder: Path) -> None:
         """Runs in the controller's process."""
 
         def after_exception(self, run_context: Any, worker_exceptions: Any) -> None:
-            EventLog(folder / "events", -1).note("detected", ranks=sorted(worker_exceptions))
+            log = EventLog(folder / "events", -1)
+            log.note("detected", ranks=sorted(worker_exceptions))
+            log.close()
 
     TorchTrainer(
         train,
@@ -158,7 +160,7 @@ def drive(folder: Path) -> None:
             storage_path=str(folder / "storage"),
             failure_config=ray_train.FailureConfig(max_failures=SETTINGS["max_failures"]),
             checkpoint_config=ray_train.CheckpointConfig(num_to_keep=SETTINGS["num_to_keep"]),
-            callbacks=[Notice()],
+            callbacks=[Notice()],  # type: ignore[list-item]
         ),
     ).fit()
 

@@ -71,7 +71,7 @@ class TorchFT(Peer):
 
 def train(folder: Path, rank: int, lighthouse: str) -> None:
     """One replica, until it is ended."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torchft import Manager, ProcessGroupGloo
 
     from picotron_ray.bench.peers.replica import Pace, Replica
@@ -80,7 +80,7 @@ def train(folder: Path, rank: int, lighthouse: str) -> None:
     job, step_s = job_of(folder)
     log = EventLog(folder / "events", rank)
 
-    class Noted(ProcessGroupGloo):  # type: ignore[misc]
+    class Noted(ProcessGroupGloo):
         """Notes when it is formed; the quorum's number is the membership."""
 
         def configure(self, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +95,7 @@ def train(folder: Path, rank: int, lighthouse: str) -> None:
         replica.model.load_state_dict(state["model"])
         replica.optimizer.load_state_dict(state["optimizer"])
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = Noted(timeout=timedelta(seconds=SETTINGS["timeout_s"]))
     manager = Manager(
         pg=group,

@@ -103,7 +103,7 @@ def ratios(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 def _steps_per_s(name: str, folder: Path) -> float:
     kind, snapshot_interval = SIDES[name]
-    job = job_for_throughput(folder / "storage" / name, snapshot_interval)
+    job = job_for_throughput(folder / name / "storage", snapshot_interval)
     side = kind(job, folder / name)
     try:
         side.start()

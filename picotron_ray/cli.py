@@ -7,6 +7,8 @@ commands that speak to a run that goes on take its name.
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -213,28 +215,58 @@ def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson =
             raise typer.Exit(4)
 
 
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="write the result to FILE; - is stdout")
+]
+
+
 @benchmarks.command("recovery")
 def bench_recovery(
-    runs: Annotated[int, typer.Option(min=1, help="kills, one after the other")] = 10,
-    seed: Annotated[int, typer.Option(help="draws the victims")] = 0,
-    as_json: AsJson = False,
+    runs: Annotated[int, typer.Option(min=1, help="kills per framework, one after the other")] = 10,
+    seed: Annotated[int, typer.Option(help="draws the victims and the moments")] = 0,
+    peers: Annotated[
+        str, typer.Option(help="what to compare with: ray_train, torchft, with a comma between, or none")
+    ] = "ray_train,torchft",
+    json_file: JsonFile = None,
 ) -> None:
-    """SIGKILL workers of a quickstart-sized job; seconds from each kill to the next finished step."""
-    with reported(as_json):
-        import sys
-
-        from picotron_ray.bench.recovery import bench
+    """SIGKILL workers of a small job, ours and others'; seconds from each kill to the next new step."""
+    with reported(json_file == "-"):
+        from picotron_ray.bench import recovery
+        from picotron_ray.bench.report import recovery_lines
         from picotron_ray.runtime.drive import without_rays_messages
 
+        chosen = recovery.chosen_peers(peers)
         with without_rays_messages():
-            found = bench(runs, seed, lambda line: print(line, file=sys.stderr, flush=True))
-        if as_json:
-            _emit(found)
-        else:
-            print(
-                f"median {found['median_total_s']:.3f} s, slowest {found['max_total_s']:.3f} s, at most"
-                f" {found['max_lost_steps']} steps lost; {found['workers']} workers on {found['machine']}"
-            )
+            found = recovery.bench(runs, seed, chosen, _say)
+        _result(found, recovery_lines(found), json_file)
+
+
+@benchmarks.command("throughput")
+def bench_throughput(
+    pairs: Annotated[int, typer.Option(min=1, help="rounds, each with every side once")] = 20,
+    json_file: JsonFile = None,
+) -> None:
+    """Steps per second of the service, the same loop under torchrun, and plain PyTorch, in turns."""
+    with reported(json_file == "-"):
+        from picotron_ray.bench import throughput
+        from picotron_ray.bench.report import throughput_lines
+
+        found = throughput.bench(pairs, _say)
+        _result(found, throughput_lines(found), json_file)
+
+
+def _say(line: str) -> None:
+    """Progress, which is not part of a result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _result(found: dict[str, Any], lines: list[str], json_file: str | None) -> None:
+    """A benchmark's result: as one line of JSON on stdout, or as text, with a file beside it."""
+    if json_file == "-":
+        return _emit(found)
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(found, indent=2) + "\n")
+    return print("\n".join(lines))
 
 
 def _job(config: str, overrides: list[str] | None) -> Any:

@@ -1,120 +1,106 @@
-"""Seconds from the SIGKILL of a worker to the next finished step, on a job of the quickstart's size.
+"""Seconds from the SIGKILL of a worker to the next finished step: ours, Ray Train's and torchft's.
 
-One run goes on for the whole benchmark. Before each kill all workers are members again and a fresh
-generation has trained for a while; the victim is drawn by seed. The clock starts at the signal and stops
-at the moment at which rank 0 of the next generation finished its first step (it writes that down itself).
+The same small decoder, weights, batches, number of workers and checkpoint interval for all, on the same
+machine, one after the other; only one of them runs at a time. All kills of one framework happen in one
+run of it, in which a dead worker comes back: before each kill all workers are members and have trained
+together for `SETTLE_CHECKPOINTS` intervals, the victim is drawn by seed, and so is the moment, within one
+interval between checkpoints. A step of the peers is padded to the length that ours had.
+
+figures.py says what each figure means, ours.py and peers/ where each framework's times come from.
 """
 
 from __future__ import annotations
 
-import os
-import platform
+import importlib.util
 import random
-import signal
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from picotron_ray.bench.figures import recovery_ratios, summary
+from picotron_ray.bench.machine import machine, versions
+from picotron_ray.bench.peers.host import Peer, kill_workers
+from picotron_ray.bench.peers.ray_train import SETTINGS as RAY_TRAIN
+from picotron_ray.bench.peers.ray_train import RayTrain
+from picotron_ray.bench.peers.torchft import SETTINGS as TORCHFT
+from picotron_ray.bench.peers.torchft import TorchFT
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.load import load_job
-from picotron_ray.errors import PicotronError
-from picotron_ray.runtime import connect
-from picotron_ray.runtime.drive import poll, take_down
-from picotron_ray.runtime.run import ensure_coordinator
+from picotron_ray.errors import ConfigError
 
-SETTLE_STEPS = 8
-"""Steps of a full generation before the next kill."""
-WAIT_S = 120.0
-POLL_S = 0.02
+SETTLE_CHECKPOINTS = 2
+PEERS: dict[str, type[Peer]] = {"ray_train": RayTrain, "torchft": TorchFT}
+SETTINGS = {"ray_train": RAY_TRAIN, "torchft": TORCHFT}
+NEEDS = {"ray_train": "ray", "torchft": "torchft"}
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """One kill: seconds from the signal to the next finished step, and steps that were computed again."""
-
-    total_s: float
-    lost_steps: int
-    layout: str
-
-
-def job_for_recovery(folder: str) -> JobConfig:
-    """The quickstart without its end, its own fault and its checkpoints."""
+def job_for_recovery(folder: Path) -> JobConfig:
+    """Steps of some 20 ms on two cores, replicated over 4 workers; 12 samples divide by 4 and by 3."""
     changes = [
         "name=bench-recovery",
         "steps=1000000",
-        "chaos=[]",
-        "checkpoint.interval_steps=1000000",
+        "data.global_batch=12",
+        "optimizer.learning_rate=1.0e-3",
+        "optimizer.schedule.kind=constant",
+        "layout.tp=1",  # what the peers have: replicas of the whole model
+        "layout.pp=1",
+        "layout.zero=0",
+        "cluster.max_workers=4",
+        "cluster.device=cpu",
+        "checkpoint.interval_steps=20",
         "evaluate.interval_steps=1000000",
         "elastic.max_failures=1000",
         f"storage.url={folder}",
     ]
-    return load_job("quickstart", changes)
+    return load_job("tiny", changes)
 
 
-def bench(runs: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Kill ``runs`` workers one after the other; returns per-run figures and their medians."""
-    draw = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="picotron-bench-") as folder:
-        job = job_for_recovery(folder)
-        local = connect.connect(job)
-        coordinator, _ = ensure_coordinator(job, owns_ray=local is not None)
-        try:
-            kills = []
-            for number in range(1, runs + 1):
-                kills.append(_kill_one(job, coordinator, draw))
-                say(f"kill {number}: {kills[-1].total_s:.3f} s, {kills[-1].lost_steps} steps lost")
-            coordinator.request.remote("stop")
-            _until(coordinator, lambda status: status["done"])
-        finally:
-            take_down(local, coordinator)
-    totals = [kill.total_s for kill in kills]
+def chosen_peers(names: str) -> list[str]:
+    """From ``--peers``: names with commas between them, or ``none``.
+
+    Raises ConfigError for an unknown name and for one that is not installed.
+    """
+    chosen = [] if names == "none" else [name.strip() for name in names.split(",")]
+    problems = []
+    for name in chosen:
+        if name not in PEERS:
+            problems.append(f"--peers: saw {name!r}, expected some of {', '.join(PEERS)}, or none")
+        elif importlib.util.find_spec(NEEDS[name]) is None:
+            problems.append(
+                f"--peers: {name} is not installed: `pip install 'picotron-ray[bench]'`, or leave it out"
+            )
+    if problems:
+        raise ConfigError(*problems)
+    return chosen
+
+
+def bench(runs: int, seed: int, peers: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+    """Kill ``runs`` workers of each framework; returns every run's figures, their medians and ratios."""
+    from picotron_ray.bench.ours import kill_ours
+
+    with tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
+        folder = Path(name)
+        job = job_for_recovery(folder / "ours")
+        settle_steps = SETTLE_CHECKPOINTS * job.checkpoint.interval_steps
+        kills, step_s = kill_ours(job, runs, settle_steps, random.Random(seed), say)
+        found: dict[str, Any] = {"ours": summary(kills, step_s), "ray_train": None, "torchft": None}
+        for peer in peers:
+            subject = PEERS[peer](folder / peer, job, step_s)
+            kills, peer_step_s = kill_workers(subject, runs, settle_steps, random.Random(seed), say)
+            found[peer] = summary(kills, peer_step_s)
     return {
-        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
-        "workers": job.cluster.max_workers,
-        "runs": [{"total_s": k.total_s, "lost_steps": k.lost_steps, "layout": k.layout} for k in kills],
-        "median_total_s": statistics.median(totals),
-        "max_total_s": max(totals),
-        "max_lost_steps": max(kill.lost_steps for kill in kills),
+        "machine": {**machine(), **versions()},
+        "job": {
+            "model": job.model.model_dump(mode="json"),
+            "global_batch": job.data.global_batch,
+            "sequence_length": job.data.sequence_length,
+            "workers": job.cluster.max_workers,
+            "step_s": step_s,
+            "checkpoint_interval_steps": job.checkpoint.interval_steps,
+            "seed": seed,
+            "settings": {peer: SETTINGS[peer] for peer in peers},
+        },
+        **found,
+        **recovery_ratios(found["ours"], found["ray_train"]),
     }
-
-
-def _kill_one(job: JobConfig, coordinator: Any, draw: random.Random) -> Kill:
-    def settled(status: dict[str, Any]) -> bool:
-        leader = _leader(status)
-        full = len(status["members"]) == job.cluster.max_workers
-        return full and bool(leader) and leader["step"] >= status["resume_step"] + SETTLE_STEPS
-
-    before = _until(coordinator, settled)
-    victim = draw.choice(before["members"])
-    time.sleep(draw.random() * 0.2)  # any phase of a step
-    killed_s = time.time()
-    os.kill(before["pages"][victim]["pid"], signal.SIGKILL)
-    after = _until(
-        coordinator,
-        lambda s: s["generation"] != before["generation"] and _leader(s).get("first_step_at_s", 0) > killed_s,
-    )
-    failure = after["failures"][-1]
-    return Kill(_leader(after)["first_step_at_s"] - killed_s, failure["lost_steps"], after["layout"])
-
-
-def _leader(status: dict[str, Any]) -> dict[str, Any]:
-    """The page of rank 0 of the running generation; empty while none has come."""
-    for page in status["pages"].values():
-        if f"{page['term']}.{page['n']}" == status["generation"] and page["rank"] == 0:
-            return dict(page)
-    return {}
-
-
-def _until(coordinator: Any, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        status = poll(coordinator, 0)
-        if status is not None and reached(status):
-            return status
-        if time.monotonic() > deadline or (status is not None and status["done"]):
-            state = status["state"] if status else "unreachable"
-            raise PicotronError(f"bench recovery: the run is {state} and did not get on in {WAIT_S:g} s")
-        time.sleep(POLL_S)

@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,7 @@ class GenerationRun:
         self._groups.connect()
         page.phase("build")
         self._engine = build_engine(home.job, spec.layout, self.rank, self._groups, home.device)
+        page.put(built_at_s=time.time())
         page.phase("restore")
         self._restore(self._engine)
         page.put(clean=spec.resume_step)
@@ -157,6 +159,7 @@ class GenerationRun:
         if limit is not None and not home.limited:  # the threads' stacks are there by now
             limit_memory(limit)
             home.limited = True
+        page.put(restored_at_s=time.time())
         return loop.run()
 
     def _restore(self, engine: Engine) -> None:

@@ -267,6 +267,7 @@ class History:
                 "submissions": list(self._facts.submissions),
                 "state": self._finish.status if self._finish else ("running" if era else "starting"),
                 "term": self._term,
+                "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
                 "generation": str(era.spec.id) if era else None,
                 "layout": str(era.spec.layout) if era else None,
                 "members": [member.worker for member in era.spec.members] if era else [],

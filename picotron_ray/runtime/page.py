@@ -41,6 +41,8 @@ _FIELDS = (
         ("pinned_wait_s", "d"),
     ),
     ("first_step_at_s", "d"),  # seconds since the epoch at which the generation finished its first step
+    ("built_at_s", "d"),  # likewise, at which groups and model were there and restoring began
+    ("restored_at_s", "d"),  # likewise, at which the first step began
     *(("cuda_allocated_bytes", "q"), ("cuda_reserved_bytes", "q")),  # -1: no CUDA
     ("step_sum_s", "d"),
     *((f"step_count_{bucket}", "q") for bucket in range(len(STEP_BUCKETS_S) + 1)),
@@ -84,6 +86,8 @@ class PageView:
     wait_s: float
     pinned_wait_s: float
     first_step_at_s: float
+    built_at_s: float
+    restored_at_s: float
     cuda_allocated_bytes: int
     cuda_reserved_bytes: int
     step_sum_s: float  # time of all steps that the process has finished, and their number by STEP_BUCKETS_S
@@ -169,6 +173,7 @@ class Page:
     def begin(self, term: int, n: int, rank: int, step: int) -> None:
         """A generation starts; the counters of the previous one are void."""
         self.computing_step = step + 1
+        self.put(built_at_s=0.0, restored_at_s=0.0)
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
 
     def phase(self, name: str) -> None:

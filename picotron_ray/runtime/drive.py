@@ -25,6 +25,7 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime import connect, leftovers, local_ray, report
 from picotron_ray.runtime.local_ray import LocalRay
+from picotron_ray.runtime.own_model import with_built_model
 from picotron_ray.runtime.report import Progress, summary_lines
 
 POLL_S = 0.25
@@ -94,8 +95,9 @@ def drive(
         LostRunError: the coordinator stays unreachable.
     """
     console = console or report.console(as_json)
+    job = with_built_model(with_absolute_paths(job), lambda line: console.print(line, markup=False))
     with without_rays_messages():
-        code, summary = _drive(with_absolute_paths(job), detach, console)
+        code, summary = _drive(job, detach, console)
     if as_json and summary is not None:
         print(json.dumps(summary), flush=True)
     return code

@@ -20,12 +20,13 @@ from picotron_ray.checkpoint.pool import choose_folder
 from picotron_ray.checkpoint.storage import Storage, open_storage, probe
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.resume import changes, verdict
+from picotron_ray.config.resume import changes, show, verdict
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, NotFoundError, SlotError
 from picotron_ray.planner.choose import choose_layout
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.runtime.names import NAMESPACE, cache_folder, coordinator_name
+from picotron_ray.runtime.own_model import with_built_model
 from picotron_ray.runtime.placement import living_nodes, worker_needs
 
 
@@ -92,7 +93,7 @@ def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
         return []
     problems, warnings = [], []
     for key, before, now in changes(saved, job):
-        line = f"{key}: the run {job.name!r} in storage has {before!r}, saw {now!r}"
+        line = f"{key}: the run {job.name!r} in storage has {show(before)}, saw {show(now)}"
         if verdict(key) == "refuse":
             problems.append(f"{line}; it may not change within a run: choose another name, or set it back")
         elif verdict(key) == "warn":
@@ -123,6 +124,7 @@ def ensure_coordinator(job: JobConfig, owns_ray: bool = False) -> tuple[ActorHan
     found = find_coordinator(job.name)
     if found is not None:
         return found, True
+    job = with_built_model(job)
     check_cluster(job)
     from picotron_ray.runtime.coordinator import Coordinator
 

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 32 * 2**20
+THREAD_WAIT_S = 300.0
+"""A thread that its group does not follow this long gives up."""
 
 
 class ThreadGroup:
@@ -25,7 +27,7 @@ class ThreadGroup:
     @classmethod
     def make(cls, size: int) -> list[ThreadGroup]:
         """The groups of ``size`` threads, one each."""
-        barrier, slots = threading.Barrier(size), [torch.empty(0)] * size
+        barrier, slots = threading.Barrier(size, timeout=THREAD_WAIT_S), [torch.empty(0)] * size
         return [cls(index, barrier, slots) for index in range(size)]
 
     def size(self) -> int:

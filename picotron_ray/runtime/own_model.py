@@ -45,7 +45,7 @@ def with_built_model(job: JobConfig, say: Callable[[str], None] = lambda line: N
         raise ConfigError(
             f"model.builder: the process that builds {job.model.builder} ended with {done.returncode}: {last}"
         )
-    answer = json.loads(done.stdout)
+    answer = json.loads(done.stdout.splitlines()[-1])  # before it may stand what C code printed
     if "problems" in answer:
         raise ConfigError(*answer["problems"])
     built = BuiltModel.model_validate(answer["built"])

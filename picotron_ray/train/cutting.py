@@ -126,13 +126,13 @@ def _chain_problem(trial: Trial, names: tuple[str, ...], blocks: tuple[str, ...]
     if missing:
         return f"block {missing[0]} is not in the chain"
     for name, _ in trial.module.named_parameters():
-        if not any(name.startswith(f"{module}.") for module in names):
+        if not _lies_in(name, names):
             return f"parameter {name} is in no module of the chain"
     start, end = names.index(blocks[0]), names.index(blocks[-1])
     if names[start : end + 1] != blocks:
         return f"{next(n for n in names[start:end] if n not in blocks)} stands between the blocks"
     for tied in ties_of(trial.module):
-        parts = {(part_index(name, names[:start]), part_index(name, names[end + 1 :])) for name in tied}
+        parts = {(_lies_in(name, names[:start]), _lies_in(name, names[end + 1 :])) for name in tied}
         if len(parts) > 1:
             return f"{tied[0]} and {tied[1]} are one parameter, which would lie on two stages"
     chain = copy.deepcopy(trial.module)
@@ -146,7 +146,7 @@ def _chain_problem(trial: Trial, names: tuple[str, ...], blocks: tuple[str, ...]
     return "" if same else "the modules applied in turn give other logits than the model"
 
 
-def part_index(name: str, modules: tuple[str, ...]) -> bool:
+def _lies_in(name: str, modules: tuple[str, ...]) -> bool:
     """Whether a parameter lies in one of the modules."""
     return any(name.startswith(f"{module}.") for module in modules)
 

@@ -247,17 +247,16 @@ def kinds(tensor: Mapping[str, str]) -> list[str]:
 
 def main() -> None:
     """Entry point of the process."""
-    answer, sys.stdout = sys.stdout, sys.stderr  # the user's code may print
     job = JobConfig.model_validate_json(sys.stdin.read())
     torch.set_num_threads(1)
     result: dict[str, Any]
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
             built, said = inspect(job)
         result = {"built": built.model_dump(mode="json"), "said": said}
     except ConfigError as error:
         result = {"problems": error.problems}
-    answer.write(json.dumps(result))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

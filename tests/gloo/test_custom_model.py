@@ -90,7 +90,7 @@ def test_a_sum_left_out_is_noticed(pool: Pool) -> None:
     job = make_job("sgd", 12, built("encoder"))
     layout = Layout(tp=2, micro_batch=6)
     ranks = [found[0] for found in pool.run(2, run_without_sum, [job], layout)]
-    with pytest.raises(AssertionError, match="gradient of|replicas disagree about"):
+    with pytest.raises(AssertionError, match=r"gradient of|replicas disagree about"):
         assert compare(job, layout, ranks) == []
 
 

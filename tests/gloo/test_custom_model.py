@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +133,18 @@ def test_buffers_keep_their_values() -> None:
     assert mask.dtype == torch.float64
     assert torch.equal(mask == 0, torch.ones(32, 32).tril().bool())
     engine.close()
+
+
+def test_launch_refuses_before_anything_starts(tmp_path: Path) -> None:
+    """The builder is found in the folder of the launch, tried, and refused by one line."""
+    (tmp_path / "mine.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(2, 2)\n")
+    (tmp_path / "job.yaml").write_text("name: refused\nmodel: {builder: 'mine:build'}\n")
+    command = [sys.executable, "-m", "picotron_ray.launch", "job.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: model.builder: forward of tokens [1, 128] (data.sequence_length) raises")
+    assert not (tmp_path / "runs").exists()
 
 
 # --- what may be cut -------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from pydantic import Field
 
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.fit import misfits
-from picotron_ray.config.job import JobConfig, Section
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import parse_job
+from picotron_ray.config.section import Section
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.planner.choose import choose_layout, layouts
 from picotron_ray.planner.profile import DeviceProfile

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -44,9 +45,7 @@ def most_at_once(workers: int, needs: WorkerNeeds, nodes: list[NodeView]) -> int
     """How many trials of ``workers`` workers fit at once, each with its driver, wherever that is put."""
     for count in range(sum(node.capacity(needs) for node in nodes) // workers, 0, -1):
         drivers = count * DRIVER_CPUS
-        room = sum(
-            NodeView(node.id, node.host, node.cpus - drivers, node.gpus).capacity(needs) for node in nodes
-        )
+        room = sum(replace(node, cpus=node.cpus - drivers).capacity(needs) for node in nodes)
         if room >= count * workers:
             return count
     return 0

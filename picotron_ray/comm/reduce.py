@@ -6,6 +6,7 @@ size. Sums, never means: the loss is divided once by the global token count.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,6 +14,51 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 32 * 2**20
+THREAD_WAIT_S = 300.0
+"""A thread that its group does not follow this long gives up."""
+
+
+class ThreadGroup:
+    """Ranks that are threads of this process: a plan is tried on them without starting processes."""
+
+    def __init__(self, index: int, barrier: threading.Barrier, slots: list[Tensor]) -> None:
+        self._index, self._barrier, self._slots = index, barrier, slots
+
+    @classmethod
+    def make(cls, size: int) -> list[ThreadGroup]:
+        """The groups of ``size`` threads, one each."""
+        barrier, slots = threading.Barrier(size, timeout=THREAD_WAIT_S), [torch.empty(0)] * size
+        return [cls(index, barrier, slots) for index in range(size)]
+
+    def size(self) -> int:
+        return len(self._slots)
+
+    def rank(self) -> int:
+        return self._index
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the threads; raises BrokenBarrierError where one of them has left."""
+        self._slots[self._index] = x
+        self._barrier.wait()
+        total = torch.stack(self._slots).sum(dim=0)
+        self._barrier.wait()
+        return total
+
+    def leave(self) -> None:
+        """Release the others, which wait for this thread in vain."""
+        self._barrier.abort()
+
+
+Group = dist.ProcessGroup | ThreadGroup
+
+
+def all_sum(x: Tensor, group: Group) -> Tensor:
+    """The sum of ``x`` over the ranks of a group, a new tensor on each of them."""
+    if isinstance(group, ThreadGroup):
+        return group.sum(x)
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:

@@ -33,6 +33,10 @@ def misfits(job: JobConfig, layout: Layout) -> list[Misfit]:
 
 def _tensor_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
     model = job.model
+    if model.builder is not None:
+        if model.built is not None and tp > 1 and tp not in model.built.tensor_degrees:
+            yield Misfit("layout.tp", (), f"saw {tp}; {model.built.no_tensor}")
+        return
     cut = {
         "model.heads": model.heads,
         "model.kv_heads": model.kv_heads,
@@ -48,10 +52,7 @@ def _tensor_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
 
 
 def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
-    layers = job.model.layers
-    if layers % layout.pp:
-        text = f"saw {layout.pp}, which does not divide model.layers={layers}"
-        yield Misfit("layout.pp", ("model.layers",), text)
+    yield from _stage_misfits(job, layout.pp)
     if layout.pp > 1 and job.model.tie_embeddings:
         yield Misfit(
             "layout.pp",
@@ -67,6 +68,19 @@ def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
             f"{job.data.global_batch}, dp={layout.dp}, micro_batch={layout.micro_batch}); 1f1b needs one per"
             " stage",
         )
+
+
+def _stage_misfits(job: JobConfig, pp: int) -> Iterator[Misfit]:
+    model = job.model
+    if model.builder is None:
+        if model.layers % pp:
+            text = f"saw {pp}, which does not divide model.layers={model.layers}"
+            yield Misfit("layout.pp", ("model.layers",), text)
+    elif model.built is not None and pp > 1:
+        if not model.built.pipeline:
+            yield Misfit("layout.pp", (), f"saw {pp}; {model.built.no_pipeline}")
+        elif model.depth % pp:
+            yield Misfit("layout.pp", (), f"saw {pp}, which does not divide the model's {model.depth} blocks")
 
 
 def _batch_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
@@ -92,9 +106,10 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[tuple[int, int, int]]:
     except for its schedule.
     """
     found = []
-    for tp in range(1, min(workers, job.model.kv_heads) + 1):
-        for pp in range(1, min(workers // tp, job.model.layers) + 1):
-            if job.model.layers % pp or any(_tensor_misfits(job, tp)):
+    most = workers if job.model.builder is not None else job.model.kv_heads
+    for tp in range(1, min(workers, most) + 1):
+        for pp in range(1, min(workers // tp, job.model.depth or workers) + 1):
+            if any(_stage_misfits(job, pp)) or any(_tensor_misfits(job, tp)):
                 continue
             for dp in range(1, min(workers // (tp * pp), job.data.global_batch) + 1):
                 layout = Layout(dp=dp, tp=tp, pp=pp, schedule=job.layout.schedule)

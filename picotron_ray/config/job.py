@@ -5,22 +5,19 @@ Importing this module loads neither torch nor Ray.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from picotron_ray.config.builder import IMPORT_PATH, BuiltModel, PlanConfig
+from picotron_ray.config.section import Section
 
 RunName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
-class Section(BaseModel):
-    """Base of every config section."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
-
-
 class ModelConfig(Section):
-    """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """A Llama-style decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU), or your own."""
 
     vocab_size: int = Field(
         default=264, ge=2, description="rows of the embedding; at least the tokenizer's vocabulary"
@@ -36,6 +33,27 @@ class ModelConfig(Section):
     norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm")
     tie_embeddings: bool = Field(default=False, description="share the embedding matrix with the output head")
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of the initial weights")
+    builder: str | None = Field(
+        default=None,
+        pattern=IMPORT_PATH,
+        description="a model of your own: import path package.module:function of what builds it; of the keys"
+        " above only vocab_size applies then",
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the builder; plain data"
+    )
+    plan: PlanConfig = Field(default_factory=PlanConfig, description="how a model of your own is cut")
+    built: BuiltModel | None = Field(default=None, description="filled in by launch; leave it out")
+
+    def __hash__(self) -> int:  # ``arguments`` and ``tensor`` are mappings
+        return hash(self.model_dump_json())
+
+    @property
+    def depth(self) -> int:
+        """Number of repeated blocks; 0 where launch has not looked into the module yet."""
+        if self.builder is None:
+            return self.layers
+        return len(self.built.blocks) if self.built else 0
 
 
 class DataConfig(Section):

@@ -35,6 +35,7 @@ __all__ = [
 
 Path = tuple[str | int, ...]
 
+BUILT_BY_HAND = "model.built: saw a value, expected none: launch finds it in the built module; drop it"
 _HARMLESS = ChaosFault(fault="kill", target="coordinator", step=1)
 
 
@@ -67,7 +68,8 @@ def parse_job(raw: dict[str, Any]) -> JobConfig:
     """
     data = _plain(raw)
     job, broken = _validated(data)
-    lines = [_line(path, detail, data) for path, detail in broken.items()]
+    lines = [BUILT_BY_HAND] if job.model.built is not None else []
+    lines += [_line(path, detail, data) for path, detail in broken.items()]
     keys = {_dotted(path) for path in broken}
     for problem in check(job):
         involved = {problem.key, *problem.touches}

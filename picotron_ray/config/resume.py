@@ -21,6 +21,9 @@ _VERDICTS: dict[str, Verdict] = {
     "seed": "refuse",
     "precision": "refuse",
     "model": "refuse",
+    "model.plan": "may",  # state is kept uncut: another cut restores from it
+    "model.built": "may",
+    "model.built.parameters": "refuse",
     "data": "refuse",
     "data.prefetch_steps": "may",
     "optimizer": "warn",
@@ -68,7 +71,8 @@ def changes(old: Mapping[str, Any], new: JobConfig) -> list[tuple[str, Any, Any]
         was = before.get(key, defaults.get(key))
         if was != value:
             found.append((key, was, value))
-    return found
+    dropped = [key for key in before if key.startswith("model.arguments.") and key not in now]
+    return found + [(key, before[key], None) for key in dropped]
 
 
 def check_resume(old: Mapping[str, Any], new: JobConfig) -> list[str]:
@@ -80,7 +84,7 @@ def check_resume(old: Mapping[str, Any], new: JobConfig) -> list[str]:
     refused, lines = [], []
     for key, was, value in changes(old, new):
         said = verdict(key)
-        change = f"{key}: was {_show(was)}, now {_show(value)}"
+        change = f"{key}: was {show(was)}, now {show(value)}"
         if said == "refuse":
             refused.append(
                 f"{change}; it may not change within run {new.name}: restore it, or choose another name"
@@ -111,6 +115,7 @@ def markdown() -> str:
     return "\n".join(rows) + "\n"
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value in a message, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

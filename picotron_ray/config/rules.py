@@ -7,11 +7,12 @@ not reported (it would speak about a default, not about what the user wrote).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from picotron_ray.config.fit import misfits, nearest_layouts
-from picotron_ray.config.job import JobConfig
+from picotron_ray.config.job import JobConfig, ModelConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.phases import PHASES
 from picotron_ray.config.urls import url_problems
@@ -32,8 +33,32 @@ def check(job: JobConfig) -> list[Problem]:
     return [problem for rule in RULES for problem in rule(job)]
 
 
+def _builder(job: JobConfig) -> Iterator[Problem]:
+    """Keys that do not go with `model.builder`, or not without it."""
+    model, plain = job.model, ModelConfig()
+    own = ("arguments", "plan", "built")
+    skipped = {"vocab_size", "builder", *own} if model.builder else set(ModelConfig.model_fields) - set(own)
+    for key in ModelConfig.model_fields:
+        if key not in skipped and getattr(model, key) != getattr(plain, key):
+            text = "a value with model.builder, which takes only vocab_size, arguments and plan"
+            yield Problem(
+                f"model.{key}",
+                f"saw {text if model.builder else 'a value without model.builder'}; drop it",
+                ("model.builder",),
+            )
+    try:
+        json.dumps(model.arguments, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        text = (
+            f"saw something other than finite plain data: {error}; use numbers, strings, lists and mappings"
+        )
+        yield Problem("model.arguments", text)
+
+
 def _model(job: JobConfig) -> Iterator[Problem]:
     model = job.model
+    if model.builder is not None:
+        return
     if model.heads % model.kv_heads:
         yield Problem(
             "model.kv_heads",
@@ -234,6 +259,7 @@ def _chaos(job: JobConfig) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
+    _builder,
     _model,
     _data,
     _optimizer,

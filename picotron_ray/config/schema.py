@@ -85,6 +85,8 @@ def allowed(schema: Mapping[str, Any]) -> str:
     """One phrase that says which values a key takes."""
     if "anyOf" in schema:
         return " or ".join(allowed(option) for option in schema["anyOf"])
+    if "$ref" in schema:
+        return _TYPES["object"]
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:

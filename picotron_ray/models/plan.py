@@ -14,7 +14,16 @@ from typing import Literal
 from picotron_ray.config.job import ModelConfig
 
 Part = Literal["embed", "block", "head"]
-Style = Literal["vocab_embed", "sequence", "gather_input", "colwise", "rowwise", "vocab_head"]
+Style = Literal[
+    "vocab_embed",
+    "sequence",
+    "gather_input",
+    "colwise",
+    "rowwise",
+    "vocab_head",
+    "copy_colwise",
+    "sum_rowwise",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +37,8 @@ class ParameterSpec:
         part: ``embed`` lives on the first pipeline stage, ``head`` (final norm, head) on the last.
         tp_dim: dimension that tensor parallelism cuts, None where every tp rank holds the whole.
         decay: whether weight decay applies (not to norms).
-        init_std: standard deviation of the normal initial value; None: all ones.
+        init_std: standard deviation of the normal initial value; None: all ones. Not used for a model of the
+            user's own, which initialises itself.
     """
 
     name: str

@@ -60,7 +60,7 @@ def parallelize(
     Args:
         model: one pipeline stage, on the meta device.
         blocks: the modules that FSDP gathers one at a time.
-        plan: ``models.plan.tensor_parallel_plan()``.
+        plan: what tensor parallelism does to which module.
     """
     layout, applied = mesh.layout, []
     if layout.pp > 1:
@@ -68,7 +68,8 @@ def parallelize(
     tp = mesh.group("tp")
     if tp is not None:
         count = apply_tensor_parallel(model, tp, plan)
-        applied.append(f"tensor and sequence parallel over {layout.tp}, {count} modules")
+        kind = "tensor" if any(style == "sum_rowwise" for _, style in plan) else "tensor and sequence"
+        applied.append(f"{kind} parallel over {layout.tp}, {count} modules")
     dp = mesh.axis("dp")
     if dp is not None and layout.zero:
         apply_fsdp(model, blocks, dp, layout.zero)
@@ -103,12 +104,12 @@ def local_parameters(
         )
 
 
-def local_gradient(parameter: LocalParameter, layout: Layout) -> tuple[Tensor, bool]:
+def local_gradient(parameter: LocalParameter, layout: Layout, sequence_parallel: bool) -> tuple[Tensor, bool]:
     """The raw local gradient, and whether it is still to be summed over tp.
 
     Under sequence parallelism each tp rank sees its own tokens only, so what tp replicates (norms) gets
     partial gradients; the caller sums them in one bucket.
     """
     gradient = parameter.parameter.grad
-    partial = layout.tp > 1 and parameter.spec.tp_dim is None
+    partial = sequence_parallel and layout.tp > 1 and parameter.spec.tp_dim is None
     return (torch.zeros_like(parameter.local) if gradient is None else local_tensor(gradient)), partial

@@ -9,6 +9,9 @@ Own code on plain tensors, not ``parallelize_module``: measured with torch 2.13 
 DTensor's Python dispatch took 60 ms per micro-batch where the model itself takes 3 ms, it makes the whole
 vocabulary's gradient on every rank for the cut embedding, and its caches hold meshes of generations that
 are gone. Here a cut parameter is a smaller ``nn.Parameter`` and the collectives sit in module hooks.
+
+Modules of the user's own know nothing of a cut sequence: for them (``copy_colwise``, ``sum_rowwise``)
+activations stay whole between the cut linears, with an all-reduce at each border (Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from picotron_ray.comm.reduce import Group, all_sum
 from picotron_ray.comm.sequence import gather_sequence, reduce_scatter_sequence
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import Style
@@ -54,10 +58,48 @@ class _ReduceScatter(torch.autograd.Function):
         return gather_sequence(gradients[0], ctx.group), None
 
 
+class _Copy(torch.autograd.Function):
+    """The same input on every rank; its gradient is the sum of what each makes of it (Megatron-LM's f)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_sum(gradients[0], ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over ranks, whole on each; the gradient is the same for all (Megatron-LM's g)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def linear_dims(module: nn.Module) -> tuple[int, int] | None:
+    """Dimensions of a linear module's weight: (of the outputs, of the inputs); None for anything else.
+
+    torch's Linear keeps ``[out, in]``; the Conv1D of transformers' GPT-2 is a linear map kept ``[in, out]``.
+    """
+    if isinstance(module, nn.Linear):
+        return 0, 1
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        return 1, 0
+    return None
+
+
 class TensorParallel:
     """Applies one style to one module, for one rank of a tp group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
+        self.group: Any
         self.group, self.parts, self.index = group, group.size(), group.rank()
         self.styles: dict[Style, Callable[[Any], None]] = {
             "vocab_embed": self.vocab_embed,
@@ -66,17 +108,20 @@ class TensorParallel:
             "colwise": self.colwise,
             "rowwise": self.rowwise,
             "vocab_head": self.vocab_head,
+            "copy_colwise": self.copy_colwise,
+            "sum_rowwise": self.sum_rowwise,
         }
 
-    def _cut(self, module: Any, dim: int) -> None:
-        """Replace the module's weight by this rank's part of it (without values: it is on meta)."""
-        shape = list(module.weight.shape)
+    def _cut(self, module: Any, dim: int, name: str = "weight") -> None:
+        """Replace one of the module's parameters by this rank's part of it (without values)."""
+        whole = getattr(module, name)
+        shape = list(whole.shape)
         if shape[dim] % self.parts:
             raise LayoutError(
                 f"layout.tp: {shape[dim]} rows or columns of a weight do not divide by {self.parts}"
             )
         shape[dim] //= self.parts
-        module.weight = nn.Parameter(module.weight.new_empty(shape))
+        setattr(module, name, nn.Parameter(whole.new_empty(shape)))
 
     def sequence(self, module: Any) -> None:
         """A norm works on its own tokens; its gradient is partial (see ``parallelize.local_gradient``)."""
@@ -107,16 +152,42 @@ class TensorParallel:
 
         module.forward = forward
 
+    def copy_colwise(self, module: Any) -> None:
+        """Outputs cut, whole activations in: Megatron-LM's first linear, for modules of the user's own."""
+        output, _ = self._dims(module)
+        self._cut(module, output)
+        if module.bias is not None:
+            self._cut(module, 0, "bias")
+        if hasattr(module, "nf"):
+            module.nf //= self.parts
+        module.register_forward_pre_hook(lambda _, inputs: (_Copy.apply(inputs[0], self.group), *inputs[1:]))
 
-def _matches(name: str, glob: str) -> bool:
+    def sum_rowwise(self, module: Any) -> None:
+        """Inputs cut, whole activations out; the bias is added once, to the sum."""
+        output, inputs = self._dims(module)
+        self._cut(module, inputs)
+
+        def forward(x: Tensor) -> Tensor:
+            weight = module.weight if output == 0 else module.weight.T
+            total = _Sum.apply(F.linear(x, weight), self.group)
+            return total if module.bias is None else total + module.bias
+
+        module.forward = forward
+
+    def _dims(self, module: nn.Module) -> tuple[int, int]:
+        dims = linear_dims(module)
+        if dims is None:
+            raise LayoutError(f"tensor parallelism cuts linear modules only, saw a {type(module).__name__}")
+        return dims
+
+
+def matches(name: str, glob: str) -> bool:
     """Whether a dotted module name fits, ``*`` standing for exactly one part of it."""
     parts, wanted = name.split("."), glob.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def apply_tensor_parallel(
-    model: nn.Module, group: dist.ProcessGroup, plan: Sequence[tuple[str, Style]]
-) -> int:
+def apply_tensor_parallel(model: nn.Module, group: Group, plan: Sequence[tuple[str, Style]]) -> int:
     """Cut ``model`` (on the meta device) in place over ``group``; returns the number of modules touched.
 
     Raises LayoutError for a style that is unknown or a weight that does not divide. That every parameter
@@ -125,7 +196,7 @@ def apply_tensor_parallel(
     parallel, touched = TensorParallel(group), 0
     for name, module in list(model.named_modules()):
         for glob, style in plan:
-            if _matches(name, glob):
+            if matches(name, glob):
                 if style not in parallel.styles:
                     raise LayoutError(
                         f"tensor-parallel style {style!r} of {name}: expected {[*parallel.styles]}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
-from picotron_ray.planner.counts import stage_flops_per_token, stage_parameters
+from picotron_ray.planner.counts import sizes_of, stage_flops_per_token, stage_parameters
 from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES
 from picotron_ray.planner.profile import DeviceProfile
 
@@ -74,36 +74,39 @@ def step_cost(
 def _stage_compute(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
     """Seconds of arithmetic per micro-batch on the slowest stage, the last one (it has the head)."""
     tokens = layout.micro_batch * job.data.sequence_length
-    flops = stage_flops_per_token(job.model, job.data.sequence_length, layout.pp, layout.pp - 1)
-    blocks = job.model.layers // layout.pp
+    flops = stage_flops_per_token(job.model, job.data.sequence_length, layout.pp, layout.pp - 1, layout.tp)
+    blocks = sizes_of(job.model).layers // layout.pp
     loss = 1 + TENSOR_LOSS * math.log2(layout.tp)
-    return loss * tokens * flops / layout.tp / profile.flops + blocks * profile.kernel_s
+    return loss * tokens * flops / profile.flops + blocks * profile.kernel_s
 
 
 def _tensor(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
     """Seconds of tensor-parallel traffic per micro-batch and stage.
 
     With sequence parallelism each block all-gathers and reduce-scatters twice forward and twice backward: 8
-    collectives of (tp - 1)/tp of the hidden states (Korthikanti et al. 2022).
+    collectives of (tp - 1)/tp of the hidden states (Korthikanti et al. 2022). The four all-reduces without it
+    move as much.
     """
     if layout.tp == 1:
         return 0.0
-    hidden = (
-        layout.micro_batch * job.data.sequence_length * job.model.hidden_size * COMPUTE_BYTES[job.precision]
-    )
+    hidden = _hidden_bytes(job, layout)
     crosses = any(size % layout.tp for size in node_sizes)
     seconds = hidden * (layout.tp - 1) / layout.tp / _link(profile, crosses) + profile.latency_s
-    return 8 * (job.model.layers // layout.pp) * seconds
+    return 8 * (sizes_of(job.model).layers // layout.pp) * seconds
+
+
+def _hidden_bytes(job: JobConfig, layout: Layout) -> int:
+    """Bytes of the hidden states of one micro-batch."""
+    tokens = layout.micro_batch * job.data.sequence_length
+    return tokens * sizes_of(job.model).hidden * COMPUTE_BYTES[job.precision]
 
 
 def _hop(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
     """Seconds to pass one micro-batch's hidden states to the next stage and their gradient back."""
     if layout.pp == 1:
         return 0.0
-    hidden = (
-        layout.micro_batch * job.data.sequence_length * job.model.hidden_size * COMPUTE_BYTES[job.precision]
-    )
-    return 2 * (hidden / layout.tp / _link(profile, len(node_sizes) > 1) + profile.latency_s)
+    hidden = _hidden_bytes(job, layout) / (layout.tp if sizes_of(job.model).sequence_cut else 1)
+    return 2 * (hidden / _link(profile, len(node_sizes) > 1) + profile.latency_s)
 
 
 def _data(
@@ -121,13 +124,13 @@ def _data(
     if layout.dp == 1:
         return 0.0
     share = (layout.dp - 1) / layout.dp
-    size = stage_parameters(job.model, layout.pp, 0) / layout.tp * STATE_BYTES[job.precision]
+    size = stage_parameters(job.model, layout.pp, 0, layout.tp) * STATE_BYTES[job.precision]
     seconds = size * share / _link(profile, len(node_sizes) > 1)
     hops = math.log2(layout.dp)
     if not layout.zero:
         buckets = max(1.0, size / BUCKET_BYTES)
         return 2 * seconds + 2 * buckets * hops * profile.latency_s
-    blocks = job.model.layers // layout.pp + 2
+    blocks = sizes_of(job.model).layers // layout.pp + 2
     collectives = 2 if layout.zero == 2 else 3
     return micro_batches * collectives * (seconds + blocks * hops * profile.latency_s)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
-from picotron_ray.planner.counts import block_parameters, head_size, stage_parameters
+from picotron_ray.planner.counts import sizes_of, stage_parameters
 
 STATE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}  # weights, gradients and moments; bf16 keeps fp32 masters
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # activations
@@ -42,10 +42,11 @@ def memory_estimate(job: JobConfig, layout: Layout) -> MemoryEstimate:
 
 def _stage_memory(job: JobConfig, layout: Layout, stage: int) -> MemoryEstimate:
     size = STATE_BYTES[job.precision]
-    parameters = stage_parameters(job.model, layout.pp, stage) / layout.tp
+    sizes = sizes_of(job.model)
+    parameters = stage_parameters(job.model, layout.pp, stage, layout.tp)
     copies = 2 + MOMENTS[job.optimizer.name]  # weight and gradient, moments
     state = parameters * size * copies / (layout.dp if layout.zero else 1)
-    block = block_parameters(job.model) / layout.tp
+    block = sizes.whole_block + (sizes.block - sizes.whole_block) / layout.tp
     gathered = 0.0
     if layout.zero == 2:  # all weights stay gathered from forward to backward
         gathered = (parameters + block) * size
@@ -55,22 +56,18 @@ def _stage_memory(job: JobConfig, layout: Layout, stage: int) -> MemoryEstimate:
 
 
 def _activations(job: JobConfig, layout: Layout, stage: int) -> float:
-    """Bytes kept for backward: per token and block 6·h + 2·kv + 4·I elements, kv = kv_heads · head size.
+    """Bytes kept for backward: of every block in flight, and on the last stage logits and their gradient.
 
-    Block input, two norm outputs, q, attention output and the residual between (6·h), k and v, and gate, up,
-    their activation and product (4·I); attention scores are not kept (SDPA recomputes them). Sequence
-    parallelism cuts all of it by tp. The last stage adds logits and their gradient (2·V). AFAB keeps every
-    micro-batch, 1F1B at most one per stage that follows (Narayanan et al. 2021).
+    AFAB keeps every micro-batch, 1F1B at most one per stage that follows (Narayanan et al. 2021). Tensor
+    parallelism cuts all of it where it comes with sequence parallelism; else it is counted whole.
     """
-    model = job.model
+    sizes = sizes_of(job.model)
     tokens = layout.micro_batch * job.data.sequence_length
-    key_value = model.kv_heads * head_size(model)
-    per_token = 6 * model.hidden_size + 2 * key_value + 4 * model.intermediate_size
-    elements = per_token * (model.layers // layout.pp)
+    elements = sizes.activations * (sizes.layers // layout.pp)
     in_flight = _in_flight(job, layout, stage)
     kept = elements * COMPUTE_BYTES[job.precision] * in_flight
-    logits = 2 * model.vocab_size * STATE_BYTES[job.precision] if stage == layout.pp - 1 else 0
-    return tokens * (kept + logits) / layout.tp
+    logits = 2 * sizes.vocabulary * STATE_BYTES[job.precision] if stage == layout.pp - 1 else 0
+    return tokens * (kept + logits) / (layout.tp if sizes.sequence_cut else 1)
 
 
 def _in_flight(job: JobConfig, layout: Layout, stage: int) -> int:

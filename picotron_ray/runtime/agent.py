@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -20,7 +19,6 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ from picotron_ray.errors import CorruptError, PicotronError, SlotError
 from picotron_ray.observability.exporter import Exporter, PortTakenError, address
 from picotron_ray.runtime import leftovers
 from picotron_ray.runtime.busy import Busy
-from picotron_ray.runtime.fingerprint import package_fingerprint
+from picotron_ray.runtime.fingerprint import node_versions
 from picotron_ray.runtime.metrics import AgentFigures
 from picotron_ray.runtime.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.page import PageView, process_alive, read_page
@@ -95,11 +93,7 @@ class Agent:
         return {
             "node": self._node,
             "pid": os.getpid(),
-            "versions": {
-                "picotron_ray": package_fingerprint(),
-                "torch": version("torch"),
-                "python": platform.python_version(),
-            },
+            "versions": node_versions(self._job),
             "workers": [page.worker for page in living],
             "busy": [(page.worker, page.term, page.n) for page in living if page.phase != "idle"],
             "spec": spec,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import platform
 import time
-from importlib.metadata import version
 from typing import Any
 
 import ray
@@ -23,7 +21,7 @@ from picotron_ray.coordinator.messages import (
     WorkerReady,
 )
 from picotron_ray.runtime.actors import start_agent, start_worker
-from picotron_ray.runtime.fingerprint import package_fingerprint
+from picotron_ray.runtime.fingerprint import node_versions
 from picotron_ray.runtime.names import NAMESPACE, agent_name, worker_actor_name
 from picotron_ray.runtime.placement import (
     NodeView,
@@ -59,11 +57,7 @@ class Cluster:
         self.metrics: dict[str, dict[str, str]] = {}  # what each agent says of its metrics endpoint
         self._placed: dict[str, str] = {}  # ready worker: its node, where it holds resources
         self._capacity: dict[str, int] = {}  # as last told, of the nodes that may take part
-        self._versions = {
-            "picotron_ray": package_fingerprint(),
-            "torch": version("torch"),
-            "python": platform.python_version(),
-        }
+        self._versions = node_versions(job)
 
     # --- nodes -------------------------------------------------------------------------------------------
 

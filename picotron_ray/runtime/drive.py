@@ -25,6 +25,7 @@ from picotron_ray.config.resume import check_resume
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime import connect, leftovers, local_ray, report, submission, supervise
 from picotron_ray.runtime.local_ray import LocalRay
+from picotron_ray.runtime.own_model import with_built_model
 from picotron_ray.runtime.report import Progress, summary_lines
 from picotron_ray.runtime.submission import Submission
 
@@ -110,8 +111,10 @@ def drive(
     found = submission.current()
     if found is not None:
         console.print(f"run {job.name} in {found}", markup=False, soft_wrap=True)
+    job = submission.with_user_paths(job, found)
+    job = with_built_model(job, lambda line: console.print(line, markup=False))
     with without_rays_messages():
-        code, summary = _drive(submission.with_user_paths(job, found), found, detach, console)
+        code, summary = _drive(job, found, detach, console)
     if found is not None:  # of a job that was stopped, Ray keeps no exit code
         console.print(f"Ray job {found.id}: the driver exits with code {code}", markup=False)
     if as_json and summary is not None:

@@ -29,6 +29,7 @@ from picotron_ray.planner.choose import choose_layout
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.runtime import origin
 from picotron_ray.runtime.names import NAMESPACE, cache_folder, coordinator_name
+from picotron_ray.runtime.own_model import with_built_model
 from picotron_ray.runtime.placement import head_node, living_nodes, worker_needs
 from picotron_ray.runtime.submission import Submission
 
@@ -132,6 +133,7 @@ def ensure_coordinator(
     found = find_coordinator(job.name)
     if found is not None:
         return found, True
+    job = with_built_model(job)
     check_cluster(job)
     from picotron_ray.runtime.coordinator import Coordinator
 

@@ -30,6 +30,7 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime import drive, owner, report, run
 from picotron_ray.runtime.local_ray import LocalRay
+from picotron_ray.runtime.own_model import with_built_model
 from picotron_ray.runtime.ray_configs import Job, resolve
 from picotron_ray.runtime.ray_result import CommitCheckpoint, result_of
 from picotron_ray.runtime.submission import current, with_user_paths
@@ -58,7 +59,7 @@ class ElasticTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
     ) -> None:
-        self.job = with_user_paths(resolve(job, scaling_config, run_config), current())
+        self.job = with_built_model(with_user_paths(resolve(job, scaling_config, run_config), current()))
         cluster = self.job.cluster
         self.scaling_config = scaling_config or ScalingConfig(
             num_workers=(cluster.min_workers, cluster.max_workers), use_gpu=cluster.device == "cuda"

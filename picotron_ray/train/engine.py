@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from picotron_ray.checkpoint.canonical import Box, Shard
 from picotron_ray.checkpoint.dcp import StateTensor
@@ -23,9 +23,7 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.init import initialise_
-from picotron_ray.models.llama import Transformer
-from picotron_ray.models.plan import parameter_table, stage_layers, tensor_parallel_plan
+from picotron_ray.models.definition import definition_of
 from picotron_ray.parallel.data import settle
 from picotron_ray.parallel.loss import weighted_loss_sum
 from picotron_ray.parallel.mesh import Mesh, make_mesh
@@ -59,33 +57,25 @@ class Engine:
         at = mesh.at
         self._last = at.pp == self.layout.pp - 1
         self._owns_loss = self._last and at.tp == 0
+        self._definition = definition_of(job.model, job.seed)
         self._tp_group, self._tp_index = mesh.group("tp"), at.tp
+        self._loss_group = self._tp_group if self._definition.sequence_parallel else None
         self._dp_group = mesh.group("dp") if not self.layout.zero else None
-        self._model: Transformer | None = self._build(mesh)
-        self.applied = parallelize(self._model, self._model.layers.values(), mesh, tensor_parallel_plan())
+        self._model: nn.Module | None = self._build(mesh)
+        blocks = self._definition.blocks(self._model)
+        self.applied = parallelize(self._model, blocks, mesh, self._definition.styles)
         self._materialise(self._model)
-        self._parameters = list(local_parameters(self._model, parameter_table(job.model), mesh))
+        self._parameters = list(local_parameters(self._model, self._definition.table, mesh))
         self._optimizer = Optimizer(job.optimizer, self._parameters)
         self._gradients: list[Tensor] = []
         self._pipeline = self._build_pipeline(mesh) if self.layout.pp > 1 else None
 
-    def _build(self, mesh: Mesh) -> Transformer:
+    def _build(self, mesh: Mesh) -> nn.Module:
         """This rank's stage, without storage."""
-        layout, stage = self.layout, mesh.at.pp
-        first, last = stage_layers(self.job.model.layers, layout.pp, stage)
-        if first == last:
-            raise LayoutError(
-                f"layout.pp: saw {layout.pp} stages for {self.job.model.layers} layers: expected a layer each"
-            )
-        with torch.device("meta"):
-            model = Transformer(
-                self.job.model, first_layer=first, last_layer=last, embed=stage == 0, head=self._last
-            )
-        return model.to(master_dtype(self.job))
+        return self._definition.stage(self.layout.pp, mesh.at.pp).to(master_dtype(self.job))
 
-    def _materialise(self, model: Transformer) -> None:
-        model.to_empty(device=self.device)
-        model.tie()
+    def _materialise(self, model: nn.Module) -> None:
+        self._definition.materialise(model, self.device)
         settle(model)
         apply_precision(model, self.job, self.device)
 
@@ -94,7 +84,8 @@ class Engine:
         assert group is not None
         assert self._model is not None
         sequence = self.job.data.sequence_length
-        shape = (self.layout.micro_batch, sequence // self.layout.tp, self.job.model.hidden_size)
+        parts = self.layout.tp if self._definition.sequence_parallel else 1
+        shape = (self.layout.micro_batch, sequence // parts, self._definition.hidden_size)
         hidden = torch.empty(shape, dtype=master_dtype(self.job), device="meta", requires_grad=True)
         return Pipeline(
             self._model, self.layout, mesh.at.pp, group, hidden, sequence, self._loss_sum, self.device
@@ -103,7 +94,7 @@ class Engine:
     # --- a step --------------------------------------------------------------------------------------
 
     def _loss_sum(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return weighted_loss_sum(logits, targets, weights, self._tp_group, self._tp_index)
+        return weighted_loss_sum(logits, targets, weights, self._loss_group, self._tp_index)
 
     def _on_device(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         tokens = torch.from_numpy(batch.tokens).to(self.device, non_blocking=True)
@@ -144,7 +135,8 @@ class Engine:
     def reduce(self, on_phase: OnPhase = silent) -> None:
         """Finish the gradients: sum over tp what is partial, and over replicas where FSDP has not."""
         on_phase("reduce")
-        found = [local_gradient(parameter, self.layout) for parameter in self._parameters]
+        cut = self._definition.sequence_parallel
+        found = [local_gradient(parameter, self.layout, cut) for parameter in self._parameters]
         self._gradients = [gradient for gradient, _ in found]
         partial = [gradient for gradient, is_partial in found if is_partial]
         if partial:
@@ -214,10 +206,9 @@ class Engine:
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Set the weights of step 0: a function of seed and name alone, the same at every layout."""
+        initial = self._definition.initial(seed)
         for parameter in self._parameters:
-            spec = parameter.spec
-            full = initialise_(spec.name, spec.shape, seed, init_std=spec.init_std)
-            parameter.local.copy_(cut(full, parameter.box))
+            parameter.local.copy_(cut(initial(parameter.spec), parameter.box))
         for values in self._optimizer.moments.values():
             for value in values:
                 value.zero_()
@@ -237,7 +228,7 @@ class Engine:
         if self._mesh is not None:
             self._mesh.close()
         self._pipeline = self._model = self._mesh = None
-        self._tp_group = self._dp_group = None
+        self._tp_group = self._dp_group = self._loss_group = None
         self._parameters, self._gradients = [], []
         del self._optimizer
 

@@ -1,0 +1,119 @@
+"""What the engine knows of a model: its parameters as a table, how it is cut, and how to build a stage.
+
+Our Llama-style decoder and any module of the user's are two definitions of the same interface; nothing
+above this module asks which of them it trains.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from picotron_ray.config.job import ModelConfig
+from picotron_ray.errors import LayoutError
+from picotron_ray.models.init import initialise_
+from picotron_ray.models.llama import Transformer
+from picotron_ray.models.plan import ParameterSpec, Style, parameter_table, stage_layers, tensor_parallel_plan
+
+InitialValue = Callable[[ParameterSpec], Tensor]
+"""The full initial value (CPU) of one parameter."""
+
+
+class ModelDefinition(ABC):
+    """One model, uncut; see the module.
+
+    Fields:
+        table: every parameter, in ``named_parameters`` order.
+        styles: what tensor parallelism does to which module.
+        sequence_parallel: whether activations between blocks are cut over the sequence under tensor
+            parallelism, and logits over the vocabulary. If so, what tp replicates gets partial gradients.
+        hidden_size: width of what goes from one pipeline stage to the next.
+        depth: number of repeated blocks.
+    """
+
+    table: tuple[ParameterSpec, ...]
+    styles: tuple[tuple[str, Style], ...]
+    sequence_parallel: bool
+    hidden_size: int
+    depth: int
+
+    def stage(self, pp: int, index: int) -> nn.Module:
+        """One of ``pp`` pipeline stages, its parameters on the meta device.
+
+        Raises LayoutError where the model cannot be cut so.
+        """
+        first, last = stage_layers(self.depth, pp, index)
+        if pp > 1 and first == last:
+            raise LayoutError(
+                f"layout.pp: saw {pp} stages for {self.depth} layers: expected a layer each; use a smaller pp"
+            )
+        return self.build(first, last, embed=index == 0, head=index == pp - 1)
+
+    @abstractmethod
+    def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
+        """Blocks ``first`` to ``last`` (half open), with what stands before or after all blocks."""
+
+    @abstractmethod
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        """The blocks of a stage, in order: what ZeRO gathers one at a time."""
+
+    @abstractmethod
+    def tie(self, module: nn.Module) -> None:
+        """Share again what the model shares, after parameters were replaced."""
+
+    @abstractmethod
+    def initial(self, seed: int) -> InitialValue:
+        """The weights of step 0: a function of seed and name alone."""
+
+    def materialise(self, module: nn.Module, device: torch.device) -> None:
+        """Give a stage storage on ``device``: parameters without values, buffers with the ones they have."""
+        buffers = dict(module.named_buffers())
+        module.to_empty(device=device)
+        self.tie(module)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+
+
+class LlamaDefinition(ModelDefinition):
+    """The decoder of ``models.llama``."""
+
+    sequence_parallel = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self.table, self.styles = parameter_table(config), tensor_parallel_plan()
+        self.hidden_size, self.depth = config.hidden_size, config.layers
+
+    def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
+        with torch.device("meta"):
+            return Transformer(self._config, first_layer=first, last_layer=last, embed=embed, head=head)
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        assert isinstance(module, Transformer)
+        return list(module.layers.values())
+
+    def tie(self, module: nn.Module) -> None:
+        assert isinstance(module, Transformer)
+        module.tie()
+
+    def initial(self, seed: int) -> InitialValue:
+        return lambda spec: initialise_(spec.name, spec.shape, seed, init_std=spec.init_std)
+
+
+def definition_of(config: ModelConfig, seed: int) -> ModelDefinition:
+    """The definition of the model that a config names.
+
+    Args:
+        seed: ``job.seed``, under which a module of the user's is built.
+
+    Raises ConfigError for a module that cannot be built, or is not what launch looked into.
+    """
+    if config.builder is None:
+        return LlamaDefinition(config)
+    from picotron_ray.models.custom import CustomDefinition
+
+    return CustomDefinition(config, seed)

@@ -69,6 +69,8 @@ def _refresh_authentication() -> None:
 PROBE_S = 5.0
 """Longest wait for the first answer; an address where nothing listens is left to Ray's own retries."""
 
+_SET_TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to that cluster's token"
+
 
 def connect_to(address: str) -> None:
     """``ray.init`` to an address; raises ClusterError where nothing answers, or where it refuses us."""
@@ -88,7 +90,7 @@ def connect_to(address: str) -> None:
             logging_level=logging.ERROR,
             ignore_reinit_error=True,
         )
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as error:
+    except (ConnectionError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise ClusterError(f"no Ray answers at {address!r}: {first}") from error
 
@@ -103,6 +105,7 @@ def _refuse_wrong_token(address: str) -> None:
     from ray._private.grpc_utils import init_grpc_channel
     from ray._private.services import canonicalize_bootstrap_address
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+    from ray.exceptions import AuthenticationError
 
     try:
         where = canonicalize_bootstrap_address(address)
@@ -114,9 +117,11 @@ def _refuse_wrong_token(address: str) -> None:
         stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         try:
             stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=PROBE_S)  # type: ignore[attr-defined]
+        except AuthenticationError as error:
+            raise ClusterError(f"RAY_AUTH_MODE=token, but no token was found; {_SET_TOKEN}") from error
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise ClusterError(
                     f"the Ray at {where} refuses the token that this process has, or has none"
-                    f" ({error.details()}); set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+                    f" ({error.details()}); {_SET_TOKEN}"
                 ) from error

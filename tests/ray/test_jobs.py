@@ -121,7 +121,8 @@ def test_stop_resubmit_kill_and_attach(cluster: TwoNodes, project: Path) -> None
         os.kill(int(cluster.api("jobs/two")["driver_info"]["pid"]), signal.SIGKILL)
         assert ended(two) == 1
     job = cluster.api("jobs/two")
-    assert (job["status"], job["driver_exit_code"]) == ("FAILED", -9)
+    assert job["status"] == "FAILED"
+    assert job["driver_exit_code"] in (-9, 137), "the second where a shell stands between Ray and the driver"
 
     # nothing of the job is left but the run, which must still find its package to start a worker
     (worker,) = pages("submitted")
@@ -167,7 +168,7 @@ def test_a_driver_killed_while_it_stops_leaves_the_stop_to_the_coordinator(
     assert summary["checkpoints"][-1]["step"] == summary["steps"] >= 50
     assert summary["first_loss"] < 4.0, "drawn from a seed it begins at ln 264 = 5.6"
     origin = json.loads((storage(project, "child") / "run.json").read_text())["origin"]
-    assert origin["step"] == commits(project)[-1]
+    assert 0 < origin["step"] <= commits(project)[-1]
 
 
 def test_two_launches_of_one_name_beside_another_run(cluster: TwoNodes, project: Path) -> None:

@@ -50,6 +50,7 @@ def main(
     """Sweep layouts and micro-batches by tokens/s, then learning rates by held-out loss."""
     with reported(as_json):
         from picotron_ray.config.load import load_job
+        from picotron_ray.runtime.drive import without_rays_messages
         from picotron_ray.runtime.submission import current, with_user_paths
 
         job = with_user_paths(load_job(config, overrides or []), current())
@@ -64,7 +65,8 @@ def main(
             seed=seed,
         )
         console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, soft_wrap=True)
-        found = run(job, options, concurrent, console)
+        with without_rays_messages():
+            found = run(job, options, concurrent, console)
         if as_json:
             print(json.dumps(found), flush=True)
 

@@ -142,8 +142,7 @@ def check_trials(rows: list[dict[str, Any]]) -> None:
     assert any(row["stage"] == "learning-rates" and row["status"] == "finished" for row in rows)
 
 
-def test_another_config_under_the_same_name_is_refused(tmp_path: Path) -> None:
-    """Refused before any Ray is started, as every mistake is that shows without one."""
+def test_mistakes_are_refused_before_any_ray_is_started(tmp_path: Path) -> None:
     config = tmp_path / "job.yaml"
     config.write_text(yaml.safe_dump({**JOB, "storage": {"url": str(tmp_path / "runs")}}))
     command = [sys.executable, "-m", "tuning.sweep", str(config), "--steps", "8"]

@@ -60,7 +60,7 @@ def kill_from_events(events: Sequence[Event], killed_s: float, global_batch: int
     new = [event for event in done if event["era"] not in old]
     first = new[0]
     beyond = next(event for event in new if event["step"] > horizon)
-    detected = next(e["t"] for e in events if e["what"] == "detected" and e["t"] > killed_s)
+    detected = _first_sign(events, first["era"], killed_s)
     built, restored = (_slowest(events, what, first) for what in ("built", "restored"))
     return Kill(
         detect_s=detected - killed_s,
@@ -72,6 +72,12 @@ def kill_from_events(events: Sequence[Event], killed_s: float, global_batch: int
         lost_samples=lost_samples(rows_of_steps(events), horizon, global_batch),
         step=horizon,
     )
+
+
+def _first_sign(events: Sequence[Event], era: str, killed_s: float) -> float:
+    """When somebody noticed; a group formed anew is a sign too, where no exchange failed before it."""
+    signs = (e for e in events if e["what"] == "detected" or (e["what"] == "built" and e["era"] == era))
+    return float(next(event["t"] for event in signs if event["t"] > killed_s))
 
 
 def _slowest(events: Sequence[Event], what: str, first: Event) -> float:

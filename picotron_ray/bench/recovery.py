@@ -25,6 +25,7 @@ from picotron_ray.bench.peers.ray_train import SETTINGS as RAY_TRAIN
 from picotron_ray.bench.peers.ray_train import RayTrain
 from picotron_ray.bench.peers.torchft import SETTINGS as TORCHFT
 from picotron_ray.bench.peers.torchft import TorchFT
+from picotron_ray.bench.signals import sigterm_exits
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.load import load_job
 from picotron_ray.errors import ConfigError
@@ -79,7 +80,7 @@ def bench(runs: int, seed: int, peers: Sequence[str], say: Callable[[str], None]
     """Kill ``runs`` workers of each framework; returns every run's figures, their medians and ratios."""
     from picotron_ray.bench.ours import kill_ours
 
-    with tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
+    with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
         folder = Path(name)
         job = job_for_recovery(folder / "ours")
         settle_steps = SETTLE_CHECKPOINTS * job.checkpoint.interval_steps

@@ -19,6 +19,7 @@ from typing import Any
 from picotron_ray.bench.figures import quartiles
 from picotron_ray.bench.machine import machine, versions
 from picotron_ray.bench.sides import Plain, Service, Side, Torchrun
+from picotron_ray.bench.signals import sigterm_exits
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.load import load_job
 from picotron_ray.errors import PicotronError
@@ -68,7 +69,7 @@ def job_for_throughput(folder: Path, snapshot_interval: int | str) -> JobConfig:
 def bench(pairs: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure ``pairs`` rounds; returns them, the median ratios and their quartiles."""
     rounds: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
+    with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
         folder = Path(name)
         job = job_for_throughput(folder, "auto")
         for number in range(1, pairs + 1):

@@ -92,6 +92,19 @@ def test_a_step_that_the_old_membership_still_finishes_is_not_new() -> None:
     assert kill.total_s == pytest.approx(1.25)
 
 
+def test_a_death_between_two_steps_shows_in_the_next_group_alone() -> None:
+    events = [
+        *formed("a", 99.0, 99.0),
+        *steps(100.0, "a", range(1, 31), 2),
+        {"t": 103.0, "what": "detected"},  # an older sign
+        *formed("b", 103.4, 103.4),
+        *steps(103.4, "b", range(31, 60), 1),
+    ]
+    kill = kill_from_events(events, 103.05, BATCH)
+    assert kill.detect_s == pytest.approx(0.35)
+    assert kill.rebuild_s == 0.0
+
+
 def test_lost_samples_counts_what_no_update_contains() -> None:
     whole = {step: [((step - 1) * BATCH, step * BATCH)] for step in range(1, 80)}
     assert lost_samples(whole, 40, BATCH) == 0

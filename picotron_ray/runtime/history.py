@@ -112,12 +112,14 @@ class History:
         self._finish: m.Finish | None = None
         self._summary: dict[str, Any] | None = None
         self._archive: Archive | None = None
+        self._running = False  # a generation of this term, or one that it adopted
         self._open: list[Failure] = []  # no step has gone on since
         self._metrics: dict[str, Any] | None = None
 
     def begin(self, term: int, archive: Archive) -> None:
         with self._lock:
             self._term, self._archive = term, archive
+            self._running = False  # generations so far were recalled
             self.note("info", "term", f"coordinator of term {term}")
 
     # --- filling -----------------------------------------------------------------------------------------
@@ -224,6 +226,7 @@ class History:
             last.kind, last.target = kind, target
 
     def _generation(self, spec: m.GenerationSpec) -> None:
+        self._running = True
         eras = self._facts.eras
         if eras and eras[-1].spec.id == spec.id:
             return
@@ -243,6 +246,9 @@ class History:
         self.note("info", "generation", text)
 
     def _committed(self, event: m.Appended) -> None:
+        eras = self._facts.eras
+        if eras and eras[-1].spec.id == event.generation:
+            eras[-1].end_step = max(eras[-1].end_step, event.step)  # a killed worker tells no outcome
         figures = self._archive.commit_figures.get(event.step) if self._archive else None
         stall_s = max((page["pinned_wait_s"] for page in self._facts.pages.values()), default=0.0)
         self._facts.checkpoints.append({"step": event.step, "stall_s": stall_s, **(figures or {})})
@@ -265,7 +271,9 @@ class History:
             return {
                 "run": self._job.name,
                 "submissions": list(self._facts.submissions),
-                "state": self._finish.status if self._finish else ("running" if era else "starting"),
+                "state": self._finish.status
+                if self._finish
+                else ("running" if self._running else "starting"),
                 "term": self._term,
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
                 "generation": str(era.spec.id) if era else None,

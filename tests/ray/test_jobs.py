@@ -26,7 +26,7 @@ import picotron_ray
 from picotron_ray.runtime.fingerprint import package_fingerprint
 from picotron_ray.runtime.page import process_alive, read_page
 
-pytestmark = pytest.mark.timeout(900)  # some 80 s on an idle machine
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 CONFIG: dict[str, Any] = {
     "name": "submitted",
     "steps": 1_000_000,

@@ -40,7 +40,8 @@ def check(data_file: str, limits: dict[str, float]) -> list[tuple[str, float, fl
 
 
 def _was_complete(config: pytest.Config) -> bool:
-    chosen = config.getoption("keyword") or config.getoption("markexpr") or config.getoption("lf", False)
+    marks = config.getoption("markexpr")
+    chosen = config.getoption("keyword") or marks != "not slow" or config.getoption("lf", False)
     return not chosen and config.args == config.getini("testpaths")
 
 

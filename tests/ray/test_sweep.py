@@ -82,6 +82,7 @@ def until(reached: Callable[[], Any], sweep: subprocess.Popen[str], timeout_s: f
     return found
 
 
+@pytest.mark.slow  # about a minute of an idle machine, not yet measured
 @pytest.mark.usefixtures("connected")
 def test_a_sweep_survives_and_resumes(local_ray: LocalRay, tmp_path: Path) -> None:
     from ray.util import list_named_actors

@@ -125,6 +125,8 @@ class GenerationRun:
         page.phase("build")
         self._engine = build_engine(home.job, spec.layout, self.rank, self._groups, home.device)
         page.put(built_at_s=time.time())
+        applied = "; ".join(self._engine.applied) or "one process"
+        print(f"generation {spec.id} rank {self.rank}: {spec.layout}: {applied}", flush=True)
         page.phase("restore")
         self._restore(self._engine)
         page.put(clean=spec.resume_step)

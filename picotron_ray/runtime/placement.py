@@ -9,6 +9,10 @@ from ray._private import state as ray_state
 
 from picotron_ray.config.job import ClusterConfig
 
+# a sliver of what only the head has: a soft node affinity would be ignored by an actor that needs no CPU,
+# a hard one would forbid a restarted head, whose id is new
+ON_HEAD = {"node:__internal_head__": 0.001}
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerNeeds:
@@ -60,16 +64,6 @@ def living_nodes() -> list[NodeView]:
         if node["Alive"]
     ]
     return sorted(nodes, key=lambda node: node.id)
-
-
-def head_node() -> str:
-    """Id of the cluster's head, where it is known; else of the node that this process is on."""
-    heads = [
-        node["NodeID"]
-        for node in ray.nodes()
-        if node["Alive"] and "node:__internal_head__" in node["Resources"]
-    ]
-    return heads[0] if heads else str(ray.get_runtime_context().get_node_id())
 
 
 def worker_needs(cluster: ClusterConfig, nodes: list[NodeView]) -> WorkerNeeds:

@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from picotron_ray.checkpoint.log import RunLog
 from picotron_ray.checkpoint.pool import choose_folder
@@ -30,7 +29,7 @@ from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.runtime import origin
 from picotron_ray.runtime.names import NAMESPACE, cache_folder, coordinator_name
 from picotron_ray.runtime.own_model import with_built_model
-from picotron_ray.runtime.placement import head_node, living_nodes, worker_needs
+from picotron_ray.runtime.placement import ON_HEAD, living_nodes, worker_needs
 from picotron_ray.runtime.submission import Submission
 
 
@@ -122,7 +121,7 @@ def ensure_coordinator(
 ) -> tuple[ActorHandle, bool]:
     """Attach to the run's coordinator, or start one; returns (handle, attached).
 
-    Two calls at once end with one coordinator: Ray keeps names unique. It runs on the head where it can,
+    Two calls at once end with one coordinator: Ray keeps names unique. It runs on the head,
     wherever the driver is: there it outlives the nodes that come and go.
 
     Args:
@@ -147,7 +146,7 @@ def ensure_coordinator(
         "max_restarts": -1,
         "max_task_retries": 0,
         "max_concurrency": 32,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(head_node(), soft=True),
+        "resources": ON_HEAD,
     }
     if owns_ray and job.metrics.host is None:
         job = job.model_copy(update={"metrics": job.metrics.model_copy(update={"host": "127.0.0.1"})})

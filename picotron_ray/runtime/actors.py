@@ -29,7 +29,7 @@ class WorkerActor:
     def ready(self) -> str:
         return self._worker.ready()
 
-    def run_generation(self, term: int, spec: GenerationSpec, store: tuple[str, int]) -> Outcome:
+    def run_generation(self, term: int, spec: GenerationSpec, store: tuple[str, int] | None) -> Outcome:
         return self._worker.run_generation(term, spec, store)
 
     def interrupt(self, term: int, generation: tuple[int, int], mode: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.coordinator.messages import (
@@ -33,6 +33,7 @@ from picotron_ray.runtime.placement import (
 
 log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 10.0
+SILENT_BEATS = 3.0  # x elastic.heartbeat_s: an agent that said nothing for so long is asked whether it lives
 NodeEvent = NodeJoined | NodeLost | DrainNotice | WorkerReady
 
 
@@ -49,7 +50,7 @@ class Cluster:
         self._agents: dict[str, ActorHandle] = {}
         self._workers: dict[str, ActorHandle] = {}
         self._node_of: dict[str, str] = {}
-        self._stores: dict[str, tuple[str, int]] = {}
+        self._heard: dict[str, float] = {}  # node: when its agent last spoke, by the monotonic clock
         self._order: list[str] = []  # nodes in the order in which they joined
         self._home = ray.get_runtime_context().get_node_id()
         self._needs: WorkerNeeds | None = None
@@ -83,6 +84,9 @@ class Cluster:
         for node in [node for node in self._order if node not in views]:
             self._forget(node)
             events.append(NodeLost(node, "Ray reports it dead"))
+        for node in await self._without_agent(term):
+            self.agent_died(node)
+            events.append(NodeLost(node, "its agent died"))
         # the coordinator's own node comes first, so that a scripted fault can spare it
         for node in sorted(views.keys() - set(self._order), key=lambda node: (node != self._home, node)):
             joined = await self._join(term, views[node])
@@ -90,6 +94,29 @@ class Cluster:
                 self._order.append(node)
                 events += joined
         return [*events, *self._changed_room(views), *await self._drains()]
+
+    def heard(self, node: str) -> None:
+        """An agent spoke."""
+        self._heard[node] = time.monotonic()
+
+    async def _without_agent(self, term: int) -> list[str]:
+        """Nodes that Ray holds to be alive, but whose agent has died; only silent ones are asked."""
+        dead, now = [], time.monotonic()
+        for node in self._order:
+            if now - self._heard.setdefault(node, now) < SILENT_BEATS * self._job.elastic.heartbeat_s:
+                continue
+            try:
+                await answer(self._agents[node].hello.remote(term), CLOSE_TIMEOUT_S)
+            except (ActorUnavailableError, TimeoutError):
+                continue
+            except RayActorError:
+                dead.append(node)
+        return dead
+
+    def agent_died(self, node: str) -> None:
+        """Forget a node, so that it gets a fresh agent where Ray holds it to be alive."""
+        if node in self._order:
+            self._forget(node)
 
     def _changed_room(self, views: dict[str, NodeView]) -> list[NodeEvent]:
         """Other runs and jobs on the cluster take and give room: nodes whose capacity for us changed."""
@@ -144,8 +171,10 @@ class Cluster:
         self._order.remove(node)
         self._capacity.pop(node, None)
         self._placed = {worker: at for worker, at in self._placed.items() if at != node}
+        self._heard.pop(node, None)
         self._agents.pop(node, None)
-        self._stores.pop(node, None)
+        for worker in self.workers_on(node):  # if they live, a later agent there reports them as strangers
+            self._workers.pop(worker)
         self.metrics.pop(node, None)
 
     async def _drains(self) -> list[NodeEvent]:
@@ -166,10 +195,8 @@ class Cluster:
 
     async def store_address(self, spec: GenerationSpec) -> tuple[str, int]:
         """The rendezvous store of a generation: the one on the node of rank 0."""
-        node = spec.members[0].node
-        if node not in self._stores:
-            self._stores[node] = tuple(await self.call_agent(node, "store_address"))
-        return self._stores[node]
+        host, port = await self.call_agent(spec.members[0].node, "store_address")
+        return host, port
 
     async def call_agent(self, node: str, method: str, *arguments: Any) -> Any:
         """Call the agent of a node; raises RayError where it is gone."""

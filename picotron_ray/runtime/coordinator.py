@@ -104,6 +104,7 @@ class Coordinator:
         """Once a second from every agent: its living workers' pages."""
         newest = max((m.GenerationId(f["term"], f["n"]) for f in figures if f["term"]), default=None)
         steps = {f["worker"]: f["step"] for f in figures if m.GenerationId(f["term"], f["n"]) == newest}
+        self._cluster.heard(node)
         self._history.figures(node, figures)
         self._post(m.Heartbeat(node, newest, steps))
         self._loop.call_soon_threadsafe(self._scripted_faults, max(steps.values(), default=0))

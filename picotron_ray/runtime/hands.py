@@ -83,22 +83,29 @@ class Hands:
         self.spawn(self._cluster.kill_worker(self.term, command.worker))
 
     def _run_generation(self, command: m.RunGeneration) -> None:
-        spec = command.spec
+        self.spawn(self._run_members(command.spec))
 
-        async def run() -> None:
+    async def _run_members(self, spec: m.GenerationSpec) -> None:
+        """Start all members; without a rendezvous store only what runs already is joined."""
+        home, store = spec.members[0].node, None
+        while store is None and not self.ending:
             try:
                 store = await self._cluster.store_address(spec)
+            except ActorUnavailableError:
+                await asyncio.sleep(UNAVAILABLE_RETRY_S)
             except RayError as error:
-                log.warning("no rendezvous store: %s", error)
-                for member in spec.members:
-                    self._report(m.Outcome(member.worker, spec.id, "peer_lost", -1, "no store"))
-                return
-            for member in spec.members:
+                # its workers may not be taken for members that are ready: the retries would be used up
+                # at once, long before Ray notices that the node is gone
+                self._cluster.agent_died(home)
+                self._report(m.NodeLost(home, f"no rendezvous store: {_line(error)}"))
+                break
+        for member in spec.members:
+            if store is not None or member.node != home:
                 self.spawn(self._run_member(spec, member, store))
 
-        self.spawn(run())
-
-    async def _run_member(self, spec: m.GenerationSpec, member: m.Member, store: tuple[str, int]) -> None:
+    async def _run_member(
+        self, spec: m.GenerationSpec, member: m.Member, store: tuple[str, int] | None
+    ) -> None:
         """One member's whole generation; a lost reply is asked for again, because a second call joins."""
         while not self.ending:
             try:

@@ -86,14 +86,20 @@ class Worker:
         """Answers once the constructor is through; returns the fingerprint of the data it sees."""
         return self._home.data.fingerprint
 
-    def run_generation(self, term: int, spec: GenerationSpec, store: tuple[str, int]) -> Outcome:
-        """Take part in a generation, or join one, or repeat the outcome of one that has ended."""
+    def run_generation(self, term: int, spec: GenerationSpec, store: tuple[str, int] | None) -> Outcome:
+        """Take part in a generation, or join one, or repeat the outcome of one that has ended.
+
+        Without the address of a store no new one is begun.
+        """
         with self._lock:
             if not self._accept(term) or (self._run is not None and spec.id < self._run.spec.id):
                 return Outcome(self._home.worker, spec.id, "failed", -1, "refused: older term")
             previous = self._run
             joined = previous is not None and previous.spec.id == spec.id
+            if not joined and store is None:
+                return Outcome(self._home.worker, spec.id, "peer_lost", -1, "no rendezvous store")
             if not joined:
+                assert store is not None
                 if previous is not None and not previous.done.is_set():
                     previous.interrupt(None)  # its coordinator is gone, and with it the interrupt
                 self._run = GenerationRun(self._home, spec, store)

@@ -145,8 +145,11 @@ def test_two_workers_killed_at_once(calm: list[float], tmp_path: Path) -> None:
     check_ledger(job)
 
 
-def test_the_coordinator_is_killed_and_the_next_term_adopts(tmp_path: Path) -> None:
+def test_the_coordinator_is_killed_and_adopts_then_the_agent_and_is_replaced(tmp_path: Path) -> None:
     import ray
+
+    from picotron_ray.runtime.leftovers import SIGNATURE
+    from picotron_ray.runtime.names import run_folder
 
     job = tiny_job(
         "adopt", tmp_path, steps=100_000, checkpoint={"interval_steps": 100_000}, cluster={"max_workers": 2}
@@ -157,11 +160,20 @@ def test_the_coordinator_is_killed_and_the_next_term_adopts(tmp_path: Path) -> N
     kill(ray.get(watched.coordinator.pid.remote()))
     watched.events.clear()
     watched.until(lambda s: s["term"] == 2 and s["step"] > 10)
+    adopted = watched.look()
     assert watched.pids() == before
+    assert adopted["failures"] == []
+
+    (signature,) = run_folder(job.snapshot.folder, job.name).glob(f"*/{SIGNATURE}")
+    kill(int(signature.read_text().split()[0]))
+    again = watched.until(lambda s: s["generation"] == "2.1" and s["step"] > adopted["step"] + 10)
+    assert not set(watched.pids().values()) & set(before.values()), "nobody watched the old workers"
+    (failure,) = again["failures"]
+    assert failure["kind"] == "node-lost"
+    assert failure["restored_from"] == "slots", "the node's memory outlives its agent"
     watched.coordinator.request.remote("stop")
     summary = watched.finish()
     assert summary["status"] == "stopped"
-    assert summary["failures"] == []
-    assert [(g["term"], g["n"]) for g in summary["generations"]] == [(1, 1)]
+    assert [(g["term"], g["n"]) for g in summary["generations"]] == [(1, 1), (2, 1)]
     check_ledger(job)
     assert len(losses(job)) == summary["steps"]

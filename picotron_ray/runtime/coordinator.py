@@ -35,6 +35,7 @@ from picotron_ray.planner.choose import choose_layout
 from picotron_ray.planner.profile import profile_of
 from picotron_ray.runtime import local_ray, owner
 from picotron_ray.runtime.archive import Archive
+from picotron_ray.runtime.audience import Audience
 from picotron_ray.runtime.cluster import Cluster
 from picotron_ray.runtime.demand import Demand
 from picotron_ray.runtime.hands import Hands
@@ -59,6 +60,7 @@ class Coordinator:
         self._archive = Archive(self._job, self._commit_chaos, options.get("origin"))
         self._cluster = Cluster(self._job)
         self._history = History(self._job)
+        self._audience = Audience()
         if options.get("submission"):
             self._history.attached(options["submission"])
         gpus = worker_needs(self._job.cluster, living_nodes()).gpus
@@ -81,9 +83,18 @@ class Coordinator:
 
     # --- called through Ray ------------------------------------------------------------------------------
 
-    def status(self, since: int = 0) -> dict[str, Any]:
-        """What the driver shows; ``since``: number of the last event it has."""
-        return self._history.status(since)
+    def status(self, since: int = 0, follower: str = "") -> dict[str, Any]:
+        """What the driver shows.
+
+        Args:
+            since: number of the last event that it has.
+            follower: names whoever keeps asking until the end; ``waiting`` counts the others of them that
+                have not heard of it yet.
+        """
+        found = self._history.status(since)
+        if follower:
+            found["waiting"] = self._audience.answered(follower, found["done"], time.monotonic())
+        return found
 
     def config(self) -> dict[str, Any]:
         """The config that the run goes on with, without secrets."""

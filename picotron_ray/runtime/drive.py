@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -37,6 +38,8 @@ DETACHED = 1
 
 
 START_S = 30.0
+ME = uuid.uuid4().hex
+"""This process among those that follow a run."""
 """Longest wait for the first answer of a coordinator that was just started."""
 ALL_SEEN = 1 << 62
 """Number of an event that no run reaches: a poll without events."""
@@ -238,16 +241,22 @@ def _differences(job: JobConfig, coordinator: Any) -> list[str]:
 def follow(
     run: str, coordinator: Any, progress: Progress, signals: Signals, ray_job: Submission | None = None
 ) -> dict[str, Any] | None:
-    """Show the run until it is done; returns its last status, or None where the user left."""
+    """Show the run until it is done; returns its last status, or None where the user left.
+
+    Returns once all others that follow the run have heard of its end too: the caller then ends what they ask.
+    """
     since, term, heard = 0, 0, time.monotonic()
+    final: dict[str, Any] | None = None
     while not signals.detach:
         if signals.news():
             progress.say(
                 "stopping at the next step, with a commit; interrupt again to leave it running instead"
             )
             _request(coordinator, "stop")
-        status = poll(coordinator, since)
+        status = poll(coordinator, since, follower=ME)
         if status is None:
+            if final is not None:
+                return final
             if time.monotonic() - heard > SILENCE_S:
                 raise LostRunError(
                     f"the coordinator of run {run} has not answered for {SILENCE_S:g} s; look at"
@@ -264,15 +273,16 @@ def follow(
                     continue
             since = max((event["seq"] for event in status["events"]), default=since)
             progress.show(status)
-            if status["done"]:
-                return status
+            final = status if status["done"] else None
+            if final is not None and not final["waiting"]:
+                return final
         time.sleep(POLL_S)
     return None
 
 
-def poll(coordinator: Any, since: int, timeout_s: float = 10.0) -> dict[str, Any] | None:
+def poll(coordinator: Any, since: int, timeout_s: float = 10.0, follower: str = "") -> dict[str, Any] | None:
     """The coordinator's status; None while it does not answer (it may be restarting)."""
-    return ask(coordinator, "status", since, timeout_s=timeout_s)
+    return ask(coordinator, "status", since, follower, timeout_s=timeout_s)
 
 
 def ask(coordinator: Any, method: str, *arguments: Any, timeout_s: float = 10.0) -> dict[str, Any] | None:

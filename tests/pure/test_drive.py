@@ -11,12 +11,13 @@ import pytest
 from rich.console import Console
 
 from picotron_ray.runtime import drive
+from picotron_ray.runtime.audience import RECENT_S, Audience
 from picotron_ray.runtime.report import Progress
 
 Answer = dict[str, Any] | None | Callable[[], None]
 
 
-def status(term: int, *seqs: int, done: bool = False) -> dict[str, Any]:
+def status(term: int, *seqs: int, done: bool = False, waiting: int = 0) -> dict[str, Any]:
     events = [{"seq": n, "t": 0.0, "level": "info", "kind": "", "text": f"event {term}.{n}"} for n in seqs]
     return {
         "run": "night",
@@ -31,6 +32,7 @@ def status(term: int, *seqs: int, done: bool = False) -> dict[str, Any]:
         "tokens_per_s": None,
         "events": events,
         "done": done,
+        "waiting": waiting,
     }
 
 
@@ -57,7 +59,7 @@ class Coordinator:
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coordinator], tuple[Any, str]]:
     """Follow a coordinator; returns the last status and everything that was printed."""
     monkeypatch.setattr(drive, "POLL_S", 0.0)
-    monkeypatch.setattr(drive, "poll", lambda coordinator, since: coordinator.poll(since))
+    monkeypatch.setattr(drive, "poll", lambda coordinator, since, follower: coordinator.poll(since))
     monkeypatch.setattr(drive, "_request", lambda coordinator, what: coordinator.requests.append(what))
 
     def follow(coordinator: Coordinator) -> tuple[Any, str]:
@@ -117,3 +119,32 @@ def test_a_silent_coordinator_is_given_up(shown: Any, monkeypatch: pytest.Monkey
     with pytest.raises(drive.LostRunError, match="`picotron-ray logs night`") as lost:
         shown(Coordinator(None))
     assert lost.value.exit_code == 1
+
+
+def test_the_end_is_not_left_before_all_have_heard_of_it(
+    shown: Callable[[Coordinator], tuple[Any, str]],
+) -> None:
+    run = Coordinator(
+        status(1, 1), status(1, 1, 2, done=True, waiting=1), status(1, 1, 2, done=True), status(1, 3)
+    )
+    final, text = shown(run)
+    assert final["done"]
+    assert len(run.answers) == 1, "asked until nobody was waiting, and not once more"
+    assert text.count("event 1.2") == 1
+
+
+def test_what_was_heard_of_the_end_stays_heard(shown: Callable[[Coordinator], tuple[Any, str]]) -> None:
+    final, _ = shown(Coordinator(status(1, 1, done=True, waiting=1), None, status(1, 2)))
+    assert final["done"]
+
+
+def test_an_audience_forgets_those_that_stopped_asking() -> None:
+    audience = Audience()
+    assert audience.answered("a", False, 0.0) == 0
+    assert audience.answered("b", False, 0.1) == 1
+    assert audience.answered("a", True, 0.2) == 1
+    assert audience.answered("a", True, 0.3 + RECENT_S) == 0, "b is gone"
+    assert audience.answered("b", False, 10.0) == 0
+    assert audience.answered("a", True, 10.0) == 1
+    assert audience.answered("b", True, 10.1) == 0
+    assert audience.answered("a", True, 10.1) == 0

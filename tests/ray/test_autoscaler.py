@@ -2,39 +2,99 @@
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from runs import check_ledger, start, tiny_job
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    # Ray's test cluster leaves its head's pipes to the garbage collector
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+HEAD_ID = "head"
+# what Ray's own test cluster writes; its template is not in every wheel, and it ends every Ray of the machine
+CONFIG = {
+    "cluster_name": "scaled",
+    "max_workers": 2,
+    "upscaling_speed": 1.0,
+    "idle_timeout_minutes": 1,
+    "provider": {
+        "type": "fake_multinode",
+        "launch_multiple": True,
+        "head_node_id": HEAD_ID,
+        "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+    },
+    "available_node_types": {
+        "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+        "small": {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+    },
+    "head_node_type": "ray.head.default",
+    "auth": {},
+    "setup_commands": [],
+    "head_setup_commands": [],
+    "worker_setup_commands": [],
+    "head_start_ray_commands": [],
+    "worker_start_ray_commands": [],
+    "file_mounts": {},
+    "cluster_synced_files": [],
+    "file_mounts_sync_continuously": False,
+    "initialization_commands": [],
+    "rsync_exclude": [],
+    "rsync_filter": [],
+    "docker": {},
+    "head_node": {},
+    "worker_nodes": {},
+}
 
 
 @pytest.fixture
-def autoscaled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def autoscaled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A head without CPU slots, and up to two nodes of two slots each, none of which is there yet."""
     import ray
-    from ray.cluster_utils import AutoscalingCluster
+    from ray_jobs import free_port
 
+    from picotron_ray.runtime import processes
     from picotron_ray.runtime.connect import connect_to
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    nodes = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2}
-    cluster = AutoscalingCluster(
-        head_resources={"CPU": 0}, worker_node_types={"small": nodes}, autoscaler_v2=True
-    )
-    cluster.start(override_env={"RAY_AUTH_MODE": "disabled"})
-    connect_to("auto")
+    mark, port, folder = secrets.token_hex(16), free_port(), Path(tempfile.mkdtemp(prefix="pr-"))
+    config = tmp_path / "autoscaler.json"
+    config.write_text(json.dumps(CONFIG))
+    environment = {
+        **os.environ,
+        processes.MARK: mark,
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_FAKE_CLUSTER": "1",
+        "RAY_enable_autoscaler_v2": "1",
+        "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
+    }
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=0"]
+    command += [f"--port={port}", f"--autoscaling-config={config}", f"--temp-dir={folder}"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={100 * 2**20}"]
+    with (folder / "head.log").open("wb") as log:
+        head = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    deadline = time.monotonic() + 60
+    while "Ray runtime started" not in (text := (folder / "head.log").read_text()):
+        assert head.poll() is None, text
+        assert time.monotonic() < deadline, text
+        time.sleep(0.2)
+    connect_to(f"127.0.0.1:{port}")
     yield
     ray.shutdown()
-    cluster.shutdown()
+    processes.end_all(mark, head.pid, grace_s=0.0)
+    head.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_run_begins_on_nodes_that_come_for_it(autoscaled: None, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ CONFIG = {
     "upscaling_speed": 1.0,
     "idle_timeout_minutes": 1,
     "provider": {
-        "type": "fake_multinode",
+        "type": "external",  # whose defaults are not read from a file
         "launch_multiple": True,
         "head_node_id": HEAD_ID,
         "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",

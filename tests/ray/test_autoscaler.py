@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import check_ledger, start, tiny_job
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 HEAD_ID = "head"
 # what Ray's own test cluster writes; its template is not in every wheel, and it ends every Ray of the machine
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "cluster_name": "scaled",
     "max_workers": 2,
     "upscaling_speed": 1.0,
@@ -50,8 +51,6 @@ CONFIG = {
     "rsync_exclude": [],
     "rsync_filter": [],
     "docker": {},
-    "head_node": {},
-    "worker_nodes": {},
 }
 
 
@@ -67,7 +66,9 @@ def autoscaled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     mark, port, folder = secrets.token_hex(16), free_port(), Path(tempfile.mkdtemp(prefix="pr-"))
     config = tmp_path / "autoscaler.json"
-    config.write_text(json.dumps(CONFIG))
+    address = f"{ray.util.get_node_ip_address()}:{port}"
+    provider = {**CONFIG["provider"], "gcs_address": address}
+    config.write_text(json.dumps({**CONFIG, "provider": provider}))
     environment = {
         **os.environ,
         processes.MARK: mark,
@@ -89,7 +90,7 @@ def autoscaled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
         assert head.poll() is None, text
         assert time.monotonic() < deadline, text
         time.sleep(0.2)
-    connect_to(f"127.0.0.1:{port}")
+    connect_to(address)
     yield
     ray.shutdown()
     processes.end_all(mark, head.pid, grace_s=0.0)

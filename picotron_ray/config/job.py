@@ -162,6 +162,11 @@ class ClusterConfig(Section):
     start_timeout_s: float = Field(
         default=120.0, gt=0, description="longest wait for max_workers before min_workers will do"
     )
+    autoscale: bool = Field(
+        default=False,
+        description="Ray's autoscaler adds nodes: ask it for what is missing of max_workers, and wait for"
+        " min_workers rather than refuse a cluster that is too small now",
+    )
     local_cpus: int | None = Field(
         default=None, ge=1, description="CPU slots of a Ray that launch starts; null: enough"
     )

@@ -24,7 +24,7 @@ from picotron_ray.coordinator.leaving import step_aborting, step_leaving
 from picotron_ray.coordinator.messages import Command, Event, Finish, GenerationSpec
 from picotron_ray.coordinator.recovery import collect, pick, step_collecting, step_finalising
 from picotron_ray.coordinator.states import State
-from picotron_ray.coordinator.upkeep import start_workers, step_running, upkeep
+from picotron_ray.coordinator.upkeep import start_workers, step_running, upkeep, wanted
 
 LONGEST_GAP_S = 2.0  # ticks come once a second; a longer gap is the coordinator's own sleep
 REPLY_FACTOR = 10.0  # x retry_deadline_s: an answer from storage that has not come by then was lost
@@ -40,6 +40,7 @@ class MachineView:
     step: int  # most finished steps seen
     committed: int  # newest commit's step
     ready: int  # workers that are not in the generation
+    missing: int  # workers that neither live nor start
     nodes: tuple[str, ...]
     failures: int
     result: Finish | None
@@ -108,6 +109,7 @@ class Machine:
             ctx.seen_step,
             ctx.saves.committed,
             len(ctx.roster.in_state("idle")),
+            max(0, wanted(ctx) - len(ctx.roster.alive())),
             tuple(ctx.roster.nodes),
             ctx.breaker.total,
             ctx.result,

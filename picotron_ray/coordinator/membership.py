@@ -68,6 +68,11 @@ class Roster:
     def in_state(self, *states: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.state in states]
 
+    def alive(self) -> list[Worker]:
+        """Workers that live, or start, and are to stay."""
+        leaving = [node.name for node in self.nodes.values() if node.draining]
+        return [w for w in self.workers.values() if w.state != "dying" and w.node not in leaving]
+
     def start_failed(self, name: str, now: float) -> None:
         """Hold back further starts on a node after a failed one; starts that fail together count once."""
         node = self.nodes.get(name)
@@ -91,9 +96,7 @@ class Roster:
 
 def starts(roster: Roster, wanted: int, now: float) -> list[str]:
     """On which nodes to start a worker now (one entry each) so that ``wanted`` live: biggest node first."""
-    leaving = [node.name for node in roster.nodes.values() if node.draining]
-    alive = [w for w in roster.workers.values() if w.state != "dying" and w.node not in leaving]
-    missing = wanted - len(alive)
+    missing = wanted - len(roster.alive())
     found: list[str] = []
     if missing <= 0:
         return found

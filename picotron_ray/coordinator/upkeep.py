@@ -69,15 +69,18 @@ def upkeep(ctx: Context) -> None:
             start_failed(ctx, worker.node, f"worker {worker.name} did not start in time")
 
 
+def wanted(ctx: Context) -> int:
+    """How many workers the run would have where there is room."""
+    replaced = 0 if ctx.job.elastic.replace_workers else ctx.deaths
+    return max(0, ctx.job.cluster.max_workers - replaced)
+
+
 def start_workers(ctx: Context) -> None:
     """Fill up to the wanted number of workers, out of the way of a recovery."""
     settled = ctx.progressed or ctx.now - ctx.launched_at >= REPLACE_AFTER_S
     if ctx.state not in (State.STARTING, State.WAITING) and not (ctx.state is State.RUNNING and settled):
         return
-    wanted = ctx.job.cluster.max_workers
-    if not ctx.job.elastic.replace_workers:
-        wanted -= ctx.deaths
-    for node in starts(ctx.roster, wanted, ctx.now):
+    for node in starts(ctx.roster, wanted(ctx), ctx.now):
         ctx.names += 1
         name = f"w{ctx.term}-{ctx.names}"
         ctx.roster.workers[name] = Worker(name, node, "starting", ctx.now)

@@ -95,6 +95,12 @@ class Cluster:
                 events += joined
         return [*events, *self._changed_room(views), *await self._drains()]
 
+    @property
+    def needs(self) -> WorkerNeeds:
+        """What each worker reserves; known once nodes were looked at."""
+        assert self._needs is not None
+        return self._needs
+
     def heard(self, node: str) -> None:
         """An agent spoke."""
         self._heard[node] = time.monotonic()

@@ -36,6 +36,7 @@ from picotron_ray.planner.profile import profile_of
 from picotron_ray.runtime import local_ray, owner
 from picotron_ray.runtime.archive import Archive
 from picotron_ray.runtime.cluster import Cluster
+from picotron_ray.runtime.demand import Demand
 from picotron_ray.runtime.hands import Hands
 from picotron_ray.runtime.history import History
 from picotron_ray.runtime.metrics_service import MetricsService, targets_file
@@ -201,10 +202,15 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
 
     async def _watch_nodes(self) -> None:
+        demand = Demand()
         while not self._hands.ending:
             for event in await self._cluster.changes(self._hands.term):
                 self._dispatch(event)
+            if self._job.cluster.autoscale:
+                missing = self._machine.view.missing
+                await asyncio.to_thread(demand.update, missing, self._cluster.needs, time.monotonic())
             await asyncio.sleep(NODE_POLL_S)
+        demand.clear()
 
     async def _serve_metrics(self, event_folder: Path) -> None:
         file = targets_file(event_folder)

@@ -113,11 +113,11 @@ def check_cluster(job: JobConfig) -> None:
     if problem:
         raise ConfigError(f"kernels.attention: {problem}")
     total = sum(node.capacity(needs) for node in nodes)
-    if total < job.cluster.min_workers:
+    if total < job.cluster.min_workers and not job.cluster.autoscale:
         what = f"{needs.gpus:g} GPU and {needs.cpus:g} CPU" if needs.gpus else f"{needs.cpus:g} CPU"
         raise ConfigError(
             f"cluster.min_workers: the cluster has room for {total} workers of {what} each, expected at least"
-            f" {job.cluster.min_workers}; add nodes or lower it"
+            f" {job.cluster.min_workers}; add nodes, lower it, or let Ray add nodes (cluster.autoscale)"
         )
 
 

@@ -28,6 +28,7 @@ from picotron_ray.runtime.chaos import WorkerChaos
 from picotron_ray.runtime.generation import GenerationRun, Home
 from picotron_ray.runtime.names import NAMESPACE, agent_name, cache_folder
 from picotron_ray.runtime.page import Page
+from picotron_ray.train.engine import preload
 from picotron_ray.train.exchange import SNAPSHOT, STOP
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Worker:
     def __init__(self, job: dict[str, Any], worker: str, node: str, folder: str) -> None:
         torch.set_num_threads(1)
         self._job = JobConfig.model_validate(job)
+        preload(self._job)
         self._chaos = WorkerChaos(self._job.chaos, self._open_storage)
         self._lock = threading.Lock()
         self._term = 0

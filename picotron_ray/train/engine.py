@@ -11,6 +11,7 @@ Order per step: ``forward_backward`` → ``reduce`` → ``clip`` → ``optimizer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,11 @@ from picotron_ray.parallel.loss import weighted_loss_sum
 from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.parallel.norm import clip_, global_norm
 from picotron_ray.parallel.parallelize import LocalParameter, local_gradient, local_parameters, parallelize
-from picotron_ray.parallel.pipeline import Pipeline
 from picotron_ray.train.optimizer import Optimizer
 from picotron_ray.train.precision import apply_precision, master_dtype
+
+if TYPE_CHECKING:
+    from picotron_ray.parallel.pipeline import Pipeline
 
 OnPhase = Callable[[str], None]
 
@@ -101,6 +104,8 @@ class Engine:
         return torch.tensor(shard.positions(), device=self.device)
 
     def _build_pipeline(self, mesh: Mesh) -> Pipeline:
+        from picotron_ray.parallel.pipeline import Pipeline
+
         group = mesh.group("pp")
         assert group is not None
         assert self._model is not None
@@ -266,6 +271,15 @@ def attention_backend(job: JobConfig, device: torch.device, layout: Layout) -> B
         raise LayoutError(f"kernels.attention: {problem}")
     asked = job.kernels.attention
     return attention_backends(job, device.type, layout.cp)[0] if asked == "auto" else asked
+
+
+def preload(job: JobConfig) -> None:
+    """Import now what a layout of this job may need, so that no recovery waits for it.
+
+    torch's pipelining alone takes a sixth of a worker's start.
+    """
+    if job.layout.pp != 1:
+        import picotron_ray.parallel.pipeline  # noqa: F401
 
 
 def cut(full: Tensor, box: Box) -> Tensor:

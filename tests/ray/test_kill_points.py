@@ -14,23 +14,24 @@ from picotron_ray.runtime.run import event_folder
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(600)]
 
-STEPS = 180
-KILLS = 10
+STEPS = 440
+KILLS = 26
 STEP_PHASES = ("data", "forward", "backward", "reduce", "clip", "sync", "optimizer", "snapshot")
 RECOVERY_PHASES = ("rendezvous", "build", "restore", "flush")
 
 
 def draw_faults(seed: int) -> tuple[dict[str, Any], ...]:
-    """Ten kills: in steps, in the recovery from them, and of the coordinator in the midst of a commit."""
+    """Kills: in steps, in the recovery from them, and of the coordinator in the midst of a commit."""
     draw = random.Random(seed)
     faults: list[dict[str, Any]] = []
     for number in range(KILLS - 1):
+        # the first and the last kill cannot be in a recovery: none comes before, or after
         phase = draw.choice(STEP_PHASES if number % 2 == 0 else (*STEP_PHASES, *RECOVERY_PHASES))
         step = 5 + number * (STEPS - 40) // KILLS + draw.randrange(8)
         # rank 0 exists in every world; later there may be no other
         target = f"worker:{draw.randrange(3) if number == 0 else 0}"
         faults.append({"fault": "kill", "target": target, "step": step, "phase": phase})
-    step = draw.randrange(20, 120)
+    step = draw.randrange(STEPS // 4, STEPS // 2)
     return (*faults, {"fault": "kill", "target": "coordinator", "step": step, "phase": "commit"})
 
 
@@ -49,11 +50,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory, local_ray: Any) -> list[
     return found
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_ten_kills_leave_no_trace(seed: int, reference: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_leave_no_trace(seed: int, reference: list[float], tmp_path: Path) -> None:
     faults = draw_faults(seed)
     elastic = {"max_failures_without_progress": 50, "first_step_timeout_s": 30.0}
-    layout = {"zero": 3} if seed % 2 else {"zero": 0}
+    layout = {"zero": 3 if seed % 2 else 0, "pp": 1}
     job = tiny_job(
         f"kills-{seed}", tmp_path, steps=STEPS, chaos=faults, elastic=elastic, layout=layout,
         checkpoint={"interval_steps": 20}, cluster={"max_workers": 3},

@@ -102,40 +102,6 @@ def found(run: str) -> LocalRay:
     return ray
 
 
-def test_runs_to_the_end_and_leaves_nothing(door: Door) -> None:
-    command = ["tiny", *door.overrides, "--json"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "picotron_ray.launch", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as driver:
-        ray = wait_for(lambda: lifecycle.find(door.run))
-        out, err = driver.communicate(timeout=200)
-    assert driver.returncode == 0, err
-    assert "finished at step 8 in" in err
-    summary = json.loads(out.splitlines()[-1])
-    assert summary["status"] == "finished"
-    assert summary["steps"] == 8
-    assert summary["ledger"] == {"samples": 64, "lost": 0, "repeated": 0}
-    assert_nothing_left(ray)
-    assert door.ledger()["ok"]
-    rows = json.loads(door.command("checkpoints", "ls", "tiny", *door.overrides, "--json"))
-    assert rows[-1]["step"] == 8
-    assert door.command("checkpoints", "verify", "tiny", *door.overrides).count("none") == len(rows)
-    assert "which does not run" in door.command("status", door.run, expect=2)
-
-    before = stored(door)
-    with door.start("model.layers=4", "seed=5") as other:
-        out, _ = other.communicate(timeout=100)
-    assert other.returncode == 2
-    assert [line.split(":")[1].strip() for line in out.splitlines() if line.startswith("error")] == [
-        "seed",
-        "model.layers",
-    ]
-    assert stored(door) == before, "a refused launch overwrites nothing"
-
-
 def stored(door: Door) -> dict[str, bytes]:
     """Every object of the run; the probe of the storage leaves none."""
     folder = door.folder / door.run
@@ -165,37 +131,49 @@ def test_a_killed_driver_leaves_the_run_and_sigterm_stops_it_with_a_commit(door:
     assert f"at step {ledger['steps']} " in out, "what was committed is the step it stopped at"
 
 
-def test_sigkill_of_everything_resumes_from_the_last_commit(door: Door) -> None:
+def test_sigkill_of_everything_resumes_from_the_last_commit_and_runs_to_the_end(door: Door) -> None:
     with door.start(*LONG) as driver:
         read_until(driver, "committed")
         ray = found(door.run)
         for pid in [driver.pid, *processes.members(ray.mark, ray.session)]:
             os.kill(pid, signal.SIGKILL)
     committed = json.loads(door.command("checkpoints", "ls", "tiny", *door.overrides, "--json"))[-1]["step"]
-    more = f"steps={committed + 40}"
-    with door.start(*LONG, more) as again:
-        out, _ = again.communicate(timeout=200)
-    assert again.returncode == 0, out
-    assert f"from step {committed}" in out
+    steps = committed + 40
+    command = ["tiny", *door.overrides, *LONG, f"steps={steps}", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "picotron_ray.launch", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as again:
+        out, err = again.communicate(timeout=200)
+    assert again.returncode == 0, err
+    assert f"from step {committed}" in err
+    assert f"finished at step {steps} in" in err
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["status"], summary["steps"]) == ("finished", steps)
+    assert summary["ledger"] == {"samples": 8 * steps, "lost": 0, "repeated": 0}
     assert_nothing_left(ray)
-    assert door.ledger()["steps"] == committed + 40
-    assert door.ledger()["ok"]
+    ledger = door.ledger()
+    assert (ledger["ok"], ledger["steps"]) == (True, steps)
+    rows = json.loads(door.command("checkpoints", "ls", "tiny", *door.overrides, "--json"))
+    assert rows[-1]["step"] == steps
+    assert door.command("checkpoints", "verify", "tiny", *door.overrides).count("none") == len(rows)
+    assert "which does not run" in door.command("status", door.run, expect=2)
 
-
-def test_stop_after_sigkill_removes_what_is_left(door: Door) -> None:
-    with door.start(*LONG) as driver:
-        read_until(driver, "[running]")
-        ray = found(door.run)
-        driver.kill()
-        os.kill(ray.session, signal.SIGKILL)
-    assert Path(ray.folders[0]).exists()
-    assert "ended what was left" in door.command("stop", door.run)
-    assert_nothing_left(ray)
-    assert "which does not run on this machine" in door.command("stop", door.run, expect=2)
+    before = stored(door)
+    with door.start("model.layers=4", "seed=5") as other:
+        out, _ = other.communicate(timeout=100)
+    assert other.returncode == 2
+    assert [line.split(":")[1].strip() for line in out.splitlines() if line.startswith("error")] == [
+        "seed",
+        "model.layers",
+    ]
+    assert stored(door) == before, "a refused launch overwrites nothing"
 
 
 def test_detached_run_commits_on_request_and_goes_away_by_itself(door: Door) -> None:
-    with door.start("steps=1500", "checkpoint.interval_steps=100000", options=("--detach",)) as driver:
+    with door.start("steps=400", "checkpoint.interval_steps=100000", options=("--detach",)) as driver:
         out, _ = driver.communicate(timeout=150)
     assert driver.returncode == 0, out
     ray = found(door.run)
@@ -238,7 +216,7 @@ def test_on_a_given_cluster_a_run_ends_without_a_trace(
     assert local_ray.alive, "the cluster is not ours to stop"
 
 
-def test_second_interrupt_leaves_the_run(door: Door) -> None:
+def test_second_interrupt_leaves_the_run_and_stop_removes_what_a_sigkill_left(door: Door) -> None:
     with door.start(*LONG, "elastic.interrupt_timeout_s=30") as driver:
         read_until(driver, "[running]")
         ray = found(door.run)
@@ -254,8 +232,11 @@ def test_second_interrupt_leaves_the_run(door: Door) -> None:
     assert driver.returncode == 1, out
     assert "left running" in out
     assert found(door.run).alive
-    door.command("stop", "--now", door.run)
+    os.kill(ray.session, signal.SIGKILL)
+    assert Path(ray.folders[0]).exists()
+    assert "ended what was left" in door.command("stop", door.run)
     assert_nothing_left(ray)
+    assert "which does not run on this machine" in door.command("stop", door.run, expect=2)
 
 
 def title(pid: int) -> bytes:

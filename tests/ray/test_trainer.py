@@ -103,6 +103,7 @@ def kill_worker(run: str) -> None:
     kill(next(page.pid for page in pages if page is not None and page.rank == 0))
 
 
+@pytest.mark.slow
 def test_a_failed_run_raises_and_an_exception_of_a_callback_stops_it(tmp_path: Path) -> None:
     one = {"cluster": {"max_workers": 1, **PATIENT}}
     job = tiny_job("fails", tmp_path, steps=100_000, elastic={"max_failures": 0}, **one)

@@ -1,4 +1,4 @@
-"""Gather and reduce-scatter along the sequence: the two collectives of sequence parallelism."""
+"""Along the sequence: gather and reduce-scatter (sequence parallel), and shifts round a ring (context)."""
 
 from __future__ import annotations
 
@@ -36,3 +36,29 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     result = torch.empty_like(cut[0])
     _reduce_scatter(result, cut.flatten(0, 1), group=group)
     return result
+
+
+class Shift:
+    """Sends ``x`` to the next rank of a ring and receives as much from the one before, in the background.
+
+    Args:
+        tag: tells apart exchanges that are under way at once.
+    """
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
+        ranks, mine = group.size(), group.rank()
+        self._sent = x.contiguous()
+        self._received = torch.empty_like(self._sent)
+        after, before = (mine + 1) % ranks, (mine - 1) % ranks
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, group=group, group_peer=after, tag=tag),
+                dist.P2POp(dist.irecv, self._received, group=group, group_peer=before, tag=tag),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """What the rank before sent; ``x`` may be written again afterwards."""
+        for work in self._works:
+            work.wait()
+        return self._received

@@ -26,6 +26,7 @@ def misfits(job: JobConfig, layout: Layout) -> list[Misfit]:
     """Every rule that ``layout`` breaks for this model and batch; empty where it fits."""
     return [
         *_tensor_misfits(job, layout.tp),
+        *_context_misfits(job, layout.cp, layout.tp),
         *_pipeline_misfits(job, layout),
         *_batch_misfits(job, layout),
     ]
@@ -49,6 +50,21 @@ def _tensor_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
     if uncut:
         sizes = ", ".join(f"{key}={cut[key]}" for key in uncut)
         yield Misfit("layout.tp", tuple(uncut), f"saw {tp}, which does not divide {sizes}")
+
+
+def _context_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
+    if cp == 1:
+        return
+    if job.model.builder is not None:
+        yield Misfit("layout.cp", (), f"saw {cp}; a model of your own keeps its rows whole: use cp=1")
+        return
+    length = job.data.sequence_length
+    if length % (2 * cp):
+        text = f"saw {cp}: data.sequence_length={length} does not divide into 2 x {cp} chunks"
+        yield Misfit("layout.cp", ("data.sequence_length",), text)
+    elif length // cp % tp:
+        text = f"saw {cp} with tp={tp}, which does not divide {length // cp} tokens per rank"
+        yield Misfit("layout.cp", ("data.sequence_length", "layout.tp"), text)
 
 
 def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
@@ -99,11 +115,24 @@ def _batch_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
         )
 
 
-def fitting_degrees(job: JobConfig, workers: int) -> list[tuple[int, int, int]]:
-    """All (dp, tp, pp) that divide model and batch and use at most ``workers`` ranks.
+class Degrees(NamedTuple):
+    """The degrees of a layout that need workers of their own."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+
+    def __str__(self) -> str:
+        shown = [f"dp={self.dp}", f"tp={self.tp}", f"pp={self.pp}"]
+        return " ".join([*shown, f"cp={self.cp}"] if self.cp > 1 else shown)
+
+
+def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
+    """All degrees that divide model and batch and use at most ``workers`` ranks.
 
     Judged with the smallest micro-batch, which admits the most pipelines; ``job.layout`` is not looked at
-    except for its schedule.
+    except for its schedule, and for whether context parallelism is wanted at all (``cp`` other than 1).
     """
     found = []
     most = workers if job.model.builder is not None else job.model.kv_heads
@@ -111,22 +140,25 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[tuple[int, int, int]]:
         for pp in range(1, min(workers // tp, job.model.depth or workers) + 1):
             if any(_stage_misfits(job, pp)) or any(_tensor_misfits(job, tp)):
                 continue
-            for dp in range(1, min(workers // (tp * pp), job.data.global_batch) + 1):
-                layout = Layout(dp=dp, tp=tp, pp=pp, schedule=job.layout.schedule)
-                if not any(_pipeline_misfits(job, layout)):
-                    found.append((dp, tp, pp))
+            for cp in range(1, workers // (tp * pp) + 1 if job.layout.cp != 1 else 2):
+                if any(_context_misfits(job, cp, tp)):
+                    continue
+                for dp in range(1, min(workers // (tp * pp * cp), job.data.global_batch) + 1):
+                    layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, schedule=job.layout.schedule)
+                    if not any(_pipeline_misfits(job, layout)):
+                        found.append(Degrees(dp, tp, pp, cp))
     return found
 
 
-def nearest_layouts(job: JobConfig, asked: tuple[int, int, int], workers: int, count: int = 3) -> list[str]:
-    """The ``count`` fitting layouts nearest to the (dp, tp, pp) asked for, as ``dp=2 tp=1 pp=2``.
+def nearest_layouts(job: JobConfig, asked: Degrees, workers: int, count: int = 3) -> list[str]:
+    """The ``count`` fitting layouts nearest to the degrees asked for, as ``dp=2 tp=1 pp=2``.
 
     Distance is the sum of |log2| ratios of the degrees; among equals those with the most workers come first.
     """
 
-    def distance(degrees: tuple[int, int, int]) -> tuple[float, int, tuple[int, int, int]]:
+    def distance(degrees: Degrees) -> tuple[float, int, Degrees]:
         apart = sum(abs(math.log2(a / b)) for a, b in zip(degrees, asked, strict=True))
         return (round(apart, 9), -math.prod(degrees), degrees)
 
     best = sorted(fitting_degrees(job, workers), key=distance)[:count]
-    return [f"dp={dp} tp={tp} pp={pp}" for dp, tp, pp in best]
+    return [str(degrees) for degrees in best]

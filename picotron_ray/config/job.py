@@ -117,11 +117,29 @@ class LayoutConfig(Section):
     dp: Degree = Field(default="auto", description="data-parallel replicas")
     tp: Degree = Field(default="auto", description="tensor-parallel ranks")
     pp: Degree = Field(default="auto", description="pipeline stages")
+    cp: Degree = Field(
+        default=1, description="context-parallel ranks, which share every row; auto: where it pays or must be"
+    )
+    context: Literal["ring", "all-gather"] = Field(
+        default="ring",
+        description="how attention sees the keys of other ranks, where cp > 1: ring holds two parts of them"
+        " at a time, all-gather all of them",
+    )
     zero: Literal[0, 2, 3] | Literal["auto"] = Field(
         default="auto", description="0 replicated, 2 or 3 sharded (FSDP2)"
     )
     schedule: Literal["afab", "1f1b"] = Field(default="1f1b", description="pipeline schedule, where pp > 1")
     micro_batch: Degree = Field(default="auto", description="samples per micro-batch and replica")
+
+
+class KernelsConfig(Section):
+    """Which implementations compute."""
+
+    attention: Literal["auto", "flash", "efficient", "cudnn", "flash-attn", "math"] = Field(
+        default="auto",
+        description="auto: the first that the device offers of flash, efficient, math; flash, efficient and"
+        " cudnn are torch's, flash-attn needs the extra flash, math is the formulas",
+    )
 
 
 class ClusterConfig(Section):
@@ -317,6 +335,7 @@ class JobConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig, description="the data")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer")
     layout: LayoutConfig = Field(default_factory=LayoutConfig, description="parallel degrees")
+    kernels: KernelsConfig = Field(default_factory=KernelsConfig, description="implementations")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="machines")
     elastic: ElasticConfig = Field(
         default_factory=ElasticConfig, description="failure detection and recovery"

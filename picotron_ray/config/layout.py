@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 Schedule = Literal["afab", "1f1b"]
+Context = Literal["ring", "all-gather"]
 ZERO_STAGES = (0, 2, 3)
 
 
@@ -29,7 +30,9 @@ class Layout:
 
     Fields:
         dp, tp, pp, cp, ep: degrees of data, tensor, pipeline, context and expert parallelism.
-        zero: 0 replicates the state over dp, 2 shards it and keeps weights gathered between forward
+        context: how attention sees the keys of other context-parallel ranks; it matters only where
+            ``cp > 1``.
+        zero: 0 replicates the state over dp and cp, 2 shards it and keeps weights gathered between forward
             and backward, 3 shards it and gathers twice (FSDP2, ``reshard_after_forward``).
         schedule: pipeline schedule; it matters only where ``pp > 1``.
         virtual_stages: pipeline stages per rank.
@@ -47,6 +50,7 @@ class Layout:
     virtual_stages: int = 1
     micro_batch: int = 1
     recompute: Literal["none"] = "none"
+    context: Context = "ring"
 
     @property
     def world_size(self) -> int:
@@ -61,6 +65,16 @@ class Layout:
 
     def rank(self, at: Coordinates) -> int:
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same part of the model, over which gradients are summed and ZeRO shards: dp x cp."""
+        return self.dp * self.cp
+
+    def replica(self, rank: int) -> int:
+        """Index of ``rank`` among its replicas, context-parallel ranks innermost."""
+        at = self.coordinates(rank)
+        return at.dp * self.cp + at.cp
 
     # --- state groups: which ranks hold the same shards of weights and optimizer state ---------------
 
@@ -102,7 +116,7 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}"]
         if self.cp > 1:
-            parts.append(f"cp{self.cp}")
+            parts.append(f"cp{self.cp}" + ("-gather" if self.context == "all-gather" else ""))
         if self.zero:
             parts.append(f"zero{self.zero}")
         if self.pp > 1:

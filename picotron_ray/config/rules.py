@@ -11,8 +11,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from picotron_ray.config.fit import misfits, nearest_layouts
+from picotron_ray.config.fit import Degrees, misfits, nearest_layouts
 from picotron_ray.config.job import JobConfig, ModelConfig
+from picotron_ray.config.kernels import attention_problem
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.phases import PHASES
 from picotron_ray.config.urls import url_problems
@@ -127,34 +128,54 @@ def _optimizer(job: JobConfig) -> Iterator[Problem]:
 
 def _layout(job: JobConfig) -> Iterator[Problem]:
     asked = job.layout
-    dp, tp, pp = (1 if degree == "auto" else degree for degree in (asked.dp, asked.tp, asked.pp))
+    degrees = Degrees(
+        *(1 if degree == "auto" else degree for degree in (asked.dp, asked.tp, asked.pp, asked.cp))
+    )
     layout = Layout(
-        dp=dp,
-        tp=tp,
-        pp=pp,
+        **degrees._asdict(),
         schedule=asked.schedule,
         micro_batch=1 if asked.micro_batch == "auto" else asked.micro_batch,
     )
     most, world = job.cluster.max_workers, layout.world_size
-    hint = "; nearest layouts that fit: " + (", ".join(nearest_layouts(job, (dp, tp, pp), most)) or "none")
-    touched = tuple(f"layout.{name}" for name in ("dp", "tp", "pp", "micro_batch", "schedule"))
+    hint = "; nearest layouts that fit: " + (", ".join(nearest_layouts(job, degrees, most)) or "none")
+    touched = tuple(f"layout.{name}" for name in (*Degrees._fields, "micro_batch", "schedule"))
     found = misfits(job, layout)
     for misfit in found:
         yield Problem(misfit.key, misfit.text + hint, (*touched, "cluster.max_workers", *misfit.against))
     if found:
         return
-    text = f"saw dp={dp} x tp={tp} x pp={pp} = {world} workers, "
+    text = f"saw {str(degrees).replace(' ', ' x ')} = {world} workers, "
     if world > most:
         text += f"more than cluster.max_workers={most}"
     elif asked.dp == "auto" and most % world:  # with dp given, the workers left over are spares
         text += f"which does not divide cluster.max_workers={most}"
     else:
         return
-    yield Problem(_widest(dp, tp, pp), text + hint, (*touched, "cluster.max_workers"))
+    yield Problem(_widest(degrees), text + hint, (*touched, "cluster.max_workers"))
 
 
-def _widest(dp: int, tp: int, pp: int) -> str:
-    return max((dp, "layout.dp"), (tp, "layout.tp"), (pp, "layout.pp"))[1]
+def _widest(degrees: Degrees) -> str:
+    return max((degree, f"layout.{name}") for name, degree in degrees._asdict().items())[1]
+
+
+def _kernels(job: JobConfig) -> Iterator[Problem]:
+    asked = job.kernels.attention
+    if asked == "auto":
+        return
+    if job.model.builder is not None:
+        yield Problem(
+            "kernels.attention",
+            f"saw {asked}; a model of your own has its own: leave it at auto",
+            ("model.builder",),
+        )
+        return
+    least = 1 if job.layout.cp == "auto" else job.layout.cp
+    device = (
+        "cpu" if job.cluster.device == "cpu" else "cuda"
+    )  # auto: judged again once the machines are known
+    problem = attention_problem(job, device, least)
+    if problem and (job.cluster.device != "auto" or attention_problem(job, "cpu", least)):
+        yield Problem("kernels.attention", problem, ("cluster.device", "precision", "layout.cp"))
 
 
 def _cluster(job: JobConfig) -> Iterator[Problem]:
@@ -264,6 +285,7 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _data,
     _optimizer,
     _layout,
+    _kernels,
     _cluster,
     _snapshot,
     _checkpoint,

@@ -33,6 +33,11 @@ def _dump(value: Any) -> str:
     return json.dumps(plain(value), separators=(",", ":"), sort_keys=True)
 
 
+def _plain_commands(commands: Iterable[Command]) -> list[dict[str, Any]]:
+    plain_commands: list[dict[str, Any]] = json.loads(_dump([encode(command) for command in commands]))
+    return plain_commands
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first line whose commands came out otherwise. ``line`` counts from 1."""
@@ -74,7 +79,9 @@ def replay(lines: Iterable[str], planner: Callable[[JobConfig, dict[str, Any]], 
             machine, term = Machine(job, choose), data["event"]["term"]
         commands = machine.handle(decode(data["event"]), data["now"])
         events += 1
-        replayed = json.loads(_dump([encode(command) for command in commands]))
-        if replayed != data["commands"]:
-            return Replay(events, Difference(number, data["commands"], replayed))
+        # decoded first: a log of before a field was added has had its default
+        recorded = _plain_commands(decode(command) for command in data["commands"])
+        replayed = _plain_commands(commands)
+        if replayed != recorded:
+            return Replay(events, Difference(number, recorded, replayed))
     return Replay(events, None)

@@ -16,7 +16,14 @@ from picotron_ray.config.job import ModelConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.init import initialise_
 from picotron_ray.models.llama import Transformer
-from picotron_ray.models.plan import ParameterSpec, Style, parameter_table, stage_layers, tensor_parallel_plan
+from picotron_ray.models.plan import (
+    ParameterSpec,
+    Style,
+    attention_modules,
+    parameter_table,
+    stage_layers,
+    tensor_parallel_plan,
+)
 
 InitialValue = Callable[[ParameterSpec], Tensor]
 """The full initial value (CPU) of one parameter."""
@@ -32,6 +39,7 @@ class ModelDefinition(ABC):
             parallelism, and logits over the vocabulary. If so, what tp replicates gets partial gradients.
         hidden_size: width of what goes from one pipeline stage to the next.
         depth: number of repeated blocks.
+        attention: the modules that context parallelism changes, by name; empty: it cannot be applied.
     """
 
     table: tuple[ParameterSpec, ...]
@@ -39,6 +47,7 @@ class ModelDefinition(ABC):
     sequence_parallel: bool
     hidden_size: int
     depth: int
+    attention: tuple[str, ...] = ()
 
     def stage(self, pp: int, index: int) -> nn.Module:
         """One of ``pp`` pipeline stages, its parameters on the meta device.
@@ -82,6 +91,7 @@ class LlamaDefinition(ModelDefinition):
     """The decoder of ``models.llama``."""
 
     sequence_parallel = True
+    attention = attention_modules()
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config

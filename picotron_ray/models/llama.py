@@ -6,9 +6,9 @@ Nothing here knows of a mesh. What makes it cuttable:
   the canonical names of ``models.plan``.
 - Head counts are read off the local projections (views with ``-1``), so ``parallelize_module`` may cut
   the weights by whole heads.
-- There are no buffers: rotary tables are computed in fp64 and cached per (length, device), so a module
+- There are no buffers: rotary tables are computed in fp64 and cached per (positions, device), so a module
   built on the meta device needs nothing but its parameters.
-- The attention kernel is a function argument.
+- The attention kernel is a function argument, and attention knows which positions its tokens have.
 
 Sources: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE, half-split form as in Llama's HF weights),
 Ainslie et al. 2023 (GQA), Shazeer 2020 (SwiGLU), Zhang & Sennrich 2019 (RMSNorm).
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_ray.config.job import ModelConfig
+from picotron_ray.models.plan import SequenceShard
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -39,29 +40,37 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _rotary_table(
-    length: int, head: int, theta: float, dtype: torch.dtype, device: torch.device
+    shard: SequenceShard, head: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x frequency, each ``[length, head / 2]``; computed in fp64."""
+    """Cosine and sine of position x frequency, each ``[local tokens, head / 2]``; computed in fp64."""
     # A table first made while evaluating under inference_mode could never be used in training again.
     with torch.inference_mode(False), torch.device("cpu"):
         steps = torch.arange(0, head, 2, dtype=torch.float64) / head
-        angles = torch.outer(torch.arange(length, dtype=torch.float64), theta**-steps)
+        angles = torch.outer(torch.tensor(shard.positions(), dtype=torch.float64), theta**-steps)
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
+def rotate(x: Tensor, theta: float, shard: SequenceShard | None = None) -> Tensor:
     """Rotary positions on ``[batch, heads, seq, head]``: pairs (i, i + head/2) turn by position x frequency.
+
+    Args:
+        shard: which tokens of the row these are; None: all of them.
 
     fp64 stays fp64; anything else is turned in fp32 and cast back.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    cos, sin = _rotary_table(x.size(-2), x.size(-1), theta, dtype, x.device)
+    cos, sin = _rotary_table(shard or SequenceShard(x.size(-2)), x.size(-1), theta, dtype, x.device)
     left, right = x.to(dtype).chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions."""
+    """Grouped-query self-attention with rotary positions.
+
+    Fields:
+        kernel: attention over the local queries, see :func:`sdpa`.
+        shard: which tokens of the row are here; None: all of them.
+    """
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
         super().__init__()
@@ -69,6 +78,7 @@ class Attention(nn.Module):
         self.head_size = hidden // config.heads
         self.theta = config.rope_theta
         self.kernel = kernel
+        self.shard: SequenceShard | None = None
         self.wq = nn.Linear(hidden, hidden, bias=False)
         self.wk = nn.Linear(hidden, config.kv_heads * self.head_size, bias=False)
         self.wv = nn.Linear(hidden, config.kv_heads * self.head_size, bias=False)
@@ -79,8 +89,8 @@ class Attention(nn.Module):
         return x.view(x.size(0), x.size(1), -1, self.head_size).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        q = rotate(self._heads(self.wq(x)), self.theta)
-        k = rotate(self._heads(self.wk(x)), self.theta)
+        q = rotate(self._heads(self.wq(x)), self.theta, self.shard)
+        k = rotate(self._heads(self.wk(x)), self.theta, self.shard)
         out = self.kernel(q, k, self._heads(self.wv(x)))
         return self.wo(out.transpose(1, 2).flatten(2))
 

@@ -54,6 +54,28 @@ class ParameterSpec:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceShard:
+    """Which tokens of every row a context-parallel rank holds: the ``index``-th of ``parts``.
+
+    The row is cut into ``2 x parts`` chunks; rank i holds chunks i and 2 x parts - 1 - i. Under a causal mask
+    every rank then has the same number of (query, key) pairs to compute, at every step of a ring (the
+    head-tail or zigzag order; Llama 3, Dubey et al. 2024, section 3.3.2).
+    """
+
+    length: int  # tokens of a whole row, a multiple of 2 x parts
+    parts: int = 1
+    index: int = 0
+
+    def positions(self) -> tuple[int, ...]:
+        """Positions in the row of the local tokens, in their local order, which is ascending."""
+        if self.parts == 1:
+            return tuple(range(self.length))
+        size = self.length // (2 * self.parts)
+        head, tail = self.index * size, (2 * self.parts - 1 - self.index) * size
+        return (*range(head, head + size), *range(tail, tail + size))
+
+
 def _matrix(
     name: str,
     shape: tuple[int, int],
@@ -135,6 +157,11 @@ def tensor_parallel_plan() -> tuple[tuple[str, Style], ...]:
         ("norm", "sequence"),
         ("head", "vocab_head"),
     )
+
+
+def attention_modules() -> tuple[str, ...]:
+    """Modules whose ``kernel`` and ``shard`` context parallelism sets; ``*`` stands for a layer's number."""
+    return ("layers.*.attention",)
 
 
 def stage_layers(layers: int, pp: int, stage: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Which box of each canonical parameter a rank holds: tensor parallelism cuts first, then FSDP.
 
 Both follow ``torch.chunk``: chunks of ceil(size / parts), the last ones shorter or empty. FSDP cuts
-dimension 0 of what tensor parallelism left.
+dimension 0 of what tensor parallelism left, over the replicas of data and context parallelism.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
     offset, size = [0] * len(spec.shape), list(spec.shape)
     if spec.tp_dim is not None and layout.tp > 1:
         offset[spec.tp_dim], size[spec.tp_dim] = chunk(spec.shape[spec.tp_dim], layout.tp, at.tp)
-    if layout.zero and layout.dp > 1:
-        start, size[0] = chunk(size[0], layout.dp, at.dp)
+    if layout.zero and layout.replicas > 1:
+        start, size[0] = chunk(size[0], layout.replicas, layout.replica(rank))
         offset[0] += start
     return Box(tuple(offset), tuple(size))
 
@@ -37,5 +37,5 @@ def is_primary(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
 
 def counts_in_norm(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
     """Whether this rank adds its box to a global sum: exactly one rank of the world does for each box."""
-    replicated_over_dp = layout.zero == 0
-    return is_primary(spec, layout, rank) and not (replicated_over_dp and layout.coordinates(rank).dp)
+    replicated = layout.zero == 0
+    return is_primary(spec, layout, rank) and not (replicated and layout.replica(rank))

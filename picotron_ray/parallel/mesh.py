@@ -1,5 +1,8 @@
 """The device mesh of a layout: one axis per degree above 1, ranks in the layout's own order.
 
+Data and context parallelism are one axis, ``data``: gradients are summed over both, and ZeRO shards over
+both. The groups of context parallelism alone, in which attention exchanges keys, lie inside it.
+
 Axes of degree 1 are left out, and an axis that spans the world uses the default group: every group costs
 connections and milliseconds at each re-mesh. Code asks for an axis by name and gets None where there is
 nothing to communicate.
@@ -24,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from picotron_ray.config.layout import Coordinates, Layout
 from picotron_ray.errors import LayoutError
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "data", "tp")
 
 
 @dataclass(slots=True)
@@ -34,18 +37,22 @@ class Mesh:
     layout: Layout
     rank: int
     devices: DeviceMesh | None
+    context: dist.ProcessGroup | None = None
 
     @property
     def at(self) -> Coordinates:
         return self.layout.coordinates(self.rank)
 
     def axis(self, name: str) -> DeviceMesh | None:
-        """The one-dimensional mesh of ``pp``, ``dp`` or ``tp`` through this rank; None where degree 1."""
+        """The one-dimensional mesh of ``pp``, ``data`` or ``tp`` through this rank; None where degree 1."""
         if self.devices is None or name not in (self.devices.mesh_dim_names or ()):
             return None
         return self.devices[name]
 
     def group(self, name: str) -> dist.ProcessGroup | None:
+        """The process group of an axis, or of ``cp``; None where degree 1."""
+        if name == "cp":
+            return self.context
         axis = self.axis(name)
         return None if axis is None else axis.get_group()
 
@@ -55,12 +62,12 @@ class Mesh:
             for name in self.devices._dim_group_names:
                 torch._C._distributed_c10d._unregister_process_group(name)
             self.devices._pg_registry.clear()
-        self.devices = None
+        self.devices = self.context = None
 
 
 def check_supported(layout: Layout) -> None:
     """Refuse degrees that nothing here applies, rather than ignore them. Raises LayoutError."""
-    for name, value in (("cp", layout.cp), ("ep", layout.ep), ("virtual_stages", layout.virtual_stages)):
+    for name, value in (("ep", layout.ep), ("virtual_stages", layout.virtual_stages)):
         if value != 1:
             raise LayoutError(f"layout.{name}: saw {value}, expected 1: this version has no such parallelism")
 
@@ -68,6 +75,8 @@ def check_supported(layout: Layout) -> None:
 def axis_ranks(layout: Layout, rank: int, axis: str) -> list[int]:
     """The ranks of the layout's axis that goes through ``rank``, in order."""
     at = layout.coordinates(rank)
+    if axis == "data":
+        return [layout.rank(at._replace(dp=dp, cp=cp)) for dp in range(layout.dp) for cp in range(layout.cp)]
     return [layout.rank(at._replace(**{axis: index})) for index in range(getattr(layout, axis))]
 
 
@@ -80,6 +89,15 @@ def _register(name: str, group: dist.ProcessGroup) -> None:
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
+def _new_group(ranks: list[int], layout: Layout, timeout: timedelta | None) -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if len(ranks) < layout.world_size:
+        # Only the members meet: the other groups of the axis form at the same time.
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert group is not None
+    return group
+
+
 def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | None = None) -> Mesh:
     """Make the mesh and its process groups; all ranks together, inside ``ProcessGroups.forming()``.
 
@@ -87,25 +105,30 @@ def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | 
         timeout: limit of a collective on the new groups.
     """
     check_supported(layout)
-    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
+    degrees = {"pp": layout.pp, "data": layout.replicas, "tp": layout.tp}
+    axes = [axis for axis in AXES if degrees[axis] > 1]
     if not axes:
         return Mesh(layout, rank, None)
     groups, names = [], []
     for axis in axes:
         ranks = axis_ranks(layout, rank, axis)
-        group = dist.group.WORLD
-        if len(ranks) < layout.world_size:
-            # Only the members meet: the other groups of the axis form at the same time.
-            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        assert group is not None
+        group = _new_group(ranks, layout, timeout)
         groups.append(group)
         names.append(group_name(axis, ranks))
         _register(names[-1], group)
-    shape = [getattr(layout, axis) for axis in axes]
+    context = None
+    if layout.cp > 1:
+        whole = layout.cp == layout.replicas
+        context = (
+            groups[axes.index("data")]
+            if whole
+            else _new_group(axis_ranks(layout, rank, "cp"), layout, timeout)
+        )
+    shape = [degrees[axis] for axis in axes]
     numbers = torch.arange(layout.world_size, dtype=torch.int).view(shape)
     mesh = numbers.tolist() if len(axes) == 1 else numbers
     devices = DeviceMesh.from_group(
         groups if len(axes) > 1 else groups[0], device_type, mesh=mesh, mesh_dim_names=tuple(axes)
     )
     devices._dim_group_names = names  # type: ignore[assignment]
-    return Mesh(layout, rank, devices)
+    return Mesh(layout, rank, devices, context)

@@ -1,4 +1,4 @@
-"""Apply a layout to one pipeline stage of a model, in one fixed order: tensor parallelism, then FSDP.
+"""Apply a layout to one pipeline stage of a model, in one fixed order: tensor, context, then FSDP.
 
 The caller has cut the pipeline stage (it builds only its own layers, on the meta device). What was asked
 for is applied or refused; what was applied is returned, for the log.
@@ -17,7 +17,9 @@ from picotron_ray.checkpoint.canonical import Box
 from picotron_ray.config.layout import Layout
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import ParameterSpec, Style
+from picotron_ray.parallel.attention import AttentionPlan, attention_modules, whole_kernel
 from picotron_ray.parallel.boxes import counts_in_norm, is_primary, local_box
+from picotron_ray.parallel.context import apply_context_parallel
 from picotron_ray.parallel.data import apply_fsdp
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.tensor import apply_tensor_parallel
@@ -53,7 +55,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def parallelize(
-    model: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, plan: Sequence[tuple[str, Style]]
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: Mesh,
+    plan: Sequence[tuple[str, Style]],
+    attention: AttentionPlan,
 ) -> tuple[str, ...]:
     """Cut ``model`` in place for ``mesh``; returns what was applied, one phrase each.
 
@@ -61,6 +67,7 @@ def parallelize(
         model: one pipeline stage, on the meta device.
         blocks: the modules that FSDP gathers one at a time.
         plan: what tensor parallelism does to which module.
+        attention: which modules are attention, and what computes it.
     """
     layout, applied = mesh.layout, []
     if layout.pp > 1:
@@ -70,12 +77,22 @@ def parallelize(
         count = apply_tensor_parallel(model, tp, plan)
         kind = "tensor" if any(style == "sum_rowwise" for _, style in plan) else "tensor and sequence"
         applied.append(f"{kind} parallel over {layout.tp}, {count} modules")
-    dp = mesh.axis("dp")
-    if dp is not None and layout.zero:
-        apply_fsdp(model, blocks, dp, layout.zero)
-        applied.append(f"FSDP2 over {layout.dp}, zero {layout.zero}")
-    elif dp is not None:
-        applied.append(f"replicated over {layout.dp}")
+    modules = attention_modules(model, attention)
+    if modules:
+        kernel = whole_kernel(attention.backend)
+        for module in modules:
+            module.kernel = kernel
+        applied.append(f"{attention.backend} attention")
+    cp = mesh.group("cp")
+    if cp is not None:
+        count = apply_context_parallel(model, cp, attention, layout.context)
+        applied.append(f"context parallel over {layout.cp}, {layout.context}, {count} modules")
+    data = mesh.axis("data")
+    if data is not None and layout.zero:
+        apply_fsdp(model, blocks, data, layout.zero)
+        applied.append(f"FSDP2 over {layout.replicas}, zero {layout.zero}")
+    elif data is not None:
+        applied.append(f"replicated over {layout.replicas}")
     return tuple(applied)
 
 

@@ -31,8 +31,8 @@ class Pipeline:
         layout: degrees; ``layout.pp > 1``.
         stage: index of this rank's stage.
         group: process group of the pp axis.
-        hidden: an example (meta) of what crosses between stages: ``[micro_batch, seq / tp, hidden]``.
-        sequence: tokens per row.
+        hidden: an example (meta) of what crosses between stages: ``[micro_batch, seq / cp / tp, hidden]``.
+        sequence: tokens per row on this rank.
         loss: weighted sum of token losses of one micro-batch.
     """
 
@@ -88,43 +88,42 @@ class Pipeline:
             self._schedules[micro_batches] = schedule
         return self._schedules[micro_batches]
 
-    def step(self, tokens: Tensor, weights: Tensor, scale: float) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, weights: Tensor, scale: float) -> Tensor:
         """Forward and backward of all micro-batches; gradients accumulate in the parameters.
 
         Args:
-            tokens: ``[micro_batches, micro_batch, seq + 1]`` on the device.
+            inputs, targets: ``[micro_batches, micro_batch, seq]`` on the device.
             weights: ``[micro_batches, micro_batch]``.
             scale: factor of the loss before backward.
 
         Returns: the unscaled loss sum (0 on all stages but the last).
         """
-        count, rows = tokens.shape[:2]
+        count, rows = inputs.shape[:2]
         schedule = self._schedule(count)
-        flat = tokens.flatten(0, 1)
         self._weights, self._scale, self._sums = weights.flatten(), scale, []
-        inputs = (flat[:, :-1].contiguous(),) if self.first else ()
+        fed = (inputs.flatten(0, 1).contiguous(),) if self.first else ()
         target = None
         if self.last:
-            numbers = torch.arange(count * rows, device=flat.device).unsqueeze(1)
-            target = torch.cat((flat[:, 1:], numbers), dim=1)
-        schedule.step(*inputs, target=target, return_outputs=False)
+            numbers = torch.arange(count * rows, device=targets.device).unsqueeze(1)
+            target = torch.cat((targets.flatten(0, 1), numbers), dim=1)
+        schedule.step(*fed, target=target, return_outputs=False)
         if not self._sums:
             return torch.zeros((), device=self._device)
         return torch.stack(self._sums).sum()
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Forward only. Each item is tokens ``[micro_batch, seq + 1]`` and weights ``[micro_batch]``."""
+    def evaluate(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+        """Forward only. Each item: inputs and targets ``[micro_batch, seq]``, weights ``[micro_batch]``."""
         total = torch.zeros((), device=self._device)
-        for tokens, weights in micro_batches:
+        for inputs, targets, weights in micro_batches:
             if self.first:
-                x = tokens[:, :-1]
+                x = inputs
             else:
                 x = torch.empty_like(self._hidden, device=self._device)
                 dist.recv(x, group=self._group, group_src=self._stage_index - 1)
             x = self._model(x)
             if self.last:
-                total = total + self._loss(x, tokens[:, 1:], weights)
+                total = total + self._loss(x, targets, weights)
             else:
                 dist.send(x.contiguous(), group=self._group, group_dst=self._stage_index + 1)
         return total

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from picotron_ray.config.fit import fitting_degrees, misfits
+from picotron_ray.config.fit import Degrees, fitting_degrees, misfits
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.errors import LayoutError
@@ -66,12 +66,12 @@ def choose_layout(
 def _ranked(
     job: JobConfig, workers: int, profile: DeviceProfile, node_sizes: tuple[int, ...]
 ) -> tuple[Choice, ...]:
-    best: dict[tuple[int, int, int, int], Choice] = {}
+    best: dict[tuple[int, ...], Choice] = {}
     for layout in _candidates(job, workers):
         if memory_estimate(job, layout).total_bytes > USABLE * profile.memory_bytes:
             continue
         choice = Choice(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
-        key = (layout.dp, layout.tp, layout.pp, layout.zero)
+        key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.zero)
         if key not in best or _order(choice) < _order(best[key]):
             best[key] = choice
     return tuple(sorted(best.values(), key=_order))
@@ -85,18 +85,26 @@ def _candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
     """Every layout with the degrees that ``job.layout`` allows, memory not looked at."""
     asked = job.layout
     for degrees in fitting_degrees(job, workers):
-        wanted = zip(degrees, (asked.dp, asked.tp, asked.pp), strict=True)
+        wanted = zip(degrees, _asked(job), strict=True)
         if any(want not in ("auto", degree) for degree, want in wanted):
             continue
-        dp, tp, pp = degrees
-        zeros = ((0, 2, 3) if dp > 1 else (0,)) if asked.zero == "auto" else (asked.zero,)
+        replicas = degrees.dp * degrees.cp
+        zeros = ((0, 2, 3) if replicas > 1 else (0,)) if asked.zero == "auto" else (asked.zero,)
         for zero in zeros:
-            for micro_batch in _micro_batches(job, dp, pp):
+            for micro_batch in _micro_batches(job, degrees.dp, degrees.pp):
                 layout = Layout(
-                    dp=dp, tp=tp, pp=pp, zero=zero, schedule=asked.schedule, micro_batch=micro_batch
+                    **degrees._asdict(),
+                    zero=zero,
+                    schedule=asked.schedule,
+                    micro_batch=micro_batch,
+                    context=asked.context,
                 )
                 if not misfits(job, layout):
                     yield layout
+
+
+def _asked(job: JobConfig) -> tuple[int | str, ...]:
+    return tuple(getattr(job.layout, name) for name in Degrees._fields)
 
 
 def _micro_batches(job: JobConfig, dp: int, pp: int) -> list[int]:
@@ -123,8 +131,9 @@ def _why_none(job: JobConfig, workers: int, profile: DeviceProfile) -> str:
             " make the model smaller"
         )
     asked = job.layout
-    fixed = [f"{axis}={degree}" for axis in ("dp", "tp", "pp") if (degree := getattr(asked, axis)) != "auto"]
-    least = math.prod(degree for degree in (asked.dp, asked.tp, asked.pp) if degree != "auto")
+    named = zip(Degrees._fields, _asked(job), strict=True)
+    fixed = [f"{axis}={degree}" for axis, degree in named if degree != "auto" and (axis, degree) != ("cp", 1)]
+    least = math.prod(degree for degree in _asked(job) if isinstance(degree, int))
     if least > workers:
         return (
             f"layout: saw {workers} workers, expected at least {least} for {' '.join(fixed)}; add workers or"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
-from picotron_ray.planner.counts import sizes_of, stage_flops_per_token, stage_parameters
+from picotron_ray.planner.counts import head_size, sizes_of, stage_flops_per_token, stage_parameters
 from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES
 from picotron_ray.planner.profile import DeviceProfile
 
@@ -35,6 +35,8 @@ class StepCost:
     """waiting of the pipeline to fill and drain"""
     tensor_s: float
     """tensor- and sequence-parallel collectives"""
+    context_s: float
+    """keys, values and their gradients between context-parallel ranks"""
     pipeline_s: float
     """hidden states and their gradients between stages"""
     data_s: float
@@ -44,7 +46,8 @@ class StepCost:
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.bubble_s + self.tensor_s + self.pipeline_s + self.data_s + self.sync_s
+        inside = self.compute_s + self.bubble_s + self.tensor_s + self.context_s
+        return inside + self.pipeline_s + self.data_s + self.sync_s
 
 
 def step_cost(
@@ -59,12 +62,14 @@ def step_cost(
     micro_batches = layout.micro_batches(job.data.global_batch)
     compute = _stage_compute(job, layout, profile)
     tensor = _tensor(job, layout, profile, node_sizes)
+    context = _context(job, layout, profile, node_sizes)
     hop = _hop(job, layout, profile, node_sizes)
     waits = layout.pp - 1
     return StepCost(
         compute_s=micro_batches * compute,
-        bubble_s=waits * (compute + tensor),
+        bubble_s=waits * (compute + tensor + context),
         tensor_s=micro_batches * tensor,
+        context_s=micro_batches * context,
         pipeline_s=(micro_batches + waits) * hop,
         data_s=_data(job, layout, profile, node_sizes, micro_batches),
         sync_s=profile.latency_s * math.log2(layout.world_size),
@@ -73,7 +78,7 @@ def step_cost(
 
 def _stage_compute(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
     """Seconds of arithmetic per micro-batch on the slowest stage, the last one (it has the head)."""
-    tokens = layout.micro_batch * job.data.sequence_length
+    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
     flops = stage_flops_per_token(job.model, job.data.sequence_length, layout.pp, layout.pp - 1, layout.tp)
     blocks = sizes_of(job.model).layers // layout.pp
     loss = 1 + TENSOR_LOSS * math.log2(layout.tp)
@@ -95,9 +100,29 @@ def _tensor(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: 
     return 8 * (sizes_of(job.model).layers // layout.pp) * seconds
 
 
+def _context(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
+    """Seconds of context-parallel traffic per micro-batch and stage.
+
+    Per block the keys and values of the other ranks pass by once forward and once backward, and their
+    gradients (in fp32 or wider) come back. The ring sends part by part and calls its kernel once per part, in
+    both directions; the all-gather pays for its collectives.
+    """
+    if layout.cp == 1:
+        return 0.0
+    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
+    width = 2 * job.model.kv_heads * head_size(job.model) / layout.tp
+    moved = 2 * COMPUTE_BYTES[job.precision] + STATE_BYTES[job.precision]
+    crosses = any(size % (layout.cp * layout.tp) for size in node_sizes)
+    others = layout.cp - 1
+    seconds = others * tokens * width * moved / _link(profile, crosses)
+    calls = 3 * others if layout.context == "ring" else 3 * math.log2(layout.cp)
+    blocks = sizes_of(job.model).layers // layout.pp
+    return blocks * (seconds + calls * profile.latency_s + 2 * others * profile.kernel_s)
+
+
 def _hidden_bytes(job: JobConfig, layout: Layout) -> int:
-    """Bytes of the hidden states of one micro-batch."""
-    tokens = layout.micro_batch * job.data.sequence_length
+    """Bytes of the hidden states of one micro-batch on one context-parallel rank."""
+    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
     return tokens * sizes_of(job.model).hidden * COMPUTE_BYTES[job.precision]
 
 
@@ -121,12 +146,12 @@ def _data(
     Replicated: one all-reduce of the stage's gradients, 2·(dp - 1)/dp of their bytes. ZeRO-2 and 3 work block
     by block: reduce-scatter and all-gather, 3 gathers again for backward; once per micro-batch.
     """
-    if layout.dp == 1:
+    if layout.replicas == 1:
         return 0.0
-    share = (layout.dp - 1) / layout.dp
+    share = (layout.replicas - 1) / layout.replicas
     size = stage_parameters(job.model, layout.pp, 0, layout.tp) * STATE_BYTES[job.precision]
     seconds = size * share / _link(profile, len(node_sizes) > 1)
-    hops = math.log2(layout.dp)
+    hops = math.log2(layout.replicas)
     if not layout.zero:
         buckets = max(1.0, size / BUCKET_BYTES)
         return 2 * seconds + 2 * buckets * hops * profile.latency_s

@@ -45,7 +45,7 @@ def _stage_memory(job: JobConfig, layout: Layout, stage: int) -> MemoryEstimate:
     sizes = sizes_of(job.model)
     parameters = stage_parameters(job.model, layout.pp, stage, layout.tp)
     copies = 2 + MOMENTS[job.optimizer.name]  # weight and gradient, moments
-    state = parameters * size * copies / (layout.dp if layout.zero else 1)
+    state = parameters * size * copies / (layout.replicas if layout.zero else 1)
     block = sizes.whole_block + (sizes.block - sizes.whole_block) / layout.tp
     gathered = 0.0
     if layout.zero == 2:  # all weights stay gathered from forward to backward
@@ -62,7 +62,7 @@ def _activations(job: JobConfig, layout: Layout, stage: int) -> float:
     parallelism cuts all of it where it comes with sequence parallelism; else it is counted whole.
     """
     sizes = sizes_of(job.model)
-    tokens = layout.micro_batch * job.data.sequence_length
+    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
     elements = sizes.activations * (sizes.layers // layout.pp)
     in_flight = _in_flight(job, layout, stage)
     kept = elements * COMPUTE_BYTES[job.precision] * in_flight

@@ -21,10 +21,13 @@ from picotron_ray.checkpoint.dcp import StateTensor
 from picotron_ray.comm.groups import ProcessGroups
 from picotron_ray.comm.reduce import sum_
 from picotron_ray.config.job import JobConfig
+from picotron_ray.config.kernels import Backend, attention_backends, attention_problem
 from picotron_ray.config.layout import Layout
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.definition import definition_of
+from picotron_ray.models.plan import SequenceShard
+from picotron_ray.parallel.attention import AttentionPlan
 from picotron_ray.parallel.data import settle
 from picotron_ray.parallel.loss import weighted_loss_sum
 from picotron_ray.parallel.mesh import Mesh, make_mesh
@@ -63,10 +66,21 @@ class Engine:
         self._definition = definition_of(job.model, job.seed)
         self._tp_group, self._tp_index = mesh.group("tp"), at.tp
         self._loss_group = self._tp_group if self._definition.sequence_parallel else None
-        self._dp_group = mesh.group("dp") if not self.layout.zero else None
+        self._data_group = mesh.group("data") if not self.layout.zero else None
+        self._kept = self._kept_tokens(mesh)
         self._model: nn.Module | None = self._build(mesh)
         blocks = self._definition.blocks(self._model)
-        self.applied = parallelize(self._model, blocks, mesh, self._definition.styles)
+        self.applied = parallelize(
+            self._model,
+            blocks,
+            mesh,
+            self._definition.styles,
+            AttentionPlan(
+                self._definition.attention,
+                attention_backend(job, device, mesh.layout),
+                job.data.sequence_length,
+            ),
+        )
         self._materialise(self._model)
         self._parameters = list(local_parameters(self._model, self._definition.table, mesh))
         self._optimizer = Optimizer(job.optimizer, self._parameters)
@@ -82,13 +96,20 @@ class Engine:
         settle(model)
         apply_precision(model, self.job, self.device)
 
+    def _kept_tokens(self, mesh: Mesh) -> Tensor | None:
+        """Positions of a row that this rank computes; None: all."""
+        if self.layout.cp == 1:
+            return None
+        shard = SequenceShard(self.job.data.sequence_length, self.layout.cp, mesh.at.cp)
+        return torch.tensor(shard.positions(), device=self.device)
+
     def _build_pipeline(self, mesh: Mesh) -> Pipeline:
         from picotron_ray.parallel.pipeline import Pipeline
 
         group = mesh.group("pp")
         assert group is not None
         assert self._model is not None
-        sequence = self.job.data.sequence_length
+        sequence = self.job.data.sequence_length // self.layout.cp
         parts = self.layout.tp if self._definition.sequence_parallel else 1
         shape = (self.layout.micro_batch, sequence // parts, self._definition.hidden_size)
         hidden = torch.empty(shape, dtype=master_dtype(self.job), device="meta", requires_grad=True)
@@ -101,10 +122,14 @@ class Engine:
     def _loss_sum(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         return weighted_loss_sum(logits, targets, weights, self._loss_group, self._tp_index)
 
-    def _on_device(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+    def _on_device(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs and targets ``[micro_batches, micro_batch, local tokens]``, weights without the last."""
         tokens = torch.from_numpy(batch.tokens).to(self.device, non_blocking=True)
         weights = torch.from_numpy(batch.weights).to(self.device, master_dtype(self.job), non_blocking=True)
-        return tokens, weights
+        inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        if self._kept is not None:
+            inputs, targets = inputs[..., self._kept], targets[..., self._kept]
+        return inputs, targets, weights
 
     def forward_backward(self, batch: StepBatch, on_phase: OnPhase = silent) -> float:
         """Accumulate the gradient of all micro-batches of this replica.
@@ -113,32 +138,34 @@ class Engine:
         (all but tp rank 0 of the last stage), so that a sum over all ranks is the batch's.
         """
         assert self._model is not None
-        tokens, weights = self._on_device(batch)
+        inputs, targets, weights = self._on_device(batch)
         scale = 1.0 / batch.global_tokens
         self._gradients = []
         for parameter in self._model.parameters():
             parameter.grad = None
         on_phase("forward")
         if self._pipeline is not None:
-            total = self._pipeline.step(tokens, weights, scale)
+            total = self._pipeline.step(inputs, targets, weights, scale)
         else:
-            total = self._accumulate(tokens, weights, scale, on_phase)
+            total = self._accumulate(inputs, targets, weights, scale, on_phase)
         return float(total) if self._owns_loss else 0.0
 
-    def _accumulate(self, tokens: Tensor, weights: Tensor, scale: float, on_phase: OnPhase) -> Tensor:
+    def _accumulate(
+        self, inputs: Tensor, targets: Tensor, weights: Tensor, scale: float, on_phase: OnPhase
+    ) -> Tensor:
         assert self._model is not None
         sums = []
-        for number, (rows, row_weights) in enumerate(zip(tokens, weights, strict=True)):
+        for number, (fed, wanted, row_weights) in enumerate(zip(inputs, targets, weights, strict=True)):
             if number:
                 on_phase("forward")
-            loss = self._loss_sum(self._model(rows[:, :-1]), rows[:, 1:], row_weights)
+            loss = self._loss_sum(self._model(fed), wanted, row_weights)
             on_phase("backward")
             (loss * scale).backward()
             sums.append(loss.detach())
         return torch.stack(sums).sum()
 
     def reduce(self, on_phase: OnPhase = silent) -> None:
-        """Finish the gradients: sum over tp what is partial, and over replicas where FSDP has not."""
+        """Finish the gradients: sum over tp what is partial, and over dp and cp where FSDP has not."""
         on_phase("reduce")
         cut = self._definition.sequence_parallel
         found = [local_gradient(parameter, self.layout, cut) for parameter in self._parameters]
@@ -147,8 +174,8 @@ class Engine:
         if partial:
             assert self._tp_group is not None
             sum_(partial, self._tp_group)
-        if self._dp_group is not None:
-            sum_(self._gradients, self._dp_group)
+        if self._data_group is not None:
+            sum_(self._gradients, self._data_group)
 
     def clip(self, on_phase: OnPhase = silent) -> float:
         """Clip to ``optimizer.clip_norm``; returns the global norm before clipping."""
@@ -170,14 +197,13 @@ class Engine:
         assert self._model is not None
         total, tokens_seen = 0.0, 0
         for batch in batches:
-            tokens, weights = self._on_device(batch)
-            pairs = list(zip(tokens, weights, strict=True))
+            micro_batches = list(zip(*self._on_device(batch), strict=True))
             if self._pipeline is not None:
-                total += float(self._pipeline.evaluate(pairs))
+                total += float(self._pipeline.evaluate(micro_batches))
             else:
-                for rows, row_weights in pairs:
-                    total += float(self._loss_sum(self._model(rows[:, :-1]), rows[:, 1:], row_weights))
-            tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1)
+                for inputs, targets, weights in micro_batches:
+                    total += float(self._loss_sum(self._model(inputs), targets, weights))
+            tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
         return (total, tokens_seen) if self._owns_loss else (0.0, 0)
 
     # --- state ---------------------------------------------------------------------------------------
@@ -233,9 +259,18 @@ class Engine:
         if self._mesh is not None:
             self._mesh.close()
         self._pipeline = self._model = self._mesh = None
-        self._tp_group = self._dp_group = self._loss_group = None
+        self._tp_group = self._data_group = self._loss_group = None
         self._parameters, self._gradients = [], []
         del self._optimizer
+
+
+def attention_backend(job: JobConfig, device: torch.device, layout: Layout) -> Backend:
+    """The implementation of attention that runs; LayoutError where the one asked for does not."""
+    problem = attention_problem(job, device.type, layout.cp)
+    if problem:
+        raise LayoutError(f"kernels.attention: {problem}")
+    asked = job.kernels.attention
+    return attention_backends(job, device.type, layout.cp)[0] if asked == "auto" else asked
 
 
 def preload(job: JobConfig) -> None:

@@ -178,7 +178,27 @@ def planted(kind: str) -> Any:
         kept = pipeline.Pipeline._micro_loss
         pipeline.Pipeline._micro_loss = lambda self, output, target: kept(self, output, target) * 2.0
         return lambda: setattr(pipeline.Pipeline, "_micro_loss", kept)
+    if kind in ("ring", "gathered"):
+        return double_key_gradients(kind)
     raise ValueError(kind)
+
+
+def double_key_gradients(kind: str) -> Any:
+    """What other context-parallel ranks found for this rank's keys comes home doubled."""
+    import picotron_ray.parallel.context as context
+
+    if kind == "gathered":
+        original = context.reduce_scatter_sequence
+        context.reduce_scatter_sequence = lambda x, group: original(x, group) * 2.0
+        return lambda: setattr(context, "reduce_scatter_sequence", original)
+    shift = context.Shift
+
+    class Doubled(shift):  # type: ignore[misc, valid-type]
+        def __init__(self, x: torch.Tensor, group: Any, tag: int = 0) -> None:
+            super().__init__(x * 2.0 if tag else x, group, tag)
+
+    context.Shift = Doubled  # type: ignore[misc]
+    return lambda: setattr(context, "Shift", shift)
 
 
 def double_all_reduce(module: Any, only: Any = None) -> Any:

@@ -59,6 +59,20 @@ LAYOUTS = [
     (Layout(dp=2, tp=2, pp=2, zero=2, schedule="1f1b", micro_batch=2), 10),
     (Layout(dp=2, tp=2, pp=2, zero=3, schedule="1f1b", micro_batch=2), 7),
     (Layout(dp=2, tp=2, pp=2, zero=3, schedule="afab", micro_batch=3), 12),
+    (Layout(cp=2, micro_batch=6), 12),
+    (Layout(cp=2, micro_batch=6, context="all-gather"), 12),
+    (Layout(cp=4, micro_batch=4), 7),
+    (Layout(cp=4, micro_batch=4, context="all-gather"), 7),
+    (Layout(dp=2, cp=2, micro_batch=3), 12),
+    (Layout(dp=2, cp=2, zero=2, micro_batch=2), 7),
+    (Layout(cp=2, zero=3, micro_batch=3), 12),
+    (Layout(dp=2, cp=4, zero=3, micro_batch=2, context="all-gather"), 7),
+    (Layout(tp=2, cp=2, micro_batch=3), 12),
+    (Layout(tp=2, cp=4, micro_batch=4, context="all-gather"), 10),
+    (Layout(pp=2, cp=2, schedule="1f1b", micro_batch=3), 10),
+    (Layout(tp=2, pp=2, cp=2, schedule="afab", micro_batch=3), 12),
+    (Layout(dp=2, pp=2, cp=2, zero=2, schedule="1f1b", micro_batch=2, context="all-gather"), 10),
+    (Layout(dp=2, tp=2, cp=2, zero=3, micro_batch=2), 7),
 ]
 # fmt: on
 WIDE = ModelConfig(**{**MODEL.model_dump(), "kv_heads": 4})  # heads that four tp ranks divide
@@ -132,7 +146,8 @@ def test_layout_equals_one_process(pool: Pool, layout: Layout, global_batch: int
     primaries(layout, ranks)
     said = " ".join(ranks[0].applied)
     assert ("pipeline" in said, "tensor" in said) == (layout.pp > 1, layout.tp > 1)
-    assert ("FSDP2" in said) == (layout.zero > 0 and layout.dp > 1)
+    assert ("FSDP2" in said) == (layout.zero > 0 and layout.replicas > 1)
+    assert (f"context parallel over {layout.cp}, {layout.context}" in said) == (layout.cp > 1)
 
 
 def primaries(layout: Layout, ranks: list[Result]) -> None:
@@ -167,6 +182,8 @@ PLANTS = {
     "norm": Layout(dp=2, tp=2, zero=2, micro_batch=3),
     "vocab": Layout(tp=2, micro_batch=6),
     "pipeline": Layout(pp=2, micro_batch=3),
+    "ring": Layout(cp=2, micro_batch=6),
+    "gathered": Layout(cp=2, micro_batch=6, context="all-gather"),
 }
 
 

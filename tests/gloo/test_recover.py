@@ -19,6 +19,8 @@ LAYOUTS = [
     Layout(tp=2, pp=2, micro_batch=2),
     Layout(dp=2, tp=2, zero=2, micro_batch=2),
     Layout(dp=2, pp=2, zero=3, micro_batch=2, schedule="afab"),
+    Layout(cp=4, micro_batch=2),
+    Layout(dp=2, cp=2, zero=3, micro_batch=2, context="all-gather"),
 ]
 
 

@@ -27,7 +27,10 @@ def blank(state: dict[str, np.ndarray], layout: Layout, rank: int) -> list[State
     ]
 
 
-@pytest.mark.parametrize("after", [Layout(), Layout(dp=3, zero=3), Layout(tp=4), Layout(dp=2, tp=3, zero=2)])
+@pytest.mark.parametrize(
+    "after",
+    [Layout(), Layout(dp=3, zero=3), Layout(tp=4), Layout(dp=2, tp=3, zero=2), Layout(dp=2, cp=2, zero=2)],
+)
 def test_any_layout_from_a_commit(tmp_path: Path, after: Layout) -> None:
     storage = LocalStorage(str(tmp_path / "runs"), "r1")
     log = RunLog(storage)

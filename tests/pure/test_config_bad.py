@@ -82,6 +82,17 @@ BAD: dict[str, tuple[str, str, str]] = {
         "layout.tp",
         "data.sequence_length=127",
     ),
+    "cp and the sequence": (
+        "cluster: {max_workers: 6}\nlayout: {cp: 3}",
+        "layout.cp",
+        "saw 3: data.sequence_length=128 does not divide into 2 x 3 chunks; nearest layouts that fit:",
+    ),
+    "cp and tp": (
+        "data: {sequence_length: 12}\nmodel: {heads: 4, kv_heads: 4}\nlayout: {cp: 2, tp: 4}\n"
+        "cluster: {max_workers: 8}",
+        "layout.cp",
+        "saw 2 with tp=4, which does not divide 6 tokens per rank",
+    ),
     "tp and the vocabulary": (
         "model: {vocab_size: 257}\nlayout: {tp: 2}",
         "layout.tp",

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from picotron_ray.config.layout import Coordinates, Layout
+from picotron_ray.models.plan import SequenceShard
 
 LAYOUTS = [
     Layout(dp=dp, tp=tp, pp=pp, cp=cp, zero=zero)
@@ -20,6 +21,15 @@ def test_ranks_and_coordinates_are_inverse(layout: Layout) -> None:
     every = itertools.product(*(range(n) for n in (layout.pp, layout.dp, layout.cp, layout.tp)))
     assert seen == {Coordinates(*at) for at in every}
     assert all(layout.rank(layout.coordinates(rank)) == rank for rank in range(layout.world_size))
+
+
+@pytest.mark.parametrize(("length", "parts"), [(8, 1), (8, 2), (24, 3), (32, 4)])
+def test_a_row_is_shared_evenly(length: int, parts: int) -> None:
+    """Every token once, in order on each rank, and as many (query, key) pairs for each."""
+    shards = [SequenceShard(length, parts, index).positions() for index in range(parts)]
+    assert sorted(itertools.chain(*shards)) == list(range(length))
+    assert all(list(shard) == sorted(shard) for shard in shards)
+    assert len({sum(position + 1 for position in shard) for shard in shards}) == 1
 
 
 def test_tensor_parallel_ranks_are_neighbours() -> None:

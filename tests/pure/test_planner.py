@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picotron_ray.config.fit import fitting_degrees, misfits, nearest_layouts
+from picotron_ray.config.fit import Degrees, fitting_degrees, misfits, nearest_layouts
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, parse_job
@@ -109,6 +109,46 @@ def test_fixed_degrees_are_kept() -> None:
     for layout in layouts(config, 8):
         assert (layout.tp, layout.zero, layout.micro_batch, layout.schedule) == (2, 3, 4, "afab")
     assert choose_layout(config, 5).layout.dp == 2  # the fifth worker stays idle
+
+
+def test_context_parallel_only_where_asked() -> None:
+    assert {layout.cp for layout in layouts(job(), 8)} == {1}
+    offered = layouts(job("layout.cp=auto", "layout.context=all-gather", "data.sequence_length=24"), 8)
+    assert {layout.cp for layout in offered} == {1, 2, 3, 4, 6}  # 2 x cp chunks of 24 tokens
+    assert {layout.context for layout in offered} == {"all-gather"}
+    assert all(24 // layout.cp % layout.tp == 0 for layout in offered)
+    assert {layout.zero for layout in offered if layout.replicas > 1} == {0, 2, 3}
+    assert {layout.cp for layout in layouts(job("layout.cp=2"), 8)} == {2}
+    with pytest.raises(LayoutError, match="expected at least 2 for cp=2"):
+        choose_layout(job("layout.cp=2"), 1)
+
+
+def test_context_parallel_by_hand() -> None:
+    """Half the tokens per rank; keys and values of the other half pass by, and their gradients."""
+    config = job("layout.cp=2", "precision=bf16", "data.global_batch=8")
+    model, profile = (
+        config.model,
+        DeviceProfile(flops=1e12, memory_bytes=1e12, link_bytes_s=1e9, latency_s=0.0),
+    )
+    whole = step_cost(config, Layout(micro_batch=8), profile)
+    halves = step_cost(config, Layout(cp=2, micro_batch=8), profile)
+    assert halves.compute_s == pytest.approx(whole.compute_s / 2)
+    tokens, width = 8 * config.data.sequence_length // 2, 2 * model.kv_heads * model.hidden_size / model.heads
+    moved = tokens * width * (2 + 2 + 4) * model.layers  # keys twice in bf16, gradients once in fp32
+    assert halves.context_s == pytest.approx(moved / 1e9)
+    assert halves.data_s == step_cost(config, Layout(dp=2, micro_batch=8), profile).data_s
+    cut = step_cost(config, Layout(cp=2, tp=2, micro_batch=8), profile)
+    assert cut.context_s == pytest.approx(halves.context_s / 2)
+    activations = [memory_estimate(config, Layout(cp=cp)).activation_bytes for cp in (1, 2)]
+    assert activations[1] == pytest.approx(activations[0] / 2)
+
+
+def test_long_rows_that_fit_no_worker_are_shared() -> None:
+    small = DeviceProfile(flops=1e12, memory_bytes=6e8, link_bytes_s=1e9, latency_s=0.0)
+    config = job("layout.cp=auto", "layout.tp=1", "data.sequence_length=65536", "data.global_batch=1")
+    with pytest.raises(LayoutError, match="memory"):
+        choose_layout(config, 1, small)
+    assert choose_layout(config, 8, small).layout.cp > 1
 
 
 def test_tied_embeddings_have_no_pipeline() -> None:
@@ -364,9 +404,11 @@ def test_profile_of_a_device() -> None:
 
 def test_nearest_layouts_are_near_and_fit() -> None:
     config = job("cluster.max_workers=8")
-    assert nearest_layouts(config, (1, 3, 1), 8)[0] == "dp=1 tp=2 pp=1"
-    assert nearest_layouts(config, (4, 1, 3), 8)[0] == "dp=4 tp=1 pp=2"
-    assert len(nearest_layouts(config, (1, 3, 1), 8)) == 3
+    assert nearest_layouts(config, Degrees(1, 3, 1, 1), 8)[0] == "dp=1 tp=2 pp=1"
+    assert nearest_layouts(config, Degrees(4, 1, 3, 1), 8)[0] == "dp=4 tp=1 pp=2"
+    assert len(nearest_layouts(config, Degrees(1, 3, 1, 1), 8)) == 3
+    cut = job("cluster.max_workers=8", "layout.cp=2")
+    assert nearest_layouts(cut, Degrees(1, 1, 1, 3), 8)[0] in ("dp=1 tp=1 pp=1 cp=2", "dp=1 tp=1 pp=1 cp=4")
     assert len(fitting_degrees(config, 1)) == 1
 
 

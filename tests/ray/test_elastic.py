@@ -62,6 +62,7 @@ def test_a_kill_in_any_phase_costs_nothing(
         ({"pp": 2}, "forward"),  # under a schedule the whole of both
         ({"zero": 3}, "data"),
         ({"tp": 2, "pp": 2}, "forward"),
+        ({"cp": 2, "dp": 2}, "backward"),
     ],
     ids=str,
 )

@@ -1,0 +1,182 @@
+"""Attention kernels: over whole rows, and with their log-sum-exp, so that results over parts can be merged.
+
+The latter take ``q [batch, heads, queries, head]`` and ``k, v [batch, heads, keys, head]`` with as many
+heads, scale by ``1 / sqrt(head)``, and give ``out`` like q and ``lse [batch, heads, queries]`` (natural
+logarithm; in fp32 for half precision, else in q's dtype). ``causal`` masks query i from keys after i; it
+needs as many keys as queries.
+
+The backward passes take the ``out`` and ``lse`` of the *whole* row of keys: with them, the gradients over
+parts of the keys simply add up (Dao 2023, FlashAttention-2, section 3.1; Liu et al. 2023, Ring Attention).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from picotron_ray.config.kernels import Backend
+from picotron_ray.errors import LayoutError
+from picotron_ray.parallel.tensor import matches
+
+Forward = tuple[Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class LseKernel(ABC):
+    """One implementation; see the module."""
+
+    name: str
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
+        """``(out, lse)``."""
+
+    @abstractmethod
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> Gradients:
+        """Gradients of q, k and v."""
+
+
+class MathKernel(LseKernel):
+    """The formulas, with the whole score matrix in memory: any device and dtype, for comparison."""
+
+    name = "math"
+
+    def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.size(-1))
+        if causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            scores = scores.masked_fill(~seen, float("-inf"))
+        return scores
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
+        scores = self._scores(q, k, causal)
+        lse = scores.logsumexp(dim=-1)
+        weights = (scores - lse.unsqueeze(-1)).exp()
+        return (weights @ v.to(weights.dtype)).to(q.dtype), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> Gradients:
+        weights = (self._scores(q, k, causal) - lse.unsqueeze(-1)).exp()
+        dtype, scale = weights.dtype, 1 / math.sqrt(q.size(-1))
+        wide = grad.to(dtype)
+        share = wide @ v.to(dtype).transpose(-1, -2)
+        share = weights * (share - (wide * out.to(dtype)).sum(dim=-1, keepdim=True)) * scale
+        dq, dk = share @ k.to(dtype), share.transpose(-1, -2) @ q.to(dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), (weights.transpose(-1, -2) @ wide).to(v.dtype)
+
+
+class CpuFlash(LseKernel):
+    """torch's flash attention for CPUs: fp64, fp32, bf16 and fp16."""
+
+    name = "flash"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> Gradients:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal)
+        return dq, dk, dv
+
+
+class CudaFlash(LseKernel):
+    """FlashAttention-2 as torch ships it: bf16 and fp16, heads of a multiple of 8."""
+
+    name = "flash"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
+        op = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = op(q, k, v, 0.0, causal, return_debug_mask=False)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> Gradients:
+        # without dropout the random state is not read; the lengths of packed rows are not used either
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        op = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        dq, dk, dv = op(
+            grad, q, k, v, out, lse, None, None, q.size(-2), k.size(-2), 0.0, causal, unused, unused[0]
+        )
+        return dq, dk, dv
+
+
+def lse_kernel(backend: Backend, device: torch.device) -> LseKernel:
+    """The kernel of that name with log-sum-exp; LookupError where it has none."""
+    kernels = {"math": MathKernel, "flash": CpuFlash if device.type == "cpu" else CudaFlash}
+    return kernels[backend]()
+
+
+def whole_kernel(backend: Backend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Causal attention over whole rows, by that implementation and no other.
+
+    It takes ``q [batch, heads, seq, head]`` and ``k, v [batch, kv_heads, seq, head]``, and raises
+    RuntimeError where the implementation cannot: torch alone would use another without a word.
+    """
+    if backend == "flash-attn":
+        return _flash_attn()
+    chosen = _TORCH[backend]
+    shares_keys = backend in ("flash", "math")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grouped = k.size(1) != q.size(1)
+        if grouped and not shares_keys:
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        with sdpa_kernel(chosen):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped and shares_keys)
+
+    return attend
+
+
+def _flash_attn() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError as error:
+        raise LayoutError(
+            "kernels.attention: saw flash-attn, which is not installed; pip install 'picotron-ray[flash]'"
+        ) from error
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+_TORCH: dict[str, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The attention of one model: which modules, by which implementation, over rows of how many tokens."""
+
+    modules: tuple[str, ...]  # by name, ``*`` standing for one part
+    backend: Backend
+    length: int
+
+
+def attention_modules(model: nn.Module, plan: AttentionPlan) -> list[Any]:
+    """The modules of the plan that ``model`` has."""
+    return [
+        module for name, module in model.named_modules() if any(matches(name, glob) for glob in plan.modules)
+    ]

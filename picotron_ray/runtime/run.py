@@ -155,6 +155,7 @@ def ensure_coordinator(
         "max_task_retries": 0,
         "max_concurrency": 32,
         "resources": ON_HEAD,
+        "scheduling_strategy": "DEFAULT",  # not in the placement group of a Tune trial that asks for it
     }
     if owns_ray and job.metrics.host is None:
         job = job.model_copy(update={"metrics": job.metrics.model_copy(update={"host": "127.0.0.1"})})

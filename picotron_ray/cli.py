@@ -244,6 +244,10 @@ def bench_recovery(
 @benchmarks.command("throughput")
 def bench_throughput(
     pairs: Annotated[int, typer.Option(min=1, help="rounds, each with every side once")] = 20,
+    workers: Annotated[int | None, typer.Option(min=1, help="default: one less than there are cores")] = None,
+    sides: Annotated[
+        str, typer.Option(help="of a round")
+    ] = "every_step,service,torchrun,plain,snapshots_off",
     json_file: JsonFile = None,
 ) -> None:
     """Steps per second of the service, the same loop under torchrun, and plain PyTorch, in turns."""
@@ -251,7 +255,8 @@ def bench_throughput(
         from picotron_ray.bench import throughput
         from picotron_ray.bench.report import throughput_lines
 
-        found = throughput.bench(pairs, _say)
+        chosen = throughput.chosen_sides(sides)
+        found = throughput.bench(pairs, workers or throughput.default_workers(), chosen, _say)
         _result(found, throughput_lines(found), json_file)
 
 

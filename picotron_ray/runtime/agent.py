@@ -1,6 +1,6 @@
 """The node agent: one torch-free Ray actor per node that outlives the workers.
 
-It watches its workers' heartbeat pages twenty times a second, reports to the coordinator, kills by pid
+It watches its workers' heartbeat pages twelve times a second, reports to the coordinator, kills by pid
 (immediate, where ``ray.kill`` takes seconds), keeps the snapshot slots of living and dead workers,
 uploads them to storage, serves the node's metrics, and holds the standing rendezvous store. It decides
 nothing about the run: what it sees becomes an event of the coordinator, what it is told is done at once
@@ -41,7 +41,7 @@ from picotron_ray.runtime.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.page import PageView, process_alive, read_page
 
 log = logging.getLogger(__name__)
-WATCH_S = 0.05
+WATCH_S = 0.08
 
 
 class Agent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 RECENT_S = 3.0
-"""Whoever asked for longer ago is taken for gone; followers ask four times a second."""
+"""Whoever asked for longer ago is taken for gone; followers ask twice a second."""
 
 
 class Audience:

@@ -48,7 +48,7 @@ from picotron_ray.runtime.tracking import Tracking
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
-NODE_POLL_S = 0.5
+NODE_POLL_S = 1.0
 
 
 class Coordinator:

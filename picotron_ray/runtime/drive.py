@@ -30,7 +30,7 @@ from picotron_ray.runtime.own_model import with_built_model
 from picotron_ray.runtime.report import Progress, summary_lines
 from picotron_ray.runtime.submission import Submission
 
-POLL_S = 0.25
+POLL_S = 0.5
 SILENCE_S = 120.0
 """A coordinator that does not answer for this long is given up by the driver (not by the run)."""
 DETACHED = 1

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from picotron_ray import cli
 from picotron_ray.bench import recovery
 from picotron_ray.bench.peers import torchft
-from picotron_ray.bench.throughput import RATIOS, SIDES, job_for_throughput, ratios
+from picotron_ray.bench.throughput import RATIOS, SIDES, chosen_sides, job_for_throughput, ratios
 from picotron_ray.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ def test_recovery_job_is_what_the_peers_can_train(tmp_path: Path) -> None:
 
 
 def test_throughput_jobs_differ_in_snapshots_alone(tmp_path: Path) -> None:
-    jobs = [job_for_throughput(tmp_path, interval).model_dump() for _, interval in SIDES.values()]
+    jobs = [job_for_throughput(tmp_path, interval, 3).model_dump() for _, interval in SIDES.values()]
     intervals = {job["snapshot"].pop("interval_steps") for job in jobs}
     assert {"auto", 1} < intervals
     assert all(job == jobs[0] for job in jobs)
@@ -42,6 +42,15 @@ def test_ratios_are_medians_of_ratios_within_a_round() -> None:
     assert found["iqr"]["ratio_service_vs_torchrun"] == pytest.approx([0.975, 1.0])
     assert found["iqr"]["ratio_service_vs_torchrun_every_step"] == pytest.approx([0.95, 1.0])
     assert set(found) == {*RATIOS, "iqr"}
+    few = ratios([{"service": 1.0, "torchrun": 2.0}])
+    assert few == {"ratio_service_vs_torchrun": 0.5, "iqr": {"ratio_service_vs_torchrun": [0.5, 0.5]}}
+
+
+def test_sides_are_chosen_or_refused() -> None:
+    assert chosen_sides("torchrun, service") == ["service", "torchrun"]
+    for names in ("service", "service,torchrun,horovod", "every_step,snapshots_off"):
+        with pytest.raises(ConfigError, match="--sides: saw"):
+            chosen_sides(names)
 
 
 def test_peers_are_chosen_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +74,7 @@ def test_torchft_runs_under_the_settings_that_are_compared() -> None:
 
 
 def test_json_goes_to_a_file_or_to_stdout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def bench(pairs: int, say: Any) -> dict[str, Any]:
+    def bench(pairs: int, workers: int, sides: list[str], say: Any) -> dict[str, Any]:
         say("a round")
         machine = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
         return {"machine": machine, "job": {"workers": 2}, "iqr": {}, "pairs": [{}] * pairs}

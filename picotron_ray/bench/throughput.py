@@ -59,7 +59,8 @@ def chosen_sides(names: str) -> list[str]:
     unknown = [name for name in chosen if name not in SIDES]
     if unknown or not any(set(pair) <= set(chosen) for pair in RATIOS.values()):
         raise ConfigError(
-            f"--sides: saw {names!r}, expected two or more of {', '.join(SIDES)}, torchrun or plain among them"
+            f"--sides: saw {names!r}, expected two or more of {', '.join(SIDES)}, torchrun or plain among"
+            " them"
         )
     return [side for side in SIDES if side in chosen]
 

@@ -173,7 +173,7 @@ def test_sigkill_of_everything_resumes_from_the_last_commit_and_runs_to_the_end(
 
 
 def test_detached_run_commits_on_request_and_goes_away_by_itself(door: Door) -> None:
-    with door.start("steps=400", "checkpoint.interval_steps=100000", options=("--detach",)) as driver:
+    with door.start("steps=250", "checkpoint.interval_steps=100000", options=("--detach",)) as driver:
         out, _ = driver.communicate(timeout=150)
     assert driver.returncode == 0, out
     ray = found(door.run)

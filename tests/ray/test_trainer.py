@@ -147,6 +147,7 @@ picotron_ray.ElasticTrainer(job).fit()
 """
 
 
+@pytest.mark.slow
 def test_the_run_ends_with_a_commit_where_its_process_was_killed(local_ray: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, local_ray.address, str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as script:

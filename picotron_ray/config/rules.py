@@ -137,11 +137,11 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
         micro_batch=1 if asked.micro_batch == "auto" else asked.micro_batch,
     )
     most, world = job.cluster.max_workers, layout.world_size
-    hint = "; nearest layouts that fit: " + (", ".join(nearest_layouts(job, degrees, most)) or "none")
     touched = tuple(f"layout.{name}" for name in (*Degrees._fields, "micro_batch", "schedule"))
     found = misfits(job, layout)
     for misfit in found:
-        yield Problem(misfit.key, misfit.text + hint, (*touched, "cluster.max_workers", *misfit.against))
+        text = misfit.text + _nearest(job, degrees)
+        yield Problem(misfit.key, text, (*touched, "cluster.max_workers", *misfit.against))
     if found:
         return
     text = f"saw {str(degrees).replace(' ', ' x ')} = {world} workers, "
@@ -151,7 +151,12 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
         text += f"which does not divide cluster.max_workers={most}"
     else:
         return
-    yield Problem(_widest(degrees), text + hint, (*touched, "cluster.max_workers"))
+    yield Problem(_widest(degrees), text + _nearest(job, degrees), (*touched, "cluster.max_workers"))
+
+
+def _nearest(job: JobConfig, degrees: Degrees) -> str:
+    found = nearest_layouts(job, degrees, job.cluster.max_workers)
+    return "; nearest layouts that fit: " + (", ".join(found) or "none")
 
 
 def _widest(degrees: Degrees) -> str:

@@ -215,7 +215,6 @@ def test_what_cannot_be_applied_is_refused() -> None:
     with pytest.raises(LayoutError, match="needs 2 processes"):
         build_engine(job, Layout(dp=2), 0, None, CPU)
     for layout, key in [
-        (Layout(cp=2), "cp"),
         (Layout(ep=2), "ep"),
         (Layout(virtual_stages=2), "virtual_stages"),
     ]:

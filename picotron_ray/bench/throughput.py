@@ -2,7 +2,7 @@
 
 Three runs of the service (a snapshot at the chosen interval, at every step, and none), the same engine
 under torchrun, and plain PyTorch. By default one core is left to everything else, as on a machine whose
-GPUs do the work: with as many workers as cores, the service's coordinator, agent and Ray (a tenth of a core)
+GPUs do the work: with as many workers as cores, the service's coordinator, agent and Ray
 take their time from the workers, and that is measured instead. ``workers`` says otherwise.
 A round takes each side once, one after the other, every second round in reverse, and compares within the
 round, so that a drift of the machine cancels. A side is started, warms up, is watched for `SEGMENT_S` and

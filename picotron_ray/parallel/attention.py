@@ -33,8 +33,6 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class LseKernel(ABC):
     """One implementation; see the module."""
 
-    name: str
-
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
         """``(out, lse)``."""
@@ -48,8 +46,6 @@ class LseKernel(ABC):
 
 class MathKernel(LseKernel):
     """The formulas, with the whole score matrix in memory: any device and dtype, for comparison."""
-
-    name = "math"
 
     def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -80,8 +76,6 @@ class MathKernel(LseKernel):
 class CpuFlash(LseKernel):
     """torch's flash attention for CPUs: fp64, fp32, bf16 and fp16."""
 
-    name = "flash"
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         return out, lse
@@ -96,8 +90,6 @@ class CpuFlash(LseKernel):
 
 class CudaFlash(LseKernel):
     """FlashAttention-2 as torch ships it: bf16 and fp16, heads of a multiple of 8."""
-
-    name = "flash"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
         op = torch.ops.aten._scaled_dot_product_flash_attention

@@ -187,9 +187,7 @@ def _whole(kv: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
 class ContextAttention:
     """Causal attention of a rank's queries over the keys of all cp ranks: a kernel for the model."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, variant: Context, length: int, backend: Backend = "flash"
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, variant: Context, length: int, backend: Backend) -> None:
         self._group, self._variant, self._backend = group, variant, backend
         ranks = group.size()
         gathered = [at for index in range(ranks) for at in SequenceShard(length, ranks, index).positions()]

@@ -274,10 +274,7 @@ def attention_backend(job: JobConfig, device: torch.device, layout: Layout) -> B
 
 
 def preload(job: JobConfig) -> None:
-    """Import now what a layout of this job may need, so that no recovery waits for it.
-
-    torch's pipelining alone takes a sixth of a worker's start.
-    """
+    """Import now what a layout of this job may need, so that no recovery waits for it."""
     if job.layout.pp != 1:
         import picotron_ray.parallel.pipeline  # noqa: F401
 

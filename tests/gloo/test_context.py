@@ -74,7 +74,7 @@ def attend(job: Job, variant: Any, dtype: str) -> list[np.ndarray]:
         precision = getattr(torch, dtype)
         whole = [rows(i, n, dtype=precision) for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS))]
         q, k, v = (x[..., kept, :].clone().requires_grad_() for x in whole)
-        out = ContextAttention(group, variant, LENGTH)(q, k, v)
+        out = ContextAttention(group, variant, LENGTH, "flash")(q, k, v)
         out.backward(rows(9, HEADS, dtype=precision)[..., kept, :])
         return [x.detach().double().numpy() for x in (out, q.grad, k.grad, v.grad) if x is not None]
     finally:

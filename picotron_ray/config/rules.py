@@ -175,11 +175,11 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
         )
         return
     least = 1 if job.layout.cp == "auto" else job.layout.cp
-    device = (
-        "cpu" if job.cluster.device == "cpu" else "cuda"
-    )  # auto: judged again once the machines are known
-    problem = attention_problem(job, device, least)
-    if problem and (job.cluster.device != "auto" or attention_problem(job, "cpu", least)):
+    # auto is judged again once the machines are known; here some device must offer the kernel
+    devices = ("cpu", "cuda") if job.cluster.device == "auto" else (job.cluster.device,)
+    problems = [attention_problem(job, device, least) for device in devices]
+    problem = problems[-1]
+    if problem and all(problems):
         yield Problem("kernels.attention", problem, ("cluster.device", "precision", "layout.cp"))
 
 

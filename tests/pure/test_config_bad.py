@@ -87,6 +87,16 @@ BAD: dict[str, tuple[str, str, str]] = {
         "layout.cp",
         "saw 3: data.sequence_length=128 does not divide into 2 x 3 chunks; nearest layouts that fit:",
     ),
+    "kernel and device": (
+        "cluster: {device: cpu}\nkernels: {attention: cudnn}",
+        "kernels.attention",
+        "saw cudnn, expected auto or one of flash, math on cpu",
+    ),
+    "kernel and context parallelism": (
+        "kernels: {attention: efficient}\nlayout: {cp: 2}",
+        "kernels.attention",
+        "saw efficient, expected auto or one of math on cuda with precision fp32 and context parallelism",
+    ),
     "cp and tp": (
         "data: {sequence_length: 12}\nmodel: {heads: 4, kv_heads: 4}\nlayout: {cp: 2, tp: 4}\n"
         "cluster: {max_workers: 8}",

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.schedules import RULES, schedule_problem
 
 
 class Misfit(NamedTuple):
@@ -27,6 +28,7 @@ def misfits(job: JobConfig, layout: Layout) -> list[Misfit]:
     return [
         *_tensor_misfits(job, layout.tp),
         *_context_misfits(job, layout.cp, layout.tp),
+        *_expert_misfits(job, layout),
         *_pipeline_misfits(job, layout),
         *_batch_misfits(job, layout),
     ]
@@ -41,7 +43,7 @@ def _tensor_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
     cut = {
         "model.heads": model.heads,
         "model.kv_heads": model.kv_heads,
-        "model.intermediate_size": model.intermediate_size,
+        **_widths(job),
         "model.vocab_size": model.vocab_size,
         # Sequence parallelism keeps 1/tp of every sequence between the tensor-parallel blocks.
         "data.sequence_length": job.data.sequence_length,
@@ -50,6 +52,33 @@ def _tensor_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
     if uncut:
         sizes = ", ".join(f"{key}={cut[key]}" for key in uncut)
         yield Misfit("layout.tp", tuple(uncut), f"saw {tp}, which does not divide {sizes}")
+
+
+def _widths(job: JobConfig) -> dict[str, int]:
+    """Widths of hidden layers, by key."""
+    moe = job.model.moe
+    if not moe.experts:
+        return {"model.intermediate_size": job.model.intermediate_size}
+    shared = moe.shared_intermediate_size
+    return {
+        "model.moe.intermediate_size": moe.intermediate_size,
+        **({"model.moe.shared_intermediate_size": shared} if shared else {}),
+    }
+
+
+def _expert_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
+    ep, experts = layout.ep, job.model.moe.experts
+    if ep == 1:
+        return
+    if not experts:
+        yield Misfit("layout.ep", ("model.moe.experts",), f"saw {ep}; a model without experts needs ep=1")
+        return
+    if experts % ep:
+        text = f"saw {ep}, which does not divide model.moe.experts={experts}"
+        yield Misfit("layout.ep", ("model.moe.experts",), text)
+    if layout.replicas % ep:
+        text = f"saw {ep}, which does not divide dp x cp = {layout.replicas}, over which experts are spread"
+        yield Misfit("layout.ep", ("layout.dp", "layout.cp"), text)
 
 
 def _context_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
@@ -67,36 +96,62 @@ def _context_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
         yield Misfit("layout.cp", ("data.sequence_length", "layout.tp"), text)
 
 
+def virtual_stages(job: JobConfig, pp: int) -> int:
+    """Stages per rank: what the job asks for, else as few as its schedule can do."""
+    if pp == 1:
+        return 1
+    asked = job.layout.virtual_stages
+    return RULES[job.layout.schedule].virtual[0] if asked == "auto" else asked
+
+
 def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
-    yield from _stage_misfits(job, layout.pp)
+    yield from _stage_misfits(job, layout.pp, layout.virtual_stages)
+    if layout.pp > 1:
+        yield from _schedule_misfits(job, layout)
     if layout.pp > 1 and job.model.tie_embeddings:
         yield Misfit(
             "layout.pp",
             ("model.tie_embeddings",),
             f"saw {layout.pp} with model.tie_embeddings=true; tied embeddings need one stage, pp=1",
         )
+
+
+def _schedule_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
+    schedule, virtual, rules = layout.schedule, layout.virtual_stages, RULES[layout.schedule]
+    least, most = rules.virtual
+    if not least <= virtual <= most:
+        expected = f"{least}" if least == most else f"{least} or more"
+        text = f"saw {virtual}, expected {expected} for schedule {schedule}"
+        yield Misfit("layout.virtual_stages", ("layout.schedule",), text)
+        return
     micro_batches = layout.micro_batches(job.data.global_batch)
-    if layout.pp > 1 and layout.schedule == "1f1b" and micro_batches < layout.pp:
-        yield Misfit(
-            "layout.pp",
-            ("data.global_batch",),
-            f"saw {layout.pp} stages but {micro_batches} micro-batches per step (data.global_batch="
-            f"{job.data.global_batch}, dp={layout.dp}, micro_batch={layout.micro_batch}); 1f1b needs one per"
-            " stage",
+    problem = schedule_problem(schedule, layout.pp, virtual, micro_batches)
+    if problem:
+        text = (
+            f"saw {layout.stages} stages but {micro_batches} micro-batches per step (data.global_batch="
+            f"{job.data.global_batch}, dp={layout.dp}, micro_batch={layout.micro_batch});"
+            f" {schedule} {problem}"
         )
+        yield Misfit("layout.pp", ("data.global_batch", "layout.schedule"), text)
+    if rules.splits and layout.zero == 3:
+        text = (
+            f"saw 3 with schedule {schedule}, which splits the backward pass: gradients come out wrong when"
+            " weights are resharded in between; use zero=2 or 0, or another schedule"
+        )
+        yield Misfit("layout.zero", ("layout.schedule",), text)
 
 
-def _stage_misfits(job: JobConfig, pp: int) -> Iterator[Misfit]:
-    model = job.model
-    if model.builder is None:
-        if model.layers % pp:
-            text = f"saw {pp}, which does not divide model.layers={model.layers}"
-            yield Misfit("layout.pp", ("model.layers",), text)
-    elif model.built is not None and pp > 1:
-        if not model.built.pipeline:
-            yield Misfit("layout.pp", (), f"saw {pp}; {model.built.no_pipeline}")
-        elif model.depth % pp:
-            yield Misfit("layout.pp", (), f"saw {pp}, which does not divide the model's {model.depth} blocks")
+def _stage_misfits(job: JobConfig, pp: int, virtual: int) -> Iterator[Misfit]:
+    model, stages = job.model, pp * virtual
+    if pp == 1 or (model.builder is not None and model.built is None):
+        return
+    if model.builder is not None and model.built is not None and not model.built.pipeline:
+        yield Misfit("layout.pp", (), f"saw {pp}; {model.built.no_pipeline}")
+    elif model.depth < stages:
+        each = f" x {virtual} stages each" if virtual > 1 else ""
+        layers = "model.layers=" if model.builder is None else "the model's blocks: "
+        text = f"saw {pp}{each}, more than {layers}{model.depth}; every stage needs a layer"
+        yield Misfit("layout.pp", ("model.layers",), text)
 
 
 def _batch_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
@@ -132,20 +187,30 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
     """All degrees that divide model and batch and use at most ``workers`` ranks.
 
     Judged with the smallest micro-batch, which admits the most pipelines; ``job.layout`` is not looked at
-    except for its schedule, and for whether context parallelism is wanted at all (``cp`` other than 1).
+    except for its schedule, its expert parallelism, and whether context parallelism is wanted at all (``cp``
+    other than 1).
     """
+    experts = 1 if job.layout.ep == "auto" else job.layout.ep
     found = []
     most = workers if job.model.builder is not None else job.model.kv_heads
     for tp in range(1, min(workers, most) + 1):
         for pp in range(1, min(workers // tp, job.model.depth or workers) + 1):
-            if any(_stage_misfits(job, pp)) or any(_tensor_misfits(job, tp)):
+            if any(_stage_misfits(job, pp, virtual_stages(job, pp))) or any(_tensor_misfits(job, tp)):
                 continue
             for cp in range(1, workers // (tp * pp) + 1 if job.layout.cp != 1 else 2):
                 if any(_context_misfits(job, cp, tp)):
                     continue
                 for dp in range(1, min(workers // (tp * pp * cp), job.data.global_batch) + 1):
-                    layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, schedule=job.layout.schedule)
-                    if not any(_pipeline_misfits(job, layout)):
+                    layout = Layout(
+                        dp=dp,
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        ep=experts,
+                        schedule=job.layout.schedule,
+                        virtual_stages=virtual_stages(job, pp),
+                    )
+                    if not any(_pipeline_misfits(job, layout)) and layout.replicas % experts == 0:
                         found.append(Degrees(dp, tp, pp, cp))
     return found
 

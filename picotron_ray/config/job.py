@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from picotron_ray.config.builder import IMPORT_PATH, BuiltModel, PlanConfig
+from picotron_ray.config.moe import MoeConfig
+from picotron_ray.config.schedules import Schedule
 from picotron_ray.config.section import Section
 
 RunName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
@@ -33,6 +35,9 @@ class ModelConfig(Section):
     norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm")
     tie_embeddings: bool = Field(default=False, description="share the embedding matrix with the output head")
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of the initial weights")
+    moe: MoeConfig = Field(
+        default_factory=MoeConfig, description="a mixture of experts instead of the SwiGLU"
+    )
     builder: str | None = Field(
         default=None,
         pattern=IMPORT_PATH,
@@ -120,6 +125,9 @@ class LayoutConfig(Section):
     cp: Degree = Field(
         default=1, description="context-parallel ranks, which share every row; auto: where it pays or must be"
     )
+    ep: Degree = Field(
+        default="auto", description="ranks that share the experts of a block; folded over dp x cp"
+    )
     context: Literal["ring", "all-gather"] = Field(
         default="ring",
         description="how attention sees the keys of other ranks, where cp > 1: ring holds two parts of them"
@@ -128,7 +136,13 @@ class LayoutConfig(Section):
     zero: Literal[0, 2, 3] | Literal["auto"] = Field(
         default="auto", description="0 replicated, 2 or 3 sharded (FSDP2)"
     )
-    schedule: Literal["afab", "1f1b"] = Field(default="1f1b", description="pipeline schedule, where pp > 1")
+    schedule: Schedule = Field(
+        default="1f1b",
+        description="pipeline schedule, where pp > 1; all but afab and 1f1b cut more than one stage per rank",
+    )
+    virtual_stages: Degree = Field(
+        default="auto", description="stages per pipeline rank; auto: as few as the schedule asks"
+    )
     micro_batch: Degree = Field(default="auto", description="samples per micro-batch and replica")
 
 

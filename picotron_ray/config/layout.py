@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-Schedule = Literal["afab", "1f1b"]
+from picotron_ray.config.schedules import Schedule, rank_stages
+
 Context = Literal["ring", "all-gather"]
 ZERO_STAGES = (0, 2, 3)
 
@@ -35,7 +36,7 @@ class Layout:
         zero: 0 replicates the state over dp and cp, 2 shards it and keeps weights gathered between forward
             and backward, 3 shards it and gathers twice (FSDP2, ``reshard_after_forward``).
         schedule: pipeline schedule; it matters only where ``pp > 1``.
-        virtual_stages: pipeline stages per rank.
+        virtual_stages: pipeline stages per rank, as many as the schedule asks.
         micro_batch: rows (sequences) per micro-batch and DP replica.
         recompute: activation recomputation policy.
     """
@@ -76,17 +77,44 @@ class Layout:
         at = self.coordinates(rank)
         return at.dp * self.cp + at.cp
 
+    @property
+    def stages(self) -> int:
+        """Pipeline stages, of all ranks together."""
+        return self.pp * self.virtual_stages
+
+    def rank_stages(self, pp_index: int) -> tuple[int, ...]:
+        """The stages that one pipeline rank holds, ascending."""
+        return rank_stages(self.schedule, self.pp, self.virtual_stages, pp_index)
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Pipeline rank of the last stage, which has the head and the loss."""
+        return next(rank for rank in range(self.pp) if self.stages - 1 in self.rank_stages(rank))
+
+    def expert_index(self, rank: int) -> int:
+        """Which 1/ep of the experts ``rank`` holds: neighbours among the replicas hold different ones."""
+        return self.replica(rank) % self.ep if self.ep > 1 else 0
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks with the same part of the experts."""
+        return self.replicas // self.ep
+
+    def expert_replica(self, rank: int) -> int:
+        """Index of ``rank`` among those with the same experts."""
+        return self.replica(rank) // self.ep
+
     # --- state groups: which ranks hold the same shards of weights and optimizer state ---------------
 
     @property
     def state_groups(self) -> int:
         """Number of distinct shards of the training state: all of them together are the whole state."""
-        return self.world_size if self.zero else self.pp * self.tp
+        return self.world_size if self.zero else self.pp * self.ep * self.tp
 
     def state_group(self, rank: int) -> int:
         """The shard of the training state that ``rank`` holds."""
         at = self.coordinates(rank)
-        return rank if self.zero else at.pp * self.tp + at.tp
+        return rank if self.zero else (at.pp * self.ep + self.expert_index(rank)) * self.tp + at.tp
 
     def state_replicas(self, rank: int) -> tuple[int, ...]:
         """All ranks, in order, that hold the same shard as ``rank`` (itself included)."""
@@ -117,9 +145,11 @@ class Layout:
         parts = [f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}"]
         if self.cp > 1:
             parts.append(f"cp{self.cp}" + ("-gather" if self.context == "all-gather" else ""))
+        if self.ep > 1:
+            parts.append(f"ep{self.ep}")
         if self.zero:
             parts.append(f"zero{self.zero}")
         if self.pp > 1:
-            parts.append(self.schedule)
+            parts.append(self.schedule + (f"-v{self.virtual_stages}" if self.virtual_stages > 1 else ""))
         parts.append(f"mb{self.micro_batch}")
         return "-".join(parts)

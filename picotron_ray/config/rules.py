@@ -8,13 +8,15 @@ not reported (it would speak about a default, not about what the user wrote).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from picotron_ray.config.fit import Degrees, misfits, nearest_layouts
+from picotron_ray.config.fit import Degrees, misfits, nearest_layouts, virtual_stages
 from picotron_ray.config.job import JobConfig, ModelConfig
 from picotron_ray.config.kernels import attention_problem
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.moe import MoeConfig
 from picotron_ray.config.phases import PHASES
 from picotron_ray.config.urls import url_problems
 
@@ -81,6 +83,19 @@ def _model(job: JobConfig) -> Iterator[Problem]:
         )
 
 
+def _moe(job: JobConfig) -> Iterator[Problem]:
+    moe, plain = job.model.moe, MoeConfig()
+    if moe.experts:
+        if moe.top_k > moe.experts:
+            text = f"saw {moe.top_k}, expected at most model.moe.experts={moe.experts}"
+            yield Problem("model.moe.top_k", text, ("model.moe.experts",))
+        return
+    for key in MoeConfig.model_fields:
+        if getattr(moe, key) != getattr(plain, key):
+            text = "saw a value with model.moe.experts=0, a dense model; say how many experts, or drop it"
+            yield Problem(f"model.moe.{key}", text, ("model.moe.experts",))
+
+
 def _data(job: JobConfig) -> Iterator[Problem]:
     data, vocabulary = job.data, job.model.vocab_size
     if data.source == "stdlib" and data.path is not None:
@@ -131,13 +146,19 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
     degrees = Degrees(
         *(1 if degree == "auto" else degree for degree in (asked.dp, asked.tp, asked.pp, asked.cp))
     )
+    if asked.ep != "auto" and asked.dp == "auto":  # as few replicas as the experts need
+        degrees = degrees._replace(dp=math.lcm(asked.ep, degrees.cp) // degrees.cp)
     layout = Layout(
         **degrees._asdict(),
+        ep=1 if asked.ep == "auto" else asked.ep,
         schedule=asked.schedule,
+        virtual_stages=virtual_stages(job, degrees.pp),
+        zero=asked.zero if asked.zero != "auto" else 0,
         micro_batch=1 if asked.micro_batch == "auto" else asked.micro_batch,
     )
     most, world = job.cluster.max_workers, layout.world_size
-    touched = tuple(f"layout.{name}" for name in (*Degrees._fields, "micro_batch", "schedule"))
+    others = ("ep", "zero", "micro_batch", "schedule", "virtual_stages")
+    touched = tuple(f"layout.{name}" for name in (*Degrees._fields, *others))
     found = misfits(job, layout)
     for misfit in found:
         text = misfit.text + _nearest(job, degrees)
@@ -287,6 +308,7 @@ def _chaos(job: JobConfig) -> Iterator[Problem]:
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _builder,
     _model,
+    _moe,
     _data,
     _optimizer,
     _layout,

@@ -155,9 +155,9 @@ class CustomDefinition(ModelDefinition):
         built = config.built
         if built is None:
             raise ConfigError("model.built: saw nothing, expected what launch finds in the module")
-        self._config, self._built, self._seed = config, built, seed
+        self.config, self._built, self._seed = config, built, seed
         self._check_same(_prototype(config, seed))
-        self.hidden_size, self.depth = built.hidden_size, len(built.blocks)
+        self.hidden_size = built.hidden_size
         self.styles = tuple((name, STYLES[style]) for name, style in built.tensor.items())
         self.table = tuple(self._spec(name, shape) for name, shape in built.parameters)
 
@@ -168,7 +168,7 @@ class CustomDefinition(ModelDefinition):
             expected = dict(self._built.parameters)
             other = next((f"{n}{list(s)}" for n, s in found if expected.get(n) != s), "fewer parameters")
             raise ConfigError(
-                f"model.builder: {self._config.builder} built {other} here, which is not the module that"
+                f"model.builder: {self.config.builder} built {other} here, which is not the module that"
                 " launch looked into; give every node the same source"
             )
 
@@ -177,7 +177,7 @@ class CustomDefinition(ModelDefinition):
         return ParameterSpec(name, shape, number, part, self._built.cuts.get(name), len(shape) > 1, None)
 
     def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
-        module, built = copy.deepcopy(_prototype(self._config, self._seed)), self._built
+        module, built = copy.deepcopy(_prototype(self.config, self._seed)), self._built
         if not (embed and head):
             start, end = (built.pipeline.index(built.blocks[i]) for i in (0, -1))
             kept = built.blocks[first:last]
@@ -196,12 +196,12 @@ class CustomDefinition(ModelDefinition):
         return [modules[name] for name in self._built.blocks if name in modules]
 
     def tie(self, module: nn.Module) -> None:
-        for first, *others in ties_of(_prototype(self._config, self._seed)):
+        for first, *others in ties_of(_prototype(self.config, self._seed)):
             names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
             for other in others:
                 if first in names:  # a stage holds all of them or none
                     set_parameter(module, other, module.get_parameter(first))
 
     def initial(self, seed: int) -> InitialValue:
-        values = dict(build_whole(self._config, seed).named_parameters())
+        values = dict(build_whole(self.config, seed).named_parameters())
         return lambda spec: values[spec.name].detach()

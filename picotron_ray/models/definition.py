@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from picotron_ray.config.job import ModelConfig
-from picotron_ray.errors import LayoutError
 from picotron_ray.models.init import initialise_
 from picotron_ray.models.llama import Transformer
 from picotron_ray.models.plan import (
     ParameterSpec,
     Style,
     attention_modules,
+    mixture_modules,
     parameter_table,
-    stage_layers,
     tensor_parallel_plan,
 )
+from picotron_ray.planner.counts import stage_bounds
 
 InitialValue = Callable[[ParameterSpec], Tensor]
 """The full initial value (CPU) of one parameter."""
@@ -33,33 +33,32 @@ class ModelDefinition(ABC):
     """One model, uncut; see the module.
 
     Fields:
+        config: what describes the model.
         table: every parameter, in ``named_parameters`` order.
         styles: what tensor parallelism does to which module.
         sequence_parallel: whether activations between blocks are cut over the sequence under tensor
             parallelism, and logits over the vocabulary. If so, what tp replicates gets partial gradients.
         hidden_size: width of what goes from one pipeline stage to the next.
-        depth: number of repeated blocks.
         attention: the modules that context parallelism changes, by name; empty: it cannot be applied.
+        mixtures: the modules that are mixtures of experts, by name. Where there are any, ``forward`` takes
+            the rows' weights too.
     """
 
+    config: ModelConfig
     table: tuple[ParameterSpec, ...]
     styles: tuple[tuple[str, Style], ...]
     sequence_parallel: bool
     hidden_size: int
-    depth: int
     attention: tuple[str, ...] = ()
+    mixtures: tuple[str, ...] = ()
 
-    def stage(self, pp: int, index: int) -> nn.Module:
-        """One of ``pp`` pipeline stages, its parameters on the meta device.
+    def stage(self, stages: int, index: int) -> nn.Module:
+        """One of ``stages`` pipeline stages, its parameters on the meta device.
 
         Raises LayoutError where the model cannot be cut so.
         """
-        first, last = stage_layers(self.depth, pp, index)
-        if pp > 1 and first == last:
-            raise LayoutError(
-                f"layout.pp: saw {pp} stages for {self.depth} layers: expected a layer each; use a smaller pp"
-            )
-        return self.build(first, last, embed=index == 0, head=index == pp - 1)
+        first, last = stage_bounds(self.config, stages)[index]
+        return self.build(first, last, embed=index == 0, head=index == stages - 1)
 
     @abstractmethod
     def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
@@ -94,13 +93,14 @@ class LlamaDefinition(ModelDefinition):
     attention = attention_modules()
 
     def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self.table, self.styles = parameter_table(config), tensor_parallel_plan()
-        self.hidden_size, self.depth = config.hidden_size, config.layers
+        self.config = config
+        self.table, self.styles = parameter_table(config), tensor_parallel_plan(config)
+        self.mixtures = mixture_modules(config)
+        self.hidden_size = config.hidden_size
 
     def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
         with torch.device("meta"):
-            return Transformer(self._config, first_layer=first, last_layer=last, embed=embed, head=head)
+            return Transformer(self.config, first_layer=first, last_layer=last, embed=embed, head=head)
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         assert isinstance(module, Transformer)

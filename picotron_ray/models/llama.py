@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_ray.config.job import ModelConfig
+from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.models.plan import SequenceShard
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -116,11 +117,16 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config, kernel)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = (
+            MixtureOfExperts(config.moe, config.hidden_size)
+            if config.moe.experts
+            else SwiGLU(config.hidden_size, config.intermediate_size)
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        normed = self.mlp_norm(x)
+        return x + (self.mlp(normed) if weights is None else self.mlp(normed, weights))
 
 
 class Transformer(nn.Module):
@@ -133,7 +139,8 @@ class Transformer(nn.Module):
         attention: kernel ``(q, k, v) → out`` as :func:`sdpa`.
 
     ``forward`` takes tokens ``[batch, seq]`` (with ``embed``) or hidden ``[batch, seq, hidden]`` and
-    returns logits ``[batch, seq, vocab]`` (with ``head``) or hidden. Tied embeddings need both ends in
+    returns logits ``[batch, seq, vocab]`` (with ``head``) or hidden; a mixture of experts also takes the
+    rows' weights ``[batch]``, because rows of weight 0 go to no expert. Tied embeddings need both ends in
     one part; ``tie()`` must be called again after anything that replaces parameters (``to_empty``,
     ``parallelize_module``).
     """
@@ -164,11 +171,11 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         if self.embed is not None:
             x = self.embed(x)
         for layer in self.layers.values():
-            x = layer(x)
+            x = layer(x, weights)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x

@@ -1,4 +1,4 @@
-"""The model as data: canonical parameter names, how each is cut, and where pipeline stages are cut.
+"""The model as data: canonical parameter names, and how each is cut.
 
 Torch-free, so that the planner's tests, the checkpoint tools and ``parallel`` can speak of a model
 without building it. The names are those of :class:`picotron_ray.models.llama.Transformer`'s own
@@ -23,6 +23,9 @@ Style = Literal[
     "vocab_head",
     "copy_colwise",
     "sum_rowwise",
+    "mixture",
+    "experts",
+    "inner",
 ]
 
 
@@ -39,6 +42,9 @@ class ParameterSpec:
         decay: whether weight decay applies (not to norms).
         init_std: standard deviation of the normal initial value; None: all ones. Not used for a model of the
             user's own, which initialises itself.
+        expert: whether dimension 0 counts experts, which expert parallelism cuts.
+        trained: whether a gradient moves it. What the balancing of experts moves instead is whole on every
+            rank that has the layer, and has no moments.
     """
 
     name: str
@@ -48,6 +54,8 @@ class ParameterSpec:
     tp_dim: int | None
     decay: bool
     init_std: float | None
+    expert: bool = False
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -96,10 +104,7 @@ def _block(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     """Parameters of one decoder block, in the module's own order."""
     hidden, inner = config.hidden_size, config.intermediate_size
     kv = config.kv_heads * (hidden // config.heads)
-    std = config.init_std
-    # Matrices that write into the residual stream start smaller by sqrt(2 x layers), so that its
-    # variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3).
-    out_std = std / math.sqrt(2 * config.layers)
+    std, out_std = config.init_std, _out_std(config)
     at = f"layers.{layer}"
     return [
         _norm(f"{at}.attention_norm.weight", hidden, layer=layer),
@@ -108,10 +113,48 @@ def _block(config: ModelConfig, layer: int) -> list[ParameterSpec]:
         _matrix(f"{at}.attention.wv.weight", (kv, hidden), 0, std, layer=layer),
         _matrix(f"{at}.attention.wo.weight", (hidden, hidden), 1, out_std, layer=layer),
         _norm(f"{at}.mlp_norm.weight", hidden, layer=layer),
-        _matrix(f"{at}.mlp.gate.weight", (inner, hidden), 0, std, layer=layer),
-        _matrix(f"{at}.mlp.up.weight", (inner, hidden), 0, std, layer=layer),
-        _matrix(f"{at}.mlp.down.weight", (hidden, inner), 1, out_std, layer=layer),
+        *(_mixture(config, layer) if config.moe.experts else _swiglu(config, layer, f"{at}.mlp", inner)),
     ]
+
+
+def _swiglu(config: ModelConfig, layer: int, at: str, inner: int) -> list[ParameterSpec]:
+    hidden, std, out_std = config.hidden_size, config.init_std, _out_std(config)
+    return [
+        _matrix(f"{at}.gate.weight", (inner, hidden), 0, std, layer=layer),
+        _matrix(f"{at}.up.weight", (inner, hidden), 0, std, layer=layer),
+        _matrix(f"{at}.down.weight", (hidden, inner), 1, out_std, layer=layer),
+    ]
+
+
+def _mixture(config: ModelConfig, layer: int) -> list[ParameterSpec]:
+    """Router, stacked experts, shared expert."""
+    moe, hidden, std = config.moe, config.hidden_size, config.init_std
+    at, experts, inner = f"layers.{layer}.mlp", moe.experts, moe.intermediate_size
+
+    def stacked(name: str, shape: tuple[int, ...], tp_dim: int, spread: float) -> ParameterSpec:
+        return ParameterSpec(f"{at}.experts.{name}", shape, layer, "block", tp_dim, True, spread, expert=True)
+
+    table = [ParameterSpec(f"{at}.router.weight", (experts, hidden), layer, "block", None, True, std)]
+    if moe.balance == "bias":
+        table.append(
+            ParameterSpec(f"{at}.router.bias", (experts,), layer, "block", None, False, 0.0, trained=False)
+        )
+    table += [
+        stacked("gate", (experts, inner, hidden), 1, std),
+        stacked("up", (experts, inner, hidden), 1, std),
+        stacked("down", (experts, hidden, inner), 2, _out_std(config)),
+    ]
+    if moe.shared_intermediate_size:
+        table += _swiglu(config, layer, f"{at}.shared", moe.shared_intermediate_size)
+    return table
+
+
+def _out_std(config: ModelConfig) -> float:
+    """Spread of matrices that write into the residual stream: smaller by sqrt(2 x layers).
+
+    So its variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3).
+    """
+    return config.init_std / math.sqrt(2 * config.layers)
 
 
 def parameter_table(config: ModelConfig) -> tuple[ParameterSpec, ...]:
@@ -129,7 +172,7 @@ def parameter_table(config: ModelConfig) -> tuple[ParameterSpec, ...]:
     return tuple(table)
 
 
-def tensor_parallel_plan() -> tuple[tuple[str, Style], ...]:
+def tensor_parallel_plan(config: ModelConfig) -> tuple[tuple[str, Style], ...]:
     """How tensor and sequence parallelism cut each module: (module name with ``*`` for a layer, style).
 
     Styles (Korthikanti et al. 2022: activations between blocks are cut over the sequence):
@@ -139,6 +182,9 @@ def tensor_parallel_plan() -> tuple[tuple[str, Style], ...]:
         colwise: output features cut (weight dim 0); whole input, local output.
         rowwise: input features cut (weight dim 1); output reduce-scattered over the sequence.
         vocab_head: input gathered over the sequence, output logits cut over the vocabulary.
+        mixture: input gathered over the sequence, output reduce-scattered over it.
+        experts: every stacked expert cut in its inner width.
+        inner: input features cut, as rowwise, but the partial sums are left to whoever adds them up.
     A style whose module a pipeline stage lacks is simply not applied there.
     """
     return (
@@ -150,13 +196,25 @@ def tensor_parallel_plan() -> tuple[tuple[str, Style], ...]:
         ("layers.*.attention.wv", "colwise"),
         ("layers.*.attention.wo", "rowwise"),
         ("layers.*.mlp_norm", "sequence"),
-        ("layers.*.mlp", "gather_input"),
-        ("layers.*.mlp.gate", "colwise"),
-        ("layers.*.mlp.up", "colwise"),
-        ("layers.*.mlp.down", "rowwise"),
+        *(_MIXTURE_PLAN if config.moe.experts else _SWIGLU_PLAN),
         ("norm", "sequence"),
         ("head", "vocab_head"),
     )
+
+
+_SWIGLU_PLAN: tuple[tuple[str, Style], ...] = (
+    ("layers.*.mlp", "gather_input"),
+    ("layers.*.mlp.gate", "colwise"),
+    ("layers.*.mlp.up", "colwise"),
+    ("layers.*.mlp.down", "rowwise"),
+)
+_MIXTURE_PLAN: tuple[tuple[str, Style], ...] = (
+    ("layers.*.mlp", "mixture"),
+    ("layers.*.mlp.experts", "experts"),
+    ("layers.*.mlp.shared.gate", "colwise"),
+    ("layers.*.mlp.shared.up", "colwise"),
+    ("layers.*.mlp.shared.down", "inner"),
+)
 
 
 def attention_modules() -> tuple[str, ...]:
@@ -164,11 +222,6 @@ def attention_modules() -> tuple[str, ...]:
     return ("layers.*.attention",)
 
 
-def stage_layers(layers: int, pp: int, stage: int) -> tuple[int, int]:
-    """Half-open range of absolute layer numbers of one pipeline stage (0-based).
-
-    Uneven remainders go to the first stages: the last one already computes the head.
-    """
-    share, extra = divmod(layers, pp)
-    first = stage * share + min(stage, extra)
-    return first, first + share + (stage < extra)
+def mixture_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Modules that are mixtures of experts; ``*`` stands for a layer's number."""
+    return ("layers.*.mlp",) if config.moe.experts else ()

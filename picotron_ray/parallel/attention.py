@@ -15,16 +15,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from picotron_ray.config.kernels import Backend
 from picotron_ray.errors import LayoutError
-from picotron_ray.parallel.tensor import matches
 
 Forward = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -165,10 +163,3 @@ class AttentionPlan:
     modules: tuple[str, ...]  # by name, ``*`` standing for one part
     backend: Backend
     length: int
-
-
-def attention_modules(model: nn.Module, plan: AttentionPlan) -> list[Any]:
-    """The modules of the plan that ``model`` has."""
-    return [
-        module for name, module in model.named_modules() if any(matches(name, glob) for glob in plan.modules)
-    ]

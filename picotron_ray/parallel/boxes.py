@@ -1,7 +1,7 @@
 """Which box of each canonical parameter a rank holds: tensor parallelism cuts first, then FSDP.
 
 Both follow ``torch.chunk``: chunks of ceil(size / parts), the last ones shorter or empty. FSDP cuts
-dimension 0 of what tensor parallelism left, over the replicas of data and context parallelism.
+dimension 0 of what tensor and expert parallelism left, over the ranks that hold the same.
 """
 
 from __future__ import annotations
@@ -24,18 +24,31 @@ def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
     offset, size = [0] * len(spec.shape), list(spec.shape)
     if spec.tp_dim is not None and layout.tp > 1:
         offset[spec.tp_dim], size[spec.tp_dim] = chunk(spec.shape[spec.tp_dim], layout.tp, at.tp)
-    if layout.zero and layout.replicas > 1:
-        start, size[0] = chunk(size[0], layout.replicas, layout.replica(rank))
+    replicas, replica = layout.replicas, layout.replica(rank)
+    if spec.expert:
+        offset[0], size[0] = chunk(spec.shape[0], layout.ep, layout.expert_index(rank))
+        replicas, replica = layout.expert_replicas, layout.expert_replica(rank)
+    if layout.zero and spec.trained:
+        start, size[0] = chunk(size[0], replicas, replica)
         offset[0] += start
     return Box(tuple(offset), tuple(size))
 
 
 def is_primary(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
-    """Whether this rank's state group speaks for the box: tp rank 0 does for what tp replicates."""
-    return spec.tp_dim is not None or layout.coordinates(rank).tp == 0
+    """Whether this rank's state group speaks for the box.
+
+    Of ranks that hold the same for another reason than being in one group, the first does: of what tensor
+    parallelism replicates, of what is no expert under expert parallelism, of what ZeRO leaves whole.
+    """
+    if spec.tp_dim is None and layout.coordinates(rank).tp:
+        return False
+    if layout.zero:
+        return spec.trained or layout.replica(rank) == 0
+    return spec.expert or layout.expert_index(rank) == 0
 
 
 def counts_in_norm(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
     """Whether this rank adds its box to a global sum: exactly one rank of the world does for each box."""
-    replicated = layout.zero == 0
-    return is_primary(spec, layout, rank) and not (replicated and layout.replica(rank))
+    if not spec.trained or not is_primary(spec, layout, rank):
+        return False
+    return bool(layout.zero) or layout.expert_replica(rank) == 0

@@ -28,7 +28,8 @@ from picotron_ray.config.kernels import Backend
 from picotron_ray.config.layout import Context
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import SequenceShard
-from picotron_ray.parallel.attention import AttentionPlan, LseKernel, attention_modules, lse_kernel
+from picotron_ray.parallel.attention import AttentionPlan, LseKernel, lse_kernel
+from picotron_ray.parallel.tensor import named_modules
 
 ALL = slice(None)
 
@@ -217,7 +218,7 @@ def apply_context_parallel(
         raise LayoutError(f"layout.cp: saw rows of {plan.length} tokens for 2 x {group.size()} chunks")
     kernel = ContextAttention(group, variant, plan.length, plan.backend)
     shard = SequenceShard(plan.length, group.size(), group.rank())
-    found = attention_modules(model, plan)
+    found = named_modules(model, plan.modules)
     for module in found:
         module.kernel, module.shard = kernel, shard
     return len(found)

@@ -6,23 +6,45 @@ by the global token count, which makes the gradient exact whatever the number of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
-def apply_fsdp(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, zero: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What is gathered together, and what is left whole.
+
+    Fields:
+        blocks: the modules that are gathered one at a time.
+        experts: modules inside them whose parameters only the ranks of ``expert_mesh`` share.
+        expert_mesh: None where no two ranks hold the same experts.
+        whole: parameters that are not sharded.
+    """
+
+    blocks: Sequence[nn.Module]
+    experts: Sequence[nn.Module] = ()
+    expert_mesh: DeviceMesh | None = None
+    whole: frozenset[nn.Parameter] = frozenset()
+
+
+def apply_fsdp(model: nn.Module, units: Units, mesh: DeviceMesh, zero: int) -> None:
     """Shard ``model`` in place: each block a unit, and one for what is left.
 
     Args:
         zero: 2 keeps weights gathered between forward and backward, 3 frees and gathers them again.
     """
-    reshard = zero == 3
-    for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    reshard, whole = zero == 3, set(units.whole)
+    for experts in units.experts:
+        if units.expert_mesh is None:
+            whole |= set(experts.parameters())
+        else:
+            fully_shard(experts, mesh=units.expert_mesh, reshard_after_forward=reshard)
+    for block in (*units.blocks, model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

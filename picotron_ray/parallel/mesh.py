@@ -1,7 +1,8 @@
 """The device mesh of a layout: one axis per degree above 1, ranks in the layout's own order.
 
 Data and context parallelism are one axis, ``data``: gradients are summed over both, and ZeRO shards over
-both. The groups of context parallelism alone, in which attention exchanges keys, lie inside it.
+both. Inside it lie the groups of context parallelism alone (``cp``, in which attention exchanges keys), of
+expert parallelism (``ep``, neighbours with different experts) and of ranks with the same experts (``edp``).
 
 Axes of degree 1 are left out, and an axis that spans the world uses the default group: every group costs
 connections and milliseconds at each re-mesh. Code asks for an axis by name and gets None where there is
@@ -17,7 +18,7 @@ living group, and the caches stay warm (the first step of a generation pays for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -25,19 +26,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from picotron_ray.config.layout import Coordinates, Layout
+from picotron_ray.config.schedules import RULES
 from picotron_ray.errors import LayoutError
 
 AXES = ("pp", "data", "tp")
+INSIDE = ("cp", "ep", "edp")  # within the data axis
 
 
 @dataclass(slots=True)
 class Mesh:
-    """A layout, this rank's place in it, and the groups of its axes."""
+    """A layout, this rank's place in it, and the groups of its axes.
+
+    Fields:
+        inside: groups within the data axis, by name; where they span it, the axis's own.
+        experts: the one-dimensional mesh of ``edp``; None where its degree is 1.
+    """
 
     layout: Layout
     rank: int
     devices: DeviceMesh | None
-    context: dist.ProcessGroup | None = None
+    inside: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    experts: DeviceMesh | None = None
 
     @property
     def at(self) -> Coordinates:
@@ -50,33 +59,50 @@ class Mesh:
         return self.devices[name]
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The process group of an axis, or of ``cp``; None where degree 1."""
-        if name == "cp":
-            return self.context
+        """The process group of an axis, or of one inside the data axis; None where degree 1."""
+        if name in INSIDE:
+            return self.inside.get(name)
         axis = self.axis(name)
         return None if axis is None else axis.get_group()
 
     def close(self) -> None:
         """Let go of the groups; DTensor's caches may hold the mesh for as long as the process lives."""
-        if self.devices is not None:
-            for name in self.devices._dim_group_names:
+        for devices in (self.devices, self.experts):
+            if devices is None:
+                continue
+            for name in devices._dim_group_names:
                 torch._C._distributed_c10d._unregister_process_group(name)
-            self.devices._pg_registry.clear()
-        self.devices = self.context = None
+            devices._pg_registry.clear()
+        self.devices = self.experts = None
+        self.inside.clear()
 
 
 def check_supported(layout: Layout) -> None:
-    """Refuse degrees that nothing here applies, rather than ignore them. Raises LayoutError."""
-    for name, value in (("ep", layout.ep), ("virtual_stages", layout.virtual_stages)):
-        if value != 1:
-            raise LayoutError(f"layout.{name}: saw {value}, expected 1: this version has no such parallelism")
+    """Refuse what cannot be applied, or not rightly, rather than ignore it. Raises LayoutError."""
+    least, most = RULES[layout.schedule].virtual if layout.pp > 1 else (1, 1)
+    if not least <= layout.virtual_stages <= most:
+        raise LayoutError(
+            f"layout.virtual_stages: saw {layout.virtual_stages} with schedule {layout.schedule}, pp="
+            f"{layout.pp}, expected {least}"
+        )
+    if layout.pp > 1 and RULES[layout.schedule].splits and layout.zero == 3:
+        raise LayoutError(
+            f"layout.zero: saw 3 with schedule {layout.schedule}, under which it gives wrong gradients; use 2"
+        )
+    if layout.replicas % layout.ep:
+        raise LayoutError(f"layout.ep: saw {layout.ep}, which does not divide dp x cp = {layout.replicas}")
 
 
 def axis_ranks(layout: Layout, rank: int, axis: str) -> list[int]:
     """The ranks of the layout's axis that goes through ``rank``, in order."""
     at = layout.coordinates(rank)
+    data = [layout.rank(at._replace(dp=dp, cp=cp)) for dp in range(layout.dp) for cp in range(layout.cp)]
     if axis == "data":
-        return [layout.rank(at._replace(dp=dp, cp=cp)) for dp in range(layout.dp) for cp in range(layout.cp)]
+        return data
+    if axis == "ep":
+        return [other for other in data if layout.expert_replica(other) == layout.expert_replica(rank)]
+    if axis == "edp":
+        return [other for other in data if layout.expert_index(other) == layout.expert_index(rank)]
     return [layout.rank(at._replace(**{axis: index})) for index in range(getattr(layout, axis))]
 
 
@@ -116,14 +142,13 @@ def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | 
         groups.append(group)
         names.append(group_name(axis, ranks))
         _register(names[-1], group)
-    context = None
-    if layout.cp > 1:
-        whole = layout.cp == layout.replicas
-        context = (
-            groups[axes.index("data")]
-            if whole
-            else _new_group(axis_ranks(layout, rank, "cp"), layout, timeout)
-        )
+    inside = {}
+    for name in INSIDE if "data" in axes else ():
+        ranks = axis_ranks(layout, rank, name)
+        if len(ranks) == layout.replicas:
+            inside[name] = groups[axes.index("data")]
+        elif len(ranks) > 1:
+            inside[name] = _new_group(ranks, layout, timeout)
     shape = [degrees[axis] for axis in axes]
     numbers = torch.arange(layout.world_size, dtype=torch.int).view(shape)
     mesh = numbers.tolist() if len(axes) == 1 else numbers
@@ -131,4 +156,18 @@ def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | 
         groups if len(axes) > 1 else groups[0], device_type, mesh=mesh, mesh_dim_names=tuple(axes)
     )
     devices._dim_group_names = names  # type: ignore[assignment]
-    return Mesh(layout, rank, devices, context)
+    experts = _expert_mesh(layout, rank, device_type, inside) if layout.ep > 1 else None
+    return Mesh(layout, rank, devices, inside, experts)
+
+
+def _expert_mesh(
+    layout: Layout, rank: int, device_type: str, inside: dict[str, dist.ProcessGroup]
+) -> DeviceMesh | None:
+    if "edp" not in inside:
+        return None
+    ranks = axis_ranks(layout, rank, "edp")
+    name = group_name("edp", ranks)
+    _register(name, inside["edp"])
+    devices = DeviceMesh.from_group(inside["edp"], device_type, mesh=ranks, mesh_dim_names=("edp",))
+    devices._dim_group_names = [name]  # type: ignore[list-item]
+    return devices

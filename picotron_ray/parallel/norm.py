@@ -34,7 +34,7 @@ def global_norm(
         local: reduced local gradients of this rank.
         counted: for each, whether this rank counts it; not used where every rank holds everything.
     """
-    if layout.world_size == layout.replicas and not layout.zero:
+    if layout.world_size == layout.replicas and layout.ep == 1 and not layout.zero:
         return float(squared_sum(local, device).sqrt())
     total = squared_sum([t for t, mine in zip(local, counted, strict=True) if mine], device)
     dist.all_reduce(total)

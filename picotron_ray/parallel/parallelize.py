@@ -1,4 +1,4 @@
-"""Apply a layout to one pipeline stage of a model, in one fixed order: tensor, context, then FSDP.
+"""Apply a layout to one pipeline stage of a model, in one fixed order: tensor, expert, context, then FSDP.
 
 The caller has cut the pipeline stage (it builds only its own layers, on the meta device). What was asked
 for is applied or refused; what was applied is returned, for the log.
@@ -17,12 +17,13 @@ from picotron_ray.checkpoint.canonical import Box
 from picotron_ray.config.layout import Layout
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import ParameterSpec, Style
-from picotron_ray.parallel.attention import AttentionPlan, attention_modules, whole_kernel
+from picotron_ray.parallel.attention import AttentionPlan, whole_kernel
 from picotron_ray.parallel.boxes import counts_in_norm, is_primary, local_box
 from picotron_ray.parallel.context import apply_context_parallel
-from picotron_ray.parallel.data import apply_fsdp
+from picotron_ray.parallel.data import Units, apply_fsdp
+from picotron_ray.parallel.expert import apply_expert_parallel
 from picotron_ray.parallel.mesh import Mesh
-from picotron_ray.parallel.tensor import apply_tensor_parallel
+from picotron_ray.parallel.tensor import apply_tensor_parallel, named_modules
 
 
 @dataclass(slots=True)
@@ -54,30 +55,42 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def parallelize(
-    model: nn.Module,
-    blocks: Iterable[nn.Module],
-    mesh: Mesh,
-    plan: Sequence[tuple[str, Style]],
-    attention: AttentionPlan,
-) -> tuple[str, ...]:
-    """Cut ``model`` in place for ``mesh``; returns what was applied, one phrase each.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a stage's modules are to each parallelism.
 
-    Args:
-        model: one pipeline stage, on the meta device.
+    Fields:
+        styles: what tensor parallelism does to which module.
         blocks: the modules that FSDP gathers one at a time.
-        plan: what tensor parallelism does to which module.
         attention: which modules are attention, and what computes it.
+        mixtures: the modules that are mixtures of experts, by name.
+        untrained: names of parameters that no gradient moves, which FSDP leaves whole.
     """
-    layout, applied = mesh.layout, []
-    if layout.pp > 1:
-        applied.append(f"pipeline stage {mesh.at.pp + 1} of {layout.pp}, {layout.schedule}")
+
+    styles: Sequence[tuple[str, Style]]
+    blocks: Sequence[nn.Module]
+    attention: AttentionPlan
+    mixtures: Sequence[str] = ()
+    untrained: frozenset[str] = frozenset()
+
+
+def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
+    """Cut ``model`` (one pipeline stage, on the meta device) in place for ``mesh``.
+
+    Returns what was applied, one phrase each. Raises LayoutError where something does not divide.
+    """
+    applied: list[str] = []
+    layout, attention = mesh.layout, plan.attention
     tp = mesh.group("tp")
     if tp is not None:
-        count = apply_tensor_parallel(model, tp, plan)
-        kind = "tensor" if any(style == "sum_rowwise" for _, style in plan) else "tensor and sequence"
+        count = apply_tensor_parallel(model, tp, plan.styles)
+        kind = "tensor" if any(style == "sum_rowwise" for _, style in plan.styles) else "tensor and sequence"
         applied.append(f"{kind} parallel over {layout.tp}, {count} modules")
-    modules = attention_modules(model, attention)
+    mixtures = named_modules(model, plan.mixtures)
+    apply_expert_parallel(mixtures, mesh.group("ep") if layout.ep > 1 else None, mesh.group("cp"), layout.tp)
+    if mixtures:
+        applied.append(f"expert parallel over {layout.ep}, {len(mixtures)} modules")
+    modules = named_modules(model, attention.modules)
     if modules:
         kernel = whole_kernel(attention.backend)
         for module in modules:
@@ -89,7 +102,9 @@ def parallelize(
         applied.append(f"context parallel over {layout.cp}, {layout.context}, {count} modules")
     data = mesh.axis("data")
     if data is not None and layout.zero:
-        apply_fsdp(model, blocks, data, layout.zero)
+        whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
+        experts = [mixture.experts for mixture in mixtures] if layout.ep > 1 else []
+        apply_fsdp(model, Units(plan.blocks, experts, mesh.experts, whole), data, layout.zero)
         applied.append(f"FSDP2 over {layout.replicas}, zero {layout.zero}")
     elif data is not None:
         applied.append(f"replicated over {layout.replicas}")
@@ -128,5 +143,6 @@ def local_gradient(parameter: LocalParameter, layout: Layout, sequence_parallel:
     partial gradients; the caller sums them in one bucket.
     """
     gradient = parameter.parameter.grad
-    partial = sequence_parallel and layout.tp > 1 and parameter.spec.tp_dim is None
+    spec = parameter.spec
+    partial = sequence_parallel and layout.tp > 1 and spec.tp_dim is None and spec.trained
     return (torch.zeros_like(parameter.local) if gradient is None else local_tensor(gradient)), partial

@@ -1,6 +1,6 @@
-"""Pipeline parallelism: torch's GPipe (all forward, all backward) and 1F1B schedules over one stage per rank.
+"""Pipeline parallelism: torch's schedules over the stages of one rank.
 
-Shapes are static and told to the stage, so nothing is inferred by exchanging pickles at the first step.
+Shapes are static and told to the stages, so nothing is inferred by exchanging pickles at the first step.
 Micro-batches that only hold fill rows run through all stages like any other: the schedules need equal
 counts everywhere. Losses are divided by the global token count before backward, so the schedule must not
 scale gradients. A row's number travels as the last column of its targets, because the schedules cut
@@ -9,49 +9,72 @@ micro-batches out of one tensor only and the row's weight has to come along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.schedules import Schedule, schedule_problem
 from picotron_ray.errors import LayoutError
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logits, targets [rows, seq], weights [rows]) -> scalar sum."""
 
+ONE_STAGE: Mapping[Schedule, Any] = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}
+SEVERAL_STAGES: Mapping[Schedule, Any] = {
+    "looped-bfs": ScheduleLoopedBFS,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
 
 class Pipeline:
-    """One rank's stage and its schedule.
+    """One rank's stages and their schedule.
 
     Args:
-        model: this rank's part of the model.
+        models: this rank's parts of the model, by stage.
         layout: degrees; ``layout.pp > 1``.
-        stage: index of this rank's stage.
         group: process group of the pp axis.
         hidden: an example (meta) of what crosses between stages: ``[micro_batch, seq / cp / tp, hidden]``.
         sequence: tokens per row on this rank.
         loss: weighted sum of token losses of one micro-batch.
+        routed: whether the model takes the rows' weights (a mixture of experts).
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        models: Mapping[int, nn.Module],
         layout: Layout,
-        stage: int,
         group: dist.ProcessGroup,
         hidden: Tensor,
         sequence: int,
         loss: LossFunction,
         device: torch.device,
+        routed: bool = False,
     ) -> None:
-        self.first, self.last = stage == 0, stage == layout.pp - 1
-        self._model, self._layout, self._group, self._loss = model, layout, group, loss
-        self._stage_index, self._device = stage, device
+        self.first, self.last = 0 in models, layout.stages - 1 in models
+        self._models, self._layout, self._group, self._loss = dict(models), layout, group, loss
+        self._device, self._routed = device, routed
         self._hidden, self._sequence = hidden, sequence
-        self._schedules: dict[int, ScheduleGPipe | Schedule1F1B] = {}
+        self._owners = {
+            stage: rank for rank in range(layout.pp) for stage in layout.rank_stages(rank)
+        }  # stage → rank in the group
+        self._schedules: dict[int, Any] = {}
         self._weights = torch.zeros(0)
         self._scale = 1.0
         self._sums: list[Tensor] = []
@@ -62,30 +85,35 @@ class Pipeline:
         self._sums.append(total.detach())
         return total * self._scale
 
-    def _schedule(self, micro_batches: int) -> ScheduleGPipe | Schedule1F1B:
+    def _stage(self, index: int) -> PipelineStage:
+        tokens = torch.empty(
+            (self._hidden.size(0), self._sequence), dtype=torch.int64, device=self._hidden.device
+        )
+        # What the last stage puts out goes nowhere; torch only asks that something is told.
+        return PipelineStage(
+            self._models[index],
+            index,
+            self._layout.stages,
+            self._device,
+            input_args=self._hidden if index else tokens,
+            output_args=self._hidden,
+            group=self._group,
+        )
+
+    def _schedule(self, micro_batches: int) -> Any:
         if micro_batches not in self._schedules:
-            tokens = torch.empty(
-                (self._hidden.size(0), self._sequence), dtype=torch.int64, device=self._hidden.device
-            )
-            # What the last stage puts out goes nowhere; torch only asks that something is told.
-            stage = PipelineStage(
-                self._model,
-                self._stage_index,
-                self._layout.pp,
-                self._device,
-                input_args=tokens if self.first else self._hidden,
-                output_args=self._hidden,
-                group=self._group,
-            )
-            kind = ScheduleGPipe if self._layout.schedule == "afab" else Schedule1F1B
-            try:
-                schedule = kind(stage, micro_batches, loss_fn=self._micro_loss, scale_grads=False)
-            except ValueError as error:
+            layout = self._layout
+            problem = schedule_problem(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
+            if problem:
                 raise LayoutError(
-                    f"layout {self._layout}: saw {micro_batches} micro-batches, 1f1b needs at least pp="
-                    f"{self._layout.pp}: use a smaller micro_batch or schedule afab"
-                ) from error
-            self._schedules[micro_batches] = schedule
+                    f"layout {layout}: saw {micro_batches} micro-batches, {layout.schedule} {problem}: use"
+                    " another micro_batch or schedule"
+                )
+            stages = [self._stage(index) for index in sorted(self._models)]
+            kind = ONE_STAGE.get(layout.schedule)
+            self._schedules[micro_batches] = (kind or SEVERAL_STAGES[layout.schedule])(
+                stages[0] if kind else stages, micro_batches, loss_fn=self._micro_loss, scale_grads=False
+            )
         return self._schedules[micro_batches]
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Tensor, scale: float) -> Tensor:
@@ -96,7 +124,7 @@ class Pipeline:
             weights: ``[micro_batches, micro_batch]``.
             scale: factor of the loss before backward.
 
-        Returns: the unscaled loss sum (0 on all stages but the last).
+        Returns: the unscaled loss sum (0 on all ranks but that of the last stage).
         """
         count, rows = inputs.shape[:2]
         schedule = self._schedule(count)
@@ -106,28 +134,39 @@ class Pipeline:
         if self.last:
             numbers = torch.arange(count * rows, device=targets.device).unsqueeze(1)
             target = torch.cat((targets.flatten(0, 1), numbers), dim=1)
-        schedule.step(*fed, target=target, return_outputs=False)
+        extra = {"weights": self._weights} if self._routed else {}
+        schedule.step(*fed, target=target, return_outputs=False, **extra)
         if not self._sums:
             return torch.zeros((), device=self._device)
         return torch.stack(self._sums).sum()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-        """Forward only. Each item: inputs and targets ``[micro_batch, seq]``, weights ``[micro_batch]``."""
+        """Forward only. Each item: inputs and targets ``[micro_batch, seq]``, weights ``[micro_batch]``.
+
+        One stage per rank passes micro-batches on as they are done; several take them round one by one.
+        """
         total = torch.zeros((), device=self._device)
         for inputs, targets, weights in micro_batches:
-            if self.first:
-                x = inputs
-            else:
-                x = torch.empty_like(self._hidden, device=self._device)
-                dist.recv(x, group=self._group, group_src=self._stage_index - 1)
-            x = self._model(x)
-            if self.last:
-                total = total + self._loss(x, targets, weights)
-            else:
-                dist.send(x.contiguous(), group=self._group, group_dst=self._stage_index + 1)
+            x = inputs
+            for stage, model in sorted(self._models.items()):
+                x = self._received(stage, x)
+                x = model(x, weights) if self._routed else model(x)
+                if stage == self._layout.stages - 1:
+                    total = total + self._loss(x, targets, weights)
+                elif stage + 1 not in self._models:
+                    dist.send(x.contiguous(), group=self._group, group_dst=self._owners[stage + 1])
         return total
 
+    def _received(self, stage: int, x: Tensor) -> Tensor:
+        """A stage's input: ``x`` where the stage before is here too, or there is none."""
+        if stage == 0 or stage - 1 in self._models:
+            return x
+        x = torch.empty_like(self._hidden, device=self._device)
+        dist.recv(x, group=self._group, group_src=self._owners[stage - 1])
+        return x
+
     def close(self) -> None:
-        """Forget the schedules, which hold the model and the group."""
+        """Forget the schedules, which hold the models and the group."""
         self._schedules.clear()
+        self._models.clear()

@@ -110,6 +110,9 @@ class TensorParallel:
             "vocab_head": self.vocab_head,
             "copy_colwise": self.copy_colwise,
             "sum_rowwise": self.sum_rowwise,
+            "mixture": self.mixture,
+            "experts": self.experts,
+            "inner": self.inner,
         }
 
     def _cut(self, module: Any, dim: int, name: str = "weight") -> None:
@@ -127,14 +130,31 @@ class TensorParallel:
         """A norm works on its own tokens; its gradient is partial (see ``parallelize.local_gradient``)."""
 
     def gather_input(self, module: Any) -> None:
-        module.register_forward_pre_hook(lambda _, inputs: (_Gather.apply(inputs[0], self.group),))
+        module.register_forward_pre_hook(
+            lambda _, inputs: (_Gather.apply(inputs[0], self.group), *inputs[1:])
+        )
 
     def colwise(self, module: Any) -> None:
         self._cut(module, 0)
 
     def rowwise(self, module: Any) -> None:
         self._cut(module, 1)
+        self._reduce_output(module)
+
+    def _reduce_output(self, module: Any) -> None:
         module.register_forward_hook(lambda _, inputs, output: _ReduceScatter.apply(output, self.group))
+
+    def mixture(self, module: Any) -> None:
+        """Every rank routes all tokens alike and holds a part of every expert's width."""
+        self.gather_input(module)
+        self._reduce_output(module)
+
+    def experts(self, module: Any) -> None:
+        for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
+            self._cut(module, dim, name)
+
+    def inner(self, module: Any) -> None:
+        self._cut(module, 1)
 
     def vocab_head(self, module: Any) -> None:
         self._cut(module, 0)
@@ -185,6 +205,11 @@ def matches(name: str, glob: str) -> bool:
     """Whether a dotted module name fits, ``*`` standing for exactly one part of it."""
     parts, wanted = name.split("."), glob.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def named_modules(model: nn.Module, globs: Sequence[str]) -> list[Any]:
+    """The modules that the globs name, in order."""
+    return [module for name, module in model.named_modules() if any(matches(name, glob) for glob in globs)]
 
 
 def apply_tensor_parallel(model: nn.Module, group: Group, plan: Sequence[tuple[str, Style]]) -> int:

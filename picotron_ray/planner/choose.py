@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from picotron_ray.config.fit import Degrees, fitting_degrees, misfits
+from picotron_ray.config.fit import Degrees, fitting_degrees, misfits, virtual_stages
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.errors import LayoutError
@@ -71,7 +71,7 @@ def _ranked(
         if memory_estimate(job, layout).total_bytes > USABLE * profile.memory_bytes:
             continue
         choice = Choice(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
-        key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.zero)
+        key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero)
         if key not in best or _order(choice) < _order(best[key]):
             best[key] = choice
     return tuple(sorted(best.values(), key=_order))
@@ -91,16 +91,27 @@ def _candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
         replicas = degrees.dp * degrees.cp
         zeros = ((0, 2, 3) if replicas > 1 else (0,)) if asked.zero == "auto" else (asked.zero,)
         for zero in zeros:
-            for micro_batch in _micro_batches(job, degrees.dp, degrees.pp):
-                layout = Layout(
-                    **degrees._asdict(),
-                    zero=zero,
-                    schedule=asked.schedule,
-                    micro_batch=micro_batch,
-                    context=asked.context,
-                )
-                if not misfits(job, layout):
-                    yield layout
+            for ep in _expert_degrees(job, replicas):
+                for micro_batch in _micro_batches(job, degrees.dp, degrees.pp):
+                    layout = Layout(
+                        **degrees._asdict(),
+                        ep=ep,
+                        zero=zero,
+                        schedule=asked.schedule,
+                        virtual_stages=virtual_stages(job, degrees.pp),
+                        micro_batch=micro_batch,
+                        context=asked.context,
+                    )
+                    if not misfits(job, layout):
+                        yield layout
+
+
+def _expert_degrees(job: JobConfig, replicas: int) -> list[int]:
+    """Expert-parallel degrees worth a look: what the job asks for, else all that divide."""
+    if job.layout.ep != "auto":
+        return [job.layout.ep]
+    shared = math.gcd(replicas, job.model.moe.experts) if job.model.moe.experts else 1
+    return [ep for ep in range(1, shared + 1) if shared % ep == 0]
 
 
 def _asked(job: JobConfig) -> tuple[int | str, ...]:

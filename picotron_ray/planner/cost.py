@@ -1,11 +1,12 @@
 """Seconds per optimizer step of a layout, by a simple stated cost: arithmetic, bubble and communication.
 
-    step = (m + pp - 1) · (slowest stage's arithmetic and tensor-parallel traffic per micro-batch
-                           + one stage-to-stage hop there and back)  +  gradient reduction  +  one exchange
+    step = (m + w) · (slowest rank's arithmetic and tensor-parallel traffic per micro-batch
+                      + the stage-to-stage hops there and back)  +  gradient reduction  +  one exchange
 
-with m micro-batches. Because every replica runs m micro-batches of ``micro_batch`` rows, the imbalance of
-rows (11, 11, 10 of 32) and the fill rows are counted: a replica is as slow as the fullest one. Nothing
-overlaps, which flatters no layout: it ranks layouts, it does not predict MFU.
+with m micro-batches and w = (pp - 1) / stages per rank of waiting, a third of pp - 1 where the schedule fills
+the wait with gradients of weights (``config.schedules``). Because every replica runs m micro-batches of
+``micro_batch`` rows, the imbalance of rows (11, 11, 10 of 32) and the fill rows are counted: a replica is as
+slow as the fullest one. Nothing overlaps, which flatters no layout: it ranks layouts and predicts no MFU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from dataclasses import dataclass
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
-from picotron_ray.planner.counts import head_size, sizes_of, stage_flops_per_token, stage_parameters
+from picotron_ray.config.schedules import RULES
+from picotron_ray.planner.counts import (
+    head_size,
+    sizes_of,
+    stage_bounds,
+    stage_flops_per_token,
+    stage_parameters,
+)
 from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES
 from picotron_ray.planner.profile import DeviceProfile
 
@@ -37,6 +45,8 @@ class StepCost:
     """tensor- and sequence-parallel collectives"""
     context_s: float
     """keys, values and their gradients between context-parallel ranks"""
+    expert_s: float
+    """tokens on their way to experts and back"""
     pipeline_s: float
     """hidden states and their gradients between stages"""
     data_s: float
@@ -46,7 +56,7 @@ class StepCost:
 
     @property
     def total_s(self) -> float:
-        inside = self.compute_s + self.bubble_s + self.tensor_s + self.context_s
+        inside = self.compute_s + self.bubble_s + self.tensor_s + self.context_s + self.expert_s
         return inside + self.pipeline_s + self.data_s + self.sync_s
 
 
@@ -63,24 +73,45 @@ def step_cost(
     compute = _stage_compute(job, layout, profile)
     tensor = _tensor(job, layout, profile, node_sizes)
     context = _context(job, layout, profile, node_sizes)
+    expert = _expert(job, layout, profile, node_sizes)
     hop = _hop(job, layout, profile, node_sizes)
-    waits = layout.pp - 1
+    waits = _waits(layout)
     return StepCost(
         compute_s=micro_batches * compute,
-        bubble_s=waits * (compute + tensor + context),
+        bubble_s=waits * (compute + tensor + context + expert),
         tensor_s=micro_batches * tensor,
         context_s=micro_batches * context,
+        expert_s=micro_batches * expert,
         pipeline_s=(micro_batches + waits) * hop,
         data_s=_data(job, layout, profile, node_sizes, micro_batches),
         sync_s=profile.latency_s * math.log2(layout.world_size),
     )
 
 
+def _waits(layout: Layout) -> float:
+    """Micro-batches' worth of time that the pipeline takes to fill and drain."""
+    rules = RULES[layout.schedule]
+    turns = layout.virtual_stages if rules.placement == "loop" else 1
+    return (layout.pp - 1) * rules.bubble / turns
+
+
+def _depth(job: JobConfig, layout: Layout) -> int:
+    """Layers of the pipeline rank that has most."""
+    depths = [end - start for start, end in stage_bounds(job.model, layout.stages)]
+    return max(sum(depths[stage] for stage in layout.rank_stages(rank)) for rank in range(layout.pp))
+
+
 def _stage_compute(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
-    """Seconds of arithmetic per micro-batch on the slowest stage, the last one (it has the head)."""
+    """Seconds of arithmetic per micro-batch on the slowest pipeline rank."""
     tokens = layout.micro_batch * job.data.sequence_length // layout.cp
-    flops = stage_flops_per_token(job.model, job.data.sequence_length, layout.pp, layout.pp - 1, layout.tp)
-    blocks = sizes_of(job.model).layers // layout.pp
+    flops = max(
+        sum(
+            stage_flops_per_token(job.model, job.data.sequence_length, layout.stages, stage, layout.tp)
+            for stage in layout.rank_stages(rank)
+        )
+        for rank in range(layout.pp)
+    )
+    blocks = _depth(job, layout)
     loss = 1 + TENSOR_LOSS * math.log2(layout.tp)
     return loss * tokens * flops / profile.flops + blocks * profile.kernel_s
 
@@ -97,7 +128,7 @@ def _tensor(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: 
     hidden = _hidden_bytes(job, layout)
     crosses = any(size % layout.tp for size in node_sizes)
     seconds = hidden * (layout.tp - 1) / layout.tp / _link(profile, crosses) + profile.latency_s
-    return 8 * (sizes_of(job.model).layers // layout.pp) * seconds
+    return 8 * _depth(job, layout) * seconds
 
 
 def _context(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
@@ -116,8 +147,23 @@ def _context(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes:
     others = layout.cp - 1
     seconds = others * tokens * width * moved / _link(profile, crosses)
     calls = 3 * others if layout.context == "ring" else 3 * math.log2(layout.cp)
-    blocks = sizes_of(job.model).layers // layout.pp
-    return blocks * (seconds + calls * profile.latency_s + 2 * others * profile.kernel_s)
+    return _depth(job, layout) * (seconds + calls * profile.latency_s + 2 * others * profile.kernel_s)
+
+
+def _expert(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
+    """Seconds of expert-parallel traffic per micro-batch and stage.
+
+    Per block the chosen tokens go to their experts and come back, forward and backward: 4 all-to-alls of
+    which (ep - 1)/ep leave the rank, and one of the counts.
+    """
+    sizes = sizes_of(job.model)
+    if layout.ep == 1 or not sizes.routed:
+        return 0.0
+    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
+    moved = tokens * sizes.routed * COMPUTE_BYTES[job.precision] * (layout.ep - 1) / layout.ep
+    crosses = any(size % (layout.ep * layout.tp) for size in node_sizes)
+    calls = 5 * math.log2(layout.ep) * profile.latency_s
+    return _depth(job, layout) * (4 * moved / _link(profile, crosses) + calls)
 
 
 def _hidden_bytes(job: JobConfig, layout: Layout) -> int:
@@ -127,11 +173,11 @@ def _hidden_bytes(job: JobConfig, layout: Layout) -> int:
 
 
 def _hop(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
-    """Seconds to pass one micro-batch's hidden states to the next stage and their gradient back."""
+    """Seconds to pass one micro-batch's hidden states to the next stages and their gradients back."""
     if layout.pp == 1:
         return 0.0
     hidden = _hidden_bytes(job, layout) / (layout.tp if sizes_of(job.model).sequence_cut else 1)
-    return 2 * (hidden / _link(profile, len(node_sizes) > 1) + profile.latency_s)
+    return 2 * layout.virtual_stages * (hidden / _link(profile, len(node_sizes) > 1) + profile.latency_s)
 
 
 def _data(
@@ -149,13 +195,16 @@ def _data(
     if layout.replicas == 1:
         return 0.0
     share = (layout.replicas - 1) / layout.replicas
-    size = stage_parameters(job.model, layout.pp, 0, layout.tp) * STATE_BYTES[job.precision]
+    first = layout.rank_stages(0)
+    size = STATE_BYTES[job.precision] * sum(
+        stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep) for stage in first
+    )
     seconds = size * share / _link(profile, len(node_sizes) > 1)
     hops = math.log2(layout.replicas)
     if not layout.zero:
         buckets = max(1.0, size / BUCKET_BYTES)
         return 2 * seconds + 2 * buckets * hops * profile.latency_s
-    blocks = sizes_of(job.model).layers // layout.pp + 2
+    blocks = _depth(job, layout) + 2
     collectives = 2 if layout.zero == 2 else 3
     return micro_batches * collectives * (seconds + blocks * hops * profile.latency_s)
 

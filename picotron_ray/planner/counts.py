@@ -7,10 +7,12 @@ a model of your own they come from the table that launch made from the built mod
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from picotron_ray.config.builder import BuiltModel
 from picotron_ray.config.job import ModelConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.planner.partition import Bounds, partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,9 @@ class ModelSizes:
         activations: elements that one block keeps for backward, per token.
         sequence_cut: whether tensor parallelism cuts activations too (sequence parallelism).
         vocabulary: rows of the output.
+        experts: parameters of one block's experts, which expert parallelism cuts; part of ``block``.
+        idle: of those, what a token does not go through.
+        routed: elements that one token sends to experts in one block (and gets back), 0 in a dense block.
     """
 
     layers: int
@@ -41,6 +46,9 @@ class ModelSizes:
     activations: int
     sequence_cut: bool
     vocabulary: int
+    experts: int = 0
+    idle: int = 0
+    routed: int = 0
 
 
 def sizes_of(model: ModelConfig) -> ModelSizes:
@@ -71,11 +79,31 @@ def _llama_sizes(model: ModelConfig) -> ModelSizes:
         whole_embed=0,
         whole_head=0,
         # Block input, two norm outputs, q, attention output and the residual between (6·h), k and v, and
-        # gate, up, their activation and product (4·I); attention scores are not kept (SDPA recomputes them).
-        activations=6 * model.hidden_size + 2 * key_value + 4 * model.intermediate_size,
+        # what the hidden layer keeps; attention scores are not kept (SDPA recomputes them).
+        activations=6 * model.hidden_size + 2 * key_value + _hidden_activations(model),
         sequence_cut=True,
         vocabulary=model.vocab_size,
+        experts=expert_parameters(model),
+        idle=expert_parameters(model) * (model.moe.experts - model.moe.top_k) // max(1, model.moe.experts),
+        routed=model.moe.top_k * model.hidden_size if model.moe.experts else 0,
     )
+
+
+def _hidden_activations(model: ModelConfig) -> int:
+    """Elements that a block's hidden layer keeps for backward, per token.
+
+    Gate, up, their activation and product (4·I); of each chosen expert also its input and output.
+    """
+    moe = model.moe
+    if not moe.experts:
+        return 4 * model.intermediate_size
+    expert = 2 * model.hidden_size + 4 * moe.intermediate_size
+    return moe.top_k * expert + 4 * moe.shared_intermediate_size + 3 * moe.experts
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Parameters of all experts of one block; 0 in a dense one."""
+    return 3 * model.moe.experts * model.hidden_size * model.moe.intermediate_size
 
 
 def _built_sizes(built: BuiltModel, vocabulary: int) -> ModelSizes:
@@ -104,10 +132,15 @@ def head_size(model: ModelConfig) -> int:
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """Parameters of one decoder block: two norms, q, k, v and output projections, gate, up and down."""
-    hidden, key_value = model.hidden_size, model.kv_heads * head_size(model)
+    """Parameters of one decoder block: two norms, q, k, v and output projections, gate, up and down.
+
+    Instead of the last three a mixture has its router, its experts and the shared one. A bias that no
+    gradient moves is not counted.
+    """
+    hidden, key_value, moe = model.hidden_size, model.kv_heads * head_size(model), model.moe
     attention = 2 * hidden * hidden + 2 * hidden * key_value
-    return 2 * hidden + attention + 3 * hidden * model.intermediate_size
+    width = moe.shared_intermediate_size if moe.experts else model.intermediate_size
+    return 2 * hidden + attention + 3 * hidden * width + moe.experts * hidden + expert_parameters(model)
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -116,18 +149,39 @@ def parameter_count(model: ModelConfig) -> int:
     return sizes.layers * sizes.block + sizes.embed + sizes.head
 
 
-def stage_parameters(model: ModelConfig, pp: int, stage: int, tp: int = 1) -> float:
-    """Parameters that one rank of one of ``pp`` stages holds without ZeRO.
+@lru_cache(maxsize=256)
+def stage_bounds(model: ModelConfig, stages: int) -> Bounds:
+    """Half-open ranges of absolute layer numbers of every pipeline stage.
 
-    The embedding is on the first stage, norm and head on the last.
+    By matrix products per token: a block's parameters that a token goes through, and the head's on the last
+    stage; the embedding only looks up. Raises LayoutError where there are more stages than layers.
     """
     sizes = sizes_of(model)
-    total, whole = sizes.layers // pp * sizes.block, sizes.layers // pp * sizes.whole_block
+    head = sizes.vocabulary * sizes.hidden
+    return partition([float(sizes.block - sizes.idle)] * sizes.layers, 0.0, float(head), stages)
+
+
+def stage_depth(model: ModelConfig, stages: int, stage: int) -> int:
+    """Layers of one of ``stages`` pipeline stages."""
+    start, end = stage_bounds(model, stages)[stage]
+    return end - start
+
+
+def stage_parameters(model: ModelConfig, stages: int, stage: int, tp: int = 1, ep: int = 1) -> float:
+    """Parameters that one rank of one of ``stages`` pipeline stages holds without ZeRO.
+
+    The embedding is on the first stage, norm and head on the last. What tensor parallelism leaves whole of a
+    mixture (its router) is not told apart.
+    """
+    sizes = sizes_of(model)
+    block = sizes.block - sizes.experts + sizes.experts // ep
+    layers = stage_depth(model, stages, stage)
+    total, whole = layers * block, layers * sizes.whole_block
     if stage == 0:
         total, whole = total + sizes.embed, whole + sizes.whole_embed
-    if stage == pp - 1:
+    if stage == stages - 1:
         total, whole = total + sizes.head, whole + sizes.whole_head
-        if pp > 1:
+        if stages > 1:
             total += sizes.tied  # would be a copy of its own; refused, but sizes are asked for
     return whole + (total - whole) / tp
 
@@ -135,28 +189,29 @@ def stage_parameters(model: ModelConfig, pp: int, stage: int, tp: int = 1) -> fl
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Training FLOPs (forward and backward) per token: 6·N + 12·L·h·s.
 
-    N is the global parameter count, L layers, h hidden size, s sequence length (PaLM, Chowdhery et al. 2022,
-    appendix B; picotron's MFU formula). The attention term counts the full s x s square: a causal kernel
-    does half of it, so multiply that term by 0.5 for the operations really done.
+    N is the global parameter count (of experts, those that a token goes through), L layers, h hidden size, s
+    sequence length (PaLM, Chowdhery et al. 2022, appendix B; picotron's MFU formula). The attention term
+    counts the full s x s square: a causal kernel does half of it, so multiply that term by 0.5 for the
+    operations really done.
     """
     sizes = sizes_of(model)
     attention = 12 * sizes.layers * sizes.hidden * sequence_length
-    return float(6 * parameter_count(model) + attention)
+    return float(6 * (parameter_count(model) - sizes.layers * sizes.idle) + attention)
 
 
 def stage_flops_per_token(
-    model: ModelConfig, sequence_length: int, pp: int, stage: int, tp: int = 1
+    model: ModelConfig, sequence_length: int, stages: int, stage: int, tp: int = 1
 ) -> float:
-    """Training FLOPs per token of one rank of one pipeline stage, in matrix products really done.
+    """Training FLOPs per token of one rank of a pipeline stage, in matrix products really done.
 
     As ``flops_per_token``, but the embedding look-up multiplies nothing, and a tied head is counted. Every
     rank computes what tensor parallelism leaves whole; of attention scores, the block's share of that.
     """
     sizes = sizes_of(model)
     attention = 12 * sizes.hidden * sequence_length
-    flops = sizes.layers // pp * (6 * sizes.block + attention)
+    flops = stage_depth(model, stages, stage) * (6 * (sizes.block - sizes.idle) + attention)
     whole = flops * sizes.whole_block / sizes.block if sizes.whole_block else 0
-    if stage == pp - 1:
+    if stage == stages - 1:
         head = 6 * sizes.vocabulary * sizes.hidden
         flops, whole = flops + head, whole + (0 if sizes.sequence_cut else head)
     return whole + float(flops - whole) / tp

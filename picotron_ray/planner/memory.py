@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
-from picotron_ray.planner.counts import sizes_of, stage_parameters
+from picotron_ray.config.schedules import in_flight
+from picotron_ray.planner.counts import sizes_of, stage_depth, stage_parameters
 
 STATE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}  # weights, gradients and moments; bf16 keeps fp32 masters
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # activations
@@ -36,42 +37,52 @@ class MemoryEstimate:
 
 def memory_estimate(job: JobConfig, layout: Layout) -> MemoryEstimate:
     """The fullest pipeline stage's memory, in bytes per worker."""
-    stages = (_stage_memory(job, layout, stage) for stage in {0, layout.pp - 1})
-    return max(stages, key=lambda estimate: estimate.total_bytes)
+    ranks = (_rank_memory(job, layout, rank) for rank in range(layout.pp))
+    return max(ranks, key=lambda estimate: estimate.total_bytes)
 
 
-def _stage_memory(job: JobConfig, layout: Layout, stage: int) -> MemoryEstimate:
+def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
     size = STATE_BYTES[job.precision]
     sizes = sizes_of(job.model)
-    parameters = stage_parameters(job.model, layout.pp, stage, layout.tp)
+    stages = layout.rank_stages(rank)
+    parameters = sum(
+        stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep) for stage in stages
+    )
+    depth = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
     copies = 2 + MOMENTS[job.optimizer.name]  # weight and gradient, moments
-    state = parameters * size * copies / (layout.replicas if layout.zero else 1)
-    block = sizes.whole_block + (sizes.block - sizes.whole_block) / layout.tp
+    state = size * copies * (_sharded(job, layout, parameters, depth) if layout.zero else parameters)
+    held = sizes.block - sizes.experts + sizes.experts // layout.ep
+    block = sizes.whole_block + (held - sizes.whole_block) / layout.tp
     gathered = 0.0
     if layout.zero == 2:  # all weights stay gathered from forward to backward
         gathered = (parameters + block) * size
     elif layout.zero == 3:  # the block at work and the one fetched ahead, and one block's gradient
         gathered = 3 * block * size
-    return MemoryEstimate(state, gathered, _activations(job, layout, stage))
+    return MemoryEstimate(state, gathered, _activations(job, layout, rank, depth))
 
 
-def _activations(job: JobConfig, layout: Layout, stage: int) -> float:
+def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:
+    """What ZeRO leaves of the parameters of ``depth`` layers: equal ranks share them, experts their own."""
+    sizes = sizes_of(job.model)
+    experts = depth * (sizes.experts // layout.ep) / layout.tp
+    return (parameters - experts) / layout.replicas + experts / layout.expert_replicas
+
+
+def _activations(job: JobConfig, layout: Layout, rank: int, depth: int) -> float:
     """Bytes kept for backward: of every block in flight, and on the last stage logits and their gradient.
 
-    AFAB keeps every micro-batch, 1F1B at most one per stage that follows (Narayanan et al. 2021). Tensor
+    How many micro-batches are in flight is the schedule's (``config.schedules.in_flight``). Tensor
     parallelism cuts all of it where it comes with sequence parallelism; else it is counted whole.
     """
     sizes = sizes_of(job.model)
     tokens = layout.micro_batch * job.data.sequence_length // layout.cp
-    elements = sizes.activations * (sizes.layers // layout.pp)
-    in_flight = _in_flight(job, layout, stage)
-    kept = elements * COMPUTE_BYTES[job.precision] * in_flight
-    logits = 2 * sizes.vocabulary * STATE_BYTES[job.precision] if stage == layout.pp - 1 else 0
+    kept = sizes.activations * depth * COMPUTE_BYTES[job.precision] * _in_flight(job, layout, rank)
+    logits = 2 * sizes.vocabulary * STATE_BYTES[job.precision] if rank == layout.last_stage_rank else 0
     return tokens * (kept + logits) / (layout.tp if sizes.sequence_cut else 1)
 
 
-def _in_flight(job: JobConfig, layout: Layout, stage: int) -> int:
-    micro_batches = layout.micro_batches(job.data.global_batch)
+def _in_flight(job: JobConfig, layout: Layout, rank: int) -> float:
     if layout.pp == 1:
-        return 1
-    return micro_batches if layout.schedule == "afab" else min(micro_batches, layout.pp - stage)
+        return 1.0
+    micro_batches = layout.micro_batches(job.data.global_batch)
+    return in_flight(layout.schedule, layout.pp, layout.virtual_stages, rank, micro_batches)

@@ -17,19 +17,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.layout import Coordinates, Layout
 
 STOP = 1
 """Flag: leave the loop after this step."""
 SNAPSHOT = 2
 """Flag: take a pinned snapshot of this step."""
 
-_RECORD = struct.Struct("<ddqqq16sddq")
+_RECORD = struct.Struct("<ddqqq16sddqdq")
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one rank brings: loss sum (nats) over its tokens, rows fed, and its local facts."""
+    """What one rank brings: loss sum (nats) over its tokens, rows fed, and its local facts.
+
+    Fields:
+        imbalance: load of the most used expert of its layers / the mean; 0 where it has none.
+        dropped: tokens' assignments over the capacity of experts in its layers.
+    """
 
     loss_sum: float
     grad_norm: float
@@ -39,6 +44,8 @@ class Contribution:
     snapshot_cost_s: float
     step_time_s: float
     sealed: int
+    imbalance: float = 0.0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,8 @@ class Agreement:
     flags: int
     sealed: int  # newest step that every rank has sealed; -1: none
     snapshot_interval: int  # steps, from the measured cost
+    imbalance: float = 0.0  # load of the most used expert of any layer / the mean; 0: no experts
+    dropped: int = 0  # assignments over capacity, in all layers
 
 
 def exchange(mine: Contribution, layout: Layout, device: torch.device, group: Any = None) -> Agreement:
@@ -68,6 +77,8 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
         mine.snapshot_cost_s,
         mine.step_time_s,
         mine.sealed,
+        mine.imbalance,
+        mine.dropped,
     )
     local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device)
     if layout.world_size == 1:
@@ -76,9 +87,7 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
         gathered = [torch.empty_like(local) for _ in range(layout.world_size)]
         dist.all_gather(gathered, local, group=group)
     raw = torch.cat(gathered).cpu().numpy().tobytes()
-    records = [
-        Contribution(r[0], r[1], (r[2], r[3]), r[4], r[5], r[6], r[7], r[8]) for r in _RECORD.iter_unpack(raw)
-    ]
+    records = [Contribution(r[0], r[1], (r[2], r[3]), *r[4:]) for r in _RECORD.iter_unpack(raw)]
     return agree(records, layout)
 
 
@@ -101,5 +110,8 @@ def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:
         rows=tuple(rows[i] for i in range(layout.dp)),
         flags=flags,
         sealed=min(record.sealed for record in records),
+        imbalance=max(record.imbalance for record in records),
+        # every rank of a stage knows its layers' total; one of each stage speaks
+        dropped=sum(records[layout.rank(Coordinates(pp, 0, 0, 0))].dropped for pp in range(layout.pp)),
         snapshot_interval=max(1, math.ceil(cost / (0.5 * step))) if step > 0 else 1,
     )

@@ -106,6 +106,7 @@ class Loop:
         engine.reduce(page.phase)
         grad_norm = engine.clip(page.phase)
         page.phase("sync")
+        loads = engine.expert_loads().values()
         mine = Contribution(
             loss_sum=loss_sum,
             grad_norm=grad_norm,
@@ -115,6 +116,8 @@ class Loop:
             snapshot_cost_s=self.snapshots.cost_s,
             step_time_s=self._step_time_s,
             sealed=self.snapshots.sealed_step,
+            imbalance=max((max(load.shares) for load in loads), default=0.0),
+            dropped=sum(load.dropped for load in loads),
         )
         agreement = exchange(mine, self.layout, self.device)
         self.snapshots.wait_copied()
@@ -145,6 +148,8 @@ class Loop:
             "learning_rate": rate,
             "at_s": round(time.time(), 3),
         }
+        if agreement.imbalance:
+            line |= {"expert_imbalance": agreement.imbalance, "dropped": agreement.dropped}
         self.tail.append(json.dumps(line, separators=(",", ":")))  # once: every snapshot carries it
         self.snapshots.observe(agreement.sealed)
         self.page.put(

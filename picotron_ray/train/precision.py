@@ -23,8 +23,8 @@ def apply_precision(model: nn.Module, job: JobConfig, device: torch.device) -> N
         return
     inner = model.forward
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(*inputs: Tensor, **named: Tensor) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            return inner(x)
+            return inner(*inputs, **named)
 
     model.forward = forward

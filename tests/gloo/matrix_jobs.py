@@ -26,6 +26,18 @@ SEQUENCE = 8
 MODEL = ModelConfig(
     vocab_size=24, hidden_size=16, intermediate_size=24, layers=4, heads=4, kv_heads=2, init_std=0.3
 )
+MIXTURE = ModelConfig(
+    **{
+        **MODEL.model_dump(),
+        "moe": {
+            "experts": 4,
+            "intermediate_size": 12,
+            "shared_intermediate_size": 8,
+            "loss_coefficient": 0.5,
+            "z_coefficient": 0.1,
+        },
+    }
+)
 CPU = torch.device("cpu")
 Piece = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, np.ndarray]
 
@@ -112,9 +124,7 @@ def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
             result.gradients = pieces(engine.gradients())
         result.norm.append(engine.clip(result.phases.append))
         engine.optimizer_step(job.optimizer.learning_rate)
-    result.evaluation = engine.evaluate(
-        [batch(job, layout, dp_index, 100), batch(job, layout, dp_index, 101)]
-    )
+    result.evaluation = engine.evaluate([batch(job, layout, dp_index, 100)])
     result.stable = before == [item.tensor.data_ptr() for item in engine.state()]
     result.state = pieces(engine.state())
     engine.close()
@@ -180,7 +190,63 @@ def planted(kind: str) -> Any:
         return lambda: setattr(pipeline.Pipeline, "_micro_loss", kept)
     if kind in ("ring", "gathered"):
         return double_key_gradients(kind)
+    if kind in MOE_PLANTS:
+        return MOE_PLANTS[kind]()
     raise ValueError(kind)
+
+
+def replace(owner: Any, name: str, value: Any) -> Any:
+    """Set an attribute; returns the function that sets it back."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, original)
+
+
+def double_expert_replicas() -> Any:
+    """Gradients of experts come out doubled where they are summed over the ranks that hold the same."""
+    import picotron_ray.train.engine as engine
+
+    kept = engine.sum_
+
+    def doubled(tensors: Any, group: Any) -> None:
+        kept(tensors, group)
+        if all(tensor.dim() == 3 for tensor in tensors):
+            torch._foreach_mul_(tensors, 2.0)
+
+    return replace(engine, "sum_", doubled)
+
+
+def lose_returning_gradients() -> Any:
+    import picotron_ray.parallel.expert as expert
+
+    kept = expert._Start.backward
+    return replace(expert._Start, "backward", staticmethod(lambda ctx, g: (kept(ctx, g)[0] * 0.5, None)))
+
+
+def double_auxiliary() -> Any:
+    import picotron_ray.models.moe as moe
+
+    kept = moe._Auxiliary.backward
+
+    def doubled(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, loss, rest = kept(ctx, gradient)
+        return x, loss * 2.0, rest
+
+    return replace(moe._Auxiliary, "backward", staticmethod(doubled))
+
+
+def count_local_tokens_only() -> Any:
+    import picotron_ray.parallel.expert as expert
+
+    return replace(expert.RowSpread, "totals", lambda self, counts: counts)
+
+
+MOE_PLANTS = {
+    "edp": double_expert_replicas,
+    "dispatch": lose_returning_gradients,
+    "auxiliary": double_auxiliary,
+    "load": count_local_tokens_only,
+}
 
 
 def double_key_gradients(kind: str) -> Any:

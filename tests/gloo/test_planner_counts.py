@@ -7,11 +7,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.moe import MoeConfig
 from picotron_ray.models.llama import Transformer
-from picotron_ray.models.plan import stage_layers
 from picotron_ray.planner.counts import (
     flops_per_token,
     parameter_count,
+    stage_bounds,
     stage_flops_per_token,
     stage_parameters,
 )
@@ -21,6 +22,8 @@ MODELS = [
     ModelConfig(tie_embeddings=True),
     ModelConfig(hidden_size=64, heads=8, kv_heads=8, layers=6, intermediate_size=100, vocab_size=300),
     ModelConfig(hidden_size=96, heads=6, kv_heads=1, layers=2, intermediate_size=31, vocab_size=257),
+    ModelConfig(moe=MoeConfig(experts=4, intermediate_size=24)),
+    ModelConfig(moe=MoeConfig(experts=8, top_k=3, intermediate_size=24, shared_intermediate_size=40)),
 ]
 
 
@@ -35,7 +38,7 @@ def test_parameters_of_the_module(config: ModelConfig) -> None:
 def test_parameters_of_a_stage(pp: int) -> None:
     config = ModelConfig()
     for stage in range(pp):
-        first, last = stage_layers(config.layers, pp, stage)
+        first, last = stage_bounds(config, pp)[stage]
         with torch.device("meta"):
             part = Transformer(
                 config, first_layer=first, last_layer=last, embed=stage == 0, head=stage == pp - 1
@@ -58,9 +61,12 @@ def test_flops_of_the_module(config: ModelConfig) -> None:
     no matrix (look-up), so it lies above by exactly those.
     """
     sequence, batch = 48, 2
-    with torch.device("meta"):
+    # where tokens go depends on values, so a mixture needs real ones
+    with torch.device("cpu" if config.moe.experts else "meta"):
         module = Transformer(config, attention=_plain_attention)
-        tokens = torch.zeros(batch, sequence, dtype=torch.long)
+        tokens = torch.arange(batch * sequence).view(batch, sequence)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
     with FlopCounterMode(display=False) as counter:
         module(tokens).sum().backward()
     counted = counter.get_total_flops() / (batch * sequence)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from picotron_ray.config.layout import Layout
-from tests.gloo.matrix_jobs import make_job
+from tests.gloo.matrix_jobs import MIXTURE, MODEL, make_job
+from tests.gloo.parity import check
 from tests.gloo.pool import Pool
-from tests.gloo.test_matrix import check
 from tests.gloo.train_jobs import FAULT_STEP, SIGNALS, until_lost
 
 LAYOUTS = [
@@ -20,6 +20,7 @@ LAYOUTS = [
     Layout(dp=2, tp=2, zero=2, micro_batch=2),
     Layout(dp=2, pp=2, zero=3, micro_batch=2, schedule="afab"),
     Layout(cp=4, micro_batch=2),
+    Layout(dp=4, ep=2, zero=2, micro_batch=2),
     Layout(dp=2, cp=2, zero=3, micro_batch=2, context="all-gather"),
 ]
 
@@ -31,7 +32,8 @@ LAYOUTS = [
 def test_survivors_get_out_and_go_on(pool: Pool, tmp_path: Path, layout: Layout, how: str) -> None:
     members = pool.need(4)
     victim, told = 2, tmp_path / "abort"
-    pool.start(members, until_lost, make_job("adamw", 10), layout, victim, SIGNALS[how], str(told))
+    model = MIXTURE if layout.ep > 1 else MODEL
+    pool.start(members, until_lost, make_job("adamw", 10, model), layout, victim, SIGNALS[how], str(told))
     wait_for_state(members[victim].pid, "Z" if how == "kill" else "T")
     struck = time.monotonic()
     told.touch()
@@ -41,7 +43,7 @@ def test_survivors_get_out_and_go_on(pool: Pool, tmp_path: Path, layout: Layout,
     assert all(FAULT_STEP - 1 <= reply["steps"] <= FAULT_STEP + 1 for reply in replies), replies
     assert [reply["sockets"] for reply in replies] == [0, 0, 0], "sockets of the dead generation are left"
     pool.drop([members[victim]])
-    check(pool, Layout(dp=3, micro_batch=2), 10)
+    check(pool, Layout(dp=3, micro_batch=2), 10, model)
     assert [w.pid for w in pool.need(3)] == [w.pid for w in members if w is not members[victim]]
 
 

@@ -214,9 +214,14 @@ def test_what_cannot_be_applied_is_refused() -> None:
     job = make_job("sgd", 4)
     with pytest.raises(LayoutError, match="needs 2 processes"):
         build_engine(job, Layout(dp=2), 0, None, CPU)
-    for layout, key in [
-        (Layout(ep=2), "ep"),
-        (Layout(virtual_stages=2), "virtual_stages"),
+    for layout, text in [
+        (Layout(ep=2), "layout.ep: saw 2, which does not divide dp x cp = 1"),
+        (Layout(virtual_stages=2), "layout.virtual_stages: saw 2 .* expected 1"),
+        (Layout(pp=2, schedule="zbv"), "layout.virtual_stages: saw 1 with schedule zbv, pp=2, expected 2"),
+        (
+            Layout(dp=2, pp=2, schedule="dualpipev", virtual_stages=2, zero=3),
+            "layout.zero: saw 3 with schedule dualpipev",
+        ),
     ]:
-        with pytest.raises(LayoutError, match=f"layout.{key}: saw 2, expected 1"):
+        with pytest.raises(LayoutError, match=text):
             make_mesh(layout, 0, "cpu")

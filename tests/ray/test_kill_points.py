@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from replays import check_replay
-from runs import check_ledger, losses, run, storage_of, tiny_job
+from runs import check_ledger, in_one_process, losses, run, storage_of, tiny_job
 
 from picotron_ray.runtime.run import event_folder
 
@@ -37,18 +37,9 @@ def draw_faults(seed: int) -> tuple[dict[str, Any], ...]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, local_ray: Any) -> list[float]:
-    """Losses of one undisturbed worker."""
-    import ray
-
-    from picotron_ray.runtime.connect import connect_to
-
-    connect_to(local_ray.address)
-    job = tiny_job("one", tmp_path_factory.mktemp("one"), steps=STEPS, cluster={"max_workers": 1})
-    run(job)
-    found = losses(job)
-    ray.shutdown()
-    return found
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one process without Ray or faults."""
+    return in_one_process(tiny_job("one", tmp_path_factory.mktemp("one"), steps=STEPS))
 
 
 @pytest.mark.parametrize("seed", range(2))

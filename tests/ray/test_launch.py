@@ -117,6 +117,7 @@ def test_a_killed_driver_leaves_the_run_and_sigterm_stops_it_with_a_commit(door:
     assert "[running]" in door.command("status", door.run)
     refused = door.command("checkpoints", "gc", "tiny", *door.overrides, expect=2)
     assert "goes on and collects by itself" in refused
+    assert "is committed" in door.command("checkpoint-now", door.run)
     with door.start(*LONG) as again:
         assert "attached to run" in read_until(again, "[running]")
         assert door.status()["step"] > before, "workers must have gone on"
@@ -131,7 +132,7 @@ def test_a_killed_driver_leaves_the_run_and_sigterm_stops_it_with_a_commit(door:
     assert f"at step {ledger['steps']} " in out, "what was committed is the step it stopped at"
 
 
-def test_sigkill_of_everything_resumes_from_the_last_commit_and_runs_to_the_end(door: Door) -> None:
+def test_sigkill_of_everything_resumes_from_the_last_commit_and_goes_away_by_itself(door: Door) -> None:
     with door.start(*LONG) as driver:
         read_until(driver, "committed")
         ray = found(door.run)
@@ -139,19 +140,15 @@ def test_sigkill_of_everything_resumes_from_the_last_commit_and_runs_to_the_end(
             os.kill(pid, signal.SIGKILL)
     committed = json.loads(door.command("checkpoints", "ls", "tiny", *door.overrides, "--json"))[-1]["step"]
     steps = committed + 40
-    command = ["tiny", *door.overrides, *LONG, f"steps={steps}", "--json"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "picotron_ray.launch", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as again:
-        out, err = again.communicate(timeout=200)
-    assert again.returncode == 0, err
-    assert f"from step {committed}" in err
-    assert f"finished at step {steps} in" in err
-    summary = json.loads(out.splitlines()[-1])
+    with door.start(*LONG, f"steps={steps}", options=("--detach",)) as again:
+        out, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, out
+    ray = found(door.run)
+    wait_for(lambda: not processes.members(ray.mark, ray.session), 90 + supervise.LINGER_S)
+    assert "generation 2.1 rank 0: " in door.command("logs", door.run)
+    summary = json.loads((door.folder / door.run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", steps)
+    assert summary["generations"][-1]["start_step"] == committed
     assert summary["ledger"] == {"samples": 8 * steps, "lost": 0, "repeated": 0}
     assert_nothing_left(ray)
     ledger = door.ledger()
@@ -172,19 +169,6 @@ def test_sigkill_of_everything_resumes_from_the_last_commit_and_runs_to_the_end(
     assert stored(door) == before, "a refused launch overwrites nothing"
 
 
-def test_detached_run_commits_on_request_and_goes_away_by_itself(door: Door) -> None:
-    with door.start("steps=250", "checkpoint.interval_steps=100000", options=("--detach",)) as driver:
-        out, _ = driver.communicate(timeout=150)
-    assert driver.returncode == 0, out
-    ray = found(door.run)
-    wait_for(lambda: door.status()["step"] > 2)
-    assert "is committed" in door.command("checkpoint-now", door.run)
-    wait_for(lambda: not processes.members(ray.mark, ray.session), 60 + supervise.LINGER_S)
-    assert_nothing_left(ray)
-    assert json.loads((door.folder / door.run / "summary.json").read_text())["status"] == "finished"
-    assert "generation 1.1 rank 0: " in door.command("logs", door.run)
-
-
 def test_on_a_given_cluster_a_run_ends_without_a_trace(
     door: Door, local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,28 +178,39 @@ def test_on_a_given_cluster_a_run_ends_without_a_trace(
     assert driver.returncode == 2
     assert "error: cluster.min_workers: the cluster has room for 1 workers of 5 CPU each" in out
     assert door.named_actors() == []
-    with door.start() as driver:
+    with door.start(options=("--json",)) as driver:
         out, _ = driver.communicate(timeout=200)
     assert driver.returncode == 0, out
     assert "finished at step 8" in out
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["status"], summary["steps"]) == ("finished", 8)
     assert door.named_actors() == []
     assert not Path("/dev/shm/picotron_ray", door.run).exists()
     with door.start(*LONG) as driver:
         read_until(driver, "[running]")
         driver.kill()
-    assert len(door.named_actors()) == 4, "coordinator, agent, two workers"
+    wait_for(lambda: len(door.named_actors()) == 4)  # coordinator, agent, two workers
     assert "goes on" in door.command("checkpoints", "gc", "tiny", *door.overrides, expect=2)
     assert "stopped at step" in door.command("stop", door.run)
     assert door.named_actors() == []
     assert "which does not run on the Ray at" in door.command("stop", door.run, expect=2)
+    assert not Path("/dev/shm/picotron_ray", door.run).exists()
+    assert local_ray.alive, "the cluster is not ours to stop"
+
+
+@pytest.mark.slow
+def test_stop_now_leaves_nothing_on_a_given_cluster(
+    door: Door, local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", local_ray.address)
     with door.start(*LONG, options=("--detach",)) as driver:
         assert driver.wait(150) == 0
     door.command("stop", "--now", door.run)
     assert door.named_actors() == []
     assert not Path("/dev/shm/picotron_ray", door.run).exists()
-    assert local_ray.alive, "the cluster is not ours to stop"
 
 
+@pytest.mark.slow
 def test_second_interrupt_leaves_the_run_and_stop_removes_what_a_sigkill_left(door: Door) -> None:
     with door.start(*LONG, "elastic.interrupt_timeout_s=30") as driver:
         read_until(driver, "[running]")

@@ -131,6 +131,32 @@ def losses(job: JobConfig) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+def in_one_process(job: JobConfig) -> list[float]:
+    """Loss per step of the same job without Ray, groups or faults."""
+    import torch
+
+    from picotron_ray.config.layout import Layout
+    from picotron_ray.data.batch import make_batch
+    from picotron_ray.data.dataset import build_dataset
+    from picotron_ray.runtime.names import cache_folder
+    from picotron_ray.train.engine import build_engine
+    from picotron_ray.train.schedule import learning_rate
+
+    layout = Layout(micro_batch=job.data.global_batch)
+    data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder()).train
+    engine = build_engine(job, layout, 0, None, torch.device("cpu"))
+    engine.initialise(job.seed)
+    found = []
+    for step in range(1, job.steps + 1):
+        batch = make_batch(data, job.seed, layout, 0, job.data.global_batch, step)
+        found.append(engine.forward_backward(batch) / batch.global_tokens)
+        engine.reduce()
+        engine.clip()
+        engine.optimizer_step(learning_rate(job.optimizer, step, job.steps))
+    engine.close()
+    return found
+
+
 def check_ledger(job: JobConfig) -> None:
     """Every sample fed exactly once, proved by its tokens."""
     from picotron_ray.data.dataset import build_dataset

@@ -1,0 +1,177 @@
+"""Expert parallelism: the experts of a block are spread over ranks, tokens travel to them and back.
+
+Experts are folded over the data axis: every rank of an ep group feeds rows of its own, holds 1/ep of the
+experts, and the ranks with the same ones (the ``edp`` group) sum their gradients. A transfer is one
+all-to-all of uneven parts, after an all-to-all of the counts. It is started, and waited for later, forward
+and backward: what stands between (the shared expert) hides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from picotron_ray.errors import LayoutError
+
+
+class _Transfer:
+    """One all-to-all of rows under way, in either direction.
+
+    Fields:
+        sent, received: rows to and from every rank of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> None:
+        self.group, self.sent, self.received = group, sent, received
+        self._pending: tuple[Tensor, Tensor, dist.Work] | None = None
+
+    def start(self, rows: Tensor, back: bool = False) -> Tensor:
+        """Returns where the rows will be."""
+        outgoing, incoming = (self.received, self.sent) if back else (self.sent, self.received)
+        rows = rows.contiguous()
+        buffer = rows.new_empty((sum(incoming), rows.size(1)))
+        work = dist.all_to_all_single(buffer, rows, incoming, outgoing, group=self.group, async_op=True)
+        assert work is not None
+        self._pending = buffer, rows, work
+        return buffer
+
+    def finish(self) -> Tensor:
+        assert self._pending is not None
+        buffer, _, work = self._pending
+        work.wait()
+        self._pending = None
+        return buffer
+
+
+class _Start(torch.autograd.Function):
+    """Starts a transfer; its gradient is what `_Finish` sent back meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.start(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.transfer.finish(), None
+
+
+class _Finish(torch.autograd.Function):
+    """Waits for the rows; backward starts their gradient on its way back, and `_Start` waits for it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.finish().view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.transfer.start(gradients[0], back=True)
+        return gradients[0], None
+
+
+class _Returning:
+    def __init__(self, rows: Tensor, transfer: _Transfer) -> None:
+        self._rows, self._transfer = rows, transfer
+
+    def wait(self) -> Tensor:
+        found: Tensor = _Finish.apply(self._rows, self._transfer)
+        return found
+
+
+class _Travelling:
+    """Rows on their way to their experts.
+
+    Args:
+        counts: ``[ranks, local experts]`` rows that each rank sends for each expert here, on the CPU.
+    """
+
+    def __init__(self, rows: Tensor, transfer: _Transfer, counts: Tensor) -> None:
+        self._rows, self._transfer, self._counts = rows, transfer, counts
+        self._order = self._by_expert().to(rows.device, non_blocking=True)
+
+    def _by_expert(self) -> Tensor:
+        """Where each row, grouped by expert and then by rank, lies in the order of arrival."""
+        ranks, experts = self._counts.shape
+        owner = torch.arange(experts).repeat(ranks).repeat_interleave(self._counts.flatten())
+        return owner.argsort(stable=True)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        arrived = _Finish.apply(self._rows, self._transfer)
+        return arrived[self._order], self._counts.sum(dim=0)
+
+    def send_back(self, rows: Tensor) -> _Returning:
+        arrived = torch.empty_like(rows).index_copy(0, self._order, rows)
+        back = _Transfer(self._transfer.group, self._transfer.received, self._transfer.sent)
+        return _Returning(_Start.apply(arrived, back), back)
+
+
+class ExpertTransport:
+    """All-to-all within an ep group: a ``Transport`` for the model."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def send(self, rows: Tensor, counts: Tensor) -> _Travelling:
+        ranks = self._group.size()
+        outgoing = counts.view(ranks, -1)
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing.contiguous(), group=self._group)
+        outgoing, incoming = outgoing.cpu(), incoming.cpu()
+        transfer = _Transfer(self._group, outgoing.sum(dim=1).tolist(), incoming.sum(dim=1).tolist())
+        return _Travelling(_Start.apply(rows, transfer), transfer, incoming)
+
+
+class RowSpread:
+    """Rows that are cut over a cp group in head-tail order: a ``Spread`` for the model."""
+
+    chunks = 2
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.parts = group.size()
+
+    def totals(self, counts: Tensor) -> Tensor:
+        total = counts.clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def ahead(self, counts: Tensor) -> Tensor:
+        found = [torch.empty_like(counts) for _ in range(self.parts)]
+        dist.all_gather(found, counts, group=self._group)
+        heads, tails = [pair[0] for pair in found], [pair[1] for pair in reversed(found)]
+        chunks = torch.stack((*heads, *tails))
+        before = chunks.cumsum(dim=0) - chunks
+        mine = self._group.rank()
+        return before[[mine, 2 * self.parts - 1 - mine]]
+
+
+def apply_expert_parallel(
+    mixtures: Sequence[Any], ep: dist.ProcessGroup | None, cp: dist.ProcessGroup | None, tp: int
+) -> None:
+    """Spread the experts of every mixture (on the meta device) over ``ep``.
+
+    Args:
+        mixtures: what the model's plan names as such (``models.moe.MixtureOfExperts``).
+        cp: group over which rows are cut, None where they are whole.
+        tp: ranks that compute the same tokens.
+
+    Raises LayoutError where the experts do not divide.
+    """
+    for mixture in mixtures:
+        mixture.router.shares = tp
+        if cp is not None:
+            mixture.router.spread = RowSpread(cp)
+        if ep is None:
+            continue
+        mixture.transport = ExpertTransport(ep)
+        for name, whole in list(mixture.experts.named_parameters()):
+            experts, *rest = whole.shape
+            if experts % ep.size():
+                raise LayoutError(f"layout.ep: saw {ep.size()}, which does not divide {experts} experts")
+            part = nn.Parameter(whole.new_empty((experts // ep.size(), *rest)))
+            setattr(mixture.experts, name, part)

@@ -1,0 +1,54 @@
+"""Which layers a pipeline stage holds: contiguous, so that the costliest stage costs least.
+
+Solved exactly by dynamic programming over (stages, layers). A greedy cut at the mean is wrong at the ends,
+where the embedding and the head lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from picotron_ray.errors import LayoutError
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+def partition(costs: Sequence[float], first: float, last: float, stages: int) -> Bounds:
+    """Half-open ranges of layers, one per stage, none empty.
+
+    Args:
+        costs: of every layer, any unit.
+        first, last: further cost of the first and of the last stage.
+
+    Among equals the earlier stages get more: the last one's work begins last. Raises LayoutError where there
+    are more stages than layers.
+    """
+    layers = len(costs)
+    if stages > layers:
+        raise LayoutError(
+            f"layout.pp: saw {stages} stages for {layers} layers: expected a layer each; use a smaller pp"
+        )
+    before = [0.0, *accumulate(costs)]
+
+    def cost(start: int, end: int) -> float:
+        ends = (first if start == 0 else 0.0) + (last if end == layers else 0.0)
+        return before[end] - before[start] + ends
+
+    # worst[start]: the costliest stage of the best cut of layers start.. into the stages left
+    worst = [cost(start, layers) if start < layers else float("inf") for start in range(layers + 1)]
+    cuts: list[list[int]] = []
+    for left in range(2, stages + 1):
+        best, chosen = [float("inf")] * (layers + 1), [0] * (layers + 1)
+        for start in range(layers - left + 1):
+            for end in range(layers - left + 1, start, -1):
+                found = max(cost(start, end), worst[end])
+                if found < best[start]:
+                    best[start], chosen[start] = found, end
+        worst = best
+        cuts.append(chosen)
+    bounds, start = [], 0
+    for chosen in reversed(cuts):
+        bounds.append((start, chosen[start]))
+        start = chosen[start]
+    return (*bounds, (start, layers))

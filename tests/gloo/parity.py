@@ -1,0 +1,84 @@
+"""A layout's ranks against the same model in one process, in fp64."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from picotron_ray.config.job import JobConfig, ModelConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.models.plan import parameter_table
+from tests.gloo.matrix_jobs import MODEL, STEPS, Result, assemble, make_job, run_layout, train
+from tests.gloo.pool import Pool
+
+TOLERANCE = 1e-10
+WEIGHTS_TOLERANCE = 1e-9
+
+
+@functools.cache
+def reference(optimizer: str, global_batch: int, model: ModelConfig = MODEL) -> Result:
+    """The same job in this process, one micro-batch of the whole global batch."""
+    job = make_job(optimizer, global_batch, model)
+    return train(job, Layout(micro_batch=global_batch), 0, None)
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """Relative difference in the Euclidean norm."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def worst(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
+    assert found.keys() == expected.keys()
+    return max((distance(found[name], expected[name]), name) for name in expected)
+
+
+def compare(job: JobConfig, layout: Layout, ranks: list[Result]) -> list[str]:
+    """Everything in which a layout differs from one process, one line each."""
+    expected = reference(job.optimizer.name, job.data.global_batch, job.model)
+    wrong = []
+    for step in range(STEPS):
+        loss = sum(rank.loss[step] for rank in ranks)
+        if abs(loss / expected.loss[step] - 1) > TOLERANCE:
+            wrong.append(f"loss of step {step + 1}: {loss} instead of {expected.loss[step]}")
+        for rank in ranks:
+            if abs(rank.norm[step] / expected.norm[step] - 1) > TOLERANCE:
+                wrong.append(f"norm of step {step + 1}: {rank.norm[step]} instead of {expected.norm[step]}")
+    total = sum(rank.evaluation[0] for rank in ranks)
+    if abs(total / expected.evaluation[0] - 1) > TOLERANCE * 10:
+        wrong.append(f"evaluation: {total} instead of {expected.evaluation[0]}")
+    if sum(rank.evaluation[1] for rank in ranks) != expected.evaluation[1]:
+        wrong.append("tokens of the evaluation")
+    far, name = worst(assemble([r.gradients for r in ranks]), assemble([expected.gradients]))
+    if far > TOLERANCE:
+        wrong.append(f"gradient of {name}: off by {far:.3g}")
+    far, name = worst(assemble([r.state for r in ranks]), assemble([expected.state]))
+    if far > WEIGHTS_TOLERANCE:
+        wrong.append(f"{name} after {STEPS} steps: off by {far:.3g}")
+    return wrong
+
+
+def check(pool: Pool, layout: Layout, global_batch: int, model: ModelConfig = MODEL) -> list[Result]:
+    """Compare SGD and AdamW with one process; returns the ranks' results of AdamW."""
+    jobs = [make_job(optimizer, global_batch, model) for optimizer in ("sgd", "adamw")]
+    per_rank = pool.run(layout.world_size, run_layout, jobs, layout)
+    for job, ranks in zip(jobs, zip(*per_rank, strict=True), strict=True):
+        assert compare(job, layout, list(ranks)) == []
+        assert all(rank.stable for rank in ranks), "state() must stay valid for the engine's whole life"
+    return [results[-1] for results in per_rank]
+
+
+def primaries(layout: Layout, ranks: list[Result], model: ModelConfig) -> None:
+    """Exactly one state group is primary for each box, and replicas of a group hold the same boxes."""
+    owners: dict[tuple[object, ...], set[int]] = {}
+    held: dict[int, list[object]] = {}
+    for rank, result in enumerate(ranks):
+        group = layout.state_group(rank)
+        boxes = [piece[:5] for piece in result.state]
+        assert held.setdefault(group, boxes) == boxes
+        for name, _, offset, size, primary, _ in result.state:
+            owners.setdefault((name, offset, size), set()).update([group] if primary else [])
+    assert all(len(groups) == 1 for groups in owners.values())
+    assert {name for name, _, _ in owners if "/" not in name} == {
+        spec.name for spec in parameter_table(model)
+    }

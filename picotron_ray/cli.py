@@ -196,6 +196,52 @@ def checkpoints_gc(config: Config, overrides: Overrides = None, as_json: AsJson 
         _table([inspection.garbage(_job(config, overrides))], as_json)
 
 
+@checkpoints.command("import-hf")
+def checkpoints_import(
+    folder: Annotated[Path, typer.Argument(help="Hugging Face checkpoint: config.json and safetensors")],
+    config: Annotated[
+        str | None, typer.Argument(help="the run to make; left out: print the model section it needs")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint of Hugging Face step 0 of a new run; training then starts from it."""
+    with reported(as_json):
+        import yaml
+
+        from picotron_ray.runtime import huggingface
+
+        if config is None:
+            keys = huggingface.model_section(folder)
+            _emit(keys) if as_json else print(yaml.safe_dump({"model": keys}, sort_keys=False).rstrip())
+            return
+        done = huggingface.import_hf(_job(config, overrides), folder)
+        text = f"run {done['run']}: step 0 is committed, {done['tensors']} tensors from {folder}"
+        _emit(done) if as_json else print(text)
+
+
+@checkpoints.command("export-hf")
+def checkpoints_export(
+    config: Config,
+    folder: Annotated[Path, typer.Option("--to", help="new or empty folder")],
+    overrides: Overrides = None,
+    step: Annotated[int | None, typer.Option(help="of the commit; default: the newest")] = None,
+    dtype: Annotated[str, typer.Option(help="of the tensors: float32 or bfloat16")] = "float32",
+    shard_gib: Annotated[float, typer.Option(min=0.001, help="most GiB per file")] = 4.0,
+    as_json: AsJson = False,
+) -> None:
+    """Write a commit as a Hugging Face checkpoint that transformers loads."""
+    with reported(as_json):
+        from picotron_ray.errors import ConfigError
+        from picotron_ray.runtime import huggingface
+
+        if dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"--dtype: saw {dtype}, expected float32 or bfloat16")
+        done = huggingface.export_hf(_job(config, overrides), folder, step, dtype, int(shard_gib * 2**30))
+        text = f"run {done['run']}: step {done['step']} is in {folder}, {done['files']} files of tensors"
+        _emit(done) if as_json else print(text)
+
+
 @ledger.command("verify")
 def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Recompute from the source data what the committed ledger says was fed; exit code 4 where it differs."""

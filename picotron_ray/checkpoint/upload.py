@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -101,7 +101,7 @@ def upload_slots(
     storage.put(intent, encode_json({"chunks": None}))
     absent = unusable_chunks(storage)
     with ThreadPoolExecutor(max_workers=_THREADS) as threads:
-        packs = threads.map(lambda pack: _store_pack(storage, source, pack, codec, absent), _packs(source))
+        packs = threads.map(lambda pack: store_pack(storage, source, pack, codec, absent), _packs(source))
         stored = list(packs)
     source.finish()
     chunks = {address: info for address, info, _, _ in stored}
@@ -168,9 +168,16 @@ def _cells(pieces: list[Piece]) -> Iterator[tuple[Shard, list[Piece]]]:
                 yield Shard(like.name, like.dtype, like.global_shape, common), [piece]
 
 
-def _store_pack(
-    storage: Storage, source: SlotSource, pack: Pack, codec: str, absent: set[str]
+class Reader(Protocol):
+    """Hands out the bytes of pieces."""
+
+    def read(self, piece: Piece) -> memoryview: ...
+
+
+def store_pack(
+    storage: Storage, source: Reader, pack: Pack, codec: str, absent: set[str]
 ) -> tuple[str, ChunkInfo, list[StoredShard], bool]:
+    """Put one chunk unless it is there; returns its address, what it is, its shards, whether it was put."""
     raw = np.empty(sum(shard.nbytes for shard, _ in pack), dtype=np.uint8)
     placed, at = [], 0
     for shard, pieces in pack:

@@ -87,7 +87,10 @@ def _context_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
     if job.model.builder is not None:
         yield Misfit("layout.cp", (), f"saw {cp}; a model of your own keeps its rows whole: use cp=1")
         return
-    length = job.data.sequence_length
+    length, window = job.data.sequence_length, job.model.sliding_window
+    if window is not None and window < length:
+        text = f"saw {cp} with model.sliding_window={window} below data.sequence_length={length}; use cp=1"
+        yield Misfit("layout.cp", ("model.sliding_window", "data.sequence_length"), text)
     if length % (2 * cp):
         text = f"saw {cp}: data.sequence_length={length} does not divide into 2 x {cp} chunks"
         yield Misfit("layout.cp", ("data.sequence_length",), text)
@@ -139,6 +142,12 @@ def _schedule_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
             " weights are resharded in between; use zero=2 or 0, or another schedule"
         )
         yield Misfit("layout.zero", ("layout.schedule",), text)
+    if rules.splits and layout.recompute != "none":
+        text = (
+            f"saw {layout.recompute} with schedule {schedule}, which splits the backward pass: activations"
+            " are computed again for one half only; use recompute=none or another schedule"
+        )
+        yield Misfit("layout.recompute", ("layout.schedule",), text)
 
 
 def _stage_misfits(job: JobConfig, pp: int, virtual: int) -> Iterator[Misfit]:

@@ -11,6 +11,8 @@ from pydantic import Field
 
 from picotron_ray.config.builder import IMPORT_PATH, BuiltModel, PlanConfig
 from picotron_ray.config.moe import MoeConfig
+from picotron_ray.config.recompute import PATTERN
+from picotron_ray.config.rope import RopeScaling
 from picotron_ray.config.schedules import Schedule
 from picotron_ray.config.section import Section
 
@@ -27,10 +29,23 @@ class ModelConfig(Section):
     hidden_size: int = Field(default=128, ge=2, description="width of the residual stream")
     intermediate_size: int = Field(default=352, ge=1, description="width of the SwiGLU hidden layer")
     layers: int = Field(default=4, ge=1, description="decoder blocks")
-    heads: int = Field(
-        default=4, ge=1, description="query heads; hidden_size / heads is the head size, an even number"
-    )
+    heads: int = Field(default=4, ge=1, description="query heads")
     kv_heads: int = Field(default=2, ge=1, description="key/value heads; divides heads")
+    head_dim: int | None = Field(
+        default=None, ge=2, description="width of one head, an even number; null: hidden_size / heads"
+    )
+    qkv_bias: bool = Field(default=False, description="biases of the q, k and v projections (Qwen2)")
+    qk_norm: bool = Field(
+        default=False, description="RMSNorm over each head of q and k before they are turned (Qwen3)"
+    )
+    sliding_window: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens that a token sees, itself included (Mistral); null: all before it",
+    )
+    rope_scaling: RopeScaling = Field(
+        default_factory=RopeScaling, description="stretching of the rotary positions (Llama 3)"
+    )
     rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
     norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm")
     tie_embeddings: bool = Field(default=False, description="share the embedding matrix with the output head")
@@ -52,6 +67,21 @@ class ModelConfig(Section):
 
     def __hash__(self) -> int:  # ``arguments`` and ``tensor`` are mappings
         return hash(self.model_dump_json())
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.hidden_size // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_size
+
+    @property
+    def key_width(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.kv_heads * self.head_size
 
     @property
     def depth(self) -> int:
@@ -144,6 +174,18 @@ class LayoutConfig(Section):
         default="auto", description="stages per pipeline rank; auto: as few as the schedule asks"
     )
     micro_batch: Degree = Field(default="auto", description="samples per micro-batch and replica")
+    recompute: str = Field(
+        default="auto",
+        pattern=f"{PATTERN}|^auto$",
+        description="which blocks compute their activations again in the backward pass: none, full, selective"
+        " (all but matrix products and attention), every-N, middle-P (percent), blocks-K (of every stage);"
+        " auto: as few as the memory budget asks",
+    )
+    memory_budget_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="device memory that a worker may take, by the planner's estimate; null: 90 % of all",
+    )
 
 
 class KernelsConfig(Section):

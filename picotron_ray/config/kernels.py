@@ -20,7 +20,7 @@ def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
     if not half:
         efficient: list[Backend] = [] if cp > 1 or job.precision == "fp64" else ["efficient"]
         return [*efficient, "math"]
-    aligned = job.model.hidden_size // job.model.heads % 8 == 0
+    aligned = job.model.head_size % 8 == 0
     flash: list[Backend] = ["flash"] if aligned else []
     if cp > 1:
         return [*flash, "math"]

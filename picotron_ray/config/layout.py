@@ -38,7 +38,8 @@ class Layout:
         schedule: pipeline schedule; it matters only where ``pp > 1``.
         virtual_stages: pipeline stages per rank, as many as the schedule asks.
         micro_batch: rows (sequences) per micro-batch and DP replica.
-        recompute: activation recomputation policy.
+        recompute: which blocks compute their activations again in the backward pass, a policy of
+            ``config.recompute``.
     """
 
     dp: int = 1
@@ -50,7 +51,7 @@ class Layout:
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     micro_batch: int = 1
-    recompute: Literal["none"] = "none"
+    recompute: str = "none"
     context: Context = "ring"
 
     @property
@@ -152,4 +153,6 @@ class Layout:
         if self.pp > 1:
             parts.append(self.schedule + (f"-v{self.virtual_stages}" if self.virtual_stages > 1 else ""))
         parts.append(f"mb{self.micro_batch}")
+        if self.recompute != "none":
+            parts.append(self.recompute)
         return "-".join(parts)

@@ -68,18 +68,27 @@ def _model(job: JobConfig) -> Iterator[Problem]:
             f"saw {model.kv_heads}, which does not divide model.heads={model.heads}",
             ("model.heads",),
         )
-    if model.hidden_size % model.heads:
+    if model.head_dim is None and model.hidden_size % model.heads:
         yield Problem(
             "model.heads",
-            f"saw {model.heads}, which does not divide model.hidden_size={model.hidden_size}",
-            ("model.hidden_size",),
+            f"saw {model.heads}, which does not divide model.hidden_size={model.hidden_size}; say"
+            " model.head_dim where that is meant",
+            ("model.hidden_size", "model.head_dim"),
         )
-    elif (model.hidden_size // model.heads) % 2:
+    elif model.head_size % 2:
         yield Problem(
-            "model.hidden_size",
-            f"saw {model.hidden_size} with model.heads={model.heads}, a head size of"
-            f" {model.hidden_size // model.heads}; rotary positions need an even head size",
-            ("model.heads",),
+            "model.hidden_size" if model.head_dim is None else "model.head_dim",
+            f"saw {model.hidden_size} with model.heads={model.heads}, a head size of {model.head_size};"
+            " rotary positions need an even head size",
+            ("model.heads", "model.head_dim"),
+        )
+    scaling = model.rope_scaling
+    if scaling.high_frequency_factor <= scaling.low_frequency_factor:
+        yield Problem(
+            "model.rope_scaling.high_frequency_factor",
+            f"saw {scaling.high_frequency_factor:g}, expected more than"
+            f" low_frequency_factor={scaling.low_frequency_factor:g}",
+            ("model.rope_scaling.low_frequency_factor",),
         )
 
 
@@ -154,10 +163,11 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
         schedule=asked.schedule,
         virtual_stages=virtual_stages(job, degrees.pp),
         zero=asked.zero if asked.zero != "auto" else 0,
+        recompute=asked.recompute if asked.recompute != "auto" else "none",
         micro_batch=1 if asked.micro_batch == "auto" else asked.micro_batch,
     )
     most, world = job.cluster.max_workers, layout.world_size
-    others = ("ep", "zero", "micro_batch", "schedule", "virtual_stages")
+    others = ("ep", "zero", "micro_batch", "schedule", "virtual_stages", "recompute")
     touched = tuple(f"layout.{name}" for name in (*Degrees._fields, *others))
     found = misfits(job, layout)
     for misfit in found:

@@ -11,19 +11,23 @@ Nothing here knows of a mesh. What makes it cuttable:
 - The attention kernel is a function argument, and attention knows which positions its tokens have.
 
 Sources: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE, half-split form as in Llama's HF weights),
-Ainslie et al. 2023 (GQA), Shazeer 2020 (SwiGLU), Zhang & Sennrich 2019 (RMSNorm).
+Ainslie et al. 2023 (GQA), Jiang et al. 2023 (Mistral's window), Yang et al. 2024 and 2025 (Qwen2, Qwen3),
+Shazeer 2020 (SwiGLU), Zhang & Sennrich 2019 (RMSNorm).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.rope import RopeScaling
 from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.models.plan import SequenceShard
 
@@ -39,19 +43,45 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.size(1) != q.size(1))
 
 
+class Rope(NamedTuple):
+    """What rotary frequencies follow from."""
+
+    theta: float
+    scaling: RopeScaling = RopeScaling()
+
+
+def frequencies(head: int, rope: Rope) -> Tensor:
+    """Radians per token of every pair: ``[head / 2]`` fp64, theta^(-2i/head), then ``rope.scaling``."""
+    plain = rope.theta ** -(torch.arange(0, head, 2, dtype=torch.float64) / head)
+    scaling = rope.scaling
+    if scaling.factor == 1.0:
+        return plain
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    turns = scaling.original_length * plain / (2 * math.pi)  # within the original length
+    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # of the frequency that stays as it is
+    return plain * (share + (1.0 - share) / scaling.factor)
+
+
+def sliding(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """As `sdpa`, but a query sees the last ``window`` keys alone, its own included (Jiang et al. 2023)."""
+    ones = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device)
+    seen = ones.tril().triu(1 - window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=k.size(1) != q.size(1))
+
+
 @lru_cache(maxsize=16)
 def _rotary_table(
-    shard: SequenceShard, head: int, theta: float, dtype: torch.dtype, device: torch.device
+    shard: SequenceShard, head: int, rope: Rope, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position x frequency, each ``[local tokens, head / 2]``; computed in fp64."""
     # A table first made while evaluating under inference_mode could never be used in training again.
     with torch.inference_mode(False), torch.device("cpu"):
-        steps = torch.arange(0, head, 2, dtype=torch.float64) / head
-        angles = torch.outer(torch.tensor(shard.positions(), dtype=torch.float64), theta**-steps)
+        positions = torch.tensor(shard.positions(), dtype=torch.float64)
+        angles = torch.outer(positions, frequencies(head, rope))
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def rotate(x: Tensor, theta: float, shard: SequenceShard | None = None) -> Tensor:
+def rotate(x: Tensor, rope: Rope, shard: SequenceShard | None = None) -> Tensor:
     """Rotary positions on ``[batch, heads, seq, head]``: pairs (i, i + head/2) turn by position x frequency.
 
     Args:
@@ -60,7 +90,7 @@ def rotate(x: Tensor, theta: float, shard: SequenceShard | None = None) -> Tenso
     fp64 stays fp64; anything else is turned in fp32 and cast back.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    cos, sin = _rotary_table(shard or SequenceShard(x.size(-2)), x.size(-1), theta, dtype, x.device)
+    cos, sin = _rotary_table(shard or SequenceShard(x.size(-2)), x.size(-1), rope, dtype, x.device)
     left, right = x.to(dtype).chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
@@ -75,24 +105,30 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.head_size = hidden // config.heads
-        self.theta = config.rope_theta
+        hidden, bias = config.hidden_size, config.qkv_bias
+        self.head_size = config.head_size
+        self.rope = Rope(config.rope_theta, config.rope_scaling)
+        self.window = config.sliding_window
         self.kernel = kernel
         self.shard: SequenceShard | None = None
-        self.wq = nn.Linear(hidden, hidden, bias=False)
-        self.wk = nn.Linear(hidden, config.kv_heads * self.head_size, bias=False)
-        self.wv = nn.Linear(hidden, config.kv_heads * self.head_size, bias=False)
-        self.wo = nn.Linear(hidden, hidden, bias=False)
+        self.wq = nn.Linear(hidden, config.query_width, bias=bias)
+        self.wk = nn.Linear(hidden, config.key_width, bias=bias)
+        self.wv = nn.Linear(hidden, config.key_width, bias=bias)
+        self.wo = nn.Linear(config.query_width, hidden, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_size, eps=config.norm_eps) if config.qk_norm else None
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """``[batch, seq, local heads x head]`` → ``[batch, local heads, seq, head]``."""
-        return x.view(x.size(0), x.size(1), -1, self.head_size).transpose(1, 2)
+    def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """``[batch, seq, local heads x head]`` → ``[batch, local heads, seq, head]``, each head normed."""
+        heads = x.view(x.size(0), x.size(1), -1, self.head_size)
+        return (heads if norm is None else norm(heads)).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        q = rotate(self._heads(self.wq(x)), self.theta, self.shard)
-        k = rotate(self._heads(self.wk(x)), self.theta, self.shard)
-        out = self.kernel(q, k, self._heads(self.wv(x)))
+        q = rotate(self._heads(self.wq(x), self.q_norm), self.rope, self.shard)
+        k = rotate(self._heads(self.wk(x), self.k_norm), self.rope, self.shard)
+        v = self._heads(self.wv(x))
+        windowed = self.window is not None and self.window < q.size(2)
+        out = sliding(q, k, v, self.window or 0) if windowed else self.kernel(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 

@@ -145,6 +145,7 @@ class Router(nn.Module):
         bias: ``[experts]`` added to the scores for the choice alone (``balance: bias``), else None.
         spread: what other ranks hold of the same rows.
         shares: ranks that compute the same tokens (tensor parallelism): auxiliary losses count once.
+        counting: whether a forward pass counts into ``load``; not when activations are computed again.
         load: ``[experts + 1]`` fp64: assignments per expert in this step, chosen before any is dropped, and
             last how many were dropped.
     """
@@ -160,6 +161,7 @@ class Router(nn.Module):
         )
         self.spread: Spread = Here()
         self.shares = 1
+        self.counting = True
         self.load: Tensor | None = None
 
     def forward(self, x: Tensor, weights: Tensor | None) -> Routing:
@@ -178,7 +180,7 @@ class Router(nn.Module):
             chosen = F.one_hot(experts, config.experts).sum(dim=2) * live[:, None, None]
             kept = self._within_capacity(experts, chosen) & live[:, None, None]
             loss = self._loss(logits, scores, chosen, live) if torch.is_grad_enabled() else None
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.counting:
                 self._count(chosen, live, kept)
         return Routing(experts, gates * kept, kept, loss)
 

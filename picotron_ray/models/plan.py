@@ -26,6 +26,7 @@ Style = Literal[
     "mixture",
     "experts",
     "inner",
+    "whole",
 ]
 
 
@@ -103,18 +104,28 @@ def _norm(name: str, size: int, *, layer: int | None = None, part: Part = "block
 def _block(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     """Parameters of one decoder block, in the module's own order."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    kv = config.kv_heads * (hidden // config.heads)
-    std, out_std = config.init_std, _out_std(config)
-    at = f"layers.{layer}"
+    width, kv = config.query_width, config.key_width
+    out_std, at = _out_std(config), f"layers.{layer}"
     return [
         _norm(f"{at}.attention_norm.weight", hidden, layer=layer),
-        _matrix(f"{at}.attention.wq.weight", (hidden, hidden), 0, std, layer=layer),
-        _matrix(f"{at}.attention.wk.weight", (kv, hidden), 0, std, layer=layer),
-        _matrix(f"{at}.attention.wv.weight", (kv, hidden), 0, std, layer=layer),
-        _matrix(f"{at}.attention.wo.weight", (hidden, hidden), 1, out_std, layer=layer),
+        *_projection(config, f"{at}.attention.wq", width, layer),
+        *_projection(config, f"{at}.attention.wk", kv, layer),
+        *_projection(config, f"{at}.attention.wv", kv, layer),
+        _matrix(f"{at}.attention.wo.weight", (hidden, width), 1, out_std, layer=layer),
+        *(
+            _norm(f"{at}.attention.{name}.weight", config.head_size, layer=layer)
+            for name in (("q_norm", "k_norm") if config.qk_norm else ())
+        ),
         _norm(f"{at}.mlp_norm.weight", hidden, layer=layer),
         *(_mixture(config, layer) if config.moe.experts else _swiglu(config, layer, f"{at}.mlp", inner)),
     ]
+
+
+def _projection(config: ModelConfig, at: str, width: int, layer: int) -> list[ParameterSpec]:
+    """The weight of a q, k or v projection, and its bias where the model has one."""
+    weight = _matrix(f"{at}.weight", (width, config.hidden_size), 0, config.init_std, layer=layer)
+    bias = ParameterSpec(f"{at}.bias", (width,), layer, "block", 0, False, 0.0)
+    return [weight, bias] if config.qkv_bias else [weight]
 
 
 def _swiglu(config: ModelConfig, layer: int, at: str, inner: int) -> list[ParameterSpec]:
@@ -184,6 +195,7 @@ def tensor_parallel_plan(config: ModelConfig) -> tuple[tuple[str, Style], ...]:
         vocab_head: input gathered over the sequence, output logits cut over the vocabulary.
         mixture: input gathered over the sequence, output reduce-scattered over it.
         experts: every stacked expert cut in its inner width.
+        whole: nothing is cut; each rank uses it for its own heads.
         inner: input features cut, as rowwise, but the partial sums are left to whoever adds them up.
     A style whose module a pipeline stage lacks is simply not applied there.
     """
@@ -195,6 +207,7 @@ def tensor_parallel_plan(config: ModelConfig) -> tuple[tuple[str, Style], ...]:
         ("layers.*.attention.wk", "colwise"),
         ("layers.*.attention.wv", "colwise"),
         ("layers.*.attention.wo", "rowwise"),
+        *((f"layers.*.attention.{name}", "whole") for name in ("q_norm", "k_norm") if config.qk_norm),
         ("layers.*.mlp_norm", "sequence"),
         *(_MIXTURE_PLAN if config.moe.experts else _SWIGLU_PLAN),
         ("norm", "sequence"),

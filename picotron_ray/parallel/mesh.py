@@ -89,6 +89,10 @@ def check_supported(layout: Layout) -> None:
         raise LayoutError(
             f"layout.zero: saw 3 with schedule {layout.schedule}, under which it gives wrong gradients; use 2"
         )
+    if layout.pp > 1 and RULES[layout.schedule].splits and layout.recompute != "none":
+        raise LayoutError(
+            f"layout.recompute: saw {layout.recompute} with schedule {layout.schedule}, expected none"
+        )
     if layout.replicas % layout.ep:
         raise LayoutError(f"layout.ep: saw {layout.ep}, which does not divide dp x cp = {layout.replicas}")
 

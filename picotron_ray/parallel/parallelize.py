@@ -1,4 +1,6 @@
-"""Apply a layout to one pipeline stage of a model, in one fixed order: tensor, expert, context, then FSDP.
+"""Apply a layout to one pipeline stage of a model, in one fixed order.
+
+Tensor, expert and context parallelism, recomputation, then FSDP.
 
 The caller has cut the pipeline stage (it builds only its own layers, on the meta device). What was asked
 for is applied or refused; what was applied is returned, for the log.
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from picotron_ray.checkpoint.canonical import Box
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.recompute import recomputed
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import ParameterSpec, Style
 from picotron_ray.parallel.attention import AttentionPlan, whole_kernel
@@ -23,6 +26,7 @@ from picotron_ray.parallel.context import apply_context_parallel
 from picotron_ray.parallel.data import Units, apply_fsdp
 from picotron_ray.parallel.expert import apply_expert_parallel
 from picotron_ray.parallel.mesh import Mesh
+from picotron_ray.parallel.recompute import apply_recompute
 from picotron_ray.parallel.tensor import apply_tensor_parallel, named_modules
 
 
@@ -100,6 +104,11 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     if cp is not None:
         count = apply_context_parallel(model, cp, attention, layout.context)
         applied.append(f"context parallel over {layout.cp}, {layout.context}, {count} modules")
+    kinds = recomputed(layout.recompute, len(plan.blocks))
+    inside = [[m.router for m in mixtures if any(m is part for part in b.modules())] for b in plan.blocks]
+    count = apply_recompute(plan.blocks, kinds, inside)
+    if layout.recompute != "none":
+        applied.append(f"recompute {layout.recompute}: {count} of {len(kinds)} blocks")
     data = mesh.axis("data")
     if data is not None and layout.zero:
         whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)

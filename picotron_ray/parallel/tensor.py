@@ -113,6 +113,7 @@ class TensorParallel:
             "mixture": self.mixture,
             "experts": self.experts,
             "inner": self.inner,
+            "whole": self.sequence,
         }
 
     def _cut(self, module: Any, dim: int, name: str = "weight") -> None:
@@ -127,7 +128,7 @@ class TensorParallel:
         setattr(module, name, nn.Parameter(whole.new_empty(shape)))
 
     def sequence(self, module: Any) -> None:
-        """A norm works on its own tokens; its gradient is partial (see ``parallelize.local_gradient``)."""
+        """A norm of its own tokens or heads; its gradient is partial (``parallelize.local_gradient``)."""
 
     def gather_input(self, module: Any) -> None:
         module.register_forward_pre_hook(
@@ -136,6 +137,8 @@ class TensorParallel:
 
     def colwise(self, module: Any) -> None:
         self._cut(module, 0)
+        if module.bias is not None:
+            self._cut(module, 0, "bias")
 
     def rowwise(self, module: Any) -> None:
         self._cut(module, 1)

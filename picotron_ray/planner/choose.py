@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from picotron_ray.config.fit import Degrees, fitting_degrees, misfits, virtual_stages
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.schedules import RULES
 from picotron_ray.errors import LayoutError
 from picotron_ray.planner.cost import step_cost
-from picotron_ray.planner.memory import USABLE, memory_estimate
+from picotron_ray.planner.counts import stage_bounds
+from picotron_ray.planner.memory import budget_bytes, memory_estimate
 from picotron_ray.planner.profile import CPU, DeviceProfile
 
 
@@ -67,14 +69,34 @@ def _ranked(
     job: JobConfig, workers: int, profile: DeviceProfile, node_sizes: tuple[int, ...]
 ) -> tuple[Choice, ...]:
     best: dict[tuple[int, ...], Choice] = {}
-    for layout in _candidates(job, workers):
-        if memory_estimate(job, layout).total_bytes > USABLE * profile.memory_bytes:
+    budget = budget_bytes(job, profile.memory_bytes)
+    for candidate in _candidates(job, workers):
+        layout = within(job, candidate, budget)
+        if layout is None:
             continue
         choice = Choice(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
         key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero)
         if key not in best or _order(choice) < _order(best[key]):
             best[key] = choice
     return tuple(sorted(best.values(), key=_order))
+
+
+def within(job: JobConfig, layout: Layout, budget: float) -> Layout | None:
+    """The layout with as little recomputation as keeps its estimate within ``budget`` bytes; None: none does.
+
+    The policy that the job names is kept. The cheapest set under ``auto`` is the smallest K of ``blocks-K``:
+    blocks of a stage are alike, so that only their number counts.
+    """
+    if memory_estimate(job, layout).total_bytes <= budget:
+        return layout
+    if job.layout.recompute != "auto" or (layout.pp > 1 and RULES[layout.schedule].splits):
+        return None
+    depth = max(end - start for start, end in stage_bounds(job.model, layout.stages))
+    for policy in ("selective", *(f"blocks-{count}" for count in range(1, depth + 1))):
+        found = replace(layout, recompute=policy)
+        if memory_estimate(job, found).total_bytes <= budget:
+            return found
+    return None
 
 
 def _order(choice: Choice) -> tuple[float, Layout]:
@@ -101,6 +123,7 @@ def _candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
                         virtual_stages=virtual_stages(job, degrees.pp),
                         micro_batch=micro_batch,
                         context=asked.context,
+                        recompute="none" if asked.recompute == "auto" else asked.recompute,
                     )
                     if not misfits(job, layout):
                         yield layout
@@ -134,12 +157,17 @@ def _micro_batches(job: JobConfig, dp: int, pp: int) -> list[int]:
 def _why_none(job: JobConfig, workers: int, profile: DeviceProfile) -> str:
     if workers < 1:
         return "layout: saw no worker, expected at least 1; wait for one to join"
-    needs = [memory_estimate(job, layout).total_bytes for layout in _candidates(job, workers)]
+    leanest = "full" if job.layout.recompute == "auto" else job.layout.recompute
+    needs = [
+        memory_estimate(job, replace(layout, recompute=leanest)).total_bytes
+        for layout in _candidates(job, workers)
+    ]
     if needs:
+        room = budget_bytes(job, profile.memory_bytes) / 1e9
         return (
-            f"layout: saw {profile.memory_bytes / 1e9:.3g} GB of memory per worker, expected at least"
-            f" {min(needs) / USABLE / 1e9:.3g} GB for the leanest layout on {workers} workers; add workers or"
-            " make the model smaller"
+            f"layout: saw room for {room:.3g} GB per worker, expected at least {min(needs) / 1e9:.3g} GB for"
+            f" the leanest layout on {workers} workers; add workers, raise layout.memory_budget_gib where it"
+            " is set, or make the model smaller"
         )
     asked = job.layout
     named = zip(Degrees._fields, _asked(job), strict=True)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.recompute import recomputed
 from picotron_ray.config.schedules import RULES
 from picotron_ray.planner.counts import (
-    head_size,
     sizes_of,
     stage_bounds,
+    stage_depth,
     stage_flops_per_token,
     stage_parameters,
 )
@@ -111,9 +112,25 @@ def _stage_compute(job: JobConfig, layout: Layout, profile: DeviceProfile) -> fl
         )
         for rank in range(layout.pp)
     )
+    flops += max(_flops_again(job, layout, rank) for rank in range(layout.pp))
     blocks = _depth(job, layout)
     loss = 1 + TENSOR_LOSS * math.log2(layout.tp)
     return loss * tokens * flops / profile.flops + blocks * profile.kernel_s
+
+
+def _flops_again(job: JobConfig, layout: Layout, rank: int) -> float:
+    """FLOPs per token of forward passes that a pipeline rank repeats: a third of a block's each."""
+    if layout.recompute == "none":
+        return 0.0
+    sizes = sizes_of(job.model)
+    attention = 12 * sizes.scores * job.data.sequence_length
+    block = (6 * (sizes.block - sizes.idle) + attention) / layout.tp
+    kinds = [
+        kind
+        for stage in layout.rank_stages(rank)
+        for kind in recomputed(layout.recompute, stage_depth(job.model, layout.stages, stage))
+    ]
+    return block / 3 * kinds.count("full")
 
 
 def _tensor(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
@@ -141,7 +158,7 @@ def _context(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes:
     if layout.cp == 1:
         return 0.0
     tokens = layout.micro_batch * job.data.sequence_length // layout.cp
-    width = 2 * job.model.kv_heads * head_size(job.model) / layout.tp
+    width = 2 * job.model.key_width / layout.tp
     moved = 2 * COMPUTE_BYTES[job.precision] + STATE_BYTES[job.precision]
     crosses = any(size % (layout.cp * layout.tp) for size in node_sizes)
     others = layout.cp - 1

@@ -27,8 +27,11 @@ class ModelSizes:
         whole_block, whole_embed, whole_head: of those, what every tensor-parallel rank holds whole (0 for the
             Llama-style decoder, where that is only the norms).
         activations: elements that one block keeps for backward, per token.
+        products: of those, inputs and results of matrix products and attention, what selective recomputation
+            keeps.
         sequence_cut: whether tensor parallelism cuts activations too (sequence parallelism).
         vocabulary: rows of the output.
+        scores: width over which attention scores are formed, all heads together.
         experts: parameters of one block's experts, which expert parallelism cuts; part of ``block``.
         idle: of those, what a token does not go through.
         routed: elements that one token sends to experts in one block (and gets back), 0 in a dense block.
@@ -44,8 +47,10 @@ class ModelSizes:
     whole_embed: int
     whole_head: int
     activations: int
+    products: int
     sequence_cut: bool
     vocabulary: int
+    scores: int
     experts: int = 0
     idle: int = 0
     routed: int = 0
@@ -67,7 +72,7 @@ def sizes_of(model: ModelConfig) -> ModelSizes:
 
 def _llama_sizes(model: ModelConfig) -> ModelSizes:
     embedding = model.vocab_size * model.hidden_size
-    key_value = model.kv_heads * head_size(model)
+    hidden, width, key_value = model.hidden_size, model.query_width, model.key_width
     return ModelSizes(
         layers=model.layers,
         hidden=model.hidden_size,
@@ -78,11 +83,14 @@ def _llama_sizes(model: ModelConfig) -> ModelSizes:
         whole_block=0,
         whole_embed=0,
         whole_head=0,
-        # Block input, two norm outputs, q, attention output and the residual between (6·h), k and v, and
-        # what the hidden layer keeps; attention scores are not kept (SDPA recomputes them).
-        activations=6 * model.hidden_size + 2 * key_value + _hidden_activations(model),
+        # Block input, two norm outputs and the residual between, q, attention output, k and v, and what the
+        # hidden layer keeps; attention scores are not kept (SDPA recomputes them).
+        activations=4 * hidden + 2 * width + 2 * key_value + _hidden_activations(model),
+        # Block input and what the output projection gives, q, attention output, k and v, gate and up.
+        products=2 * hidden + 2 * width + 2 * key_value + _hidden_products(model),
         sequence_cut=True,
         vocabulary=model.vocab_size,
+        scores=width,
         experts=expert_parameters(model),
         idle=expert_parameters(model) * (model.moe.experts - model.moe.top_k) // max(1, model.moe.experts),
         routed=model.moe.top_k * model.hidden_size if model.moe.experts else 0,
@@ -99,6 +107,15 @@ def _hidden_activations(model: ModelConfig) -> int:
         return 4 * model.intermediate_size
     expert = 2 * model.hidden_size + 4 * moe.intermediate_size
     return moe.top_k * expert + 4 * moe.shared_intermediate_size + 3 * moe.experts
+
+
+def _hidden_products(model: ModelConfig) -> int:
+    """Of `_hidden_activations` what matrix products gave: gate, up, and the output of each expert."""
+    moe = model.moe
+    if not moe.experts:
+        return 2 * model.intermediate_size + model.hidden_size
+    expert = model.hidden_size + 2 * moe.intermediate_size
+    return moe.top_k * expert + 2 * moe.shared_intermediate_size + moe.experts
 
 
 def expert_parameters(model: ModelConfig) -> int:
@@ -121,14 +138,11 @@ def _built_sizes(built: BuiltModel, vocabulary: int) -> ModelSizes:
         whole_embed=whole_embed,
         whole_head=whole_head,
         activations=built.activations,
+        products=built.activations,  # not told apart
         sequence_cut=False,
         vocabulary=vocabulary,
+        scores=built.hidden_size,
     )
-
-
-def head_size(model: ModelConfig) -> int:
-    """Width of one attention head."""
-    return model.hidden_size // model.heads
 
 
 def block_parameters(model: ModelConfig) -> int:
@@ -137,10 +151,11 @@ def block_parameters(model: ModelConfig) -> int:
     Instead of the last three a mixture has its router, its experts and the shared one. A bias that no
     gradient moves is not counted.
     """
-    hidden, key_value, moe = model.hidden_size, model.kv_heads * head_size(model), model.moe
-    attention = 2 * hidden * hidden + 2 * hidden * key_value
-    width = moe.shared_intermediate_size if moe.experts else model.intermediate_size
-    return 2 * hidden + attention + 3 * hidden * width + moe.experts * hidden + expert_parameters(model)
+    hidden, width, key_value, moe = model.hidden_size, model.query_width, model.key_width, model.moe
+    attention = 2 * hidden * width + 2 * hidden * key_value
+    attention += (width + 2 * key_value) * model.qkv_bias + 2 * model.head_size * model.qk_norm
+    inner = moe.shared_intermediate_size if moe.experts else model.intermediate_size
+    return 2 * hidden + attention + 3 * hidden * inner + moe.experts * hidden + expert_parameters(model)
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -187,15 +202,15 @@ def stage_parameters(model: ModelConfig, stages: int, stage: int, tp: int = 1, e
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Training FLOPs (forward and backward) per token: 6·N + 12·L·h·s.
+    """Training FLOPs (forward and backward) per token: 6·N + 12·L·w·s.
 
-    N is the global parameter count (of experts, those that a token goes through), L layers, h hidden size, s
-    sequence length (PaLM, Chowdhery et al. 2022, appendix B; picotron's MFU formula). The attention term
-    counts the full s x s square: a causal kernel does half of it, so multiply that term by 0.5 for the
-    operations really done.
+    N is the global parameter count (of experts, those that a token goes through), L layers, w width of the
+    query heads, s sequence length (PaLM, Chowdhery et al. 2022, appendix B; picotron's MFU formula). The
+    attention term counts the full s x s square: a causal kernel does half of it, so multiply that term by 0.5
+    for the operations really done.
     """
     sizes = sizes_of(model)
-    attention = 12 * sizes.layers * sizes.hidden * sequence_length
+    attention = 12 * sizes.layers * sizes.scores * sequence_length
     return float(6 * (parameter_count(model) - sizes.layers * sizes.idle) + attention)
 
 
@@ -208,7 +223,7 @@ def stage_flops_per_token(
     rank computes what tensor parallelism leaves whole; of attention scores, the block's share of that.
     """
     sizes = sizes_of(model)
-    attention = 12 * sizes.hidden * sequence_length
+    attention = 12 * sizes.scores * sequence_length
     flops = stage_depth(model, stages, stage) * (6 * (sizes.block - sizes.idle) + attention)
     whole = flops * sizes.whole_block / sizes.block if sizes.whole_block else 0
     if stage == stages - 1:

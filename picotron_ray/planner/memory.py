@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.recompute import recomputed
 from picotron_ray.config.schedules import in_flight
 from picotron_ray.planner.counts import sizes_of, stage_depth, stage_parameters
 
@@ -58,7 +59,7 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
         gathered = (parameters + block) * size
     elif layout.zero == 3:  # the block at work and the one fetched ahead, and one block's gradient
         gathered = 3 * block * size
-    return MemoryEstimate(state, gathered, _activations(job, layout, rank, depth))
+    return MemoryEstimate(state, gathered, _activations(job, layout, rank))
 
 
 def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:
@@ -68,7 +69,7 @@ def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> f
     return (parameters - experts) / layout.replicas + experts / layout.expert_replicas
 
 
-def _activations(job: JobConfig, layout: Layout, rank: int, depth: int) -> float:
+def _activations(job: JobConfig, layout: Layout, rank: int) -> float:
     """Bytes kept for backward: of every block in flight, and on the last stage logits and their gradient.
 
     How many micro-batches are in flight is the schedule's (``config.schedules.in_flight``). Tensor
@@ -76,9 +77,33 @@ def _activations(job: JobConfig, layout: Layout, rank: int, depth: int) -> float
     """
     sizes = sizes_of(job.model)
     tokens = layout.micro_batch * job.data.sequence_length // layout.cp
-    kept = sizes.activations * depth * COMPUTE_BYTES[job.precision] * _in_flight(job, layout, rank)
+    kept = _kept_elements(job, layout, rank) * COMPUTE_BYTES[job.precision]
     logits = 2 * sizes.vocabulary * STATE_BYTES[job.precision] if rank == layout.last_stage_rank else 0
     return tokens * (kept + logits) / (layout.tp if sizes.sequence_cut else 1)
+
+
+def _kept_elements(job: JobConfig, layout: Layout, rank: int) -> float:
+    """Elements per token that a rank's blocks keep for backward, of all micro-batches in flight.
+
+    A block that is computed again keeps its input, or the results of its matrix products; while its backward
+    pass runs, it has all of one micro-batch once more.
+    """
+    sizes = sizes_of(job.model)
+    of = {"kept": sizes.activations, "full": sizes.hidden, "selective": sizes.products}
+    kinds = [
+        kind
+        for stage in layout.rank_stages(rank)
+        for kind in recomputed(layout.recompute, stage_depth(job.model, layout.stages, stage))
+    ]
+    again = sizes.activations if any(kind != "kept" for kind in kinds) else 0
+    return sum(of[kind] for kind in kinds) * _in_flight(job, layout, rank) + again
+
+
+def budget_bytes(job: JobConfig, device_bytes: float) -> float:
+    """What an estimate may come to on a device of ``device_bytes``."""
+    asked = job.layout.memory_budget_gib
+    most = USABLE * device_bytes
+    return most if asked is None else min(most, asked * 2**30)
 
 
 def _in_flight(job: JobConfig, layout: Layout, rank: int) -> float:

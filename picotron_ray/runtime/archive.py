@@ -35,6 +35,11 @@ from picotron_ray.runtime.run import saved_config
 log = logging.getLogger(__name__)
 
 
+def generation_body(spec: GenerationSpec) -> dict[str, Any]:
+    """What the log holds of a generation."""
+    return {"term": spec.id.term, "n": spec.id.n, "source": plain(spec.source), "spec": plain(spec)}
+
+
 class Archive:
     """One run's storage, as one coordinator term sees it."""
 
@@ -103,19 +108,15 @@ class Archive:
         moments = self._job.init_from.optimizer_state
         pair = (identity.term, identity.n)
         key, digest = adopt(source, origin["manifest"], origin["digest"], self._storage, pair, moments)
-        self._log.append("generation", self._generation_body(spec))
+        self._log.append("generation", generation_body(spec))
         body = {"term": identity.term, "n": identity.n, "step": 0, "manifest": key, "digest": digest}
         self._log.append("commit", body)
         self.news.append(reason + (", with its optimizer state" if moments else ", weights alone"))
 
-    @staticmethod
-    def _generation_body(spec: GenerationSpec) -> dict[str, Any]:
-        return {"term": spec.id.term, "n": spec.id.n, "source": plain(spec.source), "spec": plain(spec)}
-
     def append_generation(self, spec: GenerationSpec) -> Appended:
         """Make a generation durable; commits of it wait for this."""
         event = Appended("generation", spec.id, spec.resume_step)
-        return self._settle(event, lambda: self._log.append("generation", self._generation_body(spec)))
+        return self._settle(event, lambda: self._log.append("generation", generation_body(spec)))
 
     def commit(self, generation: GenerationId, step: int, parts: list[dict[str, Any]]) -> Appended:
         """Assemble the manifest from the nodes' parts and append the commit entry."""

@@ -11,7 +11,7 @@ import functools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 from typing import Any
 
 from picotron_ray.config.fit import misfits
@@ -23,6 +23,7 @@ from tests.gloo.matrix_jobs import MODEL, make_job
 PROCESSES = 8
 FEW = 4
 COUNT = 310
+RECOMPUTE = ("none", "full", "none", "every-2", "none", "none", "selective")
 MIXTURE = {"experts": 4, "intermediate_size": 12}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -87,6 +88,7 @@ def products() -> Iterator[Case]:
         for name, rules in RULES.items()
         for virtual in range(rules.virtual[0], min(rules.virtual[1], 2) + 1)
     ]
+    recompute = cycle(RECOMPUTE)
     for dp, tp, pp, cp in product((1, 2, 3, 4), (1, 2), (1, 2, 4), (1, 2)):
         if not 1 < dp * tp * pp * cp <= PROCESSES:
             continue
@@ -99,7 +101,7 @@ def products() -> Iterator[Case]:
         ):
             layout = Layout(
                 dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, schedule=schedule, virtual_stages=virtual,
-                context=context,
+                context=context, recompute="none" if RULES[schedule].splits else next(recompute),
             )  # fmt: skip
             yield fewest_micro_batches(layout, kind, 7 if (dp + cp + ep + zero) % 2 else 12)
 

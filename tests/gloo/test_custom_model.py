@@ -128,8 +128,7 @@ def test_weights_of_step_0_are_the_builders_own(pool: Pool) -> None:
 def test_buffers_keep_their_values() -> None:
     job = make_job("sgd", 12, built("encoder"))
     engine = build_engine(job, Layout(micro_batch=4), 0, None, CPU)
-    assert engine._model is not None
-    mask = dict(engine._model.named_buffers())["mask"]
+    mask = dict(engine._models[0].named_buffers())["mask"]
     assert mask.dtype == torch.float64
     assert torch.equal(mask == 0, torch.ones(32, 32).tril().bool())
     engine.close()

@@ -23,11 +23,26 @@ CORNERS = [
     (Layout(pp=4, schedule="afab", micro_batch=5), 7),   # fewer micro-batches than stages
     (Layout(dp=2, tp=2, pp=2, zero=3, schedule="1f1b", micro_batch=2), 7),
     (Layout(dp=2, cp=4, zero=3, micro_batch=2, context="all-gather"), 7),
+    (Layout(dp=2, tp=2, micro_batch=3, recompute="selective"), 10),
+    (Layout(dp=2, pp=2, zero=3, micro_batch=3, recompute="full"), 12),
 ]
 # fmt: on
 WIDE = ModelConfig(**{**MODEL.model_dump(), "kv_heads": 4})  # heads that four tp ranks divide
 TIED = ModelConfig(**{**MODEL.model_dump(), "tie_embeddings": True})
+ODD = ModelConfig(  # what Mistral, Qwen and Llama 3 add
+    **{
+        **MODEL.model_dump(),
+        "head_dim": 8,
+        "qkv_bias": True,
+        "qk_norm": True,
+        "sliding_window": 5,
+        "rope_scaling": {"factor": 4.0, "original_length": 4},
+    }
+)
+KINDS = {WIDE: "wide", TIED: "tied", ODD: "odd"}
 OTHER_MODELS = [
+    (Layout(dp=2, tp=2, zero=3, micro_batch=2), 7, ODD),
+    (Layout(tp=2, pp=2, micro_batch=3), 12, ODD),
     (Layout(tp=4, micro_batch=4), 12, WIDE),
     (Layout(tp=4, pp=2, micro_batch=3), 12, WIDE),
     (Layout(dp=2, micro_batch=3), 12, TIED),
@@ -45,6 +60,7 @@ def holds(pool: Pool, layout: Layout, global_batch: int, model: ModelConfig) -> 
     assert ("tensor" in said) == (layout.tp > 1)
     assert ("FSDP2" in said) == (layout.zero > 0 and layout.replicas > 1)
     assert (f"context parallel over {layout.cp}, {layout.context}" in said) == (layout.cp > 1)
+    assert (f"recompute {layout.recompute}: " in said) == (layout.recompute != "none")
     assert (f"expert parallel over {layout.ep}" in said) == bool(model.moe.experts)
 
 
@@ -71,6 +87,7 @@ def test_refusals_are_few_and_have_their_reasons(capsys: pytest.CaptureFixture[s
         "layout.ep": ("a model without experts", "does not divide"),
         "layout.pp": ("every stage needs a layer", "micro-batches"),
         "layout.zero": ("gradients come out wrong",),
+        "layout.recompute": ("splits the backward pass",),
     }
     for case, reason in REFUSED:
         key = reason.partition(":")[0]
@@ -84,7 +101,7 @@ def test_refusals_are_few_and_have_their_reasons(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("layout", "global_batch", "model"),
     OTHER_MODELS,
-    ids=[f"{layout}-kv{model.kv_heads}-tied{model.tie_embeddings}" for layout, _, model in OTHER_MODELS],
+    ids=[f"{layout}-{KINDS[model]}" for layout, _, model in OTHER_MODELS],
 )
 def test_other_models(pool: Pool, layout: Layout, global_batch: int, model: ModelConfig) -> None:
     check(pool, layout, global_batch, model)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_ray.config.job import ModelConfig
 from picotron_ray.models.init import initialise_
-from picotron_ray.models.llama import Block, Transformer, rotate, sdpa
+from picotron_ray.models.llama import Block, Rope, Transformer, rotate, sdpa
 from picotron_ray.models.plan import parameter_table, tensor_parallel_plan
 from picotron_ray.planner.counts import parameter_count, stage_bounds, stage_flops_per_token
 
@@ -179,8 +179,8 @@ def test_bf16_and_autocast_stay_near_fp64() -> None:
 def test_rotary_table_survives_inference_mode() -> None:
     x = torch.randn(1, 1, 77, 6, dtype=torch.float64, requires_grad=True)
     with torch.inference_mode():
-        rotate(x.detach(), 123.0)
-    rotate(x, 123.0).sum().backward()
+        rotate(x.detach(), Rope(123.0))
+    rotate(x, Rope(123.0)).sum().backward()
     assert x.grad is not None
 
 

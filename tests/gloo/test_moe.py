@@ -35,7 +35,9 @@ LAYOUTS = [  # what pairs of dimensions on four processes leave out (test_matrix
 # fmt: on
 
 
-@pytest.mark.parametrize(("model", "layout", "global_batch"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("model", "layout", "global_batch"), LAYOUTS, ids=[str(layout) for _, layout, _ in LAYOUTS]
+)
 def test_layout_equals_one_process(pool: Pool, model: ModelConfig, layout: Layout, global_batch: int) -> None:
     ranks = check(pool, layout, global_batch, model)
     primaries(layout, ranks, model)

@@ -133,6 +133,22 @@ BAD: dict[str, tuple[str, str, str]] = {
         "layout.zero",
         "gradients come out wrong",
     ),
+    "a split backward pass and recomputation": (
+        "layout: {pp: 2, schedule: zbv, recompute: full}",
+        "layout.recompute",
+        "saw full with schedule zbv, which splits the backward pass",
+    ),
+    "a recompute policy that is none": (
+        "layout: {recompute: some}",
+        "layout.recompute",
+        "saw 'some', expected",
+    ),
+    "heads of their own width": ("model: {head_dim: 7}", "model.head_dim", "need an even head size"),
+    "a window and context parallelism": (
+        "model: {sliding_window: 8}\nlayout: {cp: 2}",
+        "layout.cp",
+        "saw 2 with model.sliding_window=8",
+    ),
     "experts that do not divide": (
         "model: {moe: {experts: 6}}\nlayout: {ep: 4}",
         "layout.ep",

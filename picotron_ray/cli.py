@@ -88,11 +88,18 @@ def status(run: Run, as_json: AsJson = False) -> None:
     """Step, loss, layout, members and recent events of a run that goes on."""
     with reported(as_json):
         from picotron_ray.runtime import control
-        from picotron_ray.runtime.report import event_line, metrics_lines, progress_line, submission_lines
+        from picotron_ray.runtime.report import (
+            event_line,
+            metrics_lines,
+            progress_line,
+            submission_lines,
+            worker_lines,
+        )
 
         seen = control.status(run)
         lines = [
             progress_line(seen),
+            *worker_lines(seen),
             *submission_lines(seen),
             *metrics_lines(seen),
             *map(event_line, seen["events"]),

@@ -115,17 +115,18 @@ def trial_job(
 
 def pinned(layout: Layout) -> dict[str, Any]:
     """A layout as ``layout`` keys of a config, every degree named."""
-    keys = ("dp", "tp", "pp", "zero", "schedule", "micro_batch")
+    keys = ("dp", "tp", "pp", "cp", "ep", "zero", "schedule", "virtual_stages", "micro_batch", "recompute")
     return {key: getattr(layout, key) for key in keys}
 
 
 def recipe(job: JobConfig, layout: Layout, learning_rate: float, profile: DeviceProfile) -> dict[str, Any]:
-    """The job with what the sweep found, as plain data that ``launch`` takes.
+    """The job with what the sweep found, as plain data that ``launch`` takes: a run of its own.
 
     As few degrees as possible are named, so that the run stays elastic: of the sets below, the first with
     which the planner takes this very layout on that many workers.
     """
     found = public_dict(job)
+    found["name"] = f"{job.name[:58]}-best"
     found["optimizer"]["learning_rate"] = learning_rate
     found["cluster"] |= {
         "max_workers": layout.world_size,

@@ -33,6 +33,9 @@ _VERDICTS: dict[str, Verdict] = {
 }
 
 
+FILLED_IN = frozenset({"metrics.host"})
+"""Keys that launch fills in where they are left out: leaving them out again changes nothing."""
+
 MEANINGS: dict[Verdict, str] = {
     "may": "may change",
     "warn": "may change; bends the loss curve, and the launch says so",
@@ -69,7 +72,7 @@ def changes(old: Mapping[str, Any], new: JobConfig) -> list[tuple[str, Any, Any]
     found = []
     for key, value in now.items():
         was = before.get(key, defaults.get(key))
-        if was != value:
+        if was != value and not (key in FILLED_IN and value is None):
             found.append((key, was, value))
     dropped = [key for key in before if key.startswith("model.arguments.") and key not in now]
     return found + [(key, before[key], None) for key in dropped]

@@ -59,6 +59,16 @@ def metrics_lines(status: dict[str, Any]) -> list[str]:
     return [*lines, f"all of them, for Prometheus' file_sd_configs: {served['file']}"]
 
 
+def worker_lines(status: dict[str, Any]) -> list[str]:
+    """The workers of the present generation by rank, with the process of each where its page is known."""
+    lines = []
+    for rank, worker in enumerate(status["members"]):
+        page = status["pages"].get(worker)
+        where = f", process {page['pid']}, {page['phase']} of step {page['step'] + 1}" if page else ""
+        lines.append(f"rank {rank}: {worker}{where}")
+    return lines
+
+
 def submission_lines(seen: dict[str, Any]) -> list[str]:
     """The Ray jobs whose drivers started or followed a run, from its status or summary."""
     ids = [entry["submission_id"] for entry in seen.get("submissions", ())]

@@ -346,3 +346,13 @@ def test_neither_torch_nor_ray_is_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_launch_filled_in_is_no_change() -> None:
+    job = JobConfig()
+    saved = public_dict(
+        job.model_copy(update={"metrics": job.metrics.model_copy(update={"host": "127.0.0.1"})})
+    )
+    assert check_resume(saved, job) == []
+    named = job.model_copy(update={"metrics": job.metrics.model_copy(update={"host": "0.0.0.0"})})
+    assert check_resume(saved, named) == ["metrics.host: was '127.0.0.1', now '0.0.0.0'; accepted"]

@@ -56,7 +56,7 @@ def test_the_recipe_gives_the_best_layout_and_names_no_more_than_it_must(layout:
     assert choose_layout(job, layout.world_size).layout == layout
     assert job.optimizer.learning_rate == 0.02
     assert job.cluster.max_workers == layout.world_size
-    assert (job.name, job.steps) == (JOB.name, JOB.steps)
+    assert (job.name, job.steps) == (f"{JOB.name}-best", JOB.steps)
     if layout == choose_layout(JOB, 4).layout:
         assert found["layout"]["dp"] == "auto", "what the planner takes anyway stays elastic"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,7 +115,9 @@ def test_a_killed_driver_leaves_the_run_and_sigterm_stops_it_with_a_commit(door:
         driver.kill()
     ray = found(door.run)
     before = door.status()["step"]
-    assert "[running]" in door.command("status", door.run)
+    shown = door.command("status", door.run)
+    assert "[running]" in shown
+    assert all(re.search(rf"rank {rank}: w1-\d, process \d+, ", shown) for rank in range(2)), shown
     refused = door.command("checkpoints", "gc", "tiny", *door.overrides, expect=2)
     assert "goes on and collects by itself" in refused
     assert "is committed" in door.command("checkpoint-now", door.run)

@@ -126,7 +126,7 @@ def test_a_sweep_survives_and_resumes(local_ray: LocalRay, tmp_path: Path) -> No
     ]
     assert best.optimizer.learning_rate == min(rates, key=lambda row: row["eval_loss"])["learning_rate"]
     assert best.layout.micro_batch in (4, 8)
-    assert (best.name, best.steps) == ("sweep-test", 100)
+    assert (best.name, best.steps) == ("sweep-test-best", 100)
     done = subprocess.run(
         [sys.executable, "-m", "picotron_ray.cli", "validate", str(folder / "best.yaml")], check=False
     )

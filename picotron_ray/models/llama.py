@@ -30,6 +30,7 @@ from picotron_ray.config.job import ModelConfig
 from picotron_ray.config.rope import RopeScaling
 from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.models.plan import SequenceShard
+from picotron_ray.models.swiglu import SwiGLU
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -130,19 +131,6 @@ class Attention(nn.Module):
         windowed = self.window is not None and self.window < q.size(2)
         out = sliding(q, k, v, self.window or 0) if windowed else self.kernel(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2))
-
-
-class SwiGLU(nn.Module):
-    """``down(silu(gate x) * up x)``."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(hidden, inner, bias=False)
-        self.up = nn.Linear(hidden, inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_ray.config.moe import MoeConfig
+from picotron_ray.models.swiglu import SwiGLU
 
 
 class Arrival(Protocol):
@@ -242,19 +243,6 @@ class Experts(nn.Module):
         return torch.cat(out)
 
 
-class SharedExpert(nn.Module):
-    """A SwiGLU in two halves, so that communication can hide behind each."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(hidden, inner, bias=False)
-        self.up = nn.Linear(hidden, inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return F.silu(self.gate(x)) * self.up(x)
-
-
 class MixtureOfExperts(nn.Module):
     """What a block has instead of one SwiGLU.
 
@@ -268,7 +256,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(config, hidden)
         self.experts = Experts(config.experts, hidden, config.intermediate_size)
         width = config.shared_intermediate_size
-        self.shared = SharedExpert(hidden, width) if width else None
+        self.shared = SwiGLU(hidden, width) if width else None
         self.transport: Transport = Here()
         self.scale = 0.0
 

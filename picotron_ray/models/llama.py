@@ -63,10 +63,16 @@ def frequencies(head: int, rope: Rope) -> Tensor:
     return plain * (share + (1.0 - share) / scaling.factor)
 
 
+@lru_cache(maxsize=4)
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """``[length, length]`` bool: which keys a query sees; one for all layers and steps."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        return torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window).to(device)
+
+
 def sliding(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """As `sdpa`, but a query sees the last ``window`` keys alone, its own included (Jiang et al. 2023)."""
-    ones = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device)
-    seen = ones.tril().triu(1 - window)
+    seen = _window_mask(q.size(-2), window, q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=k.size(1) != q.size(1))
 
 

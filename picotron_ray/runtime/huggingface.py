@@ -129,7 +129,7 @@ def check_import(job: JobConfig, folder: Path) -> Files:
     expected: set[str] = set()
     shapes = {spec.name: spec.shape for spec in parameter_table(job.model)}
     for ours, theirs in hf.tensor_names(job.model, config["architectures"][0]):
-        shape = shapes[ours][1:] if len(theirs) > 1 or ".experts." in ours else shapes[ours]
+        shape = shapes[ours][1:] if ".experts." in ours else shapes[ours]
         for name in theirs:
             expected.add(name)
             if name not in files.names:

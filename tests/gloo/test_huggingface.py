@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +226,25 @@ def test_an_export_needs_an_empty_folder_and_a_commit(tmp_path: Path) -> None:
     assert done["files"] == 1
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert half.dtype == torch.bfloat16
+
+
+def test_the_command_line_takes_a_checkpoint_in_and_out(tmp_path: Path) -> None:
+    make("llama", tmp_path / "hf")
+
+    def command(*words: str, expect: int = 0) -> str:
+        line = [sys.executable, "-m", "picotron_ray.cli", "checkpoints", *words]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done.stdout if expect == 0 else done.stderr
+
+    section = command("import-hf", "hf")
+    more = "name: mine\nprecision: fp32\ndata: {source: memmap, path: none, sequence_length: 24}\n"
+    (tmp_path / "job.yaml").write_text(section + more)
+    refused = command("import-hf", "hf", "job.yaml", "model.layers=3", expect=2)
+    assert refused.startswith("error: model.layers: saw 3, expected 2")
+    assert not (tmp_path / "runs").exists()
+    assert "step 0 is committed" in command("import-hf", "hf", "job.yaml")
+    assert "step 0 is in out" in command("export-hf", "job.yaml", "--to", "out")
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__.startswith(
+        "Llama"
+    )

@@ -313,6 +313,31 @@ def bench_throughput(
         _result(found, throughput_lines(found), json_file)
 
 
+@benchmarks.command("mfu")
+def bench_mfu(
+    config: Config,
+    overrides: Overrides = None,
+    workers: Annotated[int, typer.Option(min=1, help="processes, one GPU or CPU core each")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="timed in each segment")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="steps before them")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="each with every setting once")] = 5,
+    ablate: Annotated[bool, typer.Option("--ablate", help="switch each optimisation in turn")] = False,
+    peers: Annotated[str, typer.Option(help="plain, picotron, with a comma between, or none")] = "plain",
+    picotron: Annotated[Path | None, typer.Option(help="a checkout of huggingface/picotron")] = None,
+    peak_tflops: Annotated[
+        float | None, typer.Option(help="of one worker; default: its data sheet's, else measured")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Tokens per second, MFU, a step's phases and peak memory of a config's engine, without Ray."""
+    with reported(json_file == "-"):
+        from picotron_ray.bench.mfu import report, run
+
+        options = run.Options(workers, steps, warmup, rounds, ablate, peers, picotron, peak_tflops)
+        found = run.bench(config, overrides or [], options, _say)
+        _result(found, report.lines(found), json_file)
+
+
 def _say(line: str) -> None:
     """Progress, which is not part of a result."""
     print(line, file=sys.stderr, flush=True)

@@ -17,7 +17,8 @@ import typer
 from picotron_ray.errors import PicotronError
 
 Config = Annotated[
-    str, typer.Argument(help="a YAML file, or the name of a packaged recipe: quickstart, tiny")
+    str,
+    typer.Argument(help="a YAML file, or the name of a packaged recipe: quickstart, tiny, smollm-135m, ..."),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="dotted keys with YAML values: steps=50")

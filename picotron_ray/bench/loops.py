@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from picotron_ray.bench.peers.replica import Replica
+from picotron_ray.bench.training import EngineTraining, PlainTraining, Training
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.data.dataset import build_dataset
@@ -31,7 +32,6 @@ from picotron_ray.data.samples import Dataset
 from picotron_ray.parallel.mesh import make_mesh
 from picotron_ray.runtime.names import cache_folder
 from picotron_ray.train.engine import Engine
-from picotron_ray.train.schedule import learning_rate
 
 LOG_STEPS = 10
 
@@ -39,31 +39,22 @@ LOG_STEPS = 10
 def engine_steps(job: JobConfig, layout: Layout, rank: int) -> Iterator[int]:
     """Train; yields the number of every finished step."""
     engine = Engine(job, make_mesh(layout, rank, "cpu", timedelta(minutes=5)), torch.device("cpu"))
-    engine.initialise(job.seed)
+    training = EngineTraining(engine)
     dataset = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder()).train
-    loader = _loader(job, layout, rank, dataset)
-    for step in itertools.count(1):
-        loss = engine.forward_backward(loader.next())
-        engine.reduce()
-        engine.clip()
-        engine.optimizer_step(learning_rate(job.optimizer, step, job.steps))
-        _log(step, loss)
-        yield step
+    return _steps(training, _loader(job, layout, rank, dataset))
 
 
 def plain_steps(job: JobConfig, layout: Layout, rank: int) -> Iterator[int]:
     """Train; yields the number of every finished step."""
     replica = Replica(job, rank, layout.dp, cache_folder())
-    model = torch.nn.parallel.DistributedDataParallel(replica.model)
-    loader = _loader(job, layout, rank, replica.data)
+    return _steps(PlainTraining(replica), _loader(job, layout, rank, replica.data))
+
+
+def _steps(training: Training, loader: Loader) -> Iterator[int]:
     for step in itertools.count(1):
-        replica.set_rate(step)
-        replica.optimizer.zero_grad()
-        loss = replica.loss(model, loader.next())
-        loss.backward()
-        replica.clip()
-        replica.optimizer.step()
-        _log(step, loss.item())
+        loss = training.step(loader.next())
+        if step % LOG_STEPS == 0:
+            dist.all_reduce(torch.tensor(float(loss)))
         yield step
 
 
@@ -77,11 +68,6 @@ def _loader(job: JobConfig, layout: Layout, rank: int, dataset: Dataset) -> Load
         start_step=0,
         depth=job.data.prefetch_steps,
     )
-
-
-def _log(step: int, loss: float) -> None:
-    if step % LOG_STEPS == 0:
-        dist.all_reduce(torch.tensor(loss))
 
 
 def main(which: str, job_file: str, counter_file: str) -> None:

@@ -6,31 +6,24 @@ flatter the service. Asking costs no RPC: a side's rank 0 leaves its step in sha
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import struct
-import subprocess
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-import psutil
-
+from picotron_ray.bench.launched import Launched, torchrun
 from picotron_ray.bench.pages import pages
-from picotron_ray.bench.peers.host import environment
 from picotron_ray.config.export import to_yaml
 from picotron_ray.config.job import JobConfig
-from picotron_ray.errors import PicotronError
 from picotron_ray.runtime import local_ray
 
 
-class Side(ABC):
+class Side(Launched, ABC):
     """One side, started afresh each time."""
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
-        self.job, self.folder = job, folder
-        folder.mkdir(parents=True)
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__("bench throughput", folder)
+        self.job = job
 
     @abstractmethod
     def start(self) -> None: ...
@@ -38,32 +31,6 @@ class Side(ABC):
     @abstractmethod
     def step(self) -> int:
         """The last finished step; 0 before the first."""
-
-    def launch(self, command: list[str]) -> None:
-        with (self.folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment()
-            )
-
-    def check(self) -> None:
-        """Raises PicotronError with the log's last line where the side has ended by itself."""
-        if self._process is not None and self._process.poll() is not None:
-            lines = (self.folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
-            raise PicotronError(
-                f"bench throughput: {self.folder.name} ended by itself: {''.join(lines)[:300]}"
-            )
-
-    def stop(self) -> None:
-        """End the side with all its processes."""
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            parent = psutil.Process(self._process.pid)
-            for member in [*parent.children(recursive=True), parent]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    member.send_signal(signal.SIGKILL)
-        self._process.wait()
-        self._process = None
 
 
 class Service(Side):
@@ -94,9 +61,9 @@ class Torchrun(Side):
         config, self._counter = self.folder / "job.json", self.folder / "counter"
         config.write_text(self.job.model_dump_json())
         self._counter.write_bytes(bytes(8))
-        ranks = str(self.job.cluster.max_workers)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        self.launch([*launcher, "-m", "picotron_ray.bench.loops", self.loop, str(config), str(self._counter)])
+        script = "picotron_ray.bench.loops"
+        ranks = self.job.cluster.max_workers
+        self.launch(torchrun(ranks, script, self.loop, str(config), str(self._counter)))
 
     def step(self) -> int:
         number: int = struct.unpack("q", self._counter.read_bytes())[0]

@@ -1,7 +1,6 @@
-"""Gradient sums over replicas: flat buckets, after the last micro-batch.
+"""Sums over the ranks of a group: of one tensor, or of many in flat buckets.
 
-One collective per bucket instead of one per tensor: over gloo a call costs about 0.1 ms whatever its
-size. Sums, never means: the loss is divided once by the global token count.
+One collective per bucket instead of one per tensor: a call has its price whatever its size.
 """
 
 from __future__ import annotations

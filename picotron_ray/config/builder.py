@@ -61,6 +61,9 @@ class BuiltModel(Section):
         description="name of a parameter: the dimension that tensor parallelism cuts"
     )
     tensor_degrees: tuple[int, ...] = Field(description="degrees above 1 that were checked on the module")
+    embeddings: tuple[str, ...] = Field(
+        default=(), description="names of the parameters of torch.nn.Embedding modules"
+    )
     hidden_size: int = Field(description="width of what leaves a block")
     activations: int = Field(description="elements that one block keeps for backward, per token")
     no_tensor: str = Field(default="", description="why no other tensor-parallel degree can be used")
@@ -82,6 +85,15 @@ class BuiltModel(Section):
             for name, _ in self.parameters
             if name.startswith(f"{block}.")
         }
+
+    @cached_property
+    def matrices(self) -> int:
+        """Elements of all matrices inside blocks: of two dimensions, no embeddings."""
+        return sum(
+            math.prod(shape)
+            for name, shape in self.parameters
+            if len(shape) == 2 and name in self._numbers and name not in self.embeddings
+        )
 
     @cached_property
     def elements(self) -> dict[str, tuple[int, int]]:

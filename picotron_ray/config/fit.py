@@ -29,6 +29,7 @@ def misfits(job: JobConfig, layout: Layout) -> list[Misfit]:
         *_tensor_misfits(job, layout.tp),
         *_context_misfits(job, layout.cp, layout.tp),
         *_expert_misfits(job, layout),
+        *_copies_misfits(layout),
         *_pipeline_misfits(job, layout),
         *_batch_misfits(job, layout),
     ]
@@ -79,6 +80,22 @@ def _expert_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
     if layout.replicas % ep:
         text = f"saw {ep}, which does not divide dp x cp = {layout.replicas}, over which experts are spread"
         yield Misfit("layout.ep", ("layout.dp", "layout.cp"), text)
+
+
+def _copies_misfits(layout: Layout) -> Iterator[Misfit]:
+    copies, replicas = layout.replicate, layout.replicas
+    if copies == 1:
+        return
+    saw, against = f"saw {copies}", ("layout.dp", "layout.cp")
+    if not layout.zero:
+        text = f"{saw} with layout.zero=0, which cuts nothing; use zero 1, 2 or 3, or replicate=1"
+        yield Misfit("layout.replicate", ("layout.zero",), text)
+    elif replicas % copies or replicas == copies:
+        text = f"{saw}, expected a divisor of dp x cp = {replicas} below it; zero=0 copies without cutting"
+        yield Misfit("layout.replicate", against, text)
+    elif replicas // copies % layout.ep:
+        text = f"{saw}, which leaves {replicas // copies} ranks per copy, not a multiple of ep={layout.ep}"
+        yield Misfit("layout.replicate", (*against, "layout.ep"), text)
 
 
 def _context_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from picotron_ray.config.builder import IMPORT_PATH, BuiltModel, PlanConfig
+from picotron_ray.config.layout import Zero
 from picotron_ray.config.moe import MoeConfig
 from picotron_ray.config.recompute import PATTERN
 from picotron_ray.config.rope import RopeScaling
@@ -17,17 +18,23 @@ from picotron_ray.config.schedules import Schedule
 from picotron_ray.config.section import Section
 
 RunName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+END_OF_DOCUMENT = 256  # after the ids of the 256 bytes
 Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 class ModelConfig(Section):
-    """A Llama-style decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU), or your own."""
+    """A Llama-style decoder (RMSNorm, rotary positions, grouped queries, SwiGLU), GPT-2, or your own."""
 
+    family: Literal["llama", "gpt2"] = Field(
+        default="llama",
+        description="llama: as other keys say; gpt2: LayerNorm, learned positions, GELU, biases, no dropout",
+    )
     vocab_size: int = Field(
         default=264, ge=2, description="rows of the embedding; at least the tokenizer's vocabulary"
     )
     hidden_size: int = Field(default=128, ge=2, description="width of the residual stream")
-    intermediate_size: int = Field(default=352, ge=1, description="width of the SwiGLU hidden layer")
+    intermediate_size: int = Field(default=352, ge=1, description="width of the hidden layer of a block")
     layers: int = Field(default=4, ge=1, description="decoder blocks")
     heads: int = Field(default=4, ge=1, description="query heads")
     kv_heads: int = Field(default=2, ge=1, description="key/value heads; divides heads")
@@ -47,7 +54,10 @@ class ModelConfig(Section):
         default_factory=RopeScaling, description="stretching of the rotary positions (Llama 3)"
     )
     rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
-    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm")
+    max_positions: int | None = Field(
+        default=None, ge=1, description="gpt2: rows of the table of learned positions, its longest sequence"
+    )
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the norms")
     tie_embeddings: bool = Field(default=False, description="share the embedding matrix with the output head")
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of the initial weights")
     moe: MoeConfig = Field(
@@ -67,6 +77,11 @@ class ModelConfig(Section):
 
     def __hash__(self) -> int:  # ``arguments`` and ``tensor`` are mappings
         return hash(self.model_dump_json())
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether blocks are GPT-2's: LayerNorm, GELU, a bias in every linear layer, no rotary positions."""
+        return self.family == "gpt2"
 
     @property
     def head_size(self) -> int:
@@ -111,7 +126,22 @@ class DataConfig(Section):
     held_out_fraction: float = Field(
         default=0.05, gt=0, lt=1, description="share of documents kept for evaluation"
     )
+    document_masks: bool = Field(
+        default=False,
+        description="a token attends only to tokens of its own document within the sample; loss and order of"
+        " samples stay",
+    )
+    end_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="memmap: the id that ends a document, for document_masks; other sources write their own",
+    )
     prefetch_steps: int = Field(default=2, ge=1, description="steps loaded ahead, off the critical path")
+
+    @property
+    def document_end(self) -> int | None:
+        """The id that ends a document; None where token files do not say."""
+        return self.end_token if self.source == "memmap" else END_OF_DOCUMENT
 
 
 class ScheduleConfig(Section):
@@ -130,15 +160,33 @@ class ScheduleConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer; its state is canonical like the weights."""
 
-    name: Literal["adamw", "sgd"] = Field(
-        default="adamw", description="adamw (Loshchilov & Hutter 2019) or plain sgd"
+    name: Literal["adamw", "sgd", "muon"] = Field(
+        default="adamw",
+        description="adamw (Loshchilov & Hutter 2019), plain sgd, or muon (Jordan et al. 2024) for the"
+        " matrices inside blocks, each expert's by itself, with adamw for all else",
     )
-    learning_rate: float = Field(default=1e-3, gt=0, description="peak learning rate")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    learning_rate: float = Field(
+        default=1e-3,
+        gt=0,
+        description="peak learning rate; muon's update is scaled to the size of adamw's (Liu et al. 2025), so"
+        " the same rate and decay suit both",
+    )
+    momentum: float = Field(
+        default=0.95, ge=0, lt=1, description="muon: decay of the momentum (Nesterov's), per step"
+    )
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="adamw: decay of the first moment, per step")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="adamw: decay of the second moment, per step")
+    eps: float = Field(default=1e-8, gt=0, description="adamw: added to the root of the second moment")
     weight_decay: float = Field(
-        default=0.1, ge=0, description="decoupled decay; not applied to norms (1-d tensors)"
+        default=0.1,
+        ge=0,
+        description="decoupled decay, times the learning rate per step; not applied to norms and biases"
+        " (1-d tensors)",
+    )
+    decay_embeddings: bool = Field(
+        default=True,
+        description="apply weight_decay to embeddings too, and so to a head that shares theirs; a head of its"
+        " own always decays",
     )
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="largest global gradient norm; null: no clipping"
@@ -163,8 +211,15 @@ class LayoutConfig(Section):
         description="how attention sees the keys of other ranks, where cp > 1: ring holds two parts of them"
         " at a time, all-gather all of them",
     )
-    zero: Literal[0, 2, 3] | Literal["auto"] = Field(
-        default="auto", description="0 replicated, 2 or 3 sharded (FSDP2)"
+    zero: Zero | Literal["auto"] = Field(
+        default="auto",
+        description="what replicas share out: 0 nothing, 1 weights and optimizer state (gathered and reduced"
+        " once per step), 2 gradients too, 3 weights also within the step (FSDP2)",
+    )
+    replicate: Degree = Field(
+        default=1,
+        description="copies of what zero 1 to 3 share out (HSDP), each over 1/replicate of dp x cp; auto:"
+        " where the planner says that it pays",
     )
     schedule: Schedule = Field(
         default="1f1b",
@@ -188,6 +243,22 @@ class LayoutConfig(Section):
     )
 
 
+class AdaptivePrecisionConfig(Section):
+    """Which parts of the model compute in ``precision``, by measurement; the others stay in fp32."""
+
+    error_bound: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="relative error of the held-out loss that low precision may add: at the start of every"
+        " generation the most sensitive blocks' attentions, hidden layers and the head are kept in fp32 until"
+        " it holds; null: everything computes in precision",
+    )
+    batches: int = Field(
+        default=2, ge=1, description="held-out batches that each part is measured on; the worst one counts"
+    )
+
+
 class KernelsConfig(Section):
     """Which implementations compute."""
 
@@ -195,6 +266,16 @@ class KernelsConfig(Section):
         default="auto",
         description="auto: the first that the device offers of flash, efficient, math; flash, efficient and"
         " cudnn are torch's, flash-attn needs the extra flash, math is the formulas",
+    )
+    experts: Literal["auto", "loop", "grouped"] = Field(
+        default="auto",
+        description="products of a mixture's experts: one after the other, or grouped into one kernel (not in"
+        " fp64); auto: grouped on CUDA",
+    )
+    compile: bool = Field(
+        default=False,
+        description="torch.compile of every block; the first step of a generation compiles, so that"
+        " elastic.first_step_timeout_s must leave time for it",
     )
 
 
@@ -384,8 +465,13 @@ class JobConfig(Section):
     name: RunName = Field(default="quickstart", description="name of the run")
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="seed of weights and sample order")
     steps: int = Field(default=200, ge=1, le=10**12, description="optimizer steps")
-    precision: Literal["fp64", "fp32", "bf16"] = Field(
-        default="fp32", description="arithmetic; master weights and moments stay fp32 under bf16"
+    precision: Precision = Field(
+        default="fp32",
+        description="arithmetic of matrix products; weights, gradients and moments stay fp32 under tf32"
+        " (CUDA), bf16 and fp16, which scales its loss and repeats a step whose gradients overflow",
+    )
+    adaptive_precision: AdaptivePrecisionConfig = Field(
+        default_factory=AdaptivePrecisionConfig, description="precision part by part"
     )
     model: ModelConfig = Field(default_factory=ModelConfig, description="the model")
     data: DataConfig = Field(default_factory=DataConfig, description="the data")

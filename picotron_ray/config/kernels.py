@@ -12,9 +12,17 @@ Backend = Literal["flash", "efficient", "cudnn", "flash-attn", "math"]
 def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
     """What ``kernels.attention`` may be on a device (``cpu`` or ``cuda``), the one of ``auto`` first.
 
-    With context parallelism only kernels that give their log-sum-exp will do.
+    With context parallelism only kernels that give their log-sum-exp will do, with document masks only those
+    that take a mask, with adaptive precision those that fp32 has too.
     """
-    half = job.precision == "bf16"
+    offered = _all_backends(job, device, cp)
+    if job.data.document_masks and device != "cpu":
+        return [backend for backend in offered if backend in ("efficient", "math")]
+    return offered
+
+
+def _all_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
+    half = job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
     if device == "cpu":
         return ["flash", "math"]
     if not half:
@@ -35,4 +43,18 @@ def attention_problem(job: JobConfig, device: str, cp: int) -> str | None:
     if asked == "auto" or asked in offered:
         return None
     where = f"{device} with precision {job.precision}" + (" and context parallelism" if cp > 1 else "")
+    where += " and document masks" if job.data.document_masks else ""
     return f"saw {asked}, expected auto or one of {', '.join(offered)} on {where}"
+
+
+def groups_experts(job: JobConfig, device: str) -> bool:
+    """Whether the products of experts are grouped on a device."""
+    asked = job.kernels.experts
+    return asked == "grouped" or (asked == "auto" and device == "cuda" and job.precision != "fp64")
+
+
+def precision_problem(job: JobConfig, device: str) -> str | None:
+    """Why the job's precision cannot be had on a device, in words; None where it can."""
+    if job.precision == "tf32" and device == "cpu":
+        return "saw tf32, which CPUs do not have; use fp32 or bf16"
+    return None

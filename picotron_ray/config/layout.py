@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from picotron_ray.config.schedules import Schedule, rank_stages
+from picotron_ray.config.schedules import Schedule, last_stage_rank, rank_stages
 
 Context = Literal["ring", "all-gather"]
-ZERO_STAGES = (0, 2, 3)
+Zero = Literal[0, 1, 2, 3]
 
 
 class Coordinates(NamedTuple):
@@ -33,8 +33,11 @@ class Layout:
         dp, tp, pp, cp, ep: degrees of data, tensor, pipeline, context and expert parallelism.
         context: how attention sees the keys of other context-parallel ranks; it matters only where
             ``cp > 1``.
-        zero: 0 replicates the state over dp and cp, 2 shards it and keeps weights gathered between forward
-            and backward, 3 shards it and gathers twice (FSDP2, ``reshard_after_forward``).
+        zero: what is cut over dp and cp (Rajbhandari et al. 2020): 0 nothing; 1 weights and optimizer state,
+            gathered and reduced once per step; 2 gradients too, reduced with every micro-batch; 3 weights
+            also between forward and backward, gathered anew for each of them (all by FSDP2).
+        replicate: copies of the cut state, each over 1/replicate of the replicas (HSDP, Zhao et al. 2023);
+            more than 1 only with ``zero``.
         schedule: pipeline schedule; it matters only where ``pp > 1``.
         virtual_stages: pipeline stages per rank, as many as the schedule asks.
         micro_batch: rows (sequences) per micro-batch and DP replica.
@@ -47,7 +50,8 @@ class Layout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    zero: int = 0
+    zero: Zero = 0
+    replicate: int = 1
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     micro_batch: int = 1
@@ -79,6 +83,15 @@ class Layout:
         return at.dp * self.cp + at.cp
 
     @property
+    def shards(self) -> int:
+        """Parts into which ZeRO cuts what replicas would hold alike; 1 without it."""
+        return self.replicas // self.replicate if self.zero else 1
+
+    def shard(self, rank: int) -> int:
+        """Which of those parts ``rank`` holds: neighbours among the replicas hold different ones."""
+        return self.replica(rank) % self.shards
+
+    @property
     def stages(self) -> int:
         """Pipeline stages, of all ranks together."""
         return self.pp * self.virtual_stages
@@ -90,32 +103,37 @@ class Layout:
     @property
     def last_stage_rank(self) -> int:
         """Pipeline rank of the last stage, which has the head and the loss."""
-        return next(rank for rank in range(self.pp) if self.stages - 1 in self.rank_stages(rank))
+        return last_stage_rank(self.schedule, self.pp, self.virtual_stages)
 
     def expert_index(self, rank: int) -> int:
         """Which 1/ep of the experts ``rank`` holds: neighbours among the replicas hold different ones."""
         return self.replica(rank) % self.ep if self.ep > 1 else 0
 
-    @property
-    def expert_replicas(self) -> int:
-        """Ranks with the same part of the experts."""
-        return self.replicas // self.ep
-
     def expert_replica(self, rank: int) -> int:
-        """Index of ``rank`` among those with the same experts."""
+        """Index of ``rank`` among the replicas / ep that work with the same experts."""
         return self.replica(rank) // self.ep
+
+    @property
+    def expert_shards(self) -> int:
+        """Parts into which ZeRO cuts what expert parallelism left."""
+        return max(1, self.shards // self.ep)
+
+    def expert_shard(self, rank: int) -> int:
+        return self.shard(rank) // self.ep
 
     # --- state groups: which ranks hold the same shards of weights and optimizer state ---------------
 
     @property
     def state_groups(self) -> int:
         """Number of distinct shards of the training state: all of them together are the whole state."""
-        return self.world_size if self.zero else self.pp * self.ep * self.tp
+        return self.pp * (self.shards if self.zero else self.ep) * self.tp
 
     def state_group(self, rank: int) -> int:
         """The shard of the training state that ``rank`` holds."""
         at = self.coordinates(rank)
-        return rank if self.zero else (at.pp * self.ep + self.expert_index(rank)) * self.tp + at.tp
+        parts = self.shards if self.zero else self.ep
+        part = self.shard(rank) if self.zero else self.expert_index(rank)
+        return (at.pp * parts + part) * self.tp + at.tp
 
     def state_replicas(self, rank: int) -> tuple[int, ...]:
         """All ranks, in order, that hold the same shard as ``rank`` (itself included)."""
@@ -149,7 +167,7 @@ class Layout:
         if self.ep > 1:
             parts.append(f"ep{self.ep}")
         if self.zero:
-            parts.append(f"zero{self.zero}")
+            parts.append(f"zero{self.zero}" + (f"-hsdp{self.replicate}" if self.replicate > 1 else ""))
         if self.pp > 1:
             parts.append(self.schedule + (f"-v{self.virtual_stages}" if self.virtual_stages > 1 else ""))
         parts.append(f"mb{self.micro_batch}")

@@ -20,6 +20,7 @@ _VERDICTS: dict[str, Verdict] = {
     "name": "refuse",
     "seed": "refuse",
     "precision": "refuse",
+    "adaptive_precision": "warn",
     "model": "refuse",
     "model.plan": "may",  # state is kept uncut: another cut restores from it
     "model.built": "may",

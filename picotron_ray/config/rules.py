@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from picotron_ray.config.fit import Degrees, misfits, nearest_layouts, virtual_stages
-from picotron_ray.config.job import JobConfig, ModelConfig
-from picotron_ray.config.kernels import attention_problem
+from picotron_ray.config.job import END_OF_DOCUMENT, JobConfig, ModelConfig, OptimizerConfig
+from picotron_ray.config.kernels import attention_problem, precision_problem
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.moe import MoeConfig
 from picotron_ray.config.phases import PHASES
+from picotron_ray.config.schedules import RULES as SCHEDULES
 from picotron_ray.config.urls import url_problems
 
-BYTE_VOCABULARY = 257  # 256 byte values and the end of a document
+_NOT_GPT2 = ("head_dim", "qkv_bias", "qk_norm", "sliding_window", "rope_scaling", "rope_theta", "moe")
+BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a document
 
 
 class Problem(NamedTuple):
@@ -75,7 +77,7 @@ def _model(job: JobConfig) -> Iterator[Problem]:
             " model.head_dim where that is meant",
             ("model.hidden_size", "model.head_dim"),
         )
-    elif model.head_size % 2:
+    elif model.head_size % 2 and not model.is_gpt2:
         yield Problem(
             "model.hidden_size" if model.head_dim is None else "model.head_dim",
             f"saw {model.hidden_size} with model.heads={model.heads}, a head size of {model.head_size};"
@@ -90,6 +92,28 @@ def _model(job: JobConfig) -> Iterator[Problem]:
             f" low_frequency_factor={scaling.low_frequency_factor:g}",
             ("model.rope_scaling.low_frequency_factor",),
         )
+
+
+def _gpt2(job: JobConfig) -> Iterator[Problem]:
+    """What goes with one family and not with the other."""
+    model, plain, length = job.model, ModelConfig(), job.data.sequence_length
+    if model.builder is not None:
+        return
+    if not model.is_gpt2:
+        if model.max_positions is not None:
+            text = f"saw {model.max_positions} with model.family=llama, whose positions are rotary; drop it"
+            yield Problem("model.max_positions", text, ("model.family",))
+        return
+    for key in _NOT_GPT2:
+        if getattr(model, key) != getattr(plain, key):
+            yield Problem(f"model.{key}", "saw a value with model.family=gpt2, which has none; drop it")
+    if model.kv_heads != model.heads:
+        text = f"saw {model.kv_heads} with model.family=gpt2, expected model.heads={model.heads}"
+        yield Problem("model.kv_heads", text, ("model.heads", "model.family"))
+    if model.max_positions is None or model.max_positions < length:
+        saw = "nothing" if model.max_positions is None else model.max_positions
+        text = f"saw {saw} with model.family=gpt2, expected at least data.sequence_length={length}"
+        yield Problem("model.max_positions", text, ("data.sequence_length", "model.family"))
 
 
 def _moe(job: JobConfig) -> Iterator[Problem]:
@@ -112,9 +136,9 @@ def _data(job: JobConfig) -> Iterator[Problem]:
             "data.path", "saw a path with data.source=stdlib, which reads none; drop it", ("data.source",)
         )
     if data.source != "stdlib" and not data.path:
-        yield Problem(
-            "data.path", f"saw {data.path!r}, expected a file, folder or glob for data.source={data.source}"
-        )
+        what = "a file or folder of token ids" if data.source == "memmap" else "a file, folder or glob"
+        text = f"saw nothing, expected {what} for data.source={data.source}; say data.path=..."
+        yield Problem("data.path", text, ("data.source",))
     if data.source != "memmap" and vocabulary < BYTE_VOCABULARY:
         yield Problem(
             "model.vocab_size",
@@ -126,7 +150,52 @@ def _data(job: JobConfig) -> Iterator[Problem]:
         yield Problem("data.path", "saw a URL, expected a path that every node can read", ())
 
 
+def _documents(job: JobConfig) -> Iterator[Problem]:
+    data, end, vocabulary = job.data, job.data.end_token, job.model.vocab_size
+    if data.document_masks and job.model.builder is not None:
+        text = "saw true; a model of your own attends as it was built: leave it out"
+        yield Problem("data.document_masks", text, ("model.builder",))
+    if data.source != "memmap":
+        if end is not None:
+            text = f"saw {end} with data.source={data.source}, which ends documents by itself; drop it"
+            yield Problem("data.end_token", text, ("data.source",))
+    elif end is None:
+        if data.document_masks:
+            text = "saw null with data.document_masks=true; say which id ends a document in these token files"
+            yield Problem("data.end_token", text, ("data.source", "data.document_masks"))
+    elif end >= vocabulary:
+        text = f"saw {end}, expected an id below model.vocab_size={vocabulary}"
+        yield Problem("data.end_token", text, ("data.source", "model.vocab_size"))
+
+
+_OPTIMIZERS_OF = {
+    "momentum": ("muon",),
+    "beta1": ("adamw", "muon"),
+    "beta2": ("adamw", "muon"),
+    "eps": ("adamw", "muon"),
+}
+"""Keys of ``optimizer`` that not every optimizer has: those that have it."""
+
+
 def _optimizer(job: JobConfig) -> Iterator[Problem]:
+    chosen, plain = job.optimizer, OptimizerConfig()
+    for key, names in _OPTIMIZERS_OF.items():
+        value = getattr(chosen, key)
+        if chosen.name not in names and value != getattr(plain, key):
+            text = f"saw {value:g} with optimizer.name={chosen.name}, which has none; drop it or use"
+            yield Problem(
+                f"optimizer.{key}", f"{text} optimizer.name={' or '.join(names)}", ("optimizer.name",)
+            )
+    if chosen.name == "muon" and job.model.built is not None and not job.model.built.matrices:
+        yield Problem(
+            "optimizer.name",
+            f"saw muon, but {job.model.builder} has no matrix inside a repeated block; say in"
+            " model.plan.blocks which modules are its blocks, or use adamw",
+            ("model.plan.blocks",),
+        )
+
+
+def _schedule(job: JobConfig) -> Iterator[Problem]:
     schedule = job.optimizer.schedule
     key = "optimizer.schedule"
     if schedule.warmup_steps > job.steps:
@@ -155,19 +224,23 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
     degrees = Degrees(
         *(1 if degree == "auto" else degree for degree in (asked.dp, asked.tp, asked.pp, asked.cp))
     )
-    if asked.ep != "auto" and asked.dp == "auto":  # as few replicas as the experts need
-        degrees = degrees._replace(dp=math.lcm(asked.ep, degrees.cp) // degrees.cp)
+    copies = 1 if asked.replicate == "auto" else asked.replicate
+    if asked.dp == "auto":  # as few replicas as experts and copies need
+        ep = 1 if asked.ep == "auto" else asked.ep
+        least = copies * (ep if ep > 1 or copies == 1 else 2)
+        degrees = degrees._replace(dp=math.lcm(least, degrees.cp) // degrees.cp)
     layout = Layout(
         **degrees._asdict(),
         ep=1 if asked.ep == "auto" else asked.ep,
         schedule=asked.schedule,
         virtual_stages=virtual_stages(job, degrees.pp),
-        zero=asked.zero if asked.zero != "auto" else 0,
+        zero=asked.zero if asked.zero != "auto" else 0 if copies == 1 else 1,
+        replicate=copies,
         recompute=asked.recompute if asked.recompute != "auto" else "none",
         micro_batch=1 if asked.micro_batch == "auto" else asked.micro_batch,
     )
     most, world = job.cluster.max_workers, layout.world_size
-    others = ("ep", "zero", "micro_batch", "schedule", "virtual_stages", "recompute")
+    others = ("ep", "zero", "replicate", "micro_batch", "schedule", "virtual_stages", "recompute")
     touched = tuple(f"layout.{name}" for name in (*Degrees._fields, *others))
     found = misfits(job, layout)
     for misfit in found:
@@ -195,6 +268,26 @@ def _widest(degrees: Degrees) -> str:
 
 
 def _kernels(job: JobConfig) -> Iterator[Problem]:
+    yield from _attention(job)
+    schedule = job.layout.schedule
+    if job.kernels.compile and job.layout.pp != 1 and SCHEDULES[schedule].splits:
+        text = (
+            f"saw true with layout.schedule={schedule}, which splits the backward pass of compiled blocks"
+            " wrongly; use another schedule or compile=false"
+        )
+        yield Problem("kernels.compile", text, ("layout.schedule", "layout.pp"))
+    if job.kernels.experts == "grouped" and job.precision == "fp64":
+        text = "saw grouped with precision=fp64, which torch's grouped product does not have; use loop"
+        yield Problem("kernels.experts", text, ("precision",))
+    if job.kernels.experts != "auto" and not job.model.moe.experts:
+        text = f"saw {job.kernels.experts} with model.moe.experts=0, a dense model; drop it"
+        yield Problem("kernels.experts", text, ("model.moe.experts",))
+    if job.kernels.compile and job.layout.recompute == "selective":
+        text = "saw true with layout.recompute=selective, which does not see into compiled blocks; use full"
+        yield Problem("kernels.compile", text, ("layout.recompute",))
+
+
+def _attention(job: JobConfig) -> Iterator[Problem]:
     asked = job.kernels.attention
     if asked == "auto":
         return
@@ -211,7 +304,22 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
     problems = [attention_problem(job, device, least) for device in devices]
     problem = problems[-1]
     if problem and all(problems):
-        yield Problem("kernels.attention", problem, ("cluster.device", "precision", "layout.cp"))
+        yield Problem(
+            "kernels.attention", problem, ("cluster.device", "precision", "layout.cp", "data.document_masks")
+        )
+
+
+def _precision(job: JobConfig) -> Iterator[Problem]:
+    problem = precision_problem(job, job.cluster.device)  # auto is judged when the machines are known
+    if problem:
+        yield Problem("precision", problem, ("cluster.device",))
+    bound = job.adaptive_precision.error_bound
+    if bound is not None and job.precision not in ("bf16", "fp16"):
+        text = f"saw {bound:g} with precision={job.precision}, which has nothing to adapt; use bf16 or fp16"
+        yield Problem("adaptive_precision.error_bound", text, ("precision",))
+    if bound is not None and job.kernels.compile:
+        text = f"saw {bound:g} with kernels.compile=true, which fixes the precision of a block; drop one"
+        yield Problem("adaptive_precision.error_bound", text, ("kernels.compile",))
 
 
 def _cluster(job: JobConfig) -> Iterator[Problem]:
@@ -318,11 +426,15 @@ def _chaos(job: JobConfig) -> Iterator[Problem]:
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _builder,
     _model,
+    _gpt2,
     _moe,
     _data,
+    _documents,
     _optimizer,
+    _schedule,
     _layout,
     _kernels,
+    _precision,
     _cluster,
     _snapshot,
     _checkpoint,

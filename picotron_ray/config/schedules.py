@@ -78,6 +78,11 @@ def rank_stages(schedule: Schedule, pp: int, virtual: int, rank: int) -> tuple[i
     return tuple(range(rank, pp * virtual, pp))
 
 
+def last_stage_rank(schedule: Schedule, pp: int, virtual: int) -> int:
+    """The pipeline rank that has the last stage."""
+    return 0 if virtual > 1 and RULES[schedule].placement == "v" else pp - 1
+
+
 def in_flight(schedule: Schedule, pp: int, virtual: int, rank: int, micro_batches: int) -> float:
     """Micro-batches whose activations a rank keeps at most, of all its layers together.
 

@@ -22,14 +22,13 @@ from typing import BinaryIO, TextIO
 import numpy as np
 import xxhash
 
-from picotron_ray.config.job import DataConfig
+from picotron_ray.config.job import END_OF_DOCUMENT, DataConfig
 from picotron_ray.data.baseline import bigram_entropy
 from picotron_ray.data.samples import Tokens
 from picotron_ray.data.sources import Document, SourceFile, find_files, read_documents, unreadable
 from picotron_ray.errors import DataError
 
-END_OF_DOCUMENT = 256
-VOCABULARY = 257
+VOCABULARY = END_OF_DOCUMENT + 1
 VERSION = 1
 CHECKED_BYTES = 256 << 20  # at most this much is hashed at every opening: some 10 ms
 _SPLITS = ("train", "held_out")

@@ -54,6 +54,8 @@ def memmap_splits(data: DataConfig, vocabulary: int, folder: Path) -> TokenSplit
         cut = len(streams[0]) - tail_tokens(len(streams[0]), data.held_out_fraction)
         streams = [streams[0][:cut], streams[0][cut:]]
         digests.append(str(cut))
+    if data.document_masks:
+        _check_end(streams[0], data.end_token, paths[0])
     return TokenSplits(streams[0], streams[1], "-".join(digests), bigram_entropy(streams[1]))
 
 
@@ -88,6 +90,16 @@ def _map(path: Path, dtype: str) -> Tokens:
         return np.memmap(path, kind, "r")
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def _check_end(tokens: Tokens, end: int | None, file: Path) -> None:
+    """Raise DataError where no document ends: a wrong id would leave masks out without a word."""
+    pieces = (tokens[at : at + SCAN_TOKENS] for at in range(0, len(tokens), SCAN_TOKENS))
+    if not any((piece == end).any() for piece in pieces):
+        raise DataError(
+            f"data.end_token: saw {end}, which {shown(file)} never holds among the tokens to train on; set it"
+            " to the id that ends a document there, or data.document_masks=false"
+        )
 
 
 def _scan(path: Path, tokens: Tokens, folder: Path) -> tuple[int, str]:

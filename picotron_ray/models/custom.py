@@ -174,7 +174,8 @@ class CustomDefinition(ModelDefinition):
 
     def _spec(self, name: str, shape: tuple[int, ...]) -> ParameterSpec:
         part, number = self._built.part_of(name)
-        return ParameterSpec(name, shape, number, part, self._built.cuts.get(name), len(shape) > 1, None)
+        cut, embedding = self._built.cuts.get(name), name in self._built.embeddings
+        return ParameterSpec(name, shape, number, part, cut, len(shape) > 1, None, embedding=embedding)
 
     def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
         module, built = copy.deepcopy(_prototype(self.config, self._seed)), self._built

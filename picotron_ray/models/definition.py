@@ -1,7 +1,7 @@
 """What the engine knows of a model: its parameters as a table, how it is cut, and how to build a stage.
 
-Our Llama-style decoder and any module of the user's are two definitions of the same interface; nothing
-above this module asks which of them it trains.
+Our decoder (Llama-style or GPT-2) and any module of the user's are two definitions of the same interface;
+nothing above this module asks which of them it trains.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from picotron_ray.models.plan import (
     attention_modules,
     mixture_modules,
     parameter_table,
+    position_modules,
     tensor_parallel_plan,
 )
 from picotron_ray.planner.counts import stage_bounds
@@ -40,6 +41,7 @@ class ModelDefinition(ABC):
             parallelism, and logits over the vocabulary. If so, what tp replicates gets partial gradients.
         hidden_size: width of what goes from one pipeline stage to the next.
         attention: the modules that context parallelism changes, by name; empty: it cannot be applied.
+        positions: the modules that add learned positions, by name.
         mixtures: the modules that are mixtures of experts, by name. Where there are any, ``forward`` takes
             the rows' weights too.
     """
@@ -50,6 +52,7 @@ class ModelDefinition(ABC):
     sequence_parallel: bool
     hidden_size: int
     attention: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
     mixtures: tuple[str, ...] = ()
 
     def stage(self, stages: int, index: int) -> nn.Module:
@@ -95,7 +98,7 @@ class LlamaDefinition(ModelDefinition):
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.table, self.styles = parameter_table(config), tensor_parallel_plan(config)
-        self.mixtures = mixture_modules(config)
+        self.positions, self.mixtures = position_modules(config), mixture_modules(config)
         self.hidden_size = config.hidden_size
 
     def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:

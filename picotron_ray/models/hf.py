@@ -1,17 +1,19 @@
 """Hugging Face's names and configs of the architectures that ours covers, both ways. Torch-free.
 
-Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE. What a checkpoint's config.json asks for
-is either expressed in our config or refused in one line that names the key: a model that is nearly the same
-gives nonsense without a word.
+Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE; what GPT-2 calls things is in `hf_gpt2`.
+What a checkpoint's config.json asks for is either expressed in our config or refused in one line that names
+the key: a model that is nearly the same gives nonsense without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from picotron_ray.config.job import ModelConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.models import hf_gpt2
+from picotron_ray.models.hf_gpt2 import Held
 from picotron_ray.models.plan import parameter_table
 
 ARCHITECTURES = (
@@ -21,6 +23,7 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
+    hf_gpt2.ARCHITECTURE,
 )
 _BLOCK = {
     "attention_norm": "input_layernorm",
@@ -66,6 +69,8 @@ def architecture_of(model: ModelConfig) -> str:
     moe = model.moe
     if model.builder is not None:
         raise ConfigError("model.builder: saw a model of your own, expected one of ours; export it yourself")
+    if model.is_gpt2:
+        return hf_gpt2.ARCHITECTURE
     refused = {
         "moe.shared_intermediate_size": moe.shared_intermediate_size,
         "moe.router": moe.router != "softmax" and moe.router,
@@ -92,22 +97,33 @@ def architecture_of(model: ModelConfig) -> str:
     return found
 
 
-def tensor_names(model: ModelConfig, architecture: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every canonical parameter with the tensors of a checkpoint that hold it, in the table's order.
+def tensors(model: ModelConfig, architecture: str, names: Collection[str] = ()) -> Iterator[Held]:
+    """Which tensors of a checkpoint hold which of our parameters; each parameter comes once.
 
-    One name, or one per expert for what is stacked here.
+    Args:
+        names: of the tensors in a checkpoint that is read, where those differ from file to file.
     """
+    if architecture == hf_gpt2.ARCHITECTURE:
+        yield from hf_gpt2.held(model, names)
+        return
     for spec in parameter_table(model):
         if spec.layer is None:
-            yield spec.name, (_ENDS[spec.name],)
+            yield Held((spec.name,), (_ENDS[spec.name],))
             continue
         at = f"model.layers.{spec.layer}"
         inner = spec.name.removeprefix(f"layers.{spec.layer}.")
         if inner.startswith("mlp.") and model.moe.experts:
-            yield spec.name, tuple(f"{at}.{name}" for name in _expert_names(model, architecture, inner))
+            theirs = tuple(f"{at}.{name}" for name in _expert_names(model, architecture, inner))
+            yield Held((spec.name,), theirs, stacked=spec.expert)
         else:
             stem, _, leaf = inner.rpartition(".")
-            yield spec.name, (f"{at}.{_BLOCK[stem]}.{leaf}",)
+            yield Held((spec.name,), (f"{at}.{_BLOCK[stem]}.{leaf}",))
+
+
+def ignored(model: ModelConfig, names: Collection[str]) -> set[str]:
+    """Tensors that a checkpoint may hold besides: a tied head that is stored all the same, GPT-2's masks."""
+    tied = {"lm_head.weight"} if model.tie_embeddings else set()
+    return tied | (hf_gpt2.masks(model, names) if model.is_gpt2 else set())
 
 
 def _expert_names(model: ModelConfig, architecture: str, inner: str) -> Iterator[str]:
@@ -140,9 +156,12 @@ def _keys(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"config.json: architectures: saw {architecture}, expected one of {', '.join(ARCHITECTURES)}"
         )
-    for key, allowed in _FIXED.items():
+    is_gpt2 = architecture == hf_gpt2.ARCHITECTURE
+    for key, allowed in (hf_gpt2.FIXED if is_gpt2 else _FIXED).items():
         if key in hf and hf[key] not in allowed:
             raise ConfigError(f"config.json: {key}: saw {hf[key]!r}, expected {allowed[0]!r}")
+    if is_gpt2:
+        return hf_gpt2.model_keys(hf)
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     if hf.get("attention_bias") and not is_qwen2:
         raise ConfigError("config.json: attention_bias: saw True, expected False: biases are Qwen2's only")
@@ -208,11 +227,14 @@ def hf_config(model: ModelConfig, length: int, dtype: str) -> dict[str, Any]:
     """config.json for an exported model.
 
     Args:
-        length: longest row that it was trained on; ``dtype``: of the tensors, ``float32`` or ``bfloat16``.
+        length: longest row that it was trained on; GPT-2's own table of positions says it otherwise.
+        dtype: of the tensors, ``float32`` or ``bfloat16``.
 
     Raises ConfigError for a model that none of the architectures has.
     """
     architecture, moe = architecture_of(model), model.moe
+    if model.is_gpt2:
+        return hf_gpt2.hf_config(model, dtype)
     kinds = {"Qwen3MoeForCausalLM": "qwen3_moe"}
     found: dict[str, Any] = {
         "architectures": [architecture],

@@ -1,5 +1,7 @@
 """A Llama-style decoder as plain modules: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
+With ``model.family=gpt2`` it is GPT-2: `models.gpt2` has what differs.
+
 Nothing here knows of a mesh. What makes it cuttable:
 
 - Layers live in a ``ModuleDict`` keyed by their absolute number, so a pipeline stage's parameters keep
@@ -8,7 +10,9 @@ Nothing here knows of a mesh. What makes it cuttable:
   the weights by whole heads.
 - There are no buffers: rotary tables are computed in fp64 and cached per (positions, device), so a module
   built on the meta device needs nothing but its parameters.
-- The attention kernel is a function argument, and attention knows which positions its tokens have.
+- The attention kernel is a function argument, and attention knows which positions its tokens have. Documents
+  of a row are an argument of every forward, not a state of modules: micro-batches overlap in pipelines, and
+  recomputation runs a forward again.
 
 Sources: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE, half-split form as in Llama's HF weights),
 Ainslie et al. 2023 (GQA), Jiang et al. 2023 (Mistral's window), Yang et al. 2024 and 2025 (Qwen2, Qwen3),
@@ -28,20 +32,29 @@ from torch import Tensor, nn
 
 from picotron_ray.config.job import ModelConfig
 from picotron_ray.config.rope import RopeScaling
+from picotron_ray.models.documents import causal_within, same_document
+from picotron_ray.models.gpt2 import GeluMlp, Positions, norm_of
 from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.models.plan import SequenceShard
 from picotron_ray.models.swiglu import SwiGLU
 
-AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
     """Causal attention by torch's scaled_dot_product_attention.
 
-    Args: q ``[batch, heads, seq, head]``; k, v ``[batch, kv_heads, seq, head]``.
+    Args:
+        q: ``[batch, heads, seq, head]``; k, v ``[batch, kv_heads, seq, head]``.
+        documents: numbers of the whole row's documents ``[batch, row]`` (``models.documents``), across which
+            nothing is seen; None: the row is one.
+
     Returns: ``[batch, heads, seq, head]``.
     """
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.size(1) != q.size(1))
+    seen = None if documents is None else causal_within(documents)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=k.size(1) != q.size(1)
+    )
 
 
 class Rope(NamedTuple):
@@ -70,9 +83,11 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
         return torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window).to(device)
 
 
-def sliding(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def sliding(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None = None) -> Tensor:
     """As `sdpa`, but a query sees the last ``window`` keys alone, its own included (Jiang et al. 2023)."""
     seen = _window_mask(q.size(-2), window, q.device)
+    if documents is not None:
+        seen = seen & same_document(documents, documents)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=k.size(1) != q.size(1))
 
 
@@ -88,16 +103,31 @@ def _rotary_table(
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def rotate(x: Tensor, rope: Rope, shard: SequenceShard | None = None) -> Tensor:
+def _turns(
+    length: int, parts: int, index: int, head: int, rope: Rope, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The table, as a constant of a compiled block: torch looks through a cache and would make it anew."""
+    return _rotary_table(SequenceShard(length, parts, index), head, rope, dtype, device)
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler in every process.
+_turns._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def rotate(x: Tensor, rope: Rope | None, shard: SequenceShard | None = None) -> Tensor:
     """Rotary positions on ``[batch, heads, seq, head]``: pairs (i, i + head/2) turn by position x frequency.
 
     Args:
+        rope: None: nothing turns.
         shard: which tokens of the row these are; None: all of them.
 
     fp64 stays fp64; anything else is turned in fp32 and cast back.
     """
+    if rope is None:
+        return x
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    cos, sin = _rotary_table(shard or SequenceShard(x.size(-2)), x.size(-1), rope, dtype, x.device)
+    here = (x.size(-2), 1, 0) if shard is None else (shard.length, shard.parts, shard.index)
+    cos, sin = _turns(*here, x.size(-1), rope, dtype, x.device)
     left, right = x.to(dtype).chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
@@ -112,16 +142,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
         super().__init__()
-        hidden, bias = config.hidden_size, config.qkv_bias
+        hidden, bias = config.hidden_size, config.qkv_bias or config.is_gpt2
         self.head_size = config.head_size
-        self.rope = Rope(config.rope_theta, config.rope_scaling)
+        self.rope = None if config.is_gpt2 else Rope(config.rope_theta, config.rope_scaling)
         self.window = config.sliding_window
         self.kernel = kernel
         self.shard: SequenceShard | None = None
         self.wq = nn.Linear(hidden, config.query_width, bias=bias)
         self.wk = nn.Linear(hidden, config.key_width, bias=bias)
         self.wv = nn.Linear(hidden, config.key_width, bias=bias)
-        self.wo = nn.Linear(config.query_width, hidden, bias=False)
+        self.wo = nn.Linear(config.query_width, hidden, bias=config.is_gpt2)
         self.q_norm = nn.RMSNorm(self.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_size, eps=config.norm_eps) if config.qk_norm else None
 
@@ -130,12 +160,15 @@ class Attention(nn.Module):
         heads = x.view(x.size(0), x.size(1), -1, self.head_size)
         return (heads if norm is None else norm(heads)).transpose(1, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         q = rotate(self._heads(self.wq(x), self.q_norm), self.rope, self.shard)
         k = rotate(self._heads(self.wk(x), self.k_norm), self.rope, self.shard)
         v = self._heads(self.wv(x))
         windowed = self.window is not None and self.window < q.size(2)
-        out = sliding(q, k, v, self.window or 0) if windowed else self.kernel(q, k, v)
+        if windowed:
+            out = sliding(q, k, v, self.window or 0, documents)
+        else:
+            out = self.kernel(q, k, v, documents)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -144,17 +177,18 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention_norm = norm_of(config)
         self.attention = Attention(config, kernel)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp_norm = norm_of(config)
+        dense = GeluMlp if config.is_gpt2 else SwiGLU
         self.mlp = (
             MixtureOfExperts(config.moe, config.hidden_size)
             if config.moe.experts
-            else SwiGLU(config.hidden_size, config.intermediate_size)
+            else dense(config.hidden_size, config.intermediate_size)
         )
 
-    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, weights: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), documents)
         normed = self.mlp_norm(x)
         return x + (self.mlp(normed) if weights is None else self.mlp(normed, weights))
 
@@ -166,11 +200,12 @@ class Transformer(nn.Module):
         config: the uncut model.
         first_layer, last_layer: half-open range of absolute layer numbers; None: to the end.
         embed, head: whether this part holds the embedding, and the final norm and head.
-        attention: kernel ``(q, k, v) → out`` as :func:`sdpa`.
+        attention: kernel ``(q, k, v, documents) → out`` as :func:`sdpa`.
 
     ``forward`` takes tokens ``[batch, seq]`` (with ``embed``) or hidden ``[batch, seq, hidden]`` and
     returns logits ``[batch, seq, vocab]`` (with ``head``) or hidden; a mixture of experts also takes the
-    rows' weights ``[batch]``, because rows of weight 0 go to no expert. Tied embeddings need both ends in
+    rows' weights ``[batch]``, because rows of weight 0 go to no expert. With ``documents [batch, row]``
+    (``models.documents``) attention stays within a document. Tied embeddings need both ends in
     one part; ``tie()`` must be called again after anything that replaces parameters (``to_empty``,
     ``parallelize_module``).
     """
@@ -191,8 +226,10 @@ class Transformer(nn.Module):
         self.config = config
         last = config.layers if last_layer is None else last_layer
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size) if embed else None
+        rows = config.max_positions if embed else None
+        self.positions = None if rows is None else Positions(rows, config.hidden_size)
         self.layers = nn.ModuleDict({str(i): Block(config, attention) for i in range(first_layer, last)})
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if head else None
+        self.norm = norm_of(config) if head else None
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if head else None
         self.tie()
 
@@ -201,11 +238,13 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         if self.embed is not None:
             x = self.embed(x)
+        if self.positions is not None:
+            x = self.positions(x)
         for layer in self.layers.values():
-            x = layer(x, weights)
+            x = layer(x, weights, documents)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x

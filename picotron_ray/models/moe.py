@@ -224,23 +224,45 @@ class Router(nn.Module):
         self.load = found if self.load is None else self.load + found
 
 
+def looped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """One expert after the other; arguments as in `Experts`."""
+    parts = rows.split(counts.tolist())
+    out = [
+        F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d)
+        for x, g, u, d in zip(parts, gate, up, down, strict=True)
+    ]
+    return torch.cat(out)
+
+
+def grouped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """All experts by one product per matrix, torch's grouped_mm; not in fp64."""
+    ends = counts.cumsum(0).to(rows.device, torch.int32)
+
+    def product(x: Tensor, weights: Tensor) -> Tensor:
+        found: Tensor = F.grouped_mm(x, weights.to(x.dtype).transpose(-2, -1), offs=ends)
+        return found
+
+    return product(F.silu(product(rows, gate)) * product(rows, up), down)
+
+
 class Experts(nn.Module):
-    """Stacked SwiGLUs: gate and up ``[experts, inner, hidden]``, down ``[experts, hidden, inner]``."""
+    """Stacked SwiGLUs: gate and up ``[experts, inner, hidden]``, down ``[experts, hidden, inner]``.
+
+    Fields:
+        grouped: whether one product per matrix serves all experts.
+    """
 
     def __init__(self, experts: int, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate = nn.Parameter(torch.empty(experts, inner, hidden))
         self.up = nn.Parameter(torch.empty(experts, inner, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, inner))
+        self.grouped = False
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Args: rows ``[n, hidden]`` grouped by expert; counts ``[experts]`` on the CPU: rows of each."""
-        parts = rows.split(counts.tolist())
-        out = [
-            F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-            for x, gate, up, down in zip(parts, self.gate, self.up, self.down, strict=True)
-        ]
-        return torch.cat(out)
+        compute = grouped if self.grouped else looped
+        return compute(rows, counts, self.gate, self.up, self.down)
 
 
 class MixtureOfExperts(nn.Module):

@@ -8,7 +8,7 @@ without building it. The names are those of :class:`picotron_ray.models.llama.Tr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from picotron_ray.config.job import ModelConfig
@@ -16,6 +16,7 @@ from picotron_ray.config.job import ModelConfig
 Part = Literal["embed", "block", "head"]
 Style = Literal[
     "vocab_embed",
+    "positions",
     "sequence",
     "gather_input",
     "colwise",
@@ -40,12 +41,13 @@ class ParameterSpec:
         layer: absolute layer number, None outside the blocks.
         part: ``embed`` lives on the first pipeline stage, ``head`` (final norm, head) on the last.
         tp_dim: dimension that tensor parallelism cuts, None where every tp rank holds the whole.
-        decay: whether weight decay applies (not to norms).
+        decay: whether weight decay may apply (not to norms and biases).
         init_std: standard deviation of the normal initial value; None: all ones. Not used for a model of the
             user's own, which initialises itself.
         expert: whether dimension 0 counts experts, which expert parallelism cuts.
         trained: whether a gradient moves it. What the balancing of experts moves instead is whole on every
             rank that has the layer, and has no moments.
+        embedding: whether it is a table that tokens or positions look up.
     """
 
     name: str
@@ -57,10 +59,17 @@ class ParameterSpec:
     init_std: float | None
     expert: bool = False
     trained: bool = True
+    embedding: bool = False
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it is a matrix inside a block, or a stack of them, one per expert: what Muon is for."""
+        inside = self.part == "block" and self.trained and not self.embedding
+        return inside and len(self.shape) == (3 if self.expert else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,31 +110,49 @@ def _norm(name: str, size: int, *, layer: int | None = None, part: Part = "block
     return ParameterSpec(name, (size,), layer, part, None, False, None)
 
 
+def _residual_norm(
+    config: ModelConfig, at: str, *, layer: int | None = None, part: Part = "block"
+) -> list[ParameterSpec]:
+    """A norm over the residual stream: a weight, and LayerNorm's bias."""
+    weight = _norm(f"{at}.weight", config.hidden_size, layer=layer, part=part)
+    return [weight, replace(weight, name=f"{at}.bias", init_std=0.0)] if config.is_gpt2 else [weight]
+
+
 def _block(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     """Parameters of one decoder block, in the module's own order."""
     hidden, inner = config.hidden_size, config.intermediate_size
     width, kv = config.query_width, config.key_width
     out_std, at = _out_std(config), f"layers.{layer}"
     return [
-        _norm(f"{at}.attention_norm.weight", hidden, layer=layer),
+        *_residual_norm(config, f"{at}.attention_norm", layer=layer),
         *_projection(config, f"{at}.attention.wq", width, layer),
         *_projection(config, f"{at}.attention.wk", kv, layer),
         *_projection(config, f"{at}.attention.wv", kv, layer),
         _matrix(f"{at}.attention.wo.weight", (hidden, width), 1, out_std, layer=layer),
+        *([_bias(f"{at}.attention.wo.bias", hidden, None, layer)] if config.is_gpt2 else []),
         *(
             _norm(f"{at}.attention.{name}.weight", config.head_size, layer=layer)
             for name in (("q_norm", "k_norm") if config.qk_norm else ())
         ),
-        _norm(f"{at}.mlp_norm.weight", hidden, layer=layer),
-        *(_mixture(config, layer) if config.moe.experts else _swiglu(config, layer, f"{at}.mlp", inner)),
+        *_residual_norm(config, f"{at}.mlp_norm", layer=layer),
+        *_hidden_layer(config, layer, f"{at}.mlp", inner),
     ]
+
+
+def _hidden_layer(config: ModelConfig, layer: int, at: str, inner: int) -> list[ParameterSpec]:
+    if config.moe.experts:
+        return _mixture(config, layer)
+    return (_gelu if config.is_gpt2 else _swiglu)(config, layer, at, inner)
+
+
+def _bias(name: str, size: int, tp_dim: int | None, layer: int) -> ParameterSpec:
+    return ParameterSpec(name, (size,), layer, "block", tp_dim, False, 0.0)
 
 
 def _projection(config: ModelConfig, at: str, width: int, layer: int) -> list[ParameterSpec]:
     """The weight of a q, k or v projection, and its bias where the model has one."""
     weight = _matrix(f"{at}.weight", (width, config.hidden_size), 0, config.init_std, layer=layer)
-    bias = ParameterSpec(f"{at}.bias", (width,), layer, "block", 0, False, 0.0)
-    return [weight, bias] if config.qkv_bias else [weight]
+    return [weight, _bias(f"{at}.bias", width, 0, layer)] if config.qkv_bias or config.is_gpt2 else [weight]
 
 
 def _swiglu(config: ModelConfig, layer: int, at: str, inner: int) -> list[ParameterSpec]:
@@ -134,6 +161,16 @@ def _swiglu(config: ModelConfig, layer: int, at: str, inner: int) -> list[Parame
         _matrix(f"{at}.gate.weight", (inner, hidden), 0, std, layer=layer),
         _matrix(f"{at}.up.weight", (inner, hidden), 0, std, layer=layer),
         _matrix(f"{at}.down.weight", (hidden, inner), 1, out_std, layer=layer),
+    ]
+
+
+def _gelu(config: ModelConfig, layer: int, at: str, inner: int) -> list[ParameterSpec]:
+    hidden = config.hidden_size
+    return [
+        _matrix(f"{at}.up.weight", (inner, hidden), 0, config.init_std, layer=layer),
+        _bias(f"{at}.up.bias", inner, 0, layer),
+        _matrix(f"{at}.down.weight", (hidden, inner), 1, _out_std(config), layer=layer),
+        _bias(f"{at}.down.bias", hidden, None, layer),
     ]
 
 
@@ -174,10 +211,18 @@ def parameter_table(config: ModelConfig) -> tuple[ParameterSpec, ...]:
     With tied embeddings there is no ``head.weight``: the head reads ``embed.weight``.
     """
     embedding = (config.vocab_size, config.hidden_size)
-    table = [_matrix("embed.weight", embedding, 0, config.init_std, part="embed")]
+    first = ParameterSpec("embed.weight", embedding, None, "embed", 0, True, config.init_std, embedding=True)
+    table = [first]
+    if config.max_positions is not None:
+        shape = (config.max_positions, config.hidden_size)
+        table.append(
+            ParameterSpec(
+                "positions.weight", shape, None, "embed", None, True, config.init_std, embedding=True
+            )
+        )
     for layer in range(config.layers):
         table += _block(config, layer)
-    table.append(_norm("norm.weight", config.hidden_size, part="head"))
+    table += _residual_norm(config, "norm", part="head")
     if not config.tie_embeddings:
         table.append(_matrix("head.weight", embedding, 0, config.init_std, part="head"))
     return tuple(table)
@@ -188,10 +233,11 @@ def tensor_parallel_plan(config: ModelConfig) -> tuple[tuple[str, Style], ...]:
 
     Styles (Korthikanti et al. 2022: activations between blocks are cut over the sequence):
         vocab_embed: rows of the vocabulary cut; whole tokens in, output cut over the sequence.
+        positions: nothing is cut; each rank adds the rows of its part of the sequence.
         sequence: a norm whose weight is whole and whose activations are cut over the sequence.
         gather_input: the module's input, cut over the sequence, is gathered before it.
         colwise: output features cut (weight dim 0); whole input, local output.
-        rowwise: input features cut (weight dim 1); output reduce-scattered over the sequence.
+        rowwise: input features cut (weight dim 1); output reduce-scattered over the sequence, then the bias.
         vocab_head: input gathered over the sequence, output logits cut over the vocabulary.
         mixture: input gathered over the sequence, output reduce-scattered over it.
         experts: every stacked expert cut in its inner width.
@@ -201,6 +247,7 @@ def tensor_parallel_plan(config: ModelConfig) -> tuple[tuple[str, Style], ...]:
     """
     return (
         ("embed", "vocab_embed"),
+        *((name, "positions") for name in position_modules(config)),
         ("layers.*.attention_norm", "sequence"),
         ("layers.*.attention", "gather_input"),
         ("layers.*.attention.wq", "colwise"),
@@ -209,7 +256,7 @@ def tensor_parallel_plan(config: ModelConfig) -> tuple[tuple[str, Style], ...]:
         ("layers.*.attention.wo", "rowwise"),
         *((f"layers.*.attention.{name}", "whole") for name in ("q_norm", "k_norm") if config.qk_norm),
         ("layers.*.mlp_norm", "sequence"),
-        *(_MIXTURE_PLAN if config.moe.experts else _SWIGLU_PLAN),
+        *(_MIXTURE_PLAN if config.moe.experts else _GELU_PLAN if config.is_gpt2 else _SWIGLU_PLAN),
         ("norm", "sequence"),
         ("head", "vocab_head"),
     )
@@ -218,6 +265,11 @@ def tensor_parallel_plan(config: ModelConfig) -> tuple[tuple[str, Style], ...]:
 _SWIGLU_PLAN: tuple[tuple[str, Style], ...] = (
     ("layers.*.mlp", "gather_input"),
     ("layers.*.mlp.gate", "colwise"),
+    ("layers.*.mlp.up", "colwise"),
+    ("layers.*.mlp.down", "rowwise"),
+)
+_GELU_PLAN: tuple[tuple[str, Style], ...] = (
+    ("layers.*.mlp", "gather_input"),
     ("layers.*.mlp.up", "colwise"),
     ("layers.*.mlp.down", "rowwise"),
 )
@@ -233,6 +285,11 @@ _MIXTURE_PLAN: tuple[tuple[str, Style], ...] = (
 def attention_modules() -> tuple[str, ...]:
     """Modules whose ``kernel`` and ``shard`` context parallelism sets; ``*`` stands for a layer's number."""
     return ("layers.*.attention",)
+
+
+def position_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Modules that add learned positions, whose ``shard`` context parallelism sets."""
+    return () if config.max_positions is None else ("positions",)
 
 
 def mixture_modules(config: ModelConfig) -> tuple[str, ...]:

@@ -24,12 +24,12 @@ def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
     offset, size = [0] * len(spec.shape), list(spec.shape)
     if spec.tp_dim is not None and layout.tp > 1:
         offset[spec.tp_dim], size[spec.tp_dim] = chunk(spec.shape[spec.tp_dim], layout.tp, at.tp)
-    replicas, replica = layout.replicas, layout.replica(rank)
+    shards, shard = layout.shards, layout.shard(rank)
     if spec.expert:
         offset[0], size[0] = chunk(spec.shape[0], layout.ep, layout.expert_index(rank))
-        replicas, replica = layout.expert_replicas, layout.expert_replica(rank)
+        shards, shard = layout.expert_shards, layout.expert_shard(rank)
     if layout.zero and spec.trained:
-        start, size[0] = chunk(size[0], replicas, replica)
+        start, size[0] = chunk(size[0], shards, shard)
         offset[0] += start
     return Box(tuple(offset), tuple(size))
 
@@ -43,7 +43,7 @@ def is_primary(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
     if spec.tp_dim is None and layout.coordinates(rank).tp:
         return False
     if layout.zero:
-        return spec.trained or layout.replica(rank) == 0
+        return spec.trained or layout.shard(rank) == 0
     return spec.expert or layout.expert_index(rank) == 0
 
 
@@ -51,4 +51,6 @@ def counts_in_norm(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
     """Whether this rank adds its box to a global sum: exactly one rank of the world does for each box."""
     if not spec.trained or not is_primary(spec, layout, rank):
         return False
-    return bool(layout.zero) or layout.expert_replica(rank) == 0
+    if layout.zero:
+        return layout.replica(rank) < layout.shards  # the first copy
+    return layout.expert_replica(rank) == 0

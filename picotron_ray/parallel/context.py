@@ -11,13 +11,15 @@ variants, both exact:
 - ``all-gather`` (Dubey et al. 2024): keys and values are gathered first, their gradients reduce-scattered.
   One collective where the ring has n - 1, for the memory of whole rows of keys; cheap under grouped queries.
 
-Partial results are merged by their log-sum-exp, in fp32 or wider. Keys that several query heads share are
-expanded only for the kernel, never on the wire.
+Every rank knows which documents the whole row holds (``models.documents``), so masks need no exchange: each
+is made of the numbers of the queries and of the keys at hand, when it is used.
+
+Which parts there are and how their results are merged is ``parallel.parts``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,102 +31,42 @@ from picotron_ray.config.layout import Context
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import SequenceShard
 from picotron_ray.parallel.attention import AttentionPlan, LseKernel, lse_kernel
+from picotron_ray.parallel.parts import Attend, Merge, Numbers, gathered_parts, ring_part
 from picotron_ray.parallel.tensor import named_modules
-
-ALL = slice(None)
-
-
-class Part(NamedTuple):
-    """One call of a kernel: which local queries see which of the keys at hand, and whether causally."""
-
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-def ring_part(mine: int, theirs: int, length: int) -> Part:
-    """What rank ``mine`` computes with the keys of rank ``theirs``; both hold ``length`` tokens."""
-    half = length // 2
-    if mine == theirs:
-        return Part(ALL, ALL, True)
-    return Part(ALL, slice(0, half), False) if theirs < mine else Part(slice(half, None), ALL, False)
-
-
-def gathered_parts(mine: int, ranks: int, length: int) -> list[Part]:
-    """What rank ``mine`` computes with the keys of whole rows: per chunk what is before it, and itself."""
-    half, parts = length // 2, []
-    for queries, chunk in ((slice(0, half), mine), (slice(half, None), 2 * ranks - 1 - mine)):
-        start = chunk * half
-        if start:
-            parts.append(Part(queries, slice(0, start), False))
-        parts.append(Part(queries, slice(start, start + half), True))
-    return parts
-
-
-class _Merge:
-    """Running attention of local queries over more and more of the keys."""
-
-    def __init__(self, q: Tensor) -> None:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.out = torch.zeros_like(q, dtype=wide)
-        self.lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
-
-    def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """Take in the result over keys not seen yet."""
-        before, seen = self.lse[..., queries], self.out[..., queries, :]
-        total = torch.logaddexp(before, lse)
-        seen.mul_((before - total).exp().unsqueeze(-1)).add_(out * (lse - total).exp().unsqueeze(-1))
-        before.copy_(total)
-
-
-class _Attend:
-    """Calls of one kernel on parts of the local queries and of keys: ``kv [2, batch, kv_heads, s, head]``."""
-
-    def __init__(self, kernel: LseKernel, heads: int, kv_heads: int) -> None:
-        self._kernel, self._copies = kernel, heads // kv_heads
-
-    def _expand(self, x: Tensor) -> Tensor:
-        return x if self._copies == 1 else x.repeat_interleave(self._copies, dim=1)
-
-    def _shared(self, gradient: Tensor) -> Tensor:
-        """Gradients of query heads that share a key, summed."""
-        return gradient if self._copies == 1 else gradient.unflatten(1, (-1, self._copies)).sum(dim=2)
-
-    def forward(self, merge: _Merge, q: Tensor, kv: Tensor, part: Part) -> None:
-        k, v = self._expand(kv[0][..., part.keys, :]), self._expand(kv[1][..., part.keys, :])
-        merge.add(part.queries, *self._kernel.forward(q[..., part.queries, :], k, v, part.causal))
-
-    def backward(self, part: Part, saved: tuple[Tensor, ...], kv: Tensor, dq: Tensor, dkv: Tensor) -> None:
-        """Add to ``dq`` and ``dkv`` what one part contributes; ``saved``: (gradient, q, out, lse)."""
-        grad, q, out = (x[..., part.queries, :].contiguous() for x in saved[:3])
-        lse = saved[3][..., part.queries].contiguous()
-        k, v = self._expand(kv[0][..., part.keys, :]), self._expand(kv[1][..., part.keys, :])
-        found_q, found_k, found_v = self._kernel.backward(grad, q, k, v, out, lse, part.causal)
-        dq[..., part.queries, :] += found_q
-        dkv[0][..., part.keys, :] += self._shared(found_k)
-        dkv[1][..., part.keys, :] += self._shared(found_v)
 
 
 class _Ring(torch.autograd.Function):
-    """q ``[b, heads, s, d]``, kv ``[2, b, kv_heads, s, d]`` → attention ``[b, heads, s, d]``."""
+    """q ``[b, heads, s, d]``, kv ``[2, b, kv_heads, s, d]`` → attention ``[b, heads, s, d]``.
+
+    ``documents [ranks, b, s]``: numbers of the tokens of each rank, or None.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, kernel: LseKernel, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        kernel: LseKernel,
+        group: dist.ProcessGroup,
+        documents: Tensor | None,
+    ) -> Tensor:
         ranks, mine = group.size(), group.rank()
-        attend, merge, held = _Attend(kernel, q.size(1), kv.size(2)), _Merge(q), kv
+        attend, merge, held = Attend(kernel, q.size(1), kv.size(2)), Merge(q), kv
         for step in range(ranks):
             coming = Shift(held, group) if step < ranks - 1 else None
-            attend.forward(merge, q, held, ring_part(mine, (mine - step) % ranks, q.size(-2)))
+            theirs = (mine - step) % ranks
+            part, numbers = ring_part(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
+            attend.forward(merge, q, held, part, numbers)
             if coming is not None:
                 held = coming.wait()
         out = merge.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, merge.lse)
+        ctx.save_for_backward(q, kv, out, merge.lse, documents)
         ctx.attend, ctx.group = attend, group
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        q, kv, out, lse, documents = ctx.saved_tensors
         group, ranks, mine = ctx.group, ctx.group.size(), ctx.group.rank()
         saved, held = (gradients[0], q, out, lse), kv
         dq = torch.zeros_like(q, dtype=lse.dtype)
@@ -132,43 +74,59 @@ class _Ring(torch.autograd.Function):
         for step in range(ranks):
             coming = Shift(held, group) if step < ranks - 1 else None
             carried = Shift(total, group, tag=1) if total is not None else None
-            part = ring_part(mine, (mine - step) % ranks, q.size(-2))
+            theirs = (mine - step) % ranks
+            part, numbers = ring_part(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
             dkv = torch.zeros_like(held, dtype=lse.dtype)
-            ctx.attend.backward(part, saved, held, dq, dkv)
+            ctx.attend.backward(part, numbers, saved, held, dq, dkv)
             total = dkv if carried is None else dkv.add_(carried.wait())
             if coming is not None:
                 held = coming.wait()
         assert total is not None
-        return dq.to(q.dtype), Shift(total, group, tag=1).wait().to(kv.dtype), None, None
+        return dq.to(q.dtype), Shift(total, group, tag=1).wait().to(kv.dtype), None, None, None
 
 
 class _Gathered(torch.autograd.Function):
-    """As `_Ring`, all keys gathered first; ``order``: where each position lies among what is gathered."""
+    """As `_Ring`, all keys gathered first.
+
+    ``order``: where each position lies among what is gathered; ``numbers``: of the whole row as keys.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, kernel: LseKernel, group: dist.ProcessGroup, order: Tensor
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        kernel: LseKernel,
+        group: dist.ProcessGroup,
+        order: Tensor,
+        numbers: Numbers,
     ) -> Tensor:
-        attend, merge = _Attend(kernel, q.size(1), kv.size(2)), _Merge(q)
+        attend, merge = Attend(kernel, q.size(1), kv.size(2)), Merge(q)
         whole = _whole(kv, group, order)
         for part in gathered_parts(group.rank(), group.size(), q.size(-2)):
-            attend.forward(merge, q, whole, part)
+            attend.forward(merge, q, whole, part, numbers)
         out = merge.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, merge.lse, order)
+        ctx.save_for_backward(q, kv, out, merge.lse, order, *numbers)
         ctx.attend, ctx.group = attend, group
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        q, kv, out, lse, order = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        q, kv, out, lse, order, *numbers = ctx.saved_tensors
         whole = _whole(kv, ctx.group, order)  # gathered again rather than kept
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(whole, dtype=lse.dtype)
+        saved = (gradients[0], q, out, lse)
         for part in gathered_parts(ctx.group.rank(), ctx.group.size(), q.size(-2)):
-            ctx.attend.backward(part, (gradients[0], q, out, lse), whole, dq, dkv)
+            ctx.attend.backward(part, Numbers(*numbers), saved, whole, dq, dkv)
         by_rank = torch.empty_like(dkv)
         by_rank[..., order, :] = dkv
         mine = reduce_scatter_sequence(_flat(by_rank), ctx.group)
-        return dq.to(q.dtype), _unflat(mine, kv).to(kv.dtype), None, None, None
+        return dq.to(q.dtype), _unflat(mine, kv).to(kv.dtype), None, None, None, None
+
+
+def _numbers(documents: Tensor | None, mine: int, theirs: int) -> Numbers:
+    """Of the queries of one rank and the keys of another."""
+    return Numbers() if documents is None else Numbers(documents[mine], documents[theirs])
 
 
 def _flat(kv: Tensor) -> Tensor:
@@ -192,17 +150,22 @@ class ContextAttention:
         self._group, self._variant, self._backend = group, variant, backend
         ranks = group.size()
         gathered = [at for index in range(ranks) for at in SequenceShard(length, ranks, index).positions()]
-        self._order = torch.tensor(gathered).argsort()
+        self._gathered = torch.tensor(gathered)  # positions, rank by rank
+        self._order = self._gathered.argsort()
         self._kernel: LseKernel | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         if self._kernel is None:
             self._kernel, self._order = lse_kernel(self._backend, q.device), self._order.to(q.device)
-        kv = torch.stack((k, v))
+            self._gathered = self._gathered.to(q.device)
+        kv, by_rank = torch.stack((k, v)), None
+        if documents is not None:
+            by_rank = documents[:, self._gathered].unflatten(1, (self._group.size(), -1)).transpose(0, 1)
         with torch.autocast(q.device.type, enabled=False):  # what is kept wide stays wide
             if self._variant == "ring":
-                return _Ring.apply(q, kv, self._kernel, self._group)
-            return _Gathered.apply(q, kv, self._kernel, self._group, self._order)
+                return _Ring.apply(q, kv, self._kernel, self._group, by_rank)
+            numbers = Numbers() if by_rank is None else Numbers(by_rank[self._group.rank()], documents)
+            return _Gathered.apply(q, kv, self._kernel, self._group, self._order, numbers)
 
 
 def apply_context_parallel(

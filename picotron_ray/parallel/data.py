@@ -1,4 +1,4 @@
-"""Sharded data parallelism by torch's FSDP2; replicated data parallelism is comm/reduce.py.
+"""Sharded data parallelism by torch's FSDP2: ZeRO 1 to 3, HSDP. The replicated kind: parallel/replicated.py.
 
 Gradients are *summed* over replicas (divide factor 1): the loss of every micro-batch is already divided
 by the global token count, which makes the gradient exact whatever the number of rows per replica.
@@ -35,7 +35,8 @@ def apply_fsdp(model: nn.Module, units: Units, mesh: DeviceMesh, zero: int) -> N
     """Shard ``model`` in place: each block a unit, and one for what is left.
 
     Args:
-        zero: 2 keeps weights gathered between forward and backward, 3 frees and gathers them again.
+        mesh: the ranks over which it is cut; with a dimension of copies before it, HSDP.
+        zero: 1 and 2 keep weights gathered between forward and backward, 3 frees and gathers them again.
     """
     reshard, whole = zero == 3, set(units.whole)
     for experts in units.experts:
@@ -49,6 +50,24 @@ def apply_fsdp(model: nn.Module, units: Units, mesh: DeviceMesh, zero: int) -> N
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def before_backward(model: nn.Module, zero: int, last: bool) -> None:
+    """Say what the backward pass of a micro-batch is to do with weights and gradients.
+
+    ZeRO-1 and 2 gather weights once per step, 1 reduces once per step too; copies meet once per step always.
+
+    Args:
+        last: whether no micro-batch of the step comes after it.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_all_reduce(last)
+    if zero < 3:
+        model.set_reshard_after_backward(last)
+    if zero == 1:
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
 
 
 def settle(model: nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 Data and context parallelism are one axis, ``data``: gradients are summed over both, and ZeRO shards over
 both. Inside it lie the groups of context parallelism alone (``cp``, in which attention exchanges keys), of
-expert parallelism (``ep``, neighbours with different experts) and of ranks with the same experts (``edp``).
+expert parallelism (``ep``, neighbours with different experts), of ranks with the same experts (``edp``), of
+the ranks among which ZeRO cuts one of several copies of the state (``shard``) and of those that hold the same
+part of every copy (``copy``).
 
 Axes of degree 1 are left out, and an axis that spans the world uses the default group: every group costs
 connections and milliseconds at each re-mesh. Code asks for an axis by name and gets None where there is
@@ -23,6 +25,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from picotron_ray.config.layout import Coordinates, Layout
@@ -30,7 +33,7 @@ from picotron_ray.config.schedules import RULES
 from picotron_ray.errors import LayoutError
 
 AXES = ("pp", "data", "tp")
-INSIDE = ("cp", "ep", "edp")  # within the data axis
+INSIDE = ("cp", "ep", "edp", "shard", "copy")  # within the data axis
 
 
 @dataclass(slots=True)
@@ -39,14 +42,19 @@ class Mesh:
 
     Fields:
         inside: groups within the data axis, by name; where they span it, the axis's own.
-        experts: the one-dimensional mesh of ``edp``; None where its degree is 1.
+        sharded: the mesh over which ZeRO cuts: one axis, before it one of copies where there are several;
+            None without ZeRO.
+        experts: the same for experts under expert parallelism; None too where no rank shares them.
+        names: under which collectives find the groups.
     """
 
     layout: Layout
     rank: int
     devices: DeviceMesh | None
     inside: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    sharded: DeviceMesh | None = None
     experts: DeviceMesh | None = None
+    names: list[str] = field(default_factory=list)
 
     @property
     def at(self) -> Coordinates:
@@ -67,13 +75,13 @@ class Mesh:
 
     def close(self) -> None:
         """Let go of the groups; DTensor's caches may hold the mesh for as long as the process lives."""
-        for devices in (self.devices, self.experts):
-            if devices is None:
-                continue
-            for name in devices._dim_group_names:
-                torch._C._distributed_c10d._unregister_process_group(name)
-            devices._pg_registry.clear()
-        self.devices = self.experts = None
+        for name in self.names:
+            torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
+        for devices in (self.devices, self.sharded, self.experts):
+            if devices is not None:
+                devices._pg_registry.clear()
+        self.devices = self.sharded = self.experts = None
+        self.names.clear()
         self.inside.clear()
 
 
@@ -95,6 +103,13 @@ def check_supported(layout: Layout) -> None:
         )
     if layout.replicas % layout.ep:
         raise LayoutError(f"layout.ep: saw {layout.ep}, which does not divide dp x cp = {layout.replicas}")
+    if layout.replicate > 1:
+        parts, rest = divmod(layout.replicas, layout.replicate)
+        if not layout.zero or rest or parts == 1 or parts % layout.ep:
+            raise LayoutError(
+                f"layout.replicate: saw {layout.replicate} with zero={layout.zero}, ep={layout.ep}, expected"
+                f" 1, or with ZeRO a number that leaves several parts of dp x cp = {layout.replicas}"
+            )
 
 
 def axis_ranks(layout: Layout, rank: int, axis: str) -> list[int]:
@@ -105,9 +120,19 @@ def axis_ranks(layout: Layout, rank: int, axis: str) -> list[int]:
         return data
     if axis == "ep":
         return [other for other in data if layout.expert_replica(other) == layout.expert_replica(rank)]
+    if axis == "copy":
+        return [other for other in data if layout.shard(other) == layout.shard(rank)]
+    shared = [other for other in data if _copy(layout, other) == _copy(layout, rank)]
+    if axis == "shard":
+        return shared
     if axis == "edp":
-        return [other for other in data if layout.expert_index(other) == layout.expert_index(rank)]
+        return [other for other in shared if layout.expert_index(other) == layout.expert_index(rank)]
     return [layout.rank(at._replace(**{axis: index})) for index in range(getattr(layout, axis))]
+
+
+def _copy(layout: Layout, rank: int) -> int:
+    """Which copy of the state ``rank`` has a part of; without ZeRO there is no more than one."""
+    return layout.replica(rank) // layout.shards if layout.zero else 0
 
 
 def group_name(axis: str, ranks: list[int]) -> str:
@@ -147,31 +172,51 @@ def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | 
         names.append(group_name(axis, ranks))
         _register(names[-1], group)
     inside = {}
-    for name in INSIDE if "data" in axes else ():
+    names_inside = INSIDE if layout.replicate > 1 else INSIDE[:3]
+    for name in names_inside if "data" in axes else ():
         ranks = axis_ranks(layout, rank, name)
-        if len(ranks) == layout.replicas:
-            inside[name] = groups[axes.index("data")]
-        elif len(ranks) > 1:
-            inside[name] = _new_group(ranks, layout, timeout)
+        if len(ranks) == 1:
+            continue
+        whole = len(ranks) == layout.replicas
+        inside[name] = groups[axes.index("data")] if whole else _new_group(ranks, layout, timeout)
+        names.append(group_name(name, ranks))
+        _register(names[-1], inside[name])
     shape = [degrees[axis] for axis in axes]
     numbers = torch.arange(layout.world_size, dtype=torch.int).view(shape)
-    mesh = numbers.tolist() if len(axes) == 1 else numbers
+    devices = _device_mesh(groups, device_type, numbers, axes, names[: len(axes)])
+    mesh = Mesh(layout, rank, devices, inside, names=names)
+    if layout.zero and "data" in axes:
+        mesh.sharded = _shard_mesh(mesh, "shard", device_type) if layout.replicate > 1 else mesh.axis("data")
+        if layout.ep > 1 and "edp" in inside:
+            mesh.experts = _shard_mesh(mesh, "edp", device_type)
+    return mesh
+
+
+def _shard_mesh(mesh: Mesh, axis: str, device_type: str) -> DeviceMesh:
+    """The mesh of an axis inside the data axis; of two dimensions, copies first, where there are copies."""
+    layout, rank = mesh.layout, mesh.rank
+    axes = ["copy", axis] if layout.replicate > 1 else [axis]
+    copies = axis_ranks(layout, rank, "copy") if layout.replicate > 1 else [rank]
+    numbers = [axis_ranks(layout, other, axis) for other in copies]
+    return _device_mesh(
+        [mesh.inside[name] for name in axes],
+        device_type,
+        torch.tensor(numbers if len(axes) > 1 else numbers[0], dtype=torch.int),
+        axes,
+        [group_name(name, axis_ranks(layout, rank, name)) for name in axes],
+    )
+
+
+def _device_mesh(
+    groups: list[dist.ProcessGroup], device_type: str, ranks: Tensor, axes: list[str], names: list[str]
+) -> DeviceMesh:
+    """A mesh of groups that are there; collectives find them by the names under which they are registered."""
+    alone = len(groups) == 1
     devices = DeviceMesh.from_group(
-        groups if len(axes) > 1 else groups[0], device_type, mesh=mesh, mesh_dim_names=tuple(axes)
+        groups[0] if alone else groups,
+        device_type,
+        mesh=ranks.tolist() if alone else ranks,
+        mesh_dim_names=tuple(axes),
     )
     devices._dim_group_names = names  # type: ignore[assignment]
-    experts = _expert_mesh(layout, rank, device_type, inside) if layout.ep > 1 else None
-    return Mesh(layout, rank, devices, inside, experts)
-
-
-def _expert_mesh(
-    layout: Layout, rank: int, device_type: str, inside: dict[str, dist.ProcessGroup]
-) -> DeviceMesh | None:
-    if "edp" not in inside:
-        return None
-    ranks = axis_ranks(layout, rank, "edp")
-    name = group_name("edp", ranks)
-    _register(name, inside["edp"])
-    devices = DeviceMesh.from_group(inside["edp"], device_type, mesh=ranks, mesh_dim_names=("edp",))
-    devices._dim_group_names = [name]  # type: ignore[list-item]
     return devices

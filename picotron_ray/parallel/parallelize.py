@@ -1,6 +1,6 @@
 """Apply a layout to one pipeline stage of a model, in one fixed order.
 
-Tensor, expert and context parallelism, recomputation, then FSDP.
+Tensor, expert and context parallelism, compilation, recomputation, then FSDP.
 
 The caller has cut the pipeline stage (it builds only its own layers, on the meta device). What was asked
 for is applied or refused; what was applied is returned, for the log.
@@ -19,7 +19,7 @@ from picotron_ray.checkpoint.canonical import Box
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.recompute import recomputed
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.plan import ParameterSpec, Style
+from picotron_ray.models.plan import ParameterSpec, SequenceShard, Style
 from picotron_ray.parallel.attention import AttentionPlan, whole_kernel
 from picotron_ray.parallel.boxes import counts_in_norm, is_primary, local_box
 from picotron_ray.parallel.context import apply_context_parallel
@@ -68,14 +68,20 @@ class Plan:
         blocks: the modules that FSDP gathers one at a time.
         attention: which modules are attention, and what computes it.
         mixtures: the modules that are mixtures of experts, by name.
+        positions: the modules that add learned positions, by name.
         untrained: names of parameters that no gradient moves, which FSDP leaves whole.
+        compiled: whether torch.compile makes the blocks' kernels.
+        grouped: whether the products of a mixture's experts are grouped.
     """
 
     styles: Sequence[tuple[str, Style]]
     blocks: Sequence[nn.Module]
     attention: AttentionPlan
     mixtures: Sequence[str] = ()
+    positions: Sequence[str] = ()
     untrained: frozenset[str] = frozenset()
+    compiled: bool = False
+    grouped: bool = False
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
@@ -94,6 +100,10 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     apply_expert_parallel(mixtures, mesh.group("ep") if layout.ep > 1 else None, mesh.group("cp"), layout.tp)
     if mixtures:
         applied.append(f"expert parallel over {layout.ep}, {len(mixtures)} modules")
+    if plan.grouped and mixtures:
+        for mixture in mixtures:
+            mixture.experts.grouped = True
+        applied.append("grouped experts")
     modules = named_modules(model, attention.modules)
     if modules:
         kernel = whole_kernel(attention.backend)
@@ -103,21 +113,36 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     cp = mesh.group("cp")
     if cp is not None:
         count = apply_context_parallel(model, cp, attention, layout.context)
+        for module in named_modules(model, plan.positions):
+            module.shard = SequenceShard(attention.length, cp.size(), cp.rank())
         applied.append(f"context parallel over {layout.cp}, {layout.context}, {count} modules")
+    if plan.compiled:
+        compile_blocks(plan.blocks)
+        applied.append(f"{len(plan.blocks)} blocks compiled")
     kinds = recomputed(layout.recompute, len(plan.blocks))
     inside = [[m.router for m in mixtures if any(m is part for part in b.modules())] for b in plan.blocks]
     count = apply_recompute(plan.blocks, kinds, inside)
     if layout.recompute != "none":
         applied.append(f"recompute {layout.recompute}: {count} of {len(kinds)} blocks")
-    data = mesh.axis("data")
-    if data is not None and layout.zero:
+    if mesh.sharded is not None:
         whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
         experts = [mixture.experts for mixture in mixtures] if layout.ep > 1 else []
-        apply_fsdp(model, Units(plan.blocks, experts, mesh.experts, whole), data, layout.zero)
-        applied.append(f"FSDP2 over {layout.replicas}, zero {layout.zero}")
-    elif data is not None:
+        apply_fsdp(model, Units(plan.blocks, experts, mesh.experts, whole), mesh.sharded, layout.zero)
+        copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
+        applied.append(f"FSDP2 over {layout.shards}{copies}, zero {layout.zero}")
+    elif layout.replicas > 1:
         applied.append(f"replicated over {layout.replicas}")
     return tuple(applied)
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Let torch.compile make the kernels of every block, at its first call.
+
+    ``forward`` alone: what FSDP hooks on around it stays outside, and so does recomputation. Shapes are
+    static; a block that cannot be one graph (collectives inside) becomes several.
+    """
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=False)
 
 
 def local_parameters(

@@ -9,7 +9,7 @@ micro-batches out of one tensor only and the row's weight has to come along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from picotron_ray.config.layout import Layout
 from picotron_ray.config.schedules import Schedule, schedule_problem
 from picotron_ray.errors import LayoutError
 
+Named = Mapping[str, Tensor]
+"""What ``forward`` takes besides its input, by name: the same on every stage, which all load the rows."""
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logits, targets [rows, seq], weights [rows]) -> scalar sum."""
 
@@ -53,7 +55,6 @@ class Pipeline:
         hidden: an example (meta) of what crosses between stages: ``[micro_batch, seq / cp / tp, hidden]``.
         sequence: tokens per row on this rank.
         loss: weighted sum of token losses of one micro-batch.
-        routed: whether the model takes the rows' weights (a mixture of experts).
     """
 
     def __init__(
@@ -65,11 +66,10 @@ class Pipeline:
         sequence: int,
         loss: LossFunction,
         device: torch.device,
-        routed: bool = False,
     ) -> None:
         self.first, self.last = 0 in models, layout.stages - 1 in models
         self._models, self._layout, self._group, self._loss = dict(models), layout, group, loss
-        self._device, self._routed = device, routed
+        self._device = device
         self._hidden, self._sequence = hidden, sequence
         self._owners = {
             stage: rank for rank in range(layout.pp) for stage in layout.rank_stages(rank)
@@ -116,12 +116,13 @@ class Pipeline:
             )
         return self._schedules[micro_batches]
 
-    def step(self, inputs: Tensor, targets: Tensor, weights: Tensor, scale: float) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, weights: Tensor, named: Named, scale: float) -> Tensor:
         """Forward and backward of all micro-batches; gradients accumulate in the parameters.
 
         Args:
             inputs, targets: ``[micro_batches, micro_batch, seq]`` on the device.
             weights: ``[micro_batches, micro_batch]``.
+            named: tensors ``[micro_batches, micro_batch, ...]``.
             scale: factor of the loss before backward.
 
         Returns: the unscaled loss sum (0 on all ranks but that of the last stage).
@@ -134,24 +135,25 @@ class Pipeline:
         if self.last:
             numbers = torch.arange(count * rows, device=targets.device).unsqueeze(1)
             target = torch.cat((targets.flatten(0, 1), numbers), dim=1)
-        extra = {"weights": self._weights} if self._routed else {}
+        # the schedule cuts these as it cuts the rows, and keeps each with its micro-batch
+        extra = {name: values.flatten(0, 1) for name, values in named.items()}
         schedule.step(*fed, target=target, return_outputs=False, **extra)
         if not self._sums:
             return torch.zeros((), device=self._device)
         return torch.stack(self._sums).sum()
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-        """Forward only. Each item: inputs and targets ``[micro_batch, seq]``, weights ``[micro_batch]``.
+    def evaluate(self, micro_batches: Iterable[tuple[Tensor, Tensor, Tensor, Named]]) -> Tensor:
+        """Forward only. Each item: inputs, targets ``[micro_batch, seq]``, weights ``[micro_batch]``, named.
 
         One stage per rank passes micro-batches on as they are done; several take them round one by one.
         """
         total = torch.zeros((), device=self._device)
-        for inputs, targets, weights in micro_batches:
+        for inputs, targets, weights, named in micro_batches:
             x = inputs
             for stage, model in sorted(self._models.items()):
                 x = self._received(stage, x)
-                x = model(x, weights) if self._routed else model(x)
+                x = model(x, **named)
                 if stage == self._layout.stages - 1:
                     total = total + self._loss(x, targets, weights)
                 elif stage + 1 not in self._models:

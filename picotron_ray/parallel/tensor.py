@@ -103,6 +103,7 @@ class TensorParallel:
         self.group, self.parts, self.index = group, group.size(), group.rank()
         self.styles: dict[Style, Callable[[Any], None]] = {
             "vocab_embed": self.vocab_embed,
+            "positions": self.positions,
             "sequence": self.sequence,
             "gather_input": self.gather_input,
             "colwise": self.colwise,
@@ -130,6 +131,10 @@ class TensorParallel:
     def sequence(self, module: Any) -> None:
         """A norm of its own tokens or heads; its gradient is partial (``parallelize.local_gradient``)."""
 
+    def positions(self, module: Any) -> None:
+        """Learned positions follow the tokens; as with a norm the gradient is partial."""
+        module.part = (self.index, self.parts)
+
     def gather_input(self, module: Any) -> None:
         module.register_forward_pre_hook(
             lambda _, inputs: (_Gather.apply(inputs[0], self.group), *inputs[1:])
@@ -141,16 +146,19 @@ class TensorParallel:
             self._cut(module, 0, "bias")
 
     def rowwise(self, module: Any) -> None:
+        """The bias is added once, by each rank to the sums of its own tokens."""
         self._cut(module, 1)
-        self._reduce_output(module)
 
-    def _reduce_output(self, module: Any) -> None:
-        module.register_forward_hook(lambda _, inputs, output: _ReduceScatter.apply(output, self.group))
+        def forward(x: Tensor) -> Tensor:
+            total = _ReduceScatter.apply(F.linear(x, module.weight), self.group)
+            return total if module.bias is None else total + module.bias.to(total.dtype)
+
+        module.forward = forward
 
     def mixture(self, module: Any) -> None:
         """Every rank routes all tokens alike and holds a part of every expert's width."""
         self.gather_input(module)
-        self._reduce_output(module)
+        module.register_forward_hook(lambda _, inputs, output: _ReduceScatter.apply(output, self.group))
 
     def experts(self, module: Any) -> None:
         for name, dim in (("gate", 1), ("up", 1), ("down", 2)):

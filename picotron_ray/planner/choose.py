@@ -8,13 +8,14 @@ function's place.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from picotron_ray.config.fit import Degrees, fitting_degrees, misfits, virtual_stages
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.layout import Layout, Zero
 from picotron_ray.config.schedules import RULES
 from picotron_ray.errors import LayoutError
 from picotron_ray.planner.cost import step_cost
@@ -53,15 +54,37 @@ def choose_layout(
     Raises:
         LayoutError: no layout fits; the line names the degrees asked for, or the memory that is missing.
     """
-    ranked = _ranked(job, workers, profile, tuple(node_sizes))
-    if not ranked:
+    best, looked_at = _cheapest(job, workers, profile, tuple(node_sizes))
+    if best is None:
         raise LayoutError(_why_none(job, workers, profile))
-    best = ranked[0]
     used = best.layout.world_size
-    reason = f"{best.layout}: {best.cost_s:.3g} s per step, cheapest of {len(ranked)} on {workers} workers"
+    reason = f"{best.layout}: {best.cost_s:.3g} s per step, cheapest of {looked_at} on {workers} workers"
     if used < workers:
         reason += f" ({workers - used} idle)"
     return Choice(best.layout, best.cost_s, reason)
+
+
+@lru_cache(maxsize=256)
+def _cheapest(
+    job: JobConfig, workers: int, profile: DeviceProfile, node_sizes: tuple[int, ...]
+) -> tuple[Choice | None, int]:
+    """The first of `_ranked`, and the number of candidates.
+
+    Recomputation to save memory only adds cost, so candidates are judged in the order of what they cost
+    without, until none that is left can win: memory is estimated for few of them.
+    """
+    budget, best = budget_bytes(job, profile.memory_bytes), None
+    costs = [(step_cost(job, c, profile, node_sizes).total_s, c) for c in _candidates(job, workers)]
+    for least_s, candidate in sorted(costs):
+        if best is not None and least_s > best.cost_s:
+            break
+        layout = within(job, candidate, budget)
+        if layout is None:
+            continue
+        choice = Choice(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
+        if best is None or _order(choice) < _order(best):
+            best = choice
+    return best, len(costs)
 
 
 @lru_cache(maxsize=256)
@@ -75,7 +98,7 @@ def _ranked(
         if layout is None:
             continue
         choice = Choice(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
-        key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero)
+        key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero, layout.replicate)
         if key not in best or _order(choice) < _order(best[key]):
             best[key] = choice
     return tuple(sorted(best.values(), key=_order))
@@ -87,16 +110,27 @@ def within(job: JobConfig, layout: Layout, budget: float) -> Layout | None:
     The policy that the job names is kept. The cheapest set under ``auto`` is the smallest K of ``blocks-K``:
     blocks of a stage are alike, so that only their number counts.
     """
-    if memory_estimate(job, layout).total_bytes <= budget:
+    estimate = memory_estimate(job, layout)
+    if estimate.total_bytes <= budget:
         return layout
-    if job.layout.recompute != "auto" or (layout.pp > 1 and RULES[layout.schedule].splits):
+    if (
+        estimate.state_bytes > budget
+        or job.layout.recompute != "auto"
+        or (layout.pp > 1 and RULES[layout.schedule].splits)
+    ):
         return None
-    depth = max(end - start for start, end in stage_bounds(job.model, layout.stages))
-    for policy in ("selective", *(f"blocks-{count}" for count in range(1, depth + 1))):
+
+    def fits(policy: str) -> Layout | None:
         found = replace(layout, recompute=policy)
-        if memory_estimate(job, found).total_bytes <= budget:
-            return found
-    return None
+        return found if memory_estimate(job, found).total_bytes <= budget else None
+
+    depth = max(end - start for start, end in stage_bounds(job.model, layout.stages))
+    selective = None if job.kernels.compile else fits("selective")  # it does not see into compiled blocks
+    if selective or not fits(f"blocks-{depth}"):
+        return selective
+    # more blocks never need more memory
+    count = 1 + bisect_left(range(1, depth), True, key=lambda blocks: fits(f"blocks-{blocks}") is not None)
+    return fits(f"blocks-{count}")
 
 
 def _order(choice: Choice) -> tuple[float, Layout]:
@@ -111,14 +145,14 @@ def _candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
         if any(want not in ("auto", degree) for degree, want in wanted):
             continue
         replicas = degrees.dp * degrees.cp
-        zeros = ((0, 2, 3) if replicas > 1 else (0,)) if asked.zero == "auto" else (asked.zero,)
-        for zero in zeros:
+        for zero, copies in _shardings(job, replicas):
             for ep in _expert_degrees(job, replicas):
                 for micro_batch in _micro_batches(job, degrees.dp, degrees.pp):
                     layout = Layout(
                         **degrees._asdict(),
                         ep=ep,
                         zero=zero,
+                        replicate=copies,
                         schedule=asked.schedule,
                         virtual_stages=virtual_stages(job, degrees.pp),
                         micro_batch=micro_batch,
@@ -127,6 +161,20 @@ def _candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
                     )
                     if not misfits(job, layout):
                         yield layout
+
+
+def _shardings(job: JobConfig, replicas: int) -> list[tuple[Zero, int]]:
+    """ZeRO stages and numbers of copies worth a look."""
+    zero, copies = job.layout.zero, job.layout.replicate
+    zeros: tuple[Zero, ...] = ((0, 1, 2, 3) if replicas > 1 else (0,)) if zero == "auto" else (zero,)
+    divisors = [count for count in range(1, replicas) if replicas % count == 0] or [1]
+    if zero == "auto" and copies not in ("auto", 1):
+        zeros = zeros[1:]
+    return [
+        (stage, count)
+        for stage in zeros
+        for count in ((divisors if stage else [1]) if copies == "auto" else [copies])
+    ]
 
 
 def _expert_degrees(job: JobConfig, replicas: int) -> list[int]:

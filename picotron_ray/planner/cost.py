@@ -206,24 +206,35 @@ def _data(
 ) -> float:
     """Seconds of data-parallel traffic per step.
 
-    Replicated: one all-reduce of the stage's gradients, 2·(dp - 1)/dp of their bytes. ZeRO-2 and 3 work block
-    by block: reduce-scatter and all-gather, 3 gathers again for backward; once per micro-batch.
+    Replicated: one all-reduce of the stage's gradients, 2·(dp - 1)/dp of their bytes. ZeRO works block by
+    block: weights are gathered once per step, by ZeRO-3 twice per micro-batch, gradients reduced with every
+    micro-batch, under ZeRO-1 or a pipeline once. Copies (HSDP) all-reduce their shards once.
     """
     if layout.replicas == 1:
         return 0.0
-    share = (layout.replicas - 1) / layout.replicas
     first = layout.rank_stages(0)
     size = STATE_BYTES[job.precision] * sum(
         stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep) for stage in first
     )
-    seconds = size * share / _link(profile, len(node_sizes) > 1)
-    hops = math.log2(layout.replicas)
-    if not layout.zero:
-        buckets = max(1.0, size / BUCKET_BYTES)
-        return 2 * seconds + 2 * buckets * hops * profile.latency_s
-    blocks = _depth(job, layout) + 2
-    collectives = 2 if layout.zero == 2 else 3
-    return micro_batches * collectives * (seconds + blocks * hops * profile.latency_s)
+    between = len(node_sizes) > 1
+    apart = any(nodes % (layout.shards * layout.tp) for nodes in node_sizes)  # a copy on several nodes
+    copies = layout.replicas // layout.shards
+    total = 2 * _pass(size / layout.shards, copies, size / layout.shards / BUCKET_BYTES, profile, between)
+    if layout.zero:
+        gathers = 1 if layout.zero < 3 else 2 * micro_batches
+        reductions = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches
+        blocks = _depth(job, layout) + 2
+        total += (gathers + reductions) * _pass(size, layout.shards, blocks, profile, apart)
+    return total
+
+
+def _pass(size: float, ranks: int, calls: float, profile: DeviceProfile, between_nodes: bool) -> float:
+    """Seconds of a reduce-scatter or an all-gather of ``size`` bytes; an all-reduce is both."""
+    if ranks == 1:
+        return 0.0
+    moved = size * (ranks - 1) / ranks
+    latency = max(1.0, calls) * math.log2(ranks) * profile.latency_s
+    return moved / _link(profile, between_nodes) + latency
 
 
 def _link(profile: DeviceProfile, between_nodes: bool) -> float:

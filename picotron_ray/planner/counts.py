@@ -1,17 +1,18 @@
 """Sizes of a model: parameters and floating-point operations, from its config alone. Torch-free.
 
-For the Llama-style decoder they are formulas, tested against the built module parameter by parameter; for
-a model of your own they come from the table that launch made from the built module (``model.built``).
+For our decoder (Llama-style or GPT-2) they are formulas, tested against the built module parameter by
+parameter; for a model of your own they come from the table that launch made from the built module
+(``model.built``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from picotron_ray.config.builder import BuiltModel
 from picotron_ray.config.job import ModelConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.planner.memo import of_the_latest
 from picotron_ray.planner.partition import Bounds, partition
 
 
@@ -25,13 +26,14 @@ class ModelSizes:
         embed, block, head: parameters before the blocks, of one block, and after the blocks.
         tied: parameters before the blocks that the head uses too.
         whole_block, whole_embed, whole_head: of those, what every tensor-parallel rank holds whole (0 for the
-            Llama-style decoder, where that is only the norms).
+            Llama-style decoder, where that is only the norms; GPT-2's positions are told apart).
         activations: elements that one block keeps for backward, per token.
         products: of those, inputs and results of matrix products and attention, what selective recomputation
             keeps.
         sequence_cut: whether tensor parallelism cuts activations too (sequence parallelism).
         vocabulary: rows of the output.
         scores: width over which attention scores are formed, all heads together.
+        matrices: parameters of one block's matrices.
         experts: parameters of one block's experts, which expert parallelism cuts; part of ``block``.
         idle: of those, what a token does not go through.
         routed: elements that one token sends to experts in one block (and gets back), 0 in a dense block.
@@ -51,11 +53,13 @@ class ModelSizes:
     sequence_cut: bool
     vocabulary: int
     scores: int
+    matrices: int
     experts: int = 0
     idle: int = 0
     routed: int = 0
 
 
+@of_the_latest
 def sizes_of(model: ModelConfig) -> ModelSizes:
     """Sizes of the model that a config describes.
 
@@ -72,16 +76,17 @@ def sizes_of(model: ModelConfig) -> ModelSizes:
 
 def _llama_sizes(model: ModelConfig) -> ModelSizes:
     embedding = model.vocab_size * model.hidden_size
+    positions = (model.max_positions or 0) * model.hidden_size
     hidden, width, key_value = model.hidden_size, model.query_width, model.key_width
     return ModelSizes(
         layers=model.layers,
         hidden=model.hidden_size,
-        embed=embedding,
+        embed=embedding + positions,
         block=block_parameters(model),
-        head=model.hidden_size + (0 if model.tie_embeddings else embedding),
+        head=norm_parameters(model) + (0 if model.tie_embeddings else embedding),
         tied=embedding if model.tie_embeddings else 0,
         whole_block=0,
-        whole_embed=0,
+        whole_embed=positions,
         whole_head=0,
         # Block input, two norm outputs and the residual between, q, attention output, k and v, and what the
         # hidden layer keeps; attention scores are not kept (SDPA recomputes them).
@@ -91,6 +96,7 @@ def _llama_sizes(model: ModelConfig) -> ModelSizes:
         sequence_cut=True,
         vocabulary=model.vocab_size,
         scores=width,
+        matrices=block_parameters(model) - _block_vectors(model),
         experts=expert_parameters(model),
         idle=expert_parameters(model) * (model.moe.experts - model.moe.top_k) // max(1, model.moe.experts),
         routed=model.moe.top_k * model.hidden_size if model.moe.experts else 0,
@@ -100,11 +106,12 @@ def _llama_sizes(model: ModelConfig) -> ModelSizes:
 def _hidden_activations(model: ModelConfig) -> int:
     """Elements that a block's hidden layer keeps for backward, per token.
 
-    Gate, up, their activation and product (4·I); of each chosen expert also its input and output.
+    Gate, up, their activation and product (4·I), of GPT-2 up and its activation (2·I); of each chosen expert
+    also its input and output.
     """
     moe = model.moe
     if not moe.experts:
-        return 4 * model.intermediate_size
+        return (2 if model.is_gpt2 else 4) * model.intermediate_size
     expert = 2 * model.hidden_size + 4 * moe.intermediate_size
     return moe.top_k * expert + 4 * moe.shared_intermediate_size + 3 * moe.experts
 
@@ -113,7 +120,7 @@ def _hidden_products(model: ModelConfig) -> int:
     """Of `_hidden_activations` what matrix products gave: gate, up, and the output of each expert."""
     moe = model.moe
     if not moe.experts:
-        return 2 * model.intermediate_size + model.hidden_size
+        return (1 if model.is_gpt2 else 2) * model.intermediate_size + model.hidden_size
     expert = model.hidden_size + 2 * moe.intermediate_size
     return moe.top_k * expert + 2 * moe.shared_intermediate_size + moe.experts
 
@@ -142,20 +149,36 @@ def _built_sizes(built: BuiltModel, vocabulary: int) -> ModelSizes:
         sequence_cut=False,
         vocabulary=vocabulary,
         scores=built.hidden_size,
+        matrices=built.matrices // blocks,
     )
+
+
+def norm_parameters(model: ModelConfig) -> int:
+    """Parameters of one norm over the residual stream: a weight, and LayerNorm's bias."""
+    return model.hidden_size * (2 if model.is_gpt2 else 1)
 
 
 def block_parameters(model: ModelConfig) -> int:
     """Parameters of one decoder block: two norms, q, k, v and output projections, gate, up and down.
 
-    Instead of the last three a mixture has its router, its experts and the shared one. A bias that no
-    gradient moves is not counted.
+    Instead of the last three a mixture has its router, its experts and the shared one; GPT-2 has no gate, and
+    biases everywhere. A bias that no gradient moves is not counted.
     """
     hidden, width, key_value, moe = model.hidden_size, model.query_width, model.key_width, model.moe
     attention = 2 * hidden * width + 2 * hidden * key_value
-    attention += (width + 2 * key_value) * model.qkv_bias + 2 * model.head_size * model.qk_norm
+    if model.is_gpt2:
+        return _block_vectors(model) + attention + 2 * hidden * model.intermediate_size
     inner = moe.shared_intermediate_size if moe.experts else model.intermediate_size
-    return 2 * hidden + attention + 3 * hidden * inner + moe.experts * hidden + expert_parameters(model)
+    matrices = attention + 3 * hidden * inner + moe.experts * hidden + expert_parameters(model)
+    return _block_vectors(model) + matrices
+
+
+def _block_vectors(model: ModelConfig) -> int:
+    """Parameters of one block's norms and biases."""
+    biases = (model.query_width + 2 * model.key_width) * (model.qkv_bias or model.is_gpt2)
+    if model.is_gpt2:  # of the projections back into the residual stream, and of the hidden layer
+        biases += 2 * model.hidden_size + model.intermediate_size
+    return 2 * norm_parameters(model) + biases + 2 * model.head_size * model.qk_norm
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -164,7 +187,7 @@ def parameter_count(model: ModelConfig) -> int:
     return sizes.layers * sizes.block + sizes.embed + sizes.head
 
 
-@lru_cache(maxsize=256)
+@of_the_latest
 def stage_bounds(model: ModelConfig, stages: int) -> Bounds:
     """Half-open ranges of absolute layer numbers of every pipeline stage.
 
@@ -182,6 +205,7 @@ def stage_depth(model: ModelConfig, stages: int, stage: int) -> int:
     return end - start
 
 
+@of_the_latest
 def stage_parameters(model: ModelConfig, stages: int, stage: int, tp: int = 1, ep: int = 1) -> float:
     """Parameters that one rank of one of ``stages`` pipeline stages holds without ZeRO.
 
@@ -201,17 +225,24 @@ def stage_parameters(model: ModelConfig, stages: int, stage: int, tp: int = 1, e
     return whole + (total - whole) / tp
 
 
+def active_parameters(model: ModelConfig) -> int:
+    """Parameters that a token goes through: all of a dense model, ``top_k`` experts of a mixture."""
+    sizes = sizes_of(model)
+    return parameter_count(model) - sizes.layers * sizes.idle
+
+
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Training FLOPs (forward and backward) per token: 6·N + 12·L·w·s.
 
     N is the global parameter count (of experts, those that a token goes through), L layers, w width of the
     query heads, s sequence length (PaLM, Chowdhery et al. 2022, appendix B; picotron's MFU formula). The
     attention term counts the full s x s square: a causal kernel does half of it, so multiply that term by 0.5
-    for the operations really done.
+    for the operations really done. Document masks do not change the count either: kernels that take a mask
+    compute what it hides all the same.
     """
     sizes = sizes_of(model)
     attention = 12 * sizes.layers * sizes.scores * sequence_length
-    return float(6 * (parameter_count(model) - sizes.layers * sizes.idle) + attention)
+    return float(6 * active_parameters(model) + attention)
 
 
 def stage_flops_per_token(

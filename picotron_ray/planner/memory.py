@@ -14,9 +14,9 @@ from picotron_ray.config.recompute import recomputed
 from picotron_ray.config.schedules import in_flight
 from picotron_ray.planner.counts import sizes_of, stage_depth, stage_parameters
 
-STATE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}  # weights, gradients and moments; bf16 keeps fp32 masters
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # activations
-MOMENTS = {"adamw": 2, "sgd": 0}
+STATE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 4, "fp16": 4}  # weights, gradients and moments
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # activations
+MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}  # per parameter; muon has one of each matrix inside a block
 USABLE = 0.9  # share of the device's memory that an estimate may fill
 
 
@@ -27,7 +27,7 @@ class MemoryEstimate:
     state_bytes: float
     """weights, gradients and optimizer moments"""
     gathered_bytes: float
-    """weights gathered for computation under ZeRO, and the gradient of one block before its reduction"""
+    """weights gathered for computation under ZeRO, and gradients before their reduction"""
     activation_bytes: float
     """what the backward passes in flight still need"""
 
@@ -53,12 +53,17 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
     copies = 2 + MOMENTS[job.optimizer.name]  # weight and gradient, moments
     state = size * copies * (_sharded(job, layout, parameters, depth) if layout.zero else parameters)
     held = sizes.block - sizes.experts + sizes.experts // layout.ep
+    if job.optimizer.name == "muon":
+        matrices = depth * (held - sizes.block + sizes.matrices) / layout.tp
+        state -= size * (_sharded(job, layout, matrices, depth) if layout.zero else matrices)
     block = sizes.whole_block + (held - sizes.whole_block) / layout.tp
     gathered = 0.0
-    if layout.zero == 2:  # all weights stay gathered from forward to backward
-        gathered = (parameters + block) * size
-    elif layout.zero == 3:  # the block at work and the one fetched ahead, and one block's gradient
-        gathered = 3 * block * size
+    if layout.zero:
+        # whole weights between forward and backward, or of the block at work and the one fetched ahead
+        weights = parameters if layout.zero < 3 else 2 * block
+        # gradients of a whole step, or of one block; torch's pipelines reduce once per step
+        gradients = parameters if layout.zero == 1 or layout.pp > 1 else block
+        gathered = (weights + gradients) * size
     return MemoryEstimate(state, gathered, _activations(job, layout, rank))
 
 
@@ -66,7 +71,7 @@ def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> f
     """What ZeRO leaves of the parameters of ``depth`` layers: equal ranks share them, experts their own."""
     sizes = sizes_of(job.model)
     experts = depth * (sizes.experts // layout.ep) / layout.tp
-    return (parameters - experts) / layout.replicas + experts / layout.expert_replicas
+    return (parameters - experts) / layout.shards + experts / layout.expert_shards
 
 
 def _activations(job: JobConfig, layout: Layout, rank: int) -> float:
@@ -79,7 +84,24 @@ def _activations(job: JobConfig, layout: Layout, rank: int) -> float:
     tokens = layout.micro_batch * job.data.sequence_length // layout.cp
     kept = _kept_elements(job, layout, rank) * COMPUTE_BYTES[job.precision]
     logits = 2 * sizes.vocabulary * STATE_BYTES[job.precision] if rank == layout.last_stage_rank else 0
-    return tokens * (kept + logits) / (layout.tp if sizes.sequence_cut else 1)
+    cut = layout.tp if sizes.sequence_cut else 1
+    return tokens * (kept + logits) / cut + _masks(job, layout, rank)
+
+
+def _masks(job: JobConfig, layout: Layout, rank: int) -> float:
+    """Bytes of document masks kept for backward: whole rows squared, of every micro-batch in flight.
+
+    The blocks of a stage share one, unless a window makes each its own. Where cp cuts rows, masks are made of
+    one part at a time and none is kept.
+    """
+    if not job.data.document_masks or layout.cp > 1:
+        return 0.0
+    length, window, stages = job.data.sequence_length, job.model.sliding_window, layout.rank_stages(rank)
+    masks = len(stages)
+    if window is not None and window < length:
+        masks = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
+    one = layout.micro_batch * length**2 * COMPUTE_BYTES[job.precision]
+    return one * masks * _in_flight(job, layout, rank)
 
 
 def _kept_elements(job: JobConfig, layout: Layout, rank: int) -> float:

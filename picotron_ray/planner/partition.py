@@ -6,6 +6,7 @@ where the embedding and the head lie.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -35,18 +36,25 @@ def partition(costs: Sequence[float], first: float, last: float, stages: int) ->
         ends = (first if start == 0 else 0.0) + (last if end == layers else 0.0)
         return before[end] - before[start] + ends
 
+    def cut(start: int, latest: int) -> tuple[float, int]:
+        """The best end of a stage, at most ``latest``: (the costliest stage from ``start`` on, end).
+
+        A longer stage costs more and leaves less to the others, so the best end is where the two meet.
+        """
+        ends = range(start + 1, latest + 1)
+        meet = bisect_left(ends, True, key=lambda end: cost(start, end) >= worst[end])
+        around = ends[max(0, meet - 1) : meet + 1]
+        found, end = min((max(cost(start, end), worst[end]), -end) for end in around)
+        return found, -end
+
     # worst[start]: the costliest stage of the best cut of layers start.. into the stages left
     worst = [cost(start, layers) if start < layers else float("inf") for start in range(layers + 1)]
     cuts: list[list[int]] = []
     for left in range(2, stages + 1):
-        best, chosen = [float("inf")] * (layers + 1), [0] * (layers + 1)
-        for start in range(layers - left + 1):
-            for end in range(layers - left + 1, start, -1):
-                found = max(cost(start, end), worst[end])
-                if found < best[start]:
-                    best[start], chosen[start] = found, end
-        worst = best
-        cuts.append(chosen)
+        latest = layers - left + 1
+        best = [cut(start, latest) for start in range(latest)]
+        worst = [found for found, _ in best] + [float("inf")] * left
+        cuts.append([end for _, end in best])
     bounds, start = [], 0
     for chosen in reversed(cuts):
         bounds.append((start, chosen[start]))

@@ -132,6 +132,14 @@ class GenerationRun:
         page.put(clean=spec.resume_step)
         self._raise_if_interrupted()
         at = spec.layout.coordinates(self.rank)
+        eval_batches = home.data.eval_batches(spec.layout, at.dp, home.job.evaluate.samples)
+        if policy := self._engine.adapt(eval_batches):
+            full = sorted(set(policy.sensitivity) - policy.low)
+            print(
+                f"generation {spec.id} rank {self.rank}: {home.job.precision} adds {policy.error:.1e} to the"
+                f" loss; in full precision: {', '.join(full) or 'nothing'}",
+                flush=True,
+            )
         self._loader = Loader(
             home.data.train,
             seed=home.job.seed,
@@ -150,7 +158,7 @@ class GenerationRun:
             device=home.device,
             engine=self._engine,
             loader=self._loader,
-            eval_batches=home.data.eval_batches(spec.layout, at.dp, home.job.evaluate.samples),
+            eval_batches=eval_batches,
             snapshots=self._snapshots,
             page=page,
             requests=self._requests,

@@ -28,6 +28,7 @@ from picotron_ray.config.layout import Layout
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Source
 from picotron_ray.errors import ConfigError, NotFoundError
 from picotron_ray.models import hf
+from picotron_ray.models.hf_gpt2 import Held
 from picotron_ray.models.plan import parameter_table
 from picotron_ray.runtime.archive import generation_body
 from picotron_ray.runtime.run import saved_config
@@ -128,9 +129,9 @@ def check_import(job: JobConfig, folder: Path) -> Files:
     files, problems = Files(folder), []
     expected: set[str] = set()
     shapes = {spec.name: spec.shape for spec in parameter_table(job.model)}
-    for ours, theirs in hf.tensor_names(job.model, config["architectures"][0]):
-        shape = shapes[ours][1:] if ".experts." in ours else shapes[ours]
-        for name in theirs:
+    for held in hf.tensors(job.model, config["architectures"][0], files.names):
+        shape = _their_shape(held, shapes)
+        for name in held.theirs:
             expected.add(name)
             if name not in files.names:
                 problems.append(f"{folder}: tensor {name} is missing")
@@ -140,16 +141,20 @@ def check_import(job: JobConfig, folder: Path) -> Files:
                 problems.append(f"{folder}: {name}: saw shape {list(found)}, expected {list(shape)}")
             if dtype not in _FLOATS:
                 problems.append(f"{folder}: {name}: saw type {dtype}, expected one of {sorted(_FLOATS)}")
-    extra = sorted(files.names - expected - _ignored(job.model))
+    extra = sorted(files.names - expected - hf.ignored(job.model, files.names))
     problems += [f"{folder}: tensor {name} is not of this model" for name in extra]
     if problems:
         raise ConfigError(*problems[:20])
     return files
 
 
-def _ignored(model: ModelConfig) -> set[str]:
-    """A tied head that is stored all the same."""
-    return {"lm_head.weight"} if model.tie_embeddings else set()
+def _their_shape(held: Held, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Shape that a tensor of the checkpoint must have."""
+    first, *rest = shapes[held.ours[0]]
+    if held.stacked:
+        return tuple(rest)
+    joined = (sum(shapes[name][0] for name in held.ours), *rest) if len(held.ours) > 1 else (first, *rest)
+    return joined[::-1] if held.transposed else joined
 
 
 def _same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
@@ -198,9 +203,13 @@ def import_hf(job: JobConfig, folder: Path) -> dict[str, Any]:
 
 def _read(job: JobConfig, files: Files, architecture: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     dtype = master_type(job)
-    for ours, theirs in hf.tensor_names(job.model, architecture):
-        parts = [files.read(name, dtype) for name in theirs]
-        yield ours, np.stack(parts) if ".experts." in ours else parts[0]
+    shapes = {spec.name: spec.shape for spec in parameter_table(job.model)}
+    for held in hf.tensors(job.model, architecture, files.names):
+        parts = [files.read(name, dtype) for name in held.theirs]
+        whole = np.stack(parts) if held.stacked else parts[0]
+        whole = whole.T if held.transposed else whole
+        ends = np.cumsum([shapes[name][0] for name in held.ours])
+        yield from zip(held.ours, np.split(whole, ends[:-1]), strict=True)
 
 
 # --- export ----------------------------------------------------------------------------------------------
@@ -250,9 +259,12 @@ def _tensors(job: JobConfig, manifest: Manifest, storage: Storage, dtype: str) -
     from picotron_ray.checkpoint.dcp import uncut
 
     shards: dict[str, Shard] = {name: parts[0].shard for name, parts in manifest.tensors().items()}
-    for ours, theirs in hf.tensor_names(job.model, hf.architecture_of(job.model)):
-        whole = uncut([shards[ours]], CommitSource(storage, manifest))[ours].to(getattr(torch, dtype))
-        for name, part in zip(theirs, whole if ".experts." in ours else [whole], strict=True):
+    for held in hf.tensors(job.model, hf.architecture_of(job.model)):
+        ours = uncut([shards[name] for name in held.ours], CommitSource(storage, manifest))
+        parts = [ours[name].to(getattr(torch, dtype)) for name in held.ours]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        whole = whole.T if held.transposed else whole
+        for name, part in zip(held.theirs, whole if held.stacked else [whole], strict=True):
             yield name, part.contiguous()
 
 

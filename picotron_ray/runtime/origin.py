@@ -73,6 +73,14 @@ def _find(job: JobConfig, verify: bool) -> adopt.Found:
     return found
 
 
+def _fit(was: str, now: str, optimizer_state: bool) -> bool:
+    """Whether a run of one precision can start from another's state: all but fp64 keep fp32 masters.
+
+    fp16 has a loss scale in its optimizer state, which the others do not.
+    """
+    return "fp64" not in (was, now) and not (optimizer_state and "fp16" in (was, now))
+
+
 def _refuse_other_model(job: JobConfig, theirs: dict[str, Any]) -> None:
     before = flatten({key: theirs.get(key) for key in ("model", "precision", "optimizer")})
     defaults = flatten(public_dict(JobConfig()))
@@ -81,8 +89,7 @@ def _refuse_other_model(job: JobConfig, theirs: dict[str, Any]) -> None:
         needed = key.startswith("model.") or key == "precision"
         needed |= key == "optimizer.name" and job.init_from.optimizer_state
         was = before.get(key, defaults.get(key))
-        # bf16 keeps fp32 master weights, so the two fit each other
-        same = {was, value} == {"fp32", "bf16"} if key == "precision" else False
+        same = key == "precision" and _fit(str(was), str(value), job.init_from.optimizer_state)
         if needed and key not in FREE and was != value and not same:
             problems.append(
                 f"{key}: run {job.init_from.run!r} in init_from has {was!r}, saw {value!r}; make them equal"

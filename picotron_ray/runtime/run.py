@@ -19,7 +19,7 @@ from picotron_ray.checkpoint.pool import choose_folder
 from picotron_ray.checkpoint.storage import Storage, open_storage, probe
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_problem
+from picotron_ray.config.kernels import attention_problem, precision_problem
 from picotron_ray.config.resume import check_resume
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, NotFoundError, SlotError
@@ -102,16 +102,21 @@ def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
 
 
 def check_cluster(job: JobConfig) -> None:
-    """Whether the connected cluster can ever host ``min_workers``, with the kernels asked for.
+    """Whether the connected cluster can host ``min_workers``, with the kernels and precision asked for.
 
     Raises ConfigError where not.
     """
     nodes = living_nodes()
     needs = worker_needs(job.cluster, nodes)
     cp = 1 if job.layout.cp == "auto" else job.layout.cp
-    problem = attention_problem(job, "cuda" if needs.gpus else "cpu", cp)
-    if problem:
-        raise ConfigError(f"kernels.attention: {problem}")
+    device = "cuda" if needs.gpus else "cpu"
+    found = {
+        "precision": precision_problem(job, device),
+        "kernels.attention": attention_problem(job, device, cp),
+    }
+    problems = [f"{key}: {problem}" for key, problem in found.items() if problem]
+    if problems:
+        raise ConfigError(*problems)
     total = sum(node.capacity(needs) for node in nodes)
     if total < job.cluster.min_workers and not job.cluster.autoscale:
         what = f"{needs.gpus:g} GPU and {needs.cpus:g} CPU" if needs.gpus else f"{needs.cpus:g} CPU"

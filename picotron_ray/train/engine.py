@@ -5,49 +5,53 @@ optimizer moments, and the mesh. It knows no files and no recovery. Gradients ar
 of the global batch divided by their number, exact whatever the rows per replica; rows of weight 0 only
 fill shapes.
 
-Order per step: ``forward_backward`` → ``reduce`` → ``clip`` → ``optimizer_step``.
+Order per step: ``gradients_of`` (``forward_backward`` → ``reduce`` → ``clip``) → ``optimizer_step``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 from picotron_ray.checkpoint.canonical import Box, Shard
 from picotron_ray.checkpoint.dcp import StateTensor
 from picotron_ray.comm.groups import ProcessGroups
 from picotron_ray.comm.reduce import sum_
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import Backend, attention_backends, attention_problem
 from picotron_ray.config.layout import Layout
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.definition import definition_of
-from picotron_ray.models.moe import MixtureOfExperts
+from picotron_ray.models.documents import document_numbers
 from picotron_ray.models.plan import SequenceShard
-from picotron_ray.parallel.attention import AttentionPlan
-from picotron_ray.parallel.data import settle
+from picotron_ray.parallel.data import before_backward
 from picotron_ray.parallel.loss import weighted_loss_sum
 from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.parallel.norm import clip_, global_norm
 from picotron_ray.parallel.parallelize import (
     LocalParameter,
-    Plan,
     local_gradient,
     local_parameters,
-    parallelize,
 )
+from picotron_ray.parallel.replicated import replicated
+from picotron_ray.train.adaptive import AdaptivePrecision, Policy, choose, parts_of
 from picotron_ray.train.balance import Balance, Load
-from picotron_ray.train.optimizer import Optimizer
-from picotron_ray.train.precision import apply_precision, master_dtype
+from picotron_ray.train.optimizer import build_optimizer
+from picotron_ray.train.precision import master_dtype
+from picotron_ray.train.scaling import LossScaler
+from picotron_ray.train.stages import build_stages, mixtures_of
 
 if TYPE_CHECKING:
     from picotron_ray.parallel.pipeline import Pipeline
 
 OnPhase = Callable[[str], None]
+MicroBatch = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
+"""Inputs, targets, weights, and by name what forward takes besides."""
 
 
 def silent(phase: str) -> None:
@@ -69,70 +73,42 @@ class Engine:
         self._inherited_updates = (job.init_from.step or 0) if job.init_from.optimizer_state else 0
         self._mesh: Mesh | None = mesh
         at = mesh.at
+        self._first_group = self.layout.state_group(mesh.rank) == 0
         self._owns_loss = at.pp == self.layout.last_stage_rank and at.tp == 0
         self._definition = definition_of(job.model, job.seed)
         self._tp_group, self._tp_index = mesh.group("tp"), at.tp
         self._loss_group = self._tp_group if self._definition.sequence_parallel else None
-        self._data_group = mesh.group("data") if not self.layout.zero else None
-        self._expert_group = mesh.group("edp") if not self.layout.zero else None
         self._kept = self._kept_tokens(mesh)
-        self._models: dict[int, nn.Module] = {}
-        self.applied = self._build(mesh)
+        self._document_end = job.data.document_end if job.data.document_masks else None
+        self._models, self.applied = build_stages(job, mesh, self._definition, device)
         self._parameters = [
             parameter
             for model in self._models.values()
             for parameter in local_parameters(model, self._definition.table, mesh)
         ]
         self._trained = [parameter for parameter in self._parameters if parameter.spec.trained]
-        self._optimizer = Optimizer(job.optimizer, self._trained)
-        self._balance = Balance(self._mixtures(), mesh.group("data"))
+        self._replicated = replicated((p.parameter, self._sum_group(p, mesh)) for p in self._trained)
+        names = {name for model in self._models.values() for name, _ in model.named_parameters()}
+        table = [spec for spec in self._definition.table if spec.name in names]
+        self._optimizer = build_optimizer(job, self._trained, table, mesh.layout, mesh.rank, device)
+        self._scaler = LossScaler(device) if job.precision == "fp16" else None
+        self._balance = Balance(mixtures_of(self._models, self._definition), mesh.group("data"))
+        self._adaptive = self._switches()
         self._gradients: list[Tensor] = []
         self._pipeline = self._build_pipeline(mesh) if self.layout.pp > 1 else None
 
-    def _build(self, mesh: Mesh) -> tuple[str, ...]:
-        """Make this rank's stages; returns what was applied to them."""
-        stages, applied = self.layout.rank_stages(mesh.at.pp), []
-        if self.layout.pp > 1:
-            numbers = " and ".join(str(stage + 1) for stage in stages)
-            applied.append(f"pipeline stage {numbers} of {self.layout.stages}, {self.layout.schedule}")
-        said: tuple[str, ...] = ()
-        for stage in stages:
-            model = self._definition.stage(self.layout.stages, stage).to(master_dtype(self.job))
-            said = parallelize(model, mesh, self._plan(model))
-            self._materialise(model)
-            self._models[stage] = model
-        return (*applied, *said)
+    def _sum_group(self, parameter: LocalParameter, mesh: Mesh) -> dist.ProcessGroup | None:
+        """The ranks over which a gradient is summed where FSDP does not do it."""
+        own = parameter.spec.expert and self.layout.ep > 1
+        if self.layout.zero:
+            return mesh.group("copy") if own and mesh.experts is None else None
+        return mesh.group("edp" if own else "data")
 
-    def _plan(self, model: nn.Module) -> Plan:
-        definition = self._definition
-        return Plan(
-            definition.styles,
-            definition.blocks(model),
-            AttentionPlan(
-                definition.attention,
-                attention_backend(self.job, self.device, self.layout),
-                self.job.data.sequence_length,
-            ),
-            definition.mixtures,
-            frozenset(spec.name for spec in definition.table if not spec.trained),
-        )
-
-    def _mixtures(self) -> list[tuple[int, MixtureOfExperts]]:
-        """Layer number and module of every mixture of experts on this rank."""
-        if not self._definition.mixtures:
-            return []
-        layers = {spec.name: spec.layer for spec in self._definition.table}
-        return [
-            (layers[f"{name}.router.weight"] or 0, module)
-            for model in self._models.values()
-            for name, module in model.named_modules()
-            if isinstance(module, MixtureOfExperts)
-        ]
-
-    def _materialise(self, model: nn.Module) -> None:
-        self._definition.materialise(model, self.device)
-        settle(model)
-        apply_precision(model, self.job, self.device)
+    def _switches(self) -> AdaptivePrecision | None:
+        if self.job.adaptive_precision.error_bound is None:
+            return None
+        parts = parts_of(self._definition.table)
+        return AdaptivePrecision(self._models.values(), parts, self.device, master_dtype(self.job))
 
     def _kept_tokens(self, mesh: Mesh) -> Tensor | None:
         """Positions of a row that this rank computes; None: all."""
@@ -158,7 +134,6 @@ class Engine:
             sequence,
             self._loss_sum,
             self.device,
-            routed=bool(self._definition.mixtures),
         )
 
     # --- a step --------------------------------------------------------------------------------------
@@ -166,14 +141,42 @@ class Engine:
     def _loss_sum(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         return weighted_loss_sum(logits, targets, weights, self._loss_group, self._tp_index)
 
-    def _on_device(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs and targets ``[micro_batches, micro_batch, local tokens]``, weights without the last."""
+    def _on_device(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Inputs and targets ``[micro_batches, micro_batch, local tokens]``, weights without the last.
+
+        And by name what forward takes besides: documents are numbered over whole rows, before cp cuts them.
+        """
         tokens = torch.from_numpy(batch.tokens).to(self.device, non_blocking=True)
         weights = torch.from_numpy(batch.weights).to(self.device, master_dtype(self.job), non_blocking=True)
         inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        named = {"weights": weights} if self._definition.mixtures else {}
+        if self._document_end is not None:
+            named["documents"] = document_numbers(inputs, self._document_end)
         if self._kept is not None:
             inputs, targets = inputs[..., self._kept], targets[..., self._kept]
-        return inputs, targets, weights
+        return inputs, targets, weights, named
+
+    def _micro_batches(self, batch: StepBatch) -> Iterator[MicroBatch]:
+        inputs, targets, weights, named = self._on_device(batch)
+        for number in range(len(inputs)):
+            mine = {name: values[number] for name, values in named.items()}
+            yield inputs[number], targets[number], weights[number], mine
+
+    def gradients_of(self, batch: StepBatch, on_phase: OnPhase = silent) -> tuple[float, float]:
+        """Make the gradients of a batch, ready for `optimizer_step`.
+
+        fp16 computes the batch again, with a smaller loss scale, where its gradients overflow.
+
+        Returns what `forward_backward` and `clip` do.
+        """
+        if self._scaler is not None:
+            self._scaler.begin()
+        while True:
+            loss = self.forward_backward(batch, on_phase)
+            self.reduce(on_phase)
+            norm = self.clip(on_phase)
+            if self._scaler is None or self._scaler.fits(norm):
+                return loss, norm
 
     def forward_backward(self, batch: StepBatch, on_phase: OnPhase = silent) -> float:
         """Accumulate the gradient of all micro-batches of this replica.
@@ -181,41 +184,43 @@ class Engine:
         Returns this rank's sum of weighted token losses in nats; 0.0 on ranks that do not own the loss
         (all but tp rank 0 of the last stage), so that a sum over all ranks is the batch's.
         """
-        inputs, targets, weights = self._on_device(batch)
-        scale = 1.0 / batch.global_tokens
+        scale = (self._scaler.scale if self._scaler is not None else 1.0) / batch.global_tokens
         self._gradients = []
         for model in self._models.values():
             model.zero_grad(set_to_none=True)
+        for copies in self._replicated:
+            copies.begin(len(batch.tokens))
         self._balance.begin(scale)
         on_phase("forward")
         if self._pipeline is not None:
-            total = self._pipeline.step(inputs, targets, weights, scale)
+            total = self._pipeline.step(*self._on_device(batch), scale)
         else:
-            total = self._accumulate(inputs, targets, weights, scale, on_phase)
+            total = self._accumulate(list(self._micro_batches(batch)), scale, on_phase)
         return float(total) if self._owns_loss else 0.0
 
-    def _accumulate(
-        self, inputs: Tensor, targets: Tensor, weights: Tensor, scale: float, on_phase: OnPhase
-    ) -> Tensor:
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], scale: float, on_phase: OnPhase) -> Tensor:
         sums = []
-        for number, (fed, wanted, row_weights) in enumerate(zip(inputs, targets, weights, strict=True)):
-            if number:
+        (model,) = self._models.values()
+        for number, (inputs, targets, weights, named) in enumerate(micro_batches, 1):
+            if number > 1:
                 on_phase("forward")
-            loss = self._loss_sum(self._logits(fed, row_weights), wanted, row_weights)
+            loss = self._loss_sum(self._logits(inputs, named), targets, weights)
             on_phase("backward")
+            before_backward(model, self.layout.zero, last=number == len(micro_batches))
             (loss * scale).backward()
             sums.append(loss.detach())
         return torch.stack(sums).sum()
 
-    def _logits(self, inputs: Tensor, weights: Tensor) -> Tensor:
+    def _logits(self, inputs: Tensor, named: dict[str, Tensor]) -> Tensor:
         (model,) = self._models.values()
-        routed = (weights,) if self._definition.mixtures else ()
-        found: Tensor = model(inputs, *routed)
+        found: Tensor = model(inputs, **named)
         return found
 
     def reduce(self, on_phase: OnPhase = silent) -> None:
-        """Finish the gradients: sum over tp what is partial, and over dp and cp where FSDP has not."""
+        """Finish the gradients: the sums over dp and cp that are under way, and over tp what is partial."""
         on_phase("reduce")
+        for copies in self._replicated:
+            copies.finish()
         cut = self._definition.sequence_parallel
         found = [local_gradient(parameter, self.layout, cut) for parameter in self._trained]
         self._gradients = [gradient for gradient, _ in found]
@@ -223,14 +228,8 @@ class Engine:
         if partial:
             assert self._tp_group is not None
             sum_(partial, self._tp_group)
-        for experts, group in ((False, self._data_group), (True, self._expert_group)):
-            mine = [
-                g
-                for p, g in zip(self._trained, self._gradients, strict=True)
-                if (p.spec.expert and self.layout.ep > 1) is experts
-            ]
-            if group is not None and mine:
-                sum_(mine, group)
+        if self._scaler is not None:
+            self._scaler.unscale_(self._gradients)
         self._balance.reduce()
 
     def clip(self, on_phase: OnPhase = silent) -> float:
@@ -238,7 +237,7 @@ class Engine:
         on_phase("clip")
         counted = [parameter.counted for parameter in self._trained]
         norm = global_norm(self._gradients, counted, self.layout, self.device)
-        if self.job.optimizer.clip_norm is not None:
+        if self.job.optimizer.clip_norm is not None and math.isfinite(norm):
             clip_(self._gradients, norm, self.job.optimizer.clip_norm)
         return norm
 
@@ -246,6 +245,8 @@ class Engine:
         """Update weights and moments in place with learning rate ``rate``."""
         self._optimizer.step(self._gradients, rate, self._inherited_updates + self.step + 1)
         self._balance.step()
+        if self._scaler is not None:
+            self._scaler.step()
         self.step += 1
 
     def expert_loads(self) -> dict[int, Load]:
@@ -257,14 +258,38 @@ class Engine:
         """This rank's sum of token losses and number of tokens; (0.0, 0) on ranks that own no loss."""
         total, tokens_seen = 0.0, 0
         for batch in batches:
-            micro_batches = list(zip(*self._on_device(batch), strict=True))
             if self._pipeline is not None:
-                total += float(self._pipeline.evaluate(micro_batches))
+                total += float(self._pipeline.evaluate(self._micro_batches(batch)))
             else:
-                for inputs, targets, weights in micro_batches:
-                    total += float(self._loss_sum(self._logits(inputs, weights), targets, weights))
+                for inputs, targets, weights, named in self._micro_batches(batch):
+                    total += float(self._loss_sum(self._logits(inputs, named), targets, weights))
             tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
         return (total, tokens_seen) if self._owns_loss else (0.0, 0)
+
+    def adapt(self, batches: Sequence[StepBatch]) -> Policy | None:
+        """Decide which parts compute in low precision, from the weights as they are; all ranks together.
+
+        Args:
+            batches: this rank's part of held-out batches, of which ``adaptive_precision.batches`` are used.
+
+        Returns None where the job does not ask for it.
+        """
+        config, switches = self.job.adaptive_precision, self._adaptive
+        if config.error_bound is None or switches is None:
+            return None
+        used = batches[: config.batches]
+
+        def losses(low: frozenset[str]) -> list[float]:
+            switches.set(low)
+            sums = [self.evaluate([batch])[0] for batch in used]
+            total = torch.tensor(sums, dtype=torch.float64, device=self.device)
+            if self.layout.world_size > 1:
+                dist.all_reduce(total)
+            return total.tolist()
+
+        policy = choose(parts_of(self._definition.table), losses, config.error_bound)
+        switches.set(policy.low)
+        return policy
 
     # --- state ---------------------------------------------------------------------------------------
 
@@ -282,10 +307,19 @@ class Engine:
         tensors = self.weights()
         for moment, values in self._optimizer.moments.items():
             tensors += [
-                self._state_tensor(f"{moment}/{p.spec.name}", p, value)
-                for p, value in zip(self._trained, values, strict=True)
+                self._state_tensor(f"{moment}/{p.spec.name}", p, values[p.spec.name])
+                for p in self._trained
+                if p.spec.name in values
             ]
+        if self._scaler is not None:
+            tensors.append(self._scale_state(self._scaler.state))
         return tensors
+
+    def _scale_state(self, tensor: Tensor) -> StateTensor:
+        """The loss scale, which all ranks hold alike; the first state group speaks for it."""
+        shape = tuple(tensor.shape)
+        shard = Shard("scaler/loss_scale", "float32", shape, Box((0,), shape))
+        return StateTensor(shard, tensor, self._first_group)
 
     def gradients(self) -> list[StateTensor]:
         """The gradients as they are now: raw after `reduce`, clipped after `clip`."""
@@ -300,8 +334,10 @@ class Engine:
         for parameter in self._parameters:
             parameter.local.copy_(cut(initial(parameter.spec), parameter.box))
         for values in self._optimizer.moments.values():
-            for value in values:
+            for value in values.values():
                 value.zero_()
+        if self._scaler is not None:
+            self._scaler.initialise()
         self.step = 0
 
     def set_step(self, step: int) -> None:
@@ -315,22 +351,16 @@ class Engine:
         """
         if self._pipeline is not None:
             self._pipeline.close()
+        for copies in self._replicated:
+            copies.close()
         if self._mesh is not None:
             self._mesh.close()
         self._pipeline = self._mesh = None
         self._models.clear()
-        self._tp_group = self._data_group = self._loss_group = self._expert_group = None
+        self._replicated.clear()
+        self._tp_group = self._loss_group = None
         self._parameters, self._trained, self._gradients = [], [], []
-        del self._optimizer, self._balance
-
-
-def attention_backend(job: JobConfig, device: torch.device, layout: Layout) -> Backend:
-    """The implementation of attention that runs; LayoutError where the one asked for does not."""
-    problem = attention_problem(job, device.type, layout.cp)
-    if problem:
-        raise LayoutError(f"kernels.attention: {problem}")
-    asked = job.kernels.attention
-    return attention_backends(job, device.type, layout.cp)[0] if asked == "auto" else asked
+        del self._optimizer, self._balance, self._adaptive
 
 
 def preload(job: JobConfig) -> None:

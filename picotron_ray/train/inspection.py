@@ -57,12 +57,19 @@ def inspect(job: JobConfig) -> tuple[BuiltModel, list[str]]:
         tensor=tensor.styles,
         cuts=tensor.cuts,
         tensor_degrees=tensor.degrees,
+        embeddings=_embeddings(module),
         hidden_size=hidden,
         activations=activations,
         no_tensor=tensor.why,
         no_pipeline=no_pipeline,
     )
     return built, _said(model, built)
+
+
+def _embeddings(module: nn.Module) -> tuple[str, ...]:
+    """Parameters that torch's embeddings look up, by the first of their names."""
+    tables = {id(found.weight) for found in module.modules() if isinstance(found, nn.Embedding)}
+    return tuple(name for name, parameter in module.named_parameters() if id(parameter) in tables)
 
 
 def degrees(job: JobConfig) -> list[int]:

@@ -102,9 +102,7 @@ class Loop:
         page.computing_step = step
         page.phase("data")
         batch = self.loader.next()
-        loss_sum = engine.forward_backward(batch, page.phase)
-        engine.reduce(page.phase)
-        grad_norm = engine.clip(page.phase)
+        loss_sum, grad_norm = engine.gradients_of(batch, page.phase)
         page.phase("sync")
         loads = engine.expert_loads().values()
         mine = Contribution(

@@ -1,9 +1,10 @@
-"""AdamW and SGD over local tensors, with eager moments.
+"""AdamW, SGD and Muon over local tensors, with eager moments.
 
 The optimizers of torch.optim create their state at the first step, keep a step counter per parameter and
 speak DTensor. Here the moments exist from the start (snapshots list them), hold no counter (the step
 number is the engine's), and are plain tensors in the boxes of their parameters. Weight decay is decoupled
-(Loshchilov & Hutter 2019) for both, and not applied to norms.
+(Loshchilov & Hutter 2019) for all, and not applied to norms and biases. Muon takes the matrices inside
+blocks and leaves everything else to AdamW.
 """
 
 from __future__ import annotations
@@ -14,33 +15,87 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from picotron_ray.config.job import OptimizerConfig
+from picotron_ray.config.job import JobConfig, OptimizerConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.models.plan import ParameterSpec
+from picotron_ray.parallel.matrices import share_out
 from picotron_ray.parallel.parallelize import LocalParameter
+from picotron_ray.train.muon import Muon
+from picotron_ray.train.precision import orthogonalisation_dtype
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+MOMENTUM = "momentum"  # Muon's
+
+
+def decays(spec: ParameterSpec, config: OptimizerConfig) -> bool:
+    """Whether weight decay applies to a parameter."""
+    return spec.decay and (config.decay_embeddings or not spec.embedding)
+
+
+def build_optimizer(
+    job: JobConfig,
+    parameters: Sequence[LocalParameter],
+    table: Sequence[ParameterSpec],
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+) -> Optimizer:
+    """The optimizer that a job asks for.
+
+    Args:
+        parameters: the trained ones of which this rank holds something.
+        table: all parameters of this rank's pipeline stages, in one order on all ranks of them.
+    """
+    config = job.optimizer
+    if config.name != "muon":
+        return Optimizer(config, parameters)
+    rounds = share_out([spec for spec in table if spec.matrix], layout, rank)
+    mine = [parameter for parameter in parameters if parameter.spec.matrix]
+    dtype = orthogonalisation_dtype(job, device)
+    return Optimizer(config, parameters, Muon(mine, rounds, rank, config.momentum, dtype, device))
 
 
 class Optimizer:
     """Updates the parameters of one rank in place.
 
+    Args:
+        muon: what updates the matrices; None: they are like all others.
+
     Fields:
-        moments: per moment name, one tensor per parameter, in the same order (none for sgd).
+        moments: per moment name, a tensor by the name of each parameter that has it (none for sgd).
     """
 
-    def __init__(self, config: OptimizerConfig, parameters: Sequence[LocalParameter]) -> None:
-        self.config = config
-        self._parameters = list(parameters)
+    def __init__(
+        self, config: OptimizerConfig, parameters: Sequence[LocalParameter], muon: Muon | None = None
+    ) -> None:
+        self.config, self._muon = config, muon
+        self._names = [parameter.spec.name for parameter in parameters]
         self._locals = [parameter.local for parameter in parameters]
-        names = MOMENTS if config.name == "adamw" else ()
-        self.moments = {name: [torch.zeros_like(tensor) for tensor in self._locals] for name in names}
+        others = [i for i, p in enumerate(parameters) if muon is None or p.spec.name not in muon.momentum]
+        self._groups = [
+            (chosen, config.weight_decay if decay else 0.0)
+            for decay in (True, False)
+            if (chosen := [i for i in others if decays(parameters[i].spec, config) is decay])
+        ]
+        names = () if config.name == "sgd" else MOMENTS
+        self.moments = {
+            name: {self._names[i]: torch.zeros_like(self._locals[i]) for i in others} for name in names
+        }
+        if muon is not None:
+            self.moments[MOMENTUM] = muon.momentum
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
-        """One update. ``step`` is its number, from 1: the bias correction's exponent."""
-        for decay in (True, False):
-            chosen = [i for i, p in enumerate(self._parameters) if p.spec.decay is decay]
-            if chosen:
-                self._update(chosen, gradients, rate, step, self.config.weight_decay if decay else 0.0)
+        """One update. ``step`` is its number, from 1: the bias correction's exponent.
+
+        Under Muon all ranks of a pipeline stage together; RuntimeError when one of them is gone.
+        """
+        for chosen, decay in self._groups:
+            self._update(chosen, gradients, rate, step, decay)
+        if self._muon is not None:
+            named = zip(self._names, gradients, strict=True)
+            mine = {name: gradient for name, gradient in named if name in self._muon.momentum}
+            self._muon.step(mine, rate, self.config.weight_decay)
 
     def _update(
         self, chosen: Sequence[int], gradients: Sequence[Tensor], rate: float, step: int, decay: float
@@ -51,7 +106,7 @@ class Optimizer:
             torch._foreach_mul_(weights, 1.0 - rate * decay)
             torch._foreach_add_(weights, slopes, alpha=-rate)
             return
-        averages, squares = ([self.moments[name][i] for i in chosen] for name in MOMENTS)
+        averages, squares = ([self.moments[name][self._names[i]] for i in chosen] for name in MOMENTS)
         adamw(
             weights,
             slopes,

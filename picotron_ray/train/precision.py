@@ -1,7 +1,8 @@
-"""What "fp64", "fp32" and "bf16" mean: parameters, gradients and moments keep master precision.
+"""What a job's precision means: parameters, gradients, moments and reductions keep master precision.
 
-bf16 runs matrix products in bfloat16 under autocast; weights, gradients, moments, reductions and the
-residual stream stay fp32. Casting the parameters themselves would lose small updates.
+bf16 and fp16 run matrix products in their format under autocast, tf32 in the one of NVIDIA's tensor cores;
+weights, gradients, moments, reductions and the residual stream stay fp32. Casting the parameters themselves
+would lose small updates. fp16 scales its loss (train/scaling.py).
 """
 
 from __future__ import annotations
@@ -11,20 +12,36 @@ from torch import Tensor, nn
 
 from picotron_ray.config.job import JobConfig
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def master_dtype(job: JobConfig) -> torch.dtype:
     """Type of parameters, gradients and optimizer moments."""
     return torch.float64 if job.precision == "fp64" else torch.float32
 
 
+def set_matrix_products(job: JobConfig) -> None:
+    """Let fp32 matrix products of this process run in TF32, or not: a setting of the whole process."""
+    torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
+
+
+def orthogonalisation_dtype(job: JobConfig, device: torch.device) -> torch.dtype:
+    """Type of Muon's Newton-Schulz iteration, which bfloat16 suffices for (Jordan et al. 2024).
+
+    On CPUs its products are no faster in bfloat16: there it is the master type.
+    """
+    return torch.bfloat16 if job.precision == "bf16" and device.type == "cuda" else master_dtype(job)
+
+
 def apply_precision(model: nn.Module, job: JobConfig, device: torch.device) -> None:
     """Make ``model``'s forward compute in the job's precision, in place."""
-    if job.precision != "bf16":
+    dtype = AUTOCAST.get(job.precision)
+    if dtype is None:
         return
     inner = model.forward
 
     def forward(*inputs: Tensor, **named: Tensor) -> Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=dtype):
             return inner(*inputs, **named)
 
     model.forward = forward

@@ -73,6 +73,7 @@ class Case:
         return (
             ("model", self.kind),
             *((name, getattr(layout, name)) for name in ("dp", "tp", "pp", "cp", "ep", "zero")),
+            ("replicate", layout.replicate if layout.zero else None),
             ("schedule", layout.schedule if layout.pp > 1 else None),
             ("context", layout.context if layout.cp > 1 else None),
         )
@@ -92,16 +93,17 @@ def products() -> Iterator[Case]:
     for dp, tp, pp, cp in product((1, 2, 3, 4), (1, 2), (1, 2, 4), (1, 2)):
         if not 1 < dp * tp * pp * cp <= PROCESSES:
             continue
-        for (schedule, virtual), context, ep, zero, kind in product(
+        for (schedule, virtual), context, ep, (zero, copies), kind in product(
             schedules if pp > 1 else [("1f1b", 1)],
             ("ring", "all-gather") if cp > 1 else ("ring",),
             (1, 2, 4),
-            (0, 2, 3) if dp * cp > 1 else (0,),
+            [(0, 1), *product((1, 2, 3), (1, 2) if dp * cp > 2 else (1,))] if dp * cp > 1 else [(0, 1)],
             MODELS,
         ):
             layout = Layout(
-                dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, schedule=schedule, virtual_stages=virtual,
-                context=context, recompute="none" if RULES[schedule].splits else next(recompute),
+                dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, replicate=copies, schedule=schedule,
+                virtual_stages=virtual, context=context,
+                recompute="none" if RULES[schedule].splits else next(recompute),
             )  # fmt: skip
             yield fewest_micro_batches(layout, kind, 7 if (dp + cp + ep + zero) % 2 else 12)
 
@@ -109,9 +111,9 @@ def products() -> Iterator[Case]:
 def fewest_micro_batches(layout: Layout, kind: str, batch: int) -> Case:
     """With the largest micro-batches that fit, at least two of them, four in a pipeline; else of one row."""
     least = 4 if layout.pp > 1 else 2
-    for rows in range(batch // (least * layout.dp), 1, -1):
+    for rows in range(-(-batch // (least * layout.dp)), 1, -1):
         case = Case(replace(layout, micro_batch=rows), kind, batch)
-        if not case.misfit:
+        if case.layout.micro_batches(batch) >= least and not case.misfit:
             return case
     return Case(layout, kind, batch)
 
@@ -139,7 +141,7 @@ def covering(cases: Sequence[Case]) -> list[Case]:
     left = set().union(*found.values())
     chosen = []
     while left:
-        best = max(found, key=lambda case: len(found[case] & left) / (2 + case.layout.world_size))
+        best = max(found, key=lambda case: len(found[case] & left) / (6 + case.layout.world_size))
         left -= found.pop(best)
         chosen.append(best)
     return chosen

@@ -7,7 +7,9 @@ boxes: a hole or an overlap that disagrees is an error.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,9 @@ MIXTURE = ModelConfig(
         },
     }
 )
+END = MODEL.vocab_size - 1
+ENDS = ((), (0, 2, 4, 6), (3,), (1, 6), (0, 1, 5))
+"""Where documents end, row after row: one row of one document, one with a border in every chunk of cp=2."""
 CPU = torch.device("cpu")
 Piece = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, np.ndarray]
 
@@ -46,12 +51,33 @@ def make_job(optimizer: str, global_batch: int, model: ModelConfig = MODEL, **op
     return JobConfig(
         precision=options.pop("precision", "fp64"),
         model=model,
-        data=DataConfig(sequence_length=SEQUENCE, global_batch=global_batch),
+        data=options.pop("data", None) or DataConfig(sequence_length=SEQUENCE, global_batch=global_batch),
         optimizer=OptimizerConfig(
             name=optimizer, learning_rate=0.05 if optimizer == "sgd" else 0.01, clip_norm=0.5
         ),
         **options,
     )
+
+
+def documents_job(optimizer: str, global_batch: int, model: ModelConfig = MODEL) -> JobConfig:
+    """As `make_job`, with rows of several documents and masks between them."""
+    data = DataConfig(
+        source="memmap",
+        path="made-up",
+        sequence_length=SEQUENCE,
+        global_batch=global_batch,
+        document_masks=True,
+        end_token=END,
+    )
+    return make_job(optimizer, global_batch, model, data=data)
+
+
+def with_documents(rows: np.ndarray) -> np.ndarray:
+    """Rows of tokens, in place, so that their documents end as ``ENDS`` says."""
+    rows[rows == END] = 0
+    for row, ends in zip(rows, cycle(ENDS)):
+        row[list(ends)] = END
+    return rows
 
 
 def batch(job: JobConfig, layout: Layout, dp_index: int, step: int) -> StepBatch:
@@ -65,7 +91,7 @@ def batch(job: JobConfig, layout: Layout, dp_index: int, step: int) -> StepBatch
     count = layout.micro_batches(size)
     places = count * layout.micro_batch
     tokens = np.random.default_rng(1000 + dp_index).integers(0, job.model.vocab_size, (places, SEQUENCE + 1))
-    tokens[: last - first] = rows[first:last]
+    tokens[: last - first] = (with_documents(rows) if job.data.document_masks else rows)[first:last]
     weights = np.zeros(places)
     weights[: last - first] = 1.0
     shape = (count, layout.micro_batch)
@@ -138,7 +164,7 @@ def run_layout(job: Job, configs: list[JobConfig], layout: Layout, plant: str = 
     """
     groups = job.groups()
     groups.connect()
-    undo = planted(plant) if plant else None
+    undo = planted(plant, job.rank) if plant else None
     try:
         return [train(config, layout, job.rank, groups) for config in configs]
     finally:
@@ -148,38 +174,48 @@ def run_layout(job: Job, configs: list[JobConfig], layout: Layout, plant: str = 
         gc.collect()
 
 
-def planted(kind: str) -> Any:
-    """Double one reduction in this process; returns the function that undoes it."""
+def planted(kind: str, rank: int) -> Any:
+    """Double one reduction in this process, or break something else; returns the function that undoes it."""
     import picotron_ray.parallel.loss as loss
     import picotron_ray.parallel.norm as norm
     import picotron_ray.parallel.pipeline as pipeline
     import picotron_ray.train.engine as engine
 
-    if kind in ("dp", "tp-partial"):
-        original = engine.sum_
-        sizes = {"dp": False, "tp-partial": True}
+    if kind == "documents":  # rank 1 alone takes every row for one document
+        kept_numbers = engine.document_numbers
+        return replace(engine, "document_numbers", lambda x, end: kept_numbers(x, end) * (rank != 1))
+    if kind == "tp-partial":
+        kept_sum = engine.sum_
 
-        def doubled(tensors: Any, group: Any, *rest: Any) -> None:
-            original(tensors, group, *rest)
-            if all(tensor.dim() == 1 for tensor in tensors) == sizes[kind]:
-                torch._foreach_mul_(tensors, 2.0)
+        def doubled(tensors: Any, group: Any) -> None:
+            kept_sum(tensors, group)
+            torch._foreach_mul_(tensors, 2.0)
 
-        engine.sum_ = doubled
-        return lambda: setattr(engine, "sum_", original)
+        return replace(engine, "sum_", doubled)
+    if kind == "dp":
+        return double_buckets(lambda parameter: True)
+    if kind == "copies":
+        kept_before = engine.before_backward
+
+        def alone(model: Any, zero: int, last: bool) -> None:
+            kept_before(model, zero, last)
+            model.set_requires_all_reduce(False)
+
+        return replace(engine, "before_backward", alone)
     if kind == "fsdp":
         import picotron_ray.parallel.data as data
+        import picotron_ray.train.stages as stages
 
-        original_apply = engine.parallelize
+        kept_apply = stages.parallelize
 
         def applied(model: Any, *rest: Any) -> Any:
-            found = original_apply(model, *rest)
+            found = kept_apply(model, *rest)
             for module in model.modules():
                 if isinstance(module, data.FSDPModule):
                     module.set_gradient_divide_factor(0.5)
             return found
 
-        engine.parallelize = applied
-        return lambda: setattr(engine, "parallelize", original_apply)
+        return replace(stages, "parallelize", applied)
     if kind == "norm":
         return double_all_reduce(norm)
     if kind == "vocab":
@@ -192,6 +228,10 @@ def planted(kind: str) -> Any:
         return double_key_gradients(kind)
     if kind in MOE_PLANTS:
         return MOE_PLANTS[kind]()
+    if kind.startswith("muon-"):
+        from tests.gloo.muon_jobs import PLANTS
+
+        return PLANTS[kind.removeprefix("muon-")]()
     raise ValueError(kind)
 
 
@@ -202,18 +242,22 @@ def replace(owner: Any, name: str, value: Any) -> Any:
     return lambda: setattr(owner, name, original)
 
 
+def double_buckets(chosen: Callable[[torch.Tensor], bool]) -> Any:
+    """What is summed over ranks that hold the same comes out doubled, where all of a bucket is chosen."""
+    from picotron_ray.parallel.replicated import Bucket
+
+    kept = Bucket.wait
+
+    def doubled(self: Bucket) -> None:
+        kept(self)
+        if all(chosen(parameter) for parameter in self.parameters):
+            torch._foreach_mul_([parameter.grad for parameter in self.parameters], 2.0)
+
+    return replace(Bucket, "wait", doubled)
+
+
 def double_expert_replicas() -> Any:
-    """Gradients of experts come out doubled where they are summed over the ranks that hold the same."""
-    import picotron_ray.train.engine as engine
-
-    kept = engine.sum_
-
-    def doubled(tensors: Any, group: Any) -> None:
-        kept(tensors, group)
-        if all(tensor.dim() == 3 for tensor in tensors):
-            torch._foreach_mul_(tensors, 2.0)
-
-    return replace(engine, "sum_", doubled)
+    return double_buckets(lambda parameter: parameter.dim() == 3)
 
 
 def lose_returning_gradients() -> Any:

@@ -1,28 +1,29 @@
 """A pool of living worker processes that re-mesh from test to test.
 
-Starting a process and importing torch takes over a second; re-meshing takes milliseconds. So the tests of
-this folder share processes that are spawned once per session and given functions to run. A function runs
-as ``function(job, *arguments)`` on each of the first ``n`` processes, ``job`` saying its rank and how to
-open the process groups. A process that a test kills is replaced when it is next needed.
+Starting a process and importing torch takes seconds; re-meshing takes milliseconds. So the tests of this
+folder share processes that are started once per session and given functions to run. A function runs as
+``function(job, *arguments)`` on each of the first ``n`` processes, ``job`` saying its rank and how to open
+the process groups. A process that a test kills is replaced when it is next needed; all are forked from one
+that has imported what they need.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
 REPLY_S = 100.0
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.gloo.preload"])
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,15 @@ class Worker:
     """One process and the pipe to it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gloo.pool", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            cwd=ROOT,
-        )
+        self.pipe, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
         theirs.close()
-        self.pipe = Connection(ours.detach())
         self.busy = False
 
     @property
     def pid(self) -> int:
+        assert self.process.pid is not None
         return self.process.pid
 
     def send(self, job: Job, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -80,11 +78,11 @@ class Worker:
 
     def close(self) -> None:
         self.pipe.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
+        self.process.join(10)
+        if self.process.is_alive():
             self.process.kill()
-            self.process.wait()
+            self.process.join()
+        self.process.close()
 
 
 class Pool:
@@ -105,7 +103,7 @@ class Pool:
     def need(self, count: int) -> list[Worker]:
         """The first ``count`` workers, started or replaced as needed, and all ready to work."""
         self.drop([worker for worker in self.workers if worker.busy])  # a test that failed left them so
-        self.workers = [worker for worker in self.workers if worker.process.poll() is None]
+        self.workers = [worker for worker in self.workers if worker.process.is_alive()]
         fresh = [Worker() for _ in range(count - len(self.workers))]
         for worker in fresh:
             assert worker.receive() == "ready"
@@ -136,10 +134,10 @@ class Pool:
             raise
 
     def drop(self, members: list[Worker]) -> None:
-        for worker in members:
-            worker.process.send_signal(signal.SIGKILL)
-            worker.process.wait()
+        for worker in [worker for worker in self.workers if worker in members]:  # not dropped before
+            worker.process.kill()
             worker.close()
+            self.workers.remove(worker)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -150,7 +148,7 @@ class Pool:
         self.store.stdout.close()
 
 
-def serve(handle: int) -> None:
+def serve(pipe: Connection) -> None:
     """The life of a worker process."""
     import faulthandler
     import gc
@@ -158,12 +156,9 @@ def serve(handle: int) -> None:
 
     import torch
 
-    import picotron_ray.train.engine  # noqa: F401 - what every function needs, so that it can be frozen
-
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what lives for ever need not be looked at by every collection
-    pipe = Connection(handle)
     faulthandler.register(signal.SIGUSR1)  # shows where a process is stuck
     pipe.send((True, "ready"))
     while True:
@@ -177,8 +172,3 @@ def serve(handle: int) -> None:
         except Exception:  # noqa: BLE001 - handed to the test, which raises it
             reply = (False, traceback.format_exc())
         pipe.send(reply)
-
-
-if __name__ == "__main__":
-    sys.modules["tests.gloo.pool"] = sys.modules["__main__"]
-    serve(int(sys.argv[1]))

@@ -20,6 +20,7 @@ from picotron_ray.parallel.attention import (
     CudaFlash,
     LseKernel,
     MathKernel,
+    Seen,
     lse_kernel,
     whole_kernel,
 )
@@ -43,8 +44,8 @@ def test_kernels_agree_with_autograd(kernel: LseKernel, queries: int, keys: int,
     gradient = rows(9, HEADS, queries)
     wanted = torch.autograd.grad(expected, (q, k, v), gradient)
     with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, causal)
-        found = kernel.backward(gradient, q, k, v, out, lse, causal)
+        out, lse = kernel.forward(q, k, v, Seen(causal))
+        found = kernel.backward(gradient, q, k, v, out, lse, Seen(causal))
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)

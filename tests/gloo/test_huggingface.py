@@ -48,6 +48,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+GPT2_SHARES = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "layer_norm_epsilon": 1e-4}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3}),
@@ -56,6 +58,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mixtral": ("Mixtral", {**MOE, "num_local_experts": 4, "sliding_window": None}),
+    "gpt2": ("GPT2", {**GPT2, "n_inner": 48}),
+    "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
     "qwen3-moe": (
         "Qwen3Moe",
         {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True},
@@ -68,13 +72,16 @@ TOKENS = (torch.arange(2 * LENGTH) * 37 % 96).view(2, LENGTH)
 def make(kind: str, folder: Path, **options: Any) -> Any:
     """A model of random weights and its checkpoint in small files."""
     family, more = KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(**{**SHARED, **more})
+    shared = {key: SHARED[key] for key in GPT2_SHARES} if family == "GPT2" else SHARED
+    config = getattr(transformers, f"{family}Config")(**{**shared, **more})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{head}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.2)
+            norm = ("norm" in name or "ln_" in name) and name.endswith("weight")
+            parameter.normal_(1.0 if norm else 0.0, 0.1 if norm else 0.2)
     model.tie_weights()
     model.save_pretrained(folder, **{"max_shard_size": "20KB", **options})
     return model
@@ -110,7 +117,8 @@ def parts_of(job: Job | None, config: JobConfig, layout: Layout) -> list[tuple[A
     restore(engine.weights(), CommitSource(storage, find(storage, None).manifest))
     if job is None:
         with torch.no_grad():
-            found = [engine._logits(TOKENS, torch.ones(2))]
+            named = {"weights": torch.ones(2)} if engine._definition.mixtures else {}
+            found = [engine._logits(TOKENS, named)]
     else:
         found = [
             (item.shard.name, item.shard.box.offset, item.shard.box.size, item.tensor.numpy().copy())
@@ -150,6 +158,29 @@ def test_a_mixture_goes_into_another_layout_and_out_of_it(pool: Pool, tmp_path: 
         for name, offset, size, values in parts:
             place = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
             assert (whole[name].tensor.numpy()[place] == values).all(), name
+
+
+def test_gpt2_of_older_files_has_bare_names_and_masks(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    theirs = make("gpt2", tmp_path / "hf", max_shard_size="1GB")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    assert "h.0.attn.c_attn.weight" in tensors
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 40, 40).tril() for layer in range(2)}
+    save_file({**tensors, **masks}, file, metadata={"format": "pt"})
+    job = job_for(tmp_path / "hf", tmp_path / "runs", "bare")
+    import_hf(job, tmp_path / "hf")
+    expected = logits_of(theirs)
+    (found,) = parts_of(None, job, Layout(micro_batch=2))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    for values, text in [
+        ({"activation_function": "relu"}, "activation_function: saw 'relu'"),
+        ({"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu_new"}, "scale_attn_by_inv"),
+    ]:
+        change_config(tmp_path / "hf", **values)
+        with pytest.raises(ConfigError, match=text):
+            model_section(tmp_path / "hf")
 
 
 def states(config: JobConfig) -> list[Any]:

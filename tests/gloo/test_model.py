@@ -16,6 +16,7 @@ from picotron_ray.models.plan import parameter_table, tensor_parallel_plan
 from picotron_ray.planner.counts import parameter_count, stage_bounds, stage_flops_per_token
 
 TINY = ModelConfig(vocab_size=48, hidden_size=24, intermediate_size=40, layers=3, heads=6, kv_heads=2)
+GPT2 = TINY.model_copy(update={"family": "gpt2", "kv_heads": 6, "max_positions": 16})
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +77,10 @@ def reference(model: Transformer, tokens: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("config", [TINY, GPT2])
 @pytest.mark.parametrize("tie", [False, True])
-def test_table_is_the_module(tie: bool) -> None:
-    config = TINY.model_copy(update={"tie_embeddings": tie})
+def test_table_is_the_module(tie: bool, config: ModelConfig) -> None:
+    config = config.model_copy(update={"tie_embeddings": tie})
     with torch.device("meta"):
         model = Transformer(config)
     seen = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
@@ -106,7 +108,7 @@ def test_planner_counts_what_the_module_does(tie: bool) -> None:
     """Parameters exactly; FLOPs as torch counts the matrix products of one forward and backward pass."""
     config = TINY.model_copy(update={"tie_embeddings": tie})
 
-    def products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # the counter does not see SDPA on CPU
+    def products(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:  # SDPA is not counted on CPU
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
         return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
@@ -156,9 +158,9 @@ def test_tied_stages_are_refused() -> None:
 def test_injected_kernel_is_the_one_used() -> None:
     calls: list[tuple[torch.Size, torch.Size]] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         calls.append((q.shape, k.shape))
-        return sdpa(q, k, v)
+        return sdpa(q, k, v, documents)
 
     Transformer(TINY, attention=kernel)(torch.zeros(2, 5, dtype=torch.int64))
     assert calls == [(torch.Size([2, 6, 5, 4]), torch.Size([2, 2, 5, 4]))] * TINY.layers
@@ -203,9 +205,10 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 RECORDED = 0.037330959
 
 
-def test_plan_names_every_module_that_has_parameters() -> None:
-    model = Transformer(TINY)
-    globs = {glob.replace("*", "0") for glob, _ in tensor_parallel_plan(TINY)}
+@pytest.mark.parametrize("config", [TINY, GPT2])
+def test_plan_names_every_module_that_has_parameters(config: ModelConfig) -> None:
+    model = Transformer(config)
+    globs = {glob.replace("*", "0") for glob, _ in tensor_parallel_plan(config)}
     modules = dict(model.named_modules())
     assert globs <= set(modules)
     owners = {

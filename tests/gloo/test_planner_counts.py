@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.job import JobConfig, ModelConfig
+from picotron_ray.config.layout import Layout
 from picotron_ray.config.moe import MoeConfig
 from picotron_ray.models.llama import Transformer
+from picotron_ray.models.plan import parameter_table
 from picotron_ray.planner.counts import (
     flops_per_token,
     parameter_count,
@@ -16,12 +18,15 @@ from picotron_ray.planner.counts import (
     stage_flops_per_token,
     stage_parameters,
 )
+from picotron_ray.planner.memory import memory_estimate
 
 MODELS = [
     ModelConfig(),
     ModelConfig(tie_embeddings=True),
     ModelConfig(hidden_size=64, heads=8, kv_heads=8, layers=6, intermediate_size=100, vocab_size=300),
     ModelConfig(hidden_size=96, heads=6, kv_heads=1, layers=2, intermediate_size=31, vocab_size=257),
+    ModelConfig(family="gpt2", kv_heads=4, max_positions=64),
+    ModelConfig(family="gpt2", kv_heads=4, max_positions=64, tie_embeddings=True),
     ModelConfig(moe=MoeConfig(experts=4, intermediate_size=24)),
     ModelConfig(moe=MoeConfig(experts=8, top_k=3, intermediate_size=24, shared_intermediate_size=40)),
 ]
@@ -34,9 +39,20 @@ def test_parameters_of_the_module(config: ModelConfig) -> None:
     assert sum(p.numel() for p in module.parameters()) == parameter_count(config)
 
 
+@pytest.mark.parametrize("config", MODELS)
+@pytest.mark.parametrize(
+    ("name", "of_matrices", "of_others"), [("adamw", 2, 2), ("sgd", 0, 0), ("muon", 1, 2)]
+)
+def test_moments_of_the_optimizer(config: ModelConfig, name: str, of_matrices: int, of_others: int) -> None:
+    job = JobConfig.model_validate({"model": config, "optimizer": {"name": name}})
+    table = parameter_table(config)
+    expected = sum(spec.numel * (2 + (of_matrices if spec.matrix else of_others)) for spec in table)
+    assert memory_estimate(job, Layout()).state_bytes == 4 * expected
+
+
 @pytest.mark.parametrize("pp", [1, 2])
-def test_parameters_of_a_stage(pp: int) -> None:
-    config = ModelConfig()
+@pytest.mark.parametrize("config", [ModelConfig(), ModelConfig(family="gpt2", kv_heads=4, max_positions=64)])
+def test_parameters_of_a_stage(pp: int, config: ModelConfig) -> None:
     for stage in range(pp):
         first, last = stage_bounds(config, pp)[stage]
         with torch.device("meta"):
@@ -46,7 +62,9 @@ def test_parameters_of_a_stage(pp: int) -> None:
         assert sum(p.numel() for p in part.parameters()) == stage_parameters(config, pp, stage)
 
 
-def _plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: torch.Tensor | None
+) -> torch.Tensor:
     """Attention as two visible matrix products over the full square, in sdpa's shapes."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -57,8 +75,8 @@ def _plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 def test_flops_of_the_module(config: ModelConfig) -> None:
     """Torch's own counter of forward and backward, attention counted as a full square.
 
-    Exact against the matrix products; the 6N formula also counts the norms and the embedding, which multiply
-    no matrix (look-up), so it lies above by exactly those.
+    Exact against the matrix products; the 6N formula also counts norms, biases and the tables that are only
+    looked up, which multiply no matrix, so it lies above by exactly those.
     """
     sequence, batch = 48, 2
     # where tokens go depends on values, so a mixture needs real ones
@@ -70,9 +88,10 @@ def test_flops_of_the_module(config: ModelConfig) -> None:
     with FlopCounterMode(display=False) as counter:
         module(tokens).sum().backward()
     counted = counter.get_total_flops() / (batch * sequence)
-    norms = (2 * config.layers + 1) * config.hidden_size
-    table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    assert counted == flops_per_token(config, sequence) - 6 * (norms + table)
-    assert (
-        counted == stage_flops_per_token(config, sequence, 1, 0) - 6 * 2 * config.layers * config.hidden_size
-    )
+    parameters = dict(module.named_parameters())
+    vectors = {name: p.numel() for name, p in parameters.items() if p.dim() == 1}  # norms and biases
+    tables = (config.max_positions or 0) * config.hidden_size
+    tables += 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    assert counted == flops_per_token(config, sequence) - 6 * (sum(vectors.values()) + tables)
+    inside = sum(count for name, count in vectors.items() if name.startswith("layers."))
+    assert counted == stage_flops_per_token(config, sequence, 1, 0) - 6 * inside

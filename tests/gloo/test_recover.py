@@ -41,7 +41,7 @@ def test_survivors_get_out_and_go_on(pool: Pool, tmp_path: Path, layout: Layout,
     assert {reply["kind"] for reply in replies} == {"peer_lost"}
     assert max(reply["ended"] for reply in replies) - struck < 1.0
     assert all(FAULT_STEP - 1 <= reply["steps"] <= FAULT_STEP + 1 for reply in replies), replies
-    assert [reply["sockets"] for reply in replies] == [0, 0, 0], "sockets of the dead generation are left"
+    assert max(reply["sockets"] for reply in replies) <= 0, "sockets of the dead generation are left"
     pool.drop([members[victim]])
     check(pool, Layout(dp=3, micro_batch=2), 10, model)
     assert [w.pid for w in pool.need(3)] == [w.pid for w in members if w is not members[victim]]
@@ -51,7 +51,11 @@ def wait_for_state(pid: int, state: str) -> None:
     """Until the kernel shows the process in a state: Z dead, T stopped."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == state:
+        try:
+            found = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            found = "Z"  # and taken away by the process that it was forked from
+        if found == state:
             return
         time.sleep(0.002)
     raise AssertionError(f"process {pid} did not reach state {state}")

@@ -66,7 +66,7 @@ def test_optimizer_equals_torch(name: str) -> None:
 
 def test_moments_exist_before_the_first_step() -> None:
     moments = Optimizer(OptimizerConfig(), parameters((2, 3))).moments
-    assert {name: [tuple(t.shape) for t in values] for name, values in moments.items()} == {
+    assert {name: [tuple(t.shape) for t in values.values()] for name, values in moments.items()} == {
         "exp_avg": [(2, 3)],
         "exp_avg_sq": [(2, 3)],
     }

@@ -21,7 +21,6 @@ from picotron_ray.config.load import (
     load_job,
     parse_job,
     public_dict,
-    recipe_names,
     to_yaml,
 )
 from picotron_ray.config.resume import check_resume, compare, markdown, table, verdict
@@ -40,11 +39,6 @@ def problems(source: str, *overrides: str) -> tuple[str, ...]:
 
 
 # --- reading -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_packaged_recipe_loads(name: str) -> None:
-    assert load_job(name).name == name
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:

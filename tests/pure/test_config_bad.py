@@ -53,10 +53,20 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.schedule.kind",
         "one of constant, cosine, wsd, did you mean cosine?",
     ),
-    "precision": ("precision: fp16", "precision", "one of fp64, fp32, bf16"),
+    "precision": ("precision: fp8", "precision", "one of fp64, fp32, tf32, bf16, fp16"),
+    "an error bound without low precision": (
+        "adaptive_precision: {error_bound: 0.01}",
+        "adaptive_precision.error_bound",
+        "saw 0.01 with precision=fp32",
+    ),
+    "tensor cores of a CPU": (
+        "precision: tf32\ncluster: {device: cpu}",
+        "precision",
+        "saw tf32, which CPUs do not have",
+    ),
     "run name": ("name: My Run", "name", "saw 'My Run', expected a string that matches"),
     "degree": ("layout: {tp: all}", "layout.tp", "saw 'all', expected an integer >= 1 or auto"),
-    "zero stage": ("layout: {zero: 1}", "layout.zero", "one of 0, 2, 3 or auto"),
+    "zero stage": ("layout: {zero: 4}", "layout.zero", "one of 0, 1, 2, 3 or auto"),
     "list for a mapping": ("chaos: {fault: kill}", "chaos", "expected a list"),
     # model
     "heads and kv heads": (
@@ -66,11 +76,63 @@ BAD: dict[str, tuple[str, str, str]] = {
     ),
     "hidden and heads": ("model: {hidden_size: 130}", "model.heads", "does not divide model.hidden_size=130"),
     "odd head size": ("model: {hidden_size: 12}", "model.hidden_size", "a head size of 3"),
+    "rotary positions in GPT-2": (
+        "model: {family: gpt2, kv_heads: 4, max_positions: 128, rope_theta: 5000.0}",
+        "model.rope_theta",
+        "saw a value with model.family=gpt2, which has none",
+    ),
+    "grouped queries in GPT-2": (
+        "model: {family: gpt2, max_positions: 128}",
+        "model.kv_heads",
+        "saw 2 with model.family=gpt2, expected model.heads=4",
+    ),
+    "no positions in GPT-2": (
+        "model: {family: gpt2, kv_heads: 4}",
+        "model.max_positions",
+        "saw nothing with model.family=gpt2, expected at least data.sequence_length=128",
+    ),
+    "too few positions": (
+        "model: {family: gpt2, kv_heads: 4, max_positions: 64}",
+        "model.max_positions",
+        "saw 64 with model.family=gpt2, expected at least data.sequence_length=128",
+    ),
+    "learned positions in Llama": (
+        "model: {max_positions: 128}",
+        "model.max_positions",
+        "with model.family=llama, whose positions are rotary",
+    ),
     "vocabulary below bytes": ("model: {vocab_size: 256}", "model.vocab_size", "at least 257"),
     # data
     "no path": ("data: {source: text}", "data.path", "expected a file, folder or glob"),
     "path with stdlib": ("data: {path: /tmp}", "data.path", "with data.source=stdlib, which reads none"),
     "data at a URL": ("data: {source: text, path: 's3://b/x'}", "data.path", "saw a URL"),
+    "masks of token files that do not say where documents end": (
+        "data: {source: memmap, path: /x, document_masks: true}",
+        "data.end_token",
+        "saw null with data.document_masks=true; say which id ends a document",
+    ),
+    "an end token of text": ("data: {end_token: 0}", "data.end_token", "which ends documents by itself"),
+    "an end token beyond the vocabulary": (
+        "data: {source: memmap, path: /x, end_token: 264}",
+        "data.end_token",
+        "saw 264, expected an id below model.vocab_size=264",
+    ),
+    "document masks of a model of your own": (
+        "data: {document_masks: true}\nmodel: {builder: 'a:b'}",
+        "data.document_masks",
+        "attends as it was built",
+    ),
+    "document masks and a kernel that takes none": (
+        "precision: bf16\ncluster: {device: cuda}\ndata: {document_masks: true}\nkernels: {attention: cudnn}",
+        "kernels.attention",
+        "saw cudnn, expected auto or one of efficient, math on cuda with precision bf16 and document masks",
+    ),
+    "document masks, context parallelism and a kernel": (
+        "precision: bf16\ncluster: {device: cuda}\ndata: {document_masks: true}\n"
+        "kernels: {attention: flash}\nlayout: {cp: 2}",
+        "kernels.attention",
+        "one of math on cuda with precision bf16 and context parallelism and document masks",
+    ),
     # layout
     "tp and kv heads": (
         "cluster: {max_workers: 8}\nlayout: {tp: 4}",
@@ -159,6 +221,41 @@ BAD: dict[str, tuple[str, str, str]] = {
         "layout.ep",
         "saw 3, which does not divide dp x cp = 4",
     ),
+    "grouped experts in double precision": (
+        "precision: fp64\nmodel: {moe: {experts: 4}}\nkernels: {experts: grouped}",
+        "kernels.experts",
+        "saw grouped with precision=fp64",
+    ),
+    "grouped experts of a dense model": (
+        "kernels: {experts: grouped}",
+        "kernels.experts",
+        "saw grouped with model.moe.experts=0",
+    ),
+    "compiled blocks and selective recomputation": (
+        "kernels: {compile: true}\nlayout: {recompute: selective}",
+        "kernels.compile",
+        "does not see into compiled blocks",
+    ),
+    "compiled blocks and a split backward pass": (
+        "kernels: {compile: true}\nlayout: {schedule: zbv, pp: 2, tp: 1}\nmodel: {layers: 4}",
+        "kernels.compile",
+        "saw true with layout.schedule=zbv",
+    ),
+    "copies of what nothing cuts": (
+        "layout: {zero: 0, replicate: 2}",
+        "layout.replicate",
+        "saw 2 with layout.zero=0",
+    ),
+    "copies and replicas": (
+        "layout: {zero: 3, replicate: 4, dp: 4}",
+        "layout.replicate",
+        "saw 4, expected a divisor of dp x cp = 4 below it",
+    ),
+    "copies and experts": (
+        "model: {moe: {experts: 4}}\nlayout: {ep: 4, dp: 4, zero: 2, replicate: 2}",
+        "layout.replicate",
+        "leaves 2 ranks per copy, not a multiple of ep=4",
+    ),
     "expert parallelism of a dense model": ("layout: {ep: 2}", "layout.ep", "a model without experts"),
     "more experts per token than there are": (
         "model: {moe: {experts: 2, top_k: 3}}",
@@ -216,6 +313,18 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.schedule.decay_steps",
         "use kind=wsd",
     ),
+    "momentum without muon": (
+        "optimizer: {momentum: 0.9}",
+        "optimizer.momentum",
+        "saw 0.9 with optimizer.name=adamw, which has none; drop it or use optimizer.name=muon",
+    ),
+    "moments of plain sgd": (
+        "optimizer: {name: sgd, beta2: 0.99}",
+        "optimizer.beta2",
+        "saw 0.99 with optimizer.name=sgd, which has none; drop it or use optimizer.name=adamw or muon",
+    ),
+    "momentum of one": ("optimizer: {name: muon, momentum: 1.0}", "optimizer.momentum", ">= 0 and < 1"),
+    "no such optimizer": ("optimizer: {name: lion}", "optimizer.name", "one of adamw, sgd, muon"),
     "two slots": ("snapshot: {slots: 2}", "snapshot.slots", "expected an integer >= 3"),
     "snapshot interval": (
         "snapshot: {interval_steps: 0}",

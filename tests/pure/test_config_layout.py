@@ -47,12 +47,16 @@ def test_state_groups_cover_the_state_once(layout: Layout) -> None:
         replicas = layout.state_replicas(rank)
         assert rank in replicas
         assert replicas == tuple(sorted(replicas))
-        if layout.zero:
-            assert replicas == (rank,)
-        else:
-            stages = {(layout.coordinates(r).pp, layout.coordinates(r).tp) for r in replicas}
-            assert len(stages) == 1
-            assert len(replicas) == layout.dp * layout.cp
+        stages = {(layout.coordinates(r).pp, layout.coordinates(r).tp) for r in replicas}
+        assert len(stages) == 1
+        assert len(replicas) == (layout.replicate if layout.zero else layout.dp * layout.cp)
+
+
+def test_copies_of_a_cut_state_lie_apart() -> None:
+    """Neighbours share a copy, so that a node which is lost takes no part that others have not."""
+    layout = Layout(dp=4, tp=2, zero=3, replicate=2)
+    assert [layout.shard(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [layout.state_replicas(rank) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 @pytest.mark.parametrize("dp", range(1, 9))

@@ -12,6 +12,7 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, to_yaml
 from picotron_ray.config.resume import compare
+from picotron_ray.config.rules import check
 from picotron_ray.errors import ConfigError
 from picotron_ray.planner.choose import choose_layout
 from picotron_ray.planner.cost import step_cost
@@ -72,6 +73,18 @@ def test_the_config_reads_back(tmp_path: Path) -> None:
     assert JobConfig.model_validate(filled.model_dump(mode="json")).model.built == BUILT
     with pytest.raises(ConfigError, match="once launch has built it"):
         parameter_count(job.model)
+
+
+def test_muon_needs_matrices_in_blocks() -> None:
+    job = looked_into("optimizer.name=muon")
+    assert check(job) == []
+    states = [memory_estimate(found, Layout()).state_bytes for found in (looked_into(), job)]
+    assert states[0] - states[1] == 4 * 2 * 32 * 8, "one moment less of each block's matrix"
+    built = BuiltModel.model_validate({**BUILT.model_dump(), "blocks": ("a.1.norm",), "pipeline": ()})
+    bare = job.model.model_copy(update={"built": built})
+    (problem,) = check(job.model_copy(update={"model": bare}))
+    assert problem.key == "optimizer.name"
+    assert problem.text.startswith("saw muon, but mine:build has no matrix inside a repeated block")
 
 
 def test_what_may_change_on_resume() -> None:

@@ -383,6 +383,19 @@ def test_memmap_beyond_the_vocabulary(tmp_path: Path, monkeypatch: pytest.Monkey
     build(tmp_path, 778, source="memmap", path=str(file))
 
 
+def test_an_end_token_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memmap, "SCAN_TOKENS", 100)
+    values = np.arange(1000) % 50
+    values[500] = 99  # among the tokens to train on
+    values[-1] = 98  # held out
+    file = str(ids(tmp_path / "all.bin", values))
+    build(tmp_path, source="memmap", path=file, document_masks=True, end_token=99)
+    line = refused(tmp_path, source="memmap", path=file, document_masks=True, end_token=98)
+    assert line.startswith("data.end_token: saw 98, which")
+    assert "never holds among the tokens to train on" in line
+    build(tmp_path, source="memmap", path=file, end_token=98)  # no masks, nothing to ask
+
+
 def test_memmap_odd_files(tmp_path: Path) -> None:
     file = tmp_path / "odd.bin"
     file.write_bytes(b"123")

@@ -38,6 +38,19 @@ def _save() -> None:
 _ended = threading.Event()
 
 
+def _start_flushing() -> threading.Thread:
+    flusher = threading.Thread(target=_flush_until_the_end, name="coverage-flush", daemon=True)
+    flusher.start()
+    return flusher
+
+
+def _begin_anew() -> None:
+    """In a forked process: the thread is not there, and it may have held the lock."""
+    global _saving
+    _saving = threading.Lock()
+    atexit.register(_end_flushing, _start_flushing())
+
+
 def _flush_until_the_end() -> None:
     sys.settrace(None)
     while not _ended.wait(FLUSH_INTERVAL_S):
@@ -114,6 +127,5 @@ if os.environ.get("COVERAGE_PROCESS_CONFIG"):
     sys.meta_path.insert(0, _TraceActorMethods())  # type: ignore[arg-type]
     if any(word.endswith("default_worker.py") for word in sys.orig_argv):
         sys.settrace(None)
-    flusher = threading.Thread(target=_flush_until_the_end, name="coverage-flush", daemon=True)
-    flusher.start()
-    atexit.register(_end_flushing, flusher)
+    atexit.register(_end_flushing, _start_flushing())
+    os.register_at_fork(after_in_child=_begin_anew)

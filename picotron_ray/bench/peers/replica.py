@@ -16,7 +16,11 @@ from picotron_ray.models.init import initialise_
 from picotron_ray.models.llama import Transformer
 from picotron_ray.models.plan import parameter_table
 from picotron_ray.parallel.loss import weighted_loss_sum
+from picotron_ray.train.optimizer import decays
+from picotron_ray.train.precision import master_dtype
 from picotron_ray.train.schedule import learning_rate
+
+CPU = torch.device("cpu")
 
 
 class Replica:
@@ -26,15 +30,26 @@ class Replica:
         job: the job; ``data.global_batch`` must be a multiple of ``world``.
         rank, world: which equal share of every global batch it feeds.
         cache: folder of tokenised data.
+        device: where it trains.
+        micro_batch: rows per forward and backward pass; None: its whole share at once.
     """
 
-    def __init__(self, job: JobConfig, rank: int, world: int, cache: Path) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        rank: int,
+        world: int,
+        cache: Path,
+        device: torch.device = CPU,
+        micro_batch: int | None = None,
+    ) -> None:
         torch.set_num_threads(1)  # as our workers do
         self.job = job
         self.rank = rank
-        self.layout = Layout(dp=world, micro_batch=job.data.global_batch // world)
+        self.device = device
+        self.layout = Layout(dp=world, micro_batch=micro_batch or job.data.global_batch // world)
         self.data = build_dataset(job.data, job.model.vocab_size, job.seed, cache).train
-        self.model = Transformer(job.model)
+        self.model = Transformer(job.model).to(device, master_dtype(job))
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         parameters = dict(self.model.named_parameters())
@@ -42,7 +57,7 @@ class Replica:
             for spec in parameter_table(job.model):
                 parameter = parameters[spec.name]
                 parameter.copy_(initialise_(spec.name, spec.shape, job.seed, init_std=spec.init_std))
-                (decayed if spec.decay else others).append(parameter)
+                (decayed if decays(spec, job.optimizer) else others).append(parameter)
         settings = job.optimizer
         groups = [
             {"params": decayed, "weight_decay": settings.weight_decay},
@@ -60,11 +75,16 @@ class Replica:
         """This replica's rows of global step ``step`` (1-based)."""
         return make_batch(self.data, self.job.seed, self.layout, self.rank, self.job.data.global_batch, step)
 
-    def loss(self, model: nn.Module, batch: StepBatch) -> Tensor:
-        """Mean token loss of the replica's rows; averaged over replicas it is the global batch's."""
-        tokens = torch.from_numpy(batch.tokens[0])
-        weights = torch.from_numpy(batch.weights[0]).float()
-        total = weighted_loss_sum(model(tokens[:, :-1]), tokens[:, 1:], weights, None)
+    def loss(self, model: nn.Module, batch: StepBatch, micro_batch: int = 0) -> Tensor:
+        """One micro-batch's share of the replica's mean token loss.
+
+        Summed over micro-batches and averaged over replicas it is the global batch's.
+        """
+        tokens = torch.from_numpy(batch.tokens[micro_batch]).to(self.device, non_blocking=True)
+        weights = torch.from_numpy(batch.weights[micro_batch]).to(self.device, master_dtype(self.job))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.precision == "bf16"):
+            logits = model(tokens[:, :-1])
+        total = weighted_loss_sum(logits, tokens[:, 1:], weights, None)
         return total * (self.layout.dp / batch.global_tokens)
 
     def clip(self) -> None:

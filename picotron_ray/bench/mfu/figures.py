@@ -1,0 +1,121 @@
+"""The arithmetic of ``bench mfu``, pure: from step times to rates, ratios, MFU and a breakdown.
+
+MFU (model FLOPs utilisation; PaLM, Chowdhery et al. 2022, appendix B) is the FLOPs that the model's
+training needs per token, times tokens per second, over what the devices could do. Recomputed activations
+are not counted, and attention is counted in full although the causal mask needs half of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from picotron_ray.bench.figures import quartiles
+from picotron_ray.config.job import JobConfig
+from picotron_ray.planner.counts import active_parameters, flops_per_token, sizes_of
+
+BF16_DENSE_TFLOPS = {
+    r"NVIDIA H100 80GB HBM3": 989.0,
+    r"NVIDIA H200": 989.0,
+    r"NVIDIA A100.*": 312.0,
+    r"NVIDIA B200": 2250.0,
+}
+"""CUDA device name (whole, a regular expression) → peak of dense bf16 matrix products, by its data sheet."""
+
+PHASES = ("data", "forward", "backward", "bubble", "reduce", "clip", "optimizer")
+"""What a step consists of, as the engine names it; ``data`` is the loader and the copy to the device,
+``bubble`` waits for other pipeline stages, ``reduce`` is communication that nothing hides."""
+
+Spread = dict[str, float]
+"""``median`` with ``low`` and ``high``, the quartiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """FLOPs of training per token, and the numbers that they come from."""
+
+    parameters: int
+    """that a token goes through, of the whole model"""
+    layers: int
+    width: int
+    """of the query heads together"""
+    sequence: int
+    """tokens per row"""
+    flops_per_token: float
+
+    def __str__(self) -> str:
+        return (
+            f"6 x {self.parameters:,} parameters + 12 x {self.layers} layers x {self.width} wide"
+            f" x {self.sequence:,} tokens"
+        )
+
+
+def formula(job: JobConfig) -> Formula:
+    """6·N + 12·L·h·s as ``planner.counts.flops_per_token`` computes it."""
+    sizes, sequence = sizes_of(job.model), job.data.sequence_length
+    flops = flops_per_token(job.model, sequence)
+    return Formula(active_parameters(job.model), sizes.layers, sizes.scores, sequence, flops)
+
+
+def known_peak(device_name: str, precision: str) -> float | None:
+    """FLOP/s that a data sheet promises; None where the table does not have the device and precision."""
+    for pattern, tflops in BF16_DENSE_TFLOPS.items():
+        if precision == "bf16" and re.fullmatch(pattern, device_name):
+            return tflops * 1e12
+    return None
+
+
+def mfu(tokens_per_s: float, flops_per_token: float, workers: int, peak: float) -> float:
+    """Share of ``workers`` times ``peak`` FLOP/s."""
+    return tokens_per_s * flops_per_token / (workers * peak)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    low, median, high = quartiles(values)
+    return {"median": median, "low": low, "high": high}
+
+
+def measured(segments: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dict[str, Any]:
+    """Figures of one setting from its segments, one per round.
+
+    A segment: ``steps_s``, seconds of each step in turn on rank 0; ``peak_bytes``, of the fullest rank.
+    """
+    steps = [step for segment in segments for step in segment["steps_s"]]
+    return {
+        "tokens_per_s": spread([_rate(segment, tokens_per_step) for segment in segments]),
+        "step_s": spread(steps),
+        "steps": len(steps),
+        "peak_bytes": max(segment["peak_bytes"] for segment in segments),
+    }
+
+
+def _rate(segment: Mapping[str, Any], tokens_per_step: int = 1) -> float:
+    """Tokens per second of a whole segment: pauses between steps count."""
+    steps = segment["steps_s"]
+    return tokens_per_step * len(steps) / sum(steps)
+
+
+def speed_up(ours: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> Spread:
+    """How many times as fast ours are, within each round; over rounds."""
+    return spread([_rate(a) / _rate(b) for a, b in zip(ours, others, strict=True)])
+
+
+def breakdown(ranks: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Where a step's time goes on the rank that computes most, which waits least for others.
+
+    Args:
+        ranks: per rank, seconds per step of each phase.
+    """
+
+    def computing(rank: int) -> float:
+        return ranks[rank].get("forward", 0.0) + ranks[rank].get("backward", 0.0)
+
+    busiest = max(range(len(ranks)), key=computing)
+    seconds = ranks[busiest]
+    total = sum(seconds.values())
+    phases = {
+        name: {"s": seconds[name], "share": seconds[name] / total} for name in PHASES if name in seconds
+    }
+    return {"rank": busiest, "step_s": total, "phases": phases}

@@ -1,0 +1,106 @@
+"""From what the processes of ``bench mfu`` noted to its result, pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import mean
+from typing import Any
+
+from picotron_ray.bench.events import Event
+from picotron_ray.bench.mfu.figures import breakdown, formula, measured, mfu, speed_up
+from picotron_ray.bench.mfu.settings import Setting
+from picotron_ray.config.job import JobConfig
+from picotron_ray.errors import PicotronError
+
+
+def refusals(settings: Sequence[Setting], events: Sequence[Event]) -> dict[str, str]:
+    """By name, why a setting could not be built or did not fit; raises PicotronError where it is the base."""
+    found = {settings[event["index"]].name: event["refused"] for event in events if "refused" in event}
+    if settings[0].name in found:
+        raise PicotronError(f"bench mfu: {found[settings[0].name]}")
+    return found
+
+
+def peak_of(events: Sequence[Event], given_tflops: float | None, precision: str) -> dict[str, Any]:
+    """FLOP/s that one worker could do, and where the figure is from.
+
+    Given, else of the data sheet, else measured: on each rank the fastest product of the whole benchmark
+    (a slow moment of the machine must not make a small peak), and the mean over ranks.
+    """
+    if given_tflops is not None:
+        return {"flops_per_s": given_tflops * 1e12, "source": "given by --peak-tflops"}
+    place = next(event for event in events if event["what"] == "place")
+    if place["data_sheet"] is not None:
+        return {"flops_per_s": place["data_sheet"], "source": "dense bf16 by its data sheet"}
+    fastest: dict[int, float] = defaultdict(float)
+    for event in events:
+        if event["what"] == "product":
+            size, rank = event["size"], event["rank"]
+            fastest[rank] = max(fastest[rank], event["flops_per_s"])
+    source = f"measured: the fastest {size} x {size} {precision} matrix product in the same process"
+    return {"flops_per_s": mean(fastest.values()), "source": source}
+
+
+def result(
+    settings: Sequence[Setting], refused: Mapping[str, str], events: Sequence[Event], given: float | None
+) -> dict[str, Any]:
+    """The base's figures, and what every other setting that ran is beside it.
+
+    Args:
+        refused: by name, what was not even started, and why.
+        given: peak in TFLOP/s of one worker; None: find it.
+    """
+    base, job = settings[0], settings[0].job
+    refused = {**refused, **refusals(settings, events)}
+    runs = {settings[index].name: run for index, run in _runs(events).items()}
+    ran = [setting for setting in settings[1:] if setting.name not in refused]
+    figures, flops = measured(runs[base.name], _tokens(job)), formula(job)
+    peak, rate = peak_of(events, given, job.precision), figures["tokens_per_s"]["median"]
+    return {
+        "job": {
+            "model": job.model.model_dump(mode="json"),
+            "global_batch": job.data.global_batch,
+            "sequence_length": job.data.sequence_length,
+            "precision": job.precision,
+            "attention": job.kernels.attention,
+            "layout": str(base.layout),
+            "workers": base.layout.world_size,
+            "device": next(event["device"] for event in events if event["what"] == "place"),
+        },
+        **figures,
+        "formula": {**asdict(flops), "words": str(flops)},
+        "peak": peak,
+        "mfu": mfu(rate, flops.flops_per_token, base.layout.world_size, peak["flops_per_s"]),
+        "breakdown": breakdown([event["phases_s"] for event in events if "phases_s" in event]),
+        "ablation": {s.name: _beside(s, runs, base) for s in ran if s.kind == "engine"},
+        "peers": {s.name: _beside(s, runs, base) for s in ran if s.kind != "engine"},
+        "refused": refused,
+        "rounds": runs,
+    }
+
+
+def _tokens(job: JobConfig) -> int:
+    """Per step."""
+    return job.data.global_batch * job.data.sequence_length
+
+
+def _beside(setting: Setting, runs: Mapping[str, list[dict[str, Any]]], base: Setting) -> dict[str, Any]:
+    """Figures, and ``ratio``: of a switch its speed over the base's, of a peer the base's over its."""
+    mine, other = runs[setting.name], runs[base.name]
+    ratio = speed_up(mine, other) if setting.kind == "engine" else speed_up(other, mine)
+    return {**measured(mine, _tokens(setting.job)), "ratio": ratio}
+
+
+def _runs(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
+    """Per setting its segments in order: steps as rank 0 timed them, memory of the fullest rank."""
+    ranks: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if "steps_s" in event:
+            ranks[event["index"], event["number"]].append(event)
+    runs: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for (index, _), noted in sorted(ranks.items()):
+        steps = next(event["steps_s"] for event in noted if event["rank"] == 0)
+        runs[index].append({"steps_s": steps, "peak_bytes": max(event["peak_bytes"] for event in noted)})
+    return dict(runs)

@@ -1,0 +1,146 @@
+"""``bench mfu``: how fast the engine trains, where its time goes, what each optimisation and each peer gives.
+
+The engine runs as in a generation of the service, without Ray (worker.py). Rounds take the base, every
+switch and every peer once each, every second round in reverse, and compare within the round, so that a
+drift of the machine cancels. Rates come from undisturbed steps; the breakdown is a pass of its own, which
+waits for the device at every phase.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from picotron_ray.bench.events import Event, Events
+from picotron_ray.bench.launched import Launched, torchrun
+from picotron_ray.bench.machine import machine, versions
+from picotron_ray.bench.mfu.result import result
+from picotron_ray.bench.mfu.settings import (
+    Refusal,
+    Setting,
+    alone,
+    base_setting,
+    chosen_peers,
+    peer,
+    switched,
+)
+from picotron_ray.bench.signals import sigterm_exits
+from picotron_ray.config.load import load_job
+from picotron_ray.data.dataset import build_dataset
+from picotron_ray.errors import ConfigError, PicotronError
+from picotron_ray.runtime.names import cache_folder
+
+POLL_S = 0.1
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says; see its help."""
+
+    workers: int
+    steps: int
+    warmup: int
+    rounds: int
+    ablate: bool
+    peers: str
+    picotron: Path | None
+    peak_tflops: float | None
+
+
+def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> dict[str, Any]:
+    """Measure; returns all figures and every step's time.
+
+    Raises ConfigError, before anything is started, for a config or options that cannot be used.
+    """
+    if options.peak_tflops is not None and not options.peak_tflops > 0:
+        raise ConfigError(f"--peak-tflops: saw {options.peak_tflops:g}, expected a number above 0")
+    peers = chosen_peers(options.peers, options.picotron)
+    base = base_setting(config, overrides, options.workers, _device(config, overrides, options.workers))
+    found = [*(switched(base) if options.ablate else []), *(peer(base, name) for name in peers)]
+    settings = [base, *(item for item in found if isinstance(item, Setting))]
+    refused = {item.name: item.reason for item in found if isinstance(item, Refusal)}
+    data = base.job.data
+    build_dataset(data, base.job.model.vocab_size, base.job.seed, cache_folder())  # once, and refused here
+    with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
+        events = _measure(settings, options, Path(name), say)
+    return {
+        "machine": {**machine(), **versions()},
+        "options": {
+            **asdict(options),
+            "picotron": str(options.picotron) if options.picotron else None,
+        },
+        **result(settings, refused, events, options.peak_tflops),
+    }
+
+
+def _device(config: str, overrides: Sequence[str], workers: int) -> str:
+    """``cpu`` or ``cuda``; raises ConfigError where a worker would have no GPU."""
+    asked = load_job(config, [*overrides, *alone(workers)]).cluster.device
+    if asked == "cpu":
+        return asked
+    import torch  # takes a second
+
+    gpus = torch.cuda.device_count()
+    if asked == "auto" and not gpus:
+        return "cpu"
+    if gpus < workers:
+        raise ConfigError(
+            f"--workers: saw {workers}, but {gpus} GPUs; give fewer, or cluster.device=cpu to train without"
+        )
+    return "cuda"
+
+
+def segments(settings: int, rounds: int) -> list[dict[str, Any]]:
+    """Which setting when: rounds there and back, and the base once more, phase by phase."""
+    order = [list(range(settings)), list(reversed(range(settings)))]
+    timed = [{"index": index, "phases": False} for number in range(rounds) for index in order[number % 2]]
+    return [*timed, {"index": 0, "phases": True}]
+
+
+def _measure(settings: Sequence[Setting], options: Options, folder: Path, say: Say) -> list[Event]:
+    """Run every segment; returns what the processes noted."""
+    order = segments(len(settings), options.rounds)
+    plan = {
+        "settings": [setting.to_dict() for setting in settings],
+        "device": settings[0].job.cluster.device,
+        "segments": order,
+        "steps": options.steps,
+        "warmup": options.warmup,
+        "picotron": str(options.picotron.resolve()) if options.picotron else None,
+        "peak_tflops": options.peak_tflops,
+    }
+    file, events = folder / "plan.json", Events(folder / "events")
+    file.write_text(json.dumps(plan))
+    workers = Launched("bench mfu", folder / "workers")
+    script = "picotron_ray.bench.mfu.worker"
+    try:
+        workers.launch(torchrun(options.workers, script, str(file), str(folder / "events")))
+        told = 0
+        while workers.ended() is None:
+            time.sleep(POLL_S)
+            told = _tell(events.read(), told, settings, len(order), say)
+        noted = events.read()
+        failed = [event["error"] for event in noted if event["what"] == "failed"]
+        if failed:
+            raise PicotronError(f"bench mfu: a worker failed: {failed[0].splitlines()[0][:300]}")
+        if workers.ended():
+            workers.check()
+        return noted
+    finally:
+        workers.stop()
+
+
+def _tell(noted: Sequence[Event], told: int, settings: Sequence[Setting], total: int, say: Say) -> int:
+    done = [event for event in noted if event["what"] == "segment" and event["rank"] == 0]
+    for event in done[told:]:
+        steps = event.get("steps_s")
+        rate = event.get("refused") or (f"{mean(steps):.4g} s a step" if steps else "phase by phase")
+        say(f"{event['number'] + 1} of {total}: {settings[event['index']].name}: {rate}")
+    return len(done)

@@ -1,0 +1,202 @@
+"""One process of ``bench mfu``: builds each setting in turn, trains a few steps, and notes what it took.
+
+A segment is one setting, from the engine's build to its end, as one generation of the service: process
+groups under a prefix of their own over a standing store (torchrun's), and everything dropped afterwards.
+So all settings share processes, and rounds over them are quick. All ranks do the same segments in the same
+order; what a layout refuses, it refuses on all of them.
+
+``torchrun --standalone --nproc-per-node N -m picotron_ray.bench.mfu.worker PLAN.json FOLDER`` leaves its
+figures in FOLDER (bench/events.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from picotron_ray.bench.events import EventLog
+from picotron_ray.bench.mfu import picotron
+from picotron_ray.bench.mfu.figures import known_peak
+from picotron_ray.bench.mfu.meters import (
+    PRODUCT_SIZE,
+    Clock,
+    Stopwatch,
+    peak_bytes,
+    product_flops,
+    reset_peak,
+    stages_timed,
+)
+from picotron_ray.bench.mfu.settings import Setting
+from picotron_ray.bench.peers.replica import Replica
+from picotron_ray.bench.training import EngineTraining, PlainTraining, Training
+from picotron_ray.comm.groups import ProcessGroups
+from picotron_ray.data.dataset import build_dataset
+from picotron_ray.data.loader import Loader
+from picotron_ray.data.samples import Dataset
+from picotron_ray.errors import PicotronError
+from picotron_ray.runtime.names import cache_folder
+from picotron_ray.train.engine import build_engine
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which process this is, and what it trains on."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, device: str) -> Place:
+        """From torchrun's environment."""
+        found = torch.device("cpu")
+        if device == "cuda":
+            found = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(found)
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), found)
+
+    @contextlib.contextmanager
+    def groups(self, prefix: str, needed: bool) -> Iterator[ProcessGroups | None]:
+        """Process groups of all ranks; None where there is one rank and nothing needs them."""
+        if self.world == 1 and not needed:
+            yield None
+            return
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        groups = ProcessGroups.open(host, port, prefix, self.rank, self.world, backend)
+        try:
+            yield groups
+        finally:
+            gc.collect()
+            groups.close()
+
+
+class Segments:
+    """Runs one segment after the other in this process."""
+
+    def __init__(self, plan: dict[str, Any], place: Place) -> None:
+        self._settings = [Setting.from_dict(setting) for setting in plan["settings"]]
+        self._steps, self._warmup = plan["steps"], plan["warmup"]
+        self._checkout, self._place = plan["picotron"], place
+        job = self._settings[0].job
+        self._data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder()).train
+
+    def place(self) -> dict[str, Any]:
+        """The device, and the peak that its data sheet promises in FLOP/s (None: not known)."""
+        device, precision = self._place.device, self._settings[0].job.precision
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return {"device": name, "data_sheet": known_peak(name, precision)}
+
+    def product(self) -> dict[str, Any]:
+        """FLOP/s of a large matrix product now, and its size."""
+        device, precision = self._place.device, self._settings[0].job.precision
+        return {"size": PRODUCT_SIZE[device.type], "flops_per_s": product_flops(device, precision)}
+
+    def run(self, prefix: str, index: int, *, phases: bool) -> dict[str, Any]:
+        """One segment: setting ``index``, timed as it runs or phase by phase.
+
+        Args:
+            prefix: of its keys in the store; its own.
+
+        Returns ``steps_s`` and ``peak_bytes``, or ``phases_s``: seconds per step; or ``refused``: why.
+        """
+        setting, place = self._settings[index], self._place
+        reset_peak(place.device)
+        try:
+            with place.groups(prefix, setting.kind == "picotron") as groups:
+                training = self._training(setting, groups)
+                loader = _loader(setting, place.rank, self._data)
+                try:
+                    if phases:
+                        return {"phases_s": self._phases(setting, training, loader)}
+                    return {"steps_s": self._timed(training, loader), "peak_bytes": peak_bytes(place.device)}
+                finally:
+                    loader.close()
+                    training.close()
+        except (PicotronError, torch.OutOfMemoryError) as error:
+            return {"refused": str(error).splitlines()[0]}
+
+    def _training(self, setting: Setting, groups: ProcessGroups | None) -> Training:
+        place, layout = self._place, setting.layout
+        if setting.kind == "engine":
+            return EngineTraining(build_engine(setting.job, layout, place.rank, groups, place.device))
+        if setting.kind == "picotron":
+            return picotron.PicotronTraining(Path(self._checkout), setting.job, layout, place.device)
+        cache, rows = cache_folder(), layout.micro_batch
+        return PlainTraining(Replica(setting.job, place.rank, layout.dp, cache, place.device, rows))
+
+    def _timed(self, training: Training, loader: Loader) -> list[float]:
+        """Seconds of each step; nothing waits for the device but the step itself."""
+        for _ in range(self._warmup):
+            training.step(loader.next())
+        clock = Clock(self._place.device)
+        clock.mark()
+        for _ in range(self._steps):
+            training.step(loader.next())
+            clock.mark()
+        return clock.intervals()
+
+    def _phases(self, setting: Setting, training: Training, loader: Loader) -> dict[str, float]:
+        """Seconds per step of each phase."""
+        for _ in range(self._warmup):
+            training.step(loader.next())
+        stopwatch = Stopwatch(self._place.device)
+        piped = setting.layout.pp > 1
+
+        def on_phase(name: str) -> None:
+            # under a pipeline the engine hears of the whole schedule alone; its stages mark the rest
+            stopwatch.mark("bubble" if piped and name == "forward" else name)
+
+        with stages_timed(stopwatch) if piped else contextlib.nullcontext():
+            for _ in range(self._steps):
+                stopwatch.mark("data")
+                training.step(loader.next(), on_phase)
+            stopwatch.mark("end")
+        return {name: seconds / self._steps for name, seconds in stopwatch.seconds.items()}
+
+
+def _loader(setting: Setting, rank: int, dataset: Dataset) -> Loader:
+    job, layout = setting.job, setting.layout
+    return Loader(
+        dataset,
+        seed=job.seed,
+        layout=layout,
+        dp_index=layout.coordinates(rank).dp,
+        global_batch=job.data.global_batch,
+        start_step=0,
+        depth=job.data.prefetch_steps,
+    )
+
+
+def main(plan_file: str, folder: str) -> None:
+    """One rank; the launcher's environment says which."""
+    torch.set_num_threads(1)  # as the service's workers do
+    plan = json.loads(Path(plan_file).read_text())
+    log = EventLog(Path(folder), int(os.environ["RANK"]))
+    try:
+        place = Place.of(plan["device"])
+        segments = Segments(plan, place)
+        gc.collect()
+        gc.freeze()  # as the service's workers do
+        described = segments.place()
+        log.note("place", **described)
+        for number, segment in enumerate(plan["segments"]):
+            if described["data_sheet"] is None and plan["peak_tflops"] is None:
+                log.note("product", **segments.product())
+            log.note("segment", number=number, **segment, **segments.run(f"segment/{number}", **segment))
+    except Exception as error:
+        log.note("failed", error=f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,37 @@
+"""One message between every two ranks that have something for each other: an all-to-all of uneven parts.
+
+Point to point on the default group, so ranks that have nothing to say take no part, and ranks of other
+pipeline stages need not know how many exchanges there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def swap(
+    outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, int], rank: int, like: Tensor
+) -> dict[int, Tensor]:
+    """Send tensors to peers and receive theirs; what goes to this rank itself stays in the process.
+
+    Args:
+        outgoing: per receiving rank its tensors, packed in that order.
+        incoming: per sending rank the number of elements that it packs.
+        rank: this rank.
+        like: gives the type on the wire, to which the tensors are cast, and the device.
+
+    Returns one flat tensor per rank of ``incoming``. Raises RuntimeError when a peer is gone.
+    """
+    sent = {
+        peer: torch.cat([x.reshape(-1).to(like.dtype) for x in parts]) for peer, parts in outgoing.items()
+    }
+    found = {peer: like.new_empty(count) for peer, count in incoming.items() if peer != rank}
+    operations = [dist.P2POp(dist.isend, flat, peer) for peer, flat in sent.items() if peer != rank]
+    operations += [dist.P2POp(dist.irecv, flat, peer) for peer, flat in found.items()]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    return found | {rank: sent[rank]} if rank in incoming else found

@@ -1,0 +1,225 @@
+"""What ``bench mfu`` compares and how it counts, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from picotron_ray import cli
+from picotron_ray.bench.mfu import report
+from picotron_ray.bench.mfu.figures import breakdown, formula, known_peak, measured, mfu, speed_up
+from picotron_ray.bench.mfu.result import peak_of, result
+from picotron_ray.bench.mfu.run import Options, segments
+from picotron_ray.bench.mfu.settings import (
+    SWITCHES,
+    Refusal,
+    Setting,
+    base_setting,
+    chosen_peers,
+    peer,
+    switched,
+)
+from picotron_ray.config.load import load_job
+from picotron_ray.errors import ConfigError, PicotronError
+
+SMOLLM = (  # SmolLM-1.7B
+    "model.vocab_size=49152",
+    "model.hidden_size=2048",
+    "model.intermediate_size=8192",
+    "model.layers=24",
+    "model.heads=32",
+    "model.kv_heads=32",
+    "model.tie_embeddings=true",
+    "data.sequence_length=2048",
+)
+
+
+def test_formula_is_picotrons_and_its_words_are_its_numbers() -> None:
+    found = formula(load_job("quickstart", SMOLLM))
+    assert found.parameters == 1_711_376_384
+    assert found.flops_per_token == 6 * 1_711_376_384 + 12 * 24 * 2048 * 2048
+    words = str(found).replace(",", "")
+    for name in ("parameters", "layers", "wide", "tokens"):
+        words = words.replace(f" {name}", "")
+    assert eval(words.replace("x", "*")) == found.flops_per_token
+    assert mfu(4 * 47_400, found.flops_per_token, 4, 989e12) == pytest.approx(0.55, rel=1e-3)
+
+
+def test_of_a_mixture_only_the_chosen_experts_count() -> None:
+    sparse = formula(load_job("tiny", ["model.moe.experts=8", "model.moe.top_k=2"]))
+    dense = formula(load_job("tiny", ["model.moe.experts=2", "model.moe.top_k=2"]))
+    assert sparse.parameters - dense.parameters == 2 * 6 * 32  # two routers know six experts more
+
+
+def test_only_a_whole_name_and_bf16_have_a_data_sheet() -> None:
+    assert known_peak("NVIDIA H200", "bf16") == known_peak("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+    assert known_peak("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
+    for name in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "cpu"):
+        assert known_peak(name, "bf16") is None
+    assert known_peak("NVIDIA H200", "fp32") is None
+
+
+def test_rates_are_of_whole_segments_and_ratios_of_rounds() -> None:
+    slow = [{"steps_s": [1.0, 3.0], "peak_bytes": 5}, {"steps_s": [4.0, 4.0], "peak_bytes": 7}]
+    fast = [{"steps_s": [1.0, 1.0], "peak_bytes": 5}, {"steps_s": [1.0, 1.0], "peak_bytes": 5}]
+    found = measured(slow, 100)
+    assert found["tokens_per_s"] == {"median": 37.5, "low": 31.25, "high": 43.75}
+    assert found["step_s"]["median"] == 3.5
+    assert (found["steps"], found["peak_bytes"]) == (4, 7)
+    assert speed_up(fast, slow) == {"median": 3.0, "low": 2.5, "high": 3.5}
+
+
+def test_breakdown_is_that_of_the_rank_that_computes_most() -> None:
+    waits = {"data": 0.1, "forward": 1.0, "backward": 2.0, "reduce": 0.9}
+    works = {"forward": 1.5, "backward": 2.0, "bubble": 0.25, "reduce": 0.25}
+    found = breakdown([waits, works])
+    assert (found["rank"], found["step_s"]) == (1, 4.0)
+    assert list(found["phases"]) == ["forward", "backward", "bubble", "reduce"]
+    assert found["phases"]["bubble"] == {"s": 0.25, "share": 0.0625}
+
+
+def test_peak_is_given_else_of_the_data_sheet_else_the_fastest_product() -> None:
+    place = {"what": "place", "rank": 0, "device": "cpu", "data_sheet": None}
+    products = [
+        {"what": "product", "rank": rank, "size": 64, "flops_per_s": flops}
+        for rank, flops in ((0, 1.0), (0, 3.0), (1, 5.0), (1, 2.0))
+    ]
+    assert peak_of([place, *products], None, "fp32")["flops_per_s"] == 4.0
+    assert "64 x 64 fp32 matrix product" in peak_of([place, *products], None, "fp32")["source"]
+    assert peak_of([{**place, "data_sheet": 7.0}], None, "bf16")["flops_per_s"] == 7.0
+    assert peak_of([{**place, "data_sheet": 7.0}], 2.0, "bf16")["flops_per_s"] == 2e12
+
+
+def differing(one: dict[str, Any], other: dict[str, Any], prefix: str = "") -> set[str]:
+    found = set()
+    for key, value in one.items():
+        if isinstance(value, dict):
+            found |= differing(value, other[key], f"{prefix}{key}.")
+        elif value != other[key]:
+            found.add(f"{prefix}{key}")
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_switch_changes_what_it_names_and_nothing_else(workers: int) -> None:
+    base = base_setting("tiny", [], workers, "cpu")
+    assert base.layout.world_size == workers
+    settings = [item for item in switched(base) if isinstance(item, Setting)]
+    for setting in settings:
+        named = {override.partition("=")[0] for override in setting.name.split()}
+        assert differing(setting.job.model_dump(), base.job.model_dump()) == named
+        moved = differing(asdict(setting.layout), asdict(base.layout))
+        assert {f"layout.{key}" for key in moved} <= named
+        assert setting.layout.world_size == workers
+    names = {setting.name for setting in settings}
+    assert {"precision=bf16", "kernels.attention=math", "layout.recompute=full"} < names
+    assert ("layout.tp=2 layout.dp=auto" in names) == (workers == 2)
+    assert not names & {"precision=fp32", "kernels.attention=flash", "layout.recompute=none"}  # the base
+
+
+def test_refused_switches_keep_their_reason() -> None:
+    base = base_setting("tiny", ["precision=fp32"], 1, "cuda")
+    refused = {item.name: item.reason for item in switched(base) if isinstance(item, Refusal)}
+    assert refused["kernels.attention=flash"].startswith("kernels.attention: saw flash, expected")
+    assert refused["layout.zero=3"] == "layout.zero: saw 3, but one replica has nobody to shard with"
+    assert "layout.tp: saw dp=1 x tp=2" in refused["layout.tp=2 layout.dp=auto"]
+    assert set(refused) < set(SWITCHES)
+
+
+def test_a_layout_that_leaves_workers_idle_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--workers: saw 2, but dp1.* uses 1 of them"):
+        base_setting("tiny", ["layout.dp=1", "layout.tp=1", "layout.pp=1"], 2, "cpu")
+
+
+def test_peers_train_what_we_train_or_say_why_not(tmp_path: Path) -> None:
+    base = base_setting("tiny", [], 2, "cpu")
+    assert peer(base, "plain") == Setting("plain", "plain", base.job, base.layout)
+    assert isinstance(peer(base, "picotron"), Setting)
+    cut = replace(base, layout=replace(base.layout, dp=1, tp=2))
+    assert "data-parallel over equal shares" in str(peer(cut, "plain"))
+    for override in ("optimizer.name=sgd", "model.moe.experts=2"):
+        assert isinstance(peer(base_setting("tiny", [override], 2, "cpu"), "plain"), Refusal)
+    half = base_setting("tiny", ["precision=bf16"], 1, "cpu")
+    assert "it trains in fp32 on cpu, saw precision=bf16" in str(peer(half, "picotron"))
+    assert chosen_peers("none", None) == []
+    with pytest.raises(ConfigError, match=r"--picotron: saw .*without picotron/model.py"):
+        chosen_peers("plain,picotron", tmp_path)
+
+
+def test_rounds_go_there_and_back_and_end_with_the_phases() -> None:
+    order = segments(3, 2)
+    assert [segment["index"] for segment in order] == [0, 1, 2, 2, 1, 0, 0]
+    assert [segment["phases"] for segment in order] == [False] * 6 + [True]
+
+
+def noted(settings: list[Setting], **refused: str) -> list[dict[str, Any]]:
+    """Two ranks' notes of one round; setting i takes i + 1 seconds a step."""
+    events: list[dict[str, Any]] = []
+    for rank in range(2):
+        own = {"rank": rank}
+        events.append({"what": "place", "device": "NVIDIA H200", "data_sheet": 989e12, **own})
+        for number, segment in enumerate(segments(len(settings), 1)):
+            index = segment["index"]
+            took: dict[str, Any] = {"steps_s": [index + 1.0] * 2, "peak_bytes": 2**30 * (1 + rank)}
+            if settings[index].kind in refused:
+                took = {"refused": refused[settings[index].kind]}
+            elif segment["phases"]:
+                took = {"phases_s": {"forward": 0.3, "backward": 0.6, "reduce": 0.1}}
+            events.append({"what": "segment", "number": number, **segment, **took, **own})
+    return events
+
+
+def test_result_and_report() -> None:
+    base = base_setting("tiny", ["precision=bf16"], 2, "cpu")
+    switch = switched(base, ["precision=fp32", "layout.tp=2 layout.dp=auto"])
+    settings = [base, *(item for item in switch if isinstance(item, Setting)), peer(base, "plain")]
+    assert [setting.name for setting in settings] == ["base", "precision=fp32", SWITCHES[-1], "plain"]
+    events = noted(settings)  # type: ignore[arg-type]
+    found = result(settings, {"layout.zero=9": "no"}, events, None)  # type: ignore[arg-type]
+    assert found["ablation"]["precision=fp32"]["ratio"]["median"] == 0.5
+    assert found["peers"]["plain"]["ratio"]["median"] == 4.0
+    assert found["peak_bytes"] == 2 * 2**30
+    tokens_per_s = 8 * 32 / 1.0
+    assert found["mfu"] == tokens_per_s * found["formula"]["flops_per_token"] / (2 * 989e12)
+    options = asdict(Options(2, 2, 0, 1, True, "plain", None, None))
+    machine = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
+    text = "\n".join(report.lines({**found, "options": options, "machine": machine}))
+    for part in (
+        "2 workers of NVIDIA H200 on 2 cores of Z80",
+        "tokens/s      256  (256 to 256 over 1 round)",
+        "peak memory   2.000 GiB, CUDA memory allocated",
+        "6 x 37,536 parameters + 12 x 2 layers x 32 wide x 32 tokens",
+        "attention counted in full, not halved for the causal mask",
+        "989 TFLOP/s per worker, dense bf16 by its data sheet",
+        "layout.zero=9                 refused: no",
+    ):
+        assert part in text
+    failing = result(settings, {}, noted(settings, plain="out of memory"), None)  # type: ignore[arg-type]
+    assert failing["refused"] == {"plain": "out of memory"}
+    assert failing["peers"] == {}
+    with pytest.raises(PicotronError, match="bench mfu: out of memory"):
+        result(settings, {}, noted(settings, engine="out of memory"), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--peers", "horovod"], "--peers: saw 'horovod', expected some of plain, picotron, or none"),
+        (["--peers", "picotron"], "--picotron: saw none, expected a checkout"),
+        (["--peak-tflops", "0"], "--peak-tflops: saw 0, expected a number above 0"),
+        (["layout.dp=3"], "layout.dp: saw dp=3"),
+        (["modle.layers=3"], "modle: saw an unknown key"),
+        (["data.source=text", "data.path=/nothing"], "data.path: "),
+    ],
+)
+def test_bad_requests_end_with_one_line_before_anything_starts(
+    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("picotron_ray.bench.mfu.run._measure", lambda *_: pytest.fail("started"))
+    result = CliRunner().invoke(cli.app, ["bench", "mfu", "tiny", "cluster.device=cpu", *arguments])
+    assert result.exit_code == 2
+    assert line in result.stderr

@@ -32,7 +32,7 @@ from picotron_ray.checkpoint.lineage import commits_on
 from picotron_ray.checkpoint.log import Entry, RunLog
 from picotron_ray.checkpoint.manifest import load_manifest
 from picotron_ray.checkpoint.storage import Listed, Storage, decode_json, encode_json
-from picotron_ray.config.job import CheckpointConfig
+from picotron_ray.config.service import CheckpointConfig
 from picotron_ray.errors import CorruptError, FencedError, NotFoundError, StorageUnavailableError
 
 _LONGEST_DELETE_S = 60.0

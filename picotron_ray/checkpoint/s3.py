@@ -28,7 +28,7 @@ from botocore.exceptions import (
 )
 
 from picotron_ray.checkpoint.storage import Listed
-from picotron_ray.config.job import StorageConfig
+from picotron_ray.config.service import StorageConfig
 from picotron_ray.errors import AlreadyExistsError, NotFoundError, StorageError, StorageUnavailableError
 
 _ABSENT = {"NoSuchKey", "404", "NotFound"}

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from picotron_ray.config.job import StorageConfig
+from picotron_ray.config.service import StorageConfig
 from picotron_ray.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
-from picotron_ray.config.job import StorageConfig
+from picotron_ray.config.service import StorageConfig
 
 # Amazon's naming rules: 3 to 63 of lower-case letters, digits, dots and hyphens, alphanumeric at both ends.
 _BUCKET = re.compile(r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")

@@ -22,7 +22,7 @@ from typing import BinaryIO, TextIO
 import numpy as np
 import xxhash
 
-from picotron_ray.config.job import END_OF_DOCUMENT, DataConfig
+from picotron_ray.config.data import END_OF_DOCUMENT, DataConfig
 from picotron_ray.data.baseline import bigram_entropy
 from picotron_ray.data.samples import Tokens
 from picotron_ray.data.sources import Document, SourceFile, find_files, read_documents, unreadable

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from picotron_ray.config.job import DataConfig
+from picotron_ray.config.data import DataConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.data import batch
 from picotron_ray.data.cache import VOCABULARY, byte_splits

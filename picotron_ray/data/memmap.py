@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from picotron_ray.config.job import DataConfig
+from picotron_ray.config.data import DataConfig
 from picotron_ray.data.baseline import bigram_entropy
 from picotron_ray.data.cache import TokenSplits, tail_tokens
 from picotron_ray.data.samples import Tokens

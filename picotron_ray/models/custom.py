@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.models.definition import InitialValue, ModelDefinition
 from picotron_ray.models.plan import ParameterSpec, Style

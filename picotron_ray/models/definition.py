@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.models.init import initialise_
 from picotron_ray.models.llama import Transformer
 from picotron_ray.models.plan import (

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.models.plan import SequenceShard
 
 

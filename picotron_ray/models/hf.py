@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.models import hf_gpt2
 from picotron_ray.models.hf_gpt2 import Held

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.model import ModelConfig
 
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.rope import RopeScaling
 from picotron_ray.models.documents import causal_within, same_document
 from picotron_ray.models.gpt2 import GeluMlp, Positions, norm_of

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.model import ModelConfig
 
 Part = Literal["embed", "block", "head"]
 Style = Literal[

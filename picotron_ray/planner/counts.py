@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from picotron_ray.config.builder import BuiltModel
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.planner.memo import of_the_latest
 from picotron_ray.planner.partition import Bounds, partition

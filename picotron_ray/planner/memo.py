@@ -17,7 +17,7 @@ def of_the_latest(
     """Remember what a pure function gave for the config that it was last called with.
 
     By identity: configs are frozen, and hashing one means writing it out, which costs more than most of what
-    is remembered. The other arguments must be hashable and given by position.
+    is remembered. The other arguments must be hashable.
     """
     latest: tuple[object, dict[object, Result]] = (None, {})
 
@@ -27,8 +27,9 @@ def of_the_latest(
         known = latest  # threads may replace it meanwhile: config and results stay together
         if known[0] is not config:
             known = latest = (config, {})
-        if rest not in known[1]:
-            known[1][rest] = function(config, *rest, **named)
-        return known[1][rest]
+        key = (rest, tuple(sorted(named.items())))
+        if key not in known[1]:
+            known[1][key] = function(config, *rest, **named)
+        return known[1][key]
 
     return remembered

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 
 from picotron_ray.checkpoint.storage import Storage
-from picotron_ray.config.job import ChaosFault
+from picotron_ray.config.service import ChaosFault
 from picotron_ray.errors import AlreadyExistsError
 
 

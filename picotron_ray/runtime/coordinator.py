@@ -26,7 +26,8 @@ import ray
 from ray.util import get_node_ip_address
 
 from picotron_ray.config.export import public_dict
-from picotron_ray.config.job import ChaosFault, JobConfig
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.service import ChaosFault
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.replay import event_line, header_line

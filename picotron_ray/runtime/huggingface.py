@@ -23,8 +23,9 @@ from picotron_ray.checkpoint.manifest import Manifest
 from picotron_ray.checkpoint.storage import Storage, open_storage
 from picotron_ray.checkpoint.whole import commit_whole
 from picotron_ray.config.export import flatten
-from picotron_ray.config.job import JobConfig, ModelConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Source
 from picotron_ray.errors import ConfigError, NotFoundError
 from picotron_ray.models import hf

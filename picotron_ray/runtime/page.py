@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.config.job import ElasticConfig
 from picotron_ray.config.phases import PHASES
+from picotron_ray.config.service import ElasticConfig
 from picotron_ray.observability.catalogue import STEP_BUCKETS_S, bucket_of
 
 SIZE = 4096

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import ray
 from ray._private import state as ray_state
 
-from picotron_ray.config.job import ClusterConfig
+from picotron_ray.config.service import ClusterConfig
 
 # a sliver of what only the head has: a soft node affinity would be ignored by an actor that needs no CPU,
 # a hard one would forbid a restarted head, whose id is new

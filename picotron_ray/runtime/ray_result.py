@@ -22,7 +22,8 @@ from picotron_ray.checkpoint.log import Entry, RunLog
 from picotron_ray.checkpoint.manifest import load_manifest
 from picotron_ray.checkpoint.storage import Storage, open_storage
 from picotron_ray.checkpoint.verify import read_ledger
-from picotron_ray.config.job import JobConfig, StorageConfig
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.service import StorageConfig
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from picotron_ray.config.export import flatten, public_dict
-from picotron_ray.config.job import JobConfig, TrackerConfig
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.service import TrackerConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.observability.remote_trackers import open_tracker
 from picotron_ray.observability.trackers import Row, Tracker, row_of

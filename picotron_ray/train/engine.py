@@ -206,7 +206,8 @@ class Engine:
                 on_phase("forward")
             loss = self._loss_sum(self._logits(inputs, named), targets, weights)
             on_phase("backward")
-            before_backward(model, self.layout.zero, last=number == len(micro_batches))
+            if self.layout.zero and len(micro_batches) > 1 and number in (1, len(micro_batches)):
+                before_backward(model, self.layout.zero, last=number > 1)
             (loss * scale).backward()
             sums.append(loss.detach())
         return torch.stack(sums).sum()

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from picotron_ray.config.builder import BuiltModel, PlanConfig
-from picotron_ray.config.job import JobConfig, ModelConfig
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.models.custom import build_whole, import_object, logits_of, one_line, ties_of
 from picotron_ray.train.cutting import Trial, find_blocks, find_pipeline, find_tensor

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from picotron_ray.config.job import JobConfig, OptimizerConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.optimizer import OptimizerConfig
 from picotron_ray.models.plan import ParameterSpec
 from picotron_ray.parallel.matrices import share_out
 from picotron_ray.parallel.parallelize import LocalParameter

@@ -27,7 +27,7 @@ class LossScaler:
 
     def __init__(self, device: torch.device) -> None:
         self.state = torch.zeros(2, device=device)
-        self._scale, self._steps = 0.0, 0
+        self._scale, self._steps = math.nan, 0  # until a step begins: a loss without it must not look right
 
     def initialise(self) -> None:
         """Begin a run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from picotron_ray.config.job import OptimizerConfig, ScheduleConfig
+from picotron_ray.config.optimizer import OptimizerConfig, ScheduleConfig
 
 
 def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:

@@ -15,8 +15,8 @@ from itertools import combinations, cycle, product
 from typing import Any
 
 from picotron_ray.config.fit import misfits
-from picotron_ray.config.job import ModelConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.schedules import RULES
 from tests.gloo.matrix_jobs import MODEL, make_job
 

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 from picotron_ray.checkpoint.dcp import StateTensor
-from picotron_ray.config.job import DataConfig, JobConfig, ModelConfig, OptimizerConfig
+from picotron_ray.config.data import DataConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.optimizer import OptimizerConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.train.engine import build_engine
 from tests.gloo.pool import Job

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from picotron_ray.config.job import JobConfig, ModelConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.models.plan import parameter_table
 from tests.gloo.matrix_jobs import MODEL, STEPS, Result, assemble, documents_job, make_job, run_layout, train
 from tests.gloo.pool import Pool

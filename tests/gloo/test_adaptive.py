@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from picotron_ray.config.job import AdaptivePrecisionConfig, JobConfig, ModelConfig
+from picotron_ray.config.compute import AdaptivePrecisionConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.models.plan import parameter_table
 from picotron_ray.train.adaptive import Policy, choose, parts_of
 from picotron_ray.train.engine import Engine, build_engine

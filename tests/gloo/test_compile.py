@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from picotron_ray.config.job import KernelsConfig, ModelConfig
+from picotron_ray.config.compute import KernelsConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from tests.gloo.matrix_jobs import MODEL, make_job, run_layout
 from tests.gloo.parity import compare
 from tests.gloo.pool import Pool

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from picotron_ray.config.fit import misfits
-from picotron_ray.config.job import JobConfig, ModelConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.models.definition import definition_of
 from picotron_ray.planner.counts import parameter_count, stage_parameters

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picotron_ray.config.job import ModelConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.documents import causal_within, document_numbers, same_document
 from picotron_ray.models.llama import Transformer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.models.init import initialise_
 from picotron_ray.models.llama import Block, Rope, Transformer, rotate, sdpa
 from picotron_ray.models.plan import parameter_table, tensor_parallel_plan

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_ray.config.job import KernelsConfig, ModelConfig
+from picotron_ray.config.compute import KernelsConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.moe import MoeConfig
 from picotron_ray.models.moe import MixtureOfExperts, Router, grouped, looped
 from picotron_ray.train.engine import build_engine

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from picotron_ray.checkpoint.canonical import Box
-from picotron_ray.config.job import DataConfig, JobConfig, ModelConfig, OptimizerConfig
+from picotron_ray.config.data import DataConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.optimizer import OptimizerConfig
 from picotron_ray.data.batch import make_batch
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import LayoutError

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from picotron_ray.config.job import JobConfig, ModelConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.moe import MoeConfig
 from picotron_ray.models.llama import Transformer
 from picotron_ray.models.plan import parameter_table

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from picotron_ray.config.job import DataConfig, JobConfig, LayoutConfig, ModelConfig
+from picotron_ray.config.compute import LayoutConfig
+from picotron_ray.config.data import DataConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.recompute import recomputed
 from picotron_ray.models.llama import Transformer
 from picotron_ray.parallel.recompute import apply_recompute

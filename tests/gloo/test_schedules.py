@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from picotron_ray.config.job import ModelConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.schedules import RULES
 from picotron_ray.parallel import mesh
 from tests.gloo.matrix_jobs import MODEL, make_job, replace, run_layout

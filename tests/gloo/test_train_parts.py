@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from picotron_ray.comm.reduce import buckets
-from picotron_ray.config.job import OptimizerConfig, ScheduleConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.optimizer import OptimizerConfig, ScheduleConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import ParameterSpec, parameter_table
 from picotron_ray.parallel.boxes import chunk, counts_in_norm, local_box

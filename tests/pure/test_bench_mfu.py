@@ -141,7 +141,9 @@ def test_peers_train_what_we_train_or_say_why_not(tmp_path: Path) -> None:
     assert isinstance(peer(base, "picotron"), Setting)
     cut = replace(base, layout=replace(base.layout, dp=1, tp=2))
     assert "data-parallel over equal shares" in str(peer(cut, "plain"))
-    for override in ("optimizer.name=sgd", "model.moe.experts=2"):
+    for override in (
+        "optimizer.name=sgd", "model.moe.experts=2", "data.document_masks=true", "precision=fp16",
+    ):  # fmt: skip
         assert isinstance(peer(base_setting("tiny", [override], 2, "cpu"), "plain"), Refusal)
     half = base_setting("tiny", ["precision=bf16"], 1, "cpu")
     assert "it trains in fp32 on cpu, saw precision=bf16" in str(peer(half, "picotron"))

@@ -16,7 +16,7 @@ from storage_suite import StorageConformance
 from picotron_ray.checkpoint import local
 from picotron_ray.checkpoint.local import LocalStorage
 from picotron_ray.checkpoint.storage import Storage, open_storage, probe
-from picotron_ray.config.job import StorageConfig
+from picotron_ray.config.service import StorageConfig
 from picotron_ray.errors import StorageError, StorageUnavailableError
 
 memory_path = pytest.fixture(memory_folder)
@@ -69,7 +69,7 @@ def test_file_system_that_takes_no_folders() -> None:
 PROBE = """
 import sys
 from picotron_ray.checkpoint.storage import open_storage, probe
-from picotron_ray.config.job import StorageConfig
+from picotron_ray.config.service import StorageConfig
 from picotron_ray.errors import StorageError
 storage = open_storage(StorageConfig(url=sys.argv[1]), "r1")
 try:

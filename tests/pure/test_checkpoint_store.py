@@ -31,8 +31,8 @@ from picotron_ray.checkpoint.log import RunLog
 from picotron_ray.checkpoint.manifest import load_manifest
 from picotron_ray.checkpoint.upload import UploadPart, upload_slots
 from picotron_ray.checkpoint.verify import latest_good, read_ledger, verify_all
-from picotron_ray.config.job import CheckpointConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.service import CheckpointConfig
 from picotron_ray.errors import CorruptError, FencedError, StorageError
 
 memory_path = pytest.fixture(memory_folder)

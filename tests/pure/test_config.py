@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picotron_ray.config.export import flatten
-from picotron_ray.config.job import JobConfig, StorageConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.load import (
     fingerprint,
     job_schema,
@@ -25,6 +25,7 @@ from picotron_ray.config.load import (
 )
 from picotron_ray.config.resume import check_resume, compare, markdown, table, verdict
 from picotron_ray.config.schema import allowed, key_schemas, nearest_key
+from picotron_ray.config.service import StorageConfig
 from picotron_ray.config.source import read_source
 from picotron_ray.config.urls import redact
 from picotron_ray.errors import ConfigError

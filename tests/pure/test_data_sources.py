@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from picotron_ray.config.job import DataConfig
+from picotron_ray.config.data import DataConfig
 from picotron_ray.data import cache as token_cache
 from picotron_ray.data import memmap, sources
 from picotron_ray.data.baseline import bigram_entropy

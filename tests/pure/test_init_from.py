@@ -16,7 +16,8 @@ from picotron_ray.checkpoint.local import LocalStorage
 from picotron_ray.checkpoint.log import RunLog
 from picotron_ray.checkpoint.verify import latest_good
 from picotron_ray.config.export import public_dict
-from picotron_ray.config.job import CheckpointConfig, JobConfig
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.service import CheckpointConfig
 from picotron_ray.errors import ConfigError, CorruptError
 from picotron_ray.runtime.origin import settle
 

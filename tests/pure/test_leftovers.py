@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from picotron_ray.config.job import ElasticConfig, JobConfig
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.service import ElasticConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime import leftovers
 from picotron_ray.runtime.names import node_folder, run_folder

@@ -14,8 +14,8 @@ from coordinator_world import job
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from picotron_ray.config.job import ElasticConfig, MetricsConfig
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.service import ElasticConfig, MetricsConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import State
 from picotron_ray.errors import ConfigError

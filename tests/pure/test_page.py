@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from picotron_ray.config.job import ElasticConfig
+from picotron_ray.config.service import ElasticConfig
 from picotron_ray.runtime.page import ENOUGH, Page, process_alive, process_start_ticks, read_page
 
 

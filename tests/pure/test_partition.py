@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from picotron_ray.config.job import ModelConfig
+from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.schedules import RULES, rank_stages
 from picotron_ray.errors import LayoutError
 from picotron_ray.planner.counts import stage_bounds

@@ -21,6 +21,7 @@ from picotron_ray.planner.counts import (
     stage_flops_per_token,
     stage_parameters,
 )
+from picotron_ray.planner.memo import of_the_latest
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.profile import CPU, GPU, DeviceProfile, profile_of
 
@@ -448,3 +449,19 @@ def test_nearest_layouts_are_near_and_fit() -> None:
 def test_nothing_is_sharded_over_one_replica() -> None:
     assert {layout.zero for layout in layouts(job(), 8) if layout.dp == 1} == {0}
     assert {layout.zero for layout in layouts(job(), 8) if layout.dp == 2} == {0, 1, 2, 3}
+
+
+def test_what_is_remembered_is_told_apart_by_every_argument() -> None:
+    calls: list[tuple[int, int]] = []
+
+    @of_the_latest
+    def scaled(config: list[int], by: int, plus: int = 0) -> int:
+        calls.append((by, plus))
+        return config[0] * by + plus
+
+    config = [3]
+    assert [scaled(config, 2), scaled(config, 2), scaled(config, 2, plus=1), scaled(config, by=4)] == [
+        6, 6, 7, 12,
+    ]  # fmt: skip
+    assert calls == [(2, 0), (2, 1), (4, 0)]
+    assert scaled([5], 2) == 10

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from runs import check_ledger, in_one_process, losses, run, tiny_job
 
-from picotron_ray.config.job import JobConfig, ModelConfig
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.model import ModelConfig
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(400)]
 STEPS = 24

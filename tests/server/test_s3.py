@@ -24,7 +24,7 @@ from picotron_ray.checkpoint.log import RunLog
 from picotron_ray.checkpoint.s3 import S3Storage
 from picotron_ray.checkpoint.storage import Storage, open_storage, probe
 from picotron_ray.checkpoint.verify import latest_good, read_ledger, verify_all
-from picotron_ray.config.job import CheckpointConfig, StorageConfig
+from picotron_ray.config.service import CheckpointConfig, StorageConfig
 from picotron_ray.errors import AlreadyExistsError, StorageError, StorageUnavailableError
 
 

@@ -11,7 +11,7 @@ from s3_kit import environment, new_bucket
 from storage_suite import StorageConformance
 
 from picotron_ray.checkpoint.storage import Storage, open_storage
-from picotron_ray.config.job import StorageConfig
+from picotron_ray.config.service import StorageConfig
 from picotron_ray.errors import StorageError
 
 

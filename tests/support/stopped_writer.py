@@ -16,7 +16,7 @@ from checkpoint_kit import generation, make_state, upload
 from picotron_ray.checkpoint.commit import commit
 from picotron_ray.checkpoint.log import RunLog
 from picotron_ray.checkpoint.storage import open_storage
-from picotron_ray.config.job import StorageConfig
+from picotron_ray.config.service import StorageConfig
 from picotron_ray.errors import FencedError
 
 

@@ -1,0 +1,101 @@
+"""Config of how a step is computed: parallel degrees, precision by part, kernels."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from picotron_ray.config.layout import Zero
+from picotron_ray.config.recompute import PATTERN
+from picotron_ray.config.schedules import Schedule
+from picotron_ray.config.section import Section
+
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
+class LayoutConfig(Section):
+    """Parallel degrees to use; ``auto`` leaves a degree to the planner at every generation."""
+
+    dp: Degree = Field(default="auto", description="data-parallel replicas")
+    tp: Degree = Field(default="auto", description="tensor-parallel ranks")
+    pp: Degree = Field(default="auto", description="pipeline stages")
+    cp: Degree = Field(
+        default=1, description="context-parallel ranks, which share every row; auto: where it pays or must be"
+    )
+    ep: Degree = Field(
+        default="auto", description="ranks that share the experts of a block; folded over dp x cp"
+    )
+    context: Literal["ring", "all-gather"] = Field(
+        default="ring",
+        description="how attention sees the keys of other ranks, where cp > 1: ring holds two parts of them"
+        " at a time, all-gather all of them",
+    )
+    zero: Zero | Literal["auto"] = Field(
+        default="auto",
+        description="what replicas share out: 0 nothing, 1 weights and optimizer state (gathered and reduced"
+        " once per step), 2 gradients too, 3 weights also within the step (FSDP2)",
+    )
+    replicate: Degree = Field(
+        default=1,
+        description="copies of what zero 1 to 3 share out (HSDP), each over 1/replicate of dp x cp; auto:"
+        " where the planner says that it pays",
+    )
+    schedule: Schedule = Field(
+        default="1f1b",
+        description="pipeline schedule, where pp > 1; all but afab and 1f1b cut more than one stage per rank",
+    )
+    virtual_stages: Degree = Field(
+        default="auto", description="stages per pipeline rank; auto: as few as the schedule asks"
+    )
+    micro_batch: Degree = Field(default="auto", description="samples per micro-batch and replica")
+    recompute: str = Field(
+        default="auto",
+        pattern=f"{PATTERN}|^auto$",
+        description="which blocks compute their activations again in the backward pass: none, full, selective"
+        " (all but matrix products and attention), every-N, middle-P (percent), blocks-K (of every stage);"
+        " auto: as few as the memory budget asks",
+    )
+    memory_budget_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="device memory that a worker may take, by the planner's estimate; null: 90 % of all",
+    )
+
+
+class AdaptivePrecisionConfig(Section):
+    """Which parts of the model compute in ``precision``, by measurement; the others stay in fp32."""
+
+    error_bound: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="relative error of the held-out loss that low precision may add: at the start of every"
+        " generation the most sensitive blocks' attentions, hidden layers and the head are kept in fp32 until"
+        " it holds, by forward passes that count towards elastic.first_step_timeout_s; null: everything"
+        " computes in precision",
+    )
+    batches: int = Field(
+        default=2, ge=1, description="held-out batches that each part is measured on; the worst one counts"
+    )
+
+
+class KernelsConfig(Section):
+    """Which implementations compute."""
+
+    attention: Literal["auto", "flash", "efficient", "cudnn", "flash-attn", "math"] = Field(
+        default="auto",
+        description="auto: the first that the device offers of flash, efficient, math; flash, efficient and"
+        " cudnn are torch's, flash-attn needs the extra flash, math is the formulas",
+    )
+    experts: Literal["auto", "loop", "grouped"] = Field(
+        default="auto",
+        description="products of a mixture's experts: one after the other, or grouped into one kernel (not in"
+        " fp64); auto: grouped on CUDA",
+    )
+    compile: bool = Field(
+        default=False,
+        description="torch.compile of every block; the first step of a generation compiles, so that"
+        " elastic.first_step_timeout_s must leave time for it",
+    )

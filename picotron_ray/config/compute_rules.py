@@ -1,0 +1,176 @@
+"""Rules between keys of how a step is computed: optimizer, layout, kernels, precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from picotron_ray.config.fit import Degrees, misfits, nearest_layouts, virtual_stages
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.kernels import attention_problem, precision_problem
+from picotron_ray.config.layout import Layout
+from picotron_ray.config.optimizer import OptimizerConfig
+from picotron_ray.config.problem import Problem
+from picotron_ray.config.schedules import RULES as SCHEDULES
+
+_OPTIMIZERS_OF = {
+    "momentum": ("muon",),
+    "beta1": ("adamw", "muon"),
+    "beta2": ("adamw", "muon"),
+    "eps": ("adamw", "muon"),
+}
+"""Keys of ``optimizer`` that not every optimizer has: those that have it."""
+
+
+def _optimizer(job: JobConfig) -> Iterator[Problem]:
+    chosen, plain = job.optimizer, OptimizerConfig()
+    for key, names in _OPTIMIZERS_OF.items():
+        value = getattr(chosen, key)
+        if chosen.name not in names and value != getattr(plain, key):
+            text = f"saw {value:g} with optimizer.name={chosen.name}, which has none; drop it or use"
+            yield Problem(
+                f"optimizer.{key}", f"{text} optimizer.name={' or '.join(names)}", ("optimizer.name",)
+            )
+    if chosen.name == "muon" and job.model.built is not None and not job.model.built.matrices:
+        yield Problem(
+            "optimizer.name",
+            f"saw muon, but {job.model.builder} has no matrix inside a repeated block; say in"
+            " model.plan.blocks which modules are its blocks, or use adamw",
+            ("model.plan.blocks",),
+        )
+
+
+def _schedule(job: JobConfig) -> Iterator[Problem]:
+    schedule = job.optimizer.schedule
+    key = "optimizer.schedule"
+    if schedule.warmup_steps > job.steps:
+        yield Problem(
+            f"{key}.warmup_steps",
+            f"saw {schedule.warmup_steps}, expected at most steps={job.steps}",
+            ("steps",),
+        )
+    elif schedule.warmup_steps + schedule.decay_steps > job.steps:
+        yield Problem(
+            f"{key}.decay_steps",
+            f"saw {schedule.decay_steps}, expected at most {job.steps - schedule.warmup_steps}"
+            f" (steps={job.steps} less warmup_steps={schedule.warmup_steps})",
+            ("steps", f"{key}.warmup_steps"),
+        )
+    if schedule.decay_steps and schedule.kind != "wsd":
+        yield Problem(
+            f"{key}.decay_steps",
+            f"saw {schedule.decay_steps} with kind={schedule.kind}, which has none; drop it or use kind=wsd",
+            (f"{key}.kind",),
+        )
+
+
+def _layout(job: JobConfig) -> Iterator[Problem]:
+    asked = job.layout
+    degrees = Degrees(
+        *(1 if degree == "auto" else degree for degree in (asked.dp, asked.tp, asked.pp, asked.cp))
+    )
+    copies = 1 if asked.replicate == "auto" else asked.replicate
+    if asked.dp == "auto":  # as few replicas as experts and copies need
+        ep = 1 if asked.ep == "auto" else asked.ep
+        least = copies * (ep if ep > 1 or copies == 1 else 2)
+        degrees = degrees._replace(dp=math.lcm(least, degrees.cp) // degrees.cp)
+    layout = Layout(
+        **degrees._asdict(),
+        ep=1 if asked.ep == "auto" else asked.ep,
+        schedule=asked.schedule,
+        virtual_stages=virtual_stages(job, degrees.pp),
+        zero=asked.zero if asked.zero != "auto" else 0 if copies == 1 else 1,
+        replicate=copies,
+        recompute=asked.recompute if asked.recompute != "auto" else "none",
+        micro_batch=1 if asked.micro_batch == "auto" else asked.micro_batch,
+    )
+    most, world = job.cluster.max_workers, layout.world_size
+    others = ("ep", "zero", "replicate", "micro_batch", "schedule", "virtual_stages", "recompute")
+    touched = tuple(f"layout.{name}" for name in (*Degrees._fields, *others))
+    found = misfits(job, layout)
+    for misfit in found:
+        text = misfit.text + _nearest(job, degrees)
+        yield Problem(misfit.key, text, (*touched, "cluster.max_workers", *misfit.against))
+    if found:
+        return
+    text = f"saw {str(degrees).replace(' ', ' x ')} = {world} workers, "
+    if world > most:
+        text += f"more than cluster.max_workers={most}"
+    elif asked.dp == "auto" and most % world:  # with dp given, the workers left over are spares
+        text += f"which does not divide cluster.max_workers={most}"
+    else:
+        return
+    yield Problem(_widest(degrees), text + _nearest(job, degrees), (*touched, "cluster.max_workers"))
+
+
+def _nearest(job: JobConfig, degrees: Degrees) -> str:
+    found = nearest_layouts(job, degrees, job.cluster.max_workers)
+    return "; nearest layouts that fit: " + (", ".join(found) or "none")
+
+
+def _widest(degrees: Degrees) -> str:
+    return max((degree, f"layout.{name}") for name, degree in degrees._asdict().items())[1]
+
+
+def _kernels(job: JobConfig) -> Iterator[Problem]:
+    yield from _attention(job)
+    schedule = job.layout.schedule
+    if job.kernels.compile and job.layout.pp != 1 and SCHEDULES[schedule].splits:
+        text = (
+            f"saw true with layout.schedule={schedule}, which splits the backward pass of compiled blocks"
+            " wrongly; use another schedule or compile=false"
+        )
+        yield Problem("kernels.compile", text, ("layout.schedule", "layout.pp"))
+    if job.kernels.experts == "grouped" and job.precision == "fp64":
+        text = "saw grouped with precision=fp64, which torch's grouped product does not have; use loop"
+        yield Problem("kernels.experts", text, ("precision",))
+    if job.kernels.experts != "auto" and not job.model.moe.experts:
+        text = f"saw {job.kernels.experts} with model.moe.experts=0, a dense model; drop it"
+        yield Problem("kernels.experts", text, ("model.moe.experts",))
+    if job.kernels.compile and job.layout.recompute == "selective":
+        text = "saw true with layout.recompute=selective, which does not see into compiled blocks; use full"
+        yield Problem("kernels.compile", text, ("layout.recompute",))
+
+
+def _attention(job: JobConfig) -> Iterator[Problem]:
+    asked = job.kernels.attention
+    if asked == "auto":
+        return
+    if job.model.builder is not None:
+        yield Problem(
+            "kernels.attention",
+            f"saw {asked}; a model of your own has its own: leave it at auto",
+            ("model.builder",),
+        )
+        return
+    least = 1 if job.layout.cp == "auto" else job.layout.cp
+    # auto is judged again once the machines are known; here some device must offer the kernel
+    devices = ("cpu", "cuda") if job.cluster.device == "auto" else (job.cluster.device,)
+    problems = [attention_problem(job, device, least) for device in devices]
+    problem = problems[-1]
+    if problem and all(problems):
+        yield Problem(
+            "kernels.attention", problem, ("cluster.device", "precision", "layout.cp", "data.document_masks")
+        )
+
+
+def _precision(job: JobConfig) -> Iterator[Problem]:
+    problem = precision_problem(job, job.cluster.device)  # auto is judged when the machines are known
+    if problem:
+        yield Problem("precision", problem, ("cluster.device",))
+    bound = job.adaptive_precision.error_bound
+    if bound is not None and job.precision not in ("bf16", "fp16"):
+        text = f"saw {bound:g} with precision={job.precision}, which has nothing to adapt; use bf16 or fp16"
+        yield Problem("adaptive_precision.error_bound", text, ("precision",))
+    if bound is not None and job.kernels.compile:
+        text = f"saw {bound:g} with kernels.compile=true, which fixes the precision of a block; drop one"
+        yield Problem("adaptive_precision.error_bound", text, ("kernels.compile",))
+
+
+RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
+    _optimizer,
+    _schedule,
+    _layout,
+    _kernels,
+    _precision,
+)

@@ -1,0 +1,95 @@
+"""Config of the built-in models, and what a model of your own is called by."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from picotron_ray.config.builder import IMPORT_PATH, BuiltModel, PlanConfig
+from picotron_ray.config.moe import MoeConfig
+from picotron_ray.config.rope import RopeScaling
+from picotron_ray.config.section import Section
+
+
+class ModelConfig(Section):
+    """A Llama-style decoder (RMSNorm, rotary positions, grouped queries, SwiGLU), GPT-2, or your own."""
+
+    family: Literal["llama", "gpt2"] = Field(
+        default="llama",
+        description="llama: as other keys say; gpt2: LayerNorm, learned positions, GELU, biases, no dropout",
+    )
+    vocab_size: int = Field(
+        default=264, ge=2, description="rows of the embedding; at least the tokenizer's vocabulary"
+    )
+    hidden_size: int = Field(default=128, ge=2, description="width of the residual stream")
+    intermediate_size: int = Field(default=352, ge=1, description="width of the hidden layer of a block")
+    layers: int = Field(default=4, ge=1, description="decoder blocks")
+    heads: int = Field(default=4, ge=1, description="query heads")
+    kv_heads: int = Field(default=2, ge=1, description="key/value heads; divides heads")
+    head_dim: int | None = Field(
+        default=None, ge=2, description="width of one head, an even number; null: hidden_size / heads"
+    )
+    qkv_bias: bool = Field(default=False, description="biases of the q, k and v projections (Qwen2)")
+    qk_norm: bool = Field(
+        default=False, description="RMSNorm over each head of q and k before they are turned (Qwen3)"
+    )
+    sliding_window: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens that a token sees, itself included (Mistral); null: all before it",
+    )
+    rope_scaling: RopeScaling = Field(
+        default_factory=RopeScaling, description="stretching of the rotary positions (Llama 3)"
+    )
+    rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
+    max_positions: int | None = Field(
+        default=None, ge=1, description="gpt2: rows of the table of learned positions, its longest sequence"
+    )
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the norms")
+    tie_embeddings: bool = Field(default=False, description="share the embedding matrix with the output head")
+    init_std: float = Field(default=0.02, gt=0, description="standard deviation of the initial weights")
+    moe: MoeConfig = Field(
+        default_factory=MoeConfig, description="a mixture of experts instead of the SwiGLU"
+    )
+    builder: str | None = Field(
+        default=None,
+        pattern=IMPORT_PATH,
+        description="a model of your own: import path package.module:function of what builds it; of the keys"
+        " above only vocab_size applies then",
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the builder; plain data"
+    )
+    plan: PlanConfig = Field(default_factory=PlanConfig, description="how a model of your own is cut")
+    built: BuiltModel | None = Field(default=None, description="filled in by launch; leave it out")
+
+    def __hash__(self) -> int:  # ``arguments`` and ``tensor`` are mappings
+        return hash(self.model_dump_json())
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether blocks are GPT-2's: LayerNorm, GELU, a bias in every linear layer, no rotary positions."""
+        return self.family == "gpt2"
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.hidden_size // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_size
+
+    @property
+    def key_width(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def depth(self) -> int:
+        """Number of repeated blocks; 0 where launch has not looked into the module yet."""
+        if self.builder is None:
+            return self.layers
+        return len(self.built.blocks) if self.built else 0

@@ -70,6 +70,17 @@ def before_backward(model: nn.Module, zero: int, last: bool) -> None:
         model.set_is_last_backward(last)
 
 
+def let_go(model: nn.Module) -> None:
+    """Free the weights that a forward pass without a backward pass gathered and, under ZeRO-1 and 2, kept.
+
+    Until then the module's parameters are the gathered ones: gradients would be cleared there and go on
+    growing in the shards, and an update of the shards would not be seen.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def settle(model: nn.Module) -> None:
     """Let FSDP pad its shards now rather than at the first forward pass.
 

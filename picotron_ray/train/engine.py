@@ -29,7 +29,7 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.models.definition import definition_of
 from picotron_ray.models.documents import document_numbers
 from picotron_ray.models.plan import SequenceShard
-from picotron_ray.parallel.data import before_backward
+from picotron_ray.parallel.data import before_backward, let_go
 from picotron_ray.parallel.loss import weighted_loss_sum
 from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.parallel.norm import clip_, global_norm
@@ -186,8 +186,8 @@ class Engine:
         """
         scale = (self._scaler.scale if self._scaler is not None else 1.0) / batch.global_tokens
         self._gradients = []
-        for model in self._models.values():
-            model.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.parameter.grad = None
         for copies in self._replicated:
             copies.begin(len(batch.tokens))
         self._balance.begin(scale)
@@ -265,6 +265,8 @@ class Engine:
                 for inputs, targets, weights, named in self._micro_batches(batch):
                     total += float(self._loss_sum(self._logits(inputs, named), targets, weights))
             tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
+        for model in self._models.values():
+            let_go(model)
         return (total, tokens_seen) if self._owns_loss else (0.0, 0)
 
     def adapt(self, batches: Sequence[StepBatch]) -> Policy | None:

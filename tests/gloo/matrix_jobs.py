@@ -138,7 +138,7 @@ class Result:
 
 
 def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
-    """Build, take STEPS steps, evaluate."""
+    """Build, take STEPS steps, and evaluate before the last: the step after must not notice."""
     result = Result()
     engine = build_engine(job, layout, rank, groups, CPU)
     engine.initialise(job.seed)
@@ -146,6 +146,8 @@ def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
     before = [item.tensor.data_ptr() for item in engine.state()]
     dp_index = layout.coordinates(rank).dp
     for step in range(1, STEPS + 1):
+        if step == STEPS:
+            result.evaluation = engine.evaluate([batch(job, layout, dp_index, 100)])
         feed = batch(job, layout, dp_index, step)
         result.loss.append(engine.forward_backward(feed, result.phases.append))
         engine.reduce(result.phases.append)
@@ -153,7 +155,6 @@ def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
             result.gradients = pieces(engine.gradients())
         result.norm.append(engine.clip(result.phases.append))
         engine.optimizer_step(job.optimizer.learning_rate)
-    result.evaluation = engine.evaluate([batch(job, layout, dp_index, 100)])
     result.stable = before == [item.tensor.data_ptr() for item in engine.state()]
     result.state = pieces(engine.state())
     engine.close()

@@ -95,7 +95,7 @@ def trial_job(
     steps = options.steps
     raw |= {"name": run, "steps": steps}
     raw["storage"]["url"] = url
-    raw["layout"] = pinned(layout)
+    raw["layout"] |= pinned(layout)
     raw["cluster"] |= {"min_workers": layout.world_size, "max_workers": layout.world_size}
     raw["optimizer"]["learning_rate"] = learning_rate
     raw["checkpoint"] |= {
@@ -114,9 +114,9 @@ def trial_job(
 
 
 def pinned(layout: Layout) -> dict[str, Any]:
-    """A layout as ``layout`` keys of a config, every degree named."""
-    keys = ("dp", "tp", "pp", "cp", "ep", "zero", "schedule", "virtual_stages", "micro_batch", "recompute")
-    return {key: getattr(layout, key) for key in keys}
+    """A layout as ``layout`` keys of a config, every degree named; actions stay the config's."""
+    keys = ("dp", "tp", "pp", "cp", "ep", "zero", "replicate", "schedule", "virtual_stages", "micro_batch")
+    return {key: getattr(layout, key) for key in (*keys, "recompute")}
 
 
 def recipe(job: JobConfig, layout: Layout, learning_rate: float, profile: DeviceProfile) -> dict[str, Any]:

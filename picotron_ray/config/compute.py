@@ -44,7 +44,14 @@ class LayoutConfig(Section):
     )
     schedule: Schedule = Field(
         default="1f1b",
-        description="pipeline schedule, where pp > 1; all but afab and 1f1b cut more than one stage per rank",
+        description="pipeline schedule, where pp > 1; all but afab and 1f1b cut more than one stage per rank;"
+        " custom: the one that actions writes down",
+    )
+    actions: tuple[str, ...] = Field(
+        default=(),
+        description="schedule custom: a row per pipeline rank of what it computes in order, such as '0F0 0F1"
+        " 0B0 0I1 0W1': stage, F (forward), B (backward) or its halves I (gradients of inputs) and W (of"
+        " weights), micro-batch; fixes pp, virtual_stages and the number of micro-batches",
     )
     virtual_stages: Degree = Field(
         default="auto", description="stages per pipeline rank; auto: as few as the schedule asks"

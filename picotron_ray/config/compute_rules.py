@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from picotron_ray.config.fit import Degrees, misfits, nearest_layouts, virtual_stages
+from picotron_ray.config.actions import action_list
+from picotron_ray.config.fit import (
+    Degrees,
+    asked_pp,
+    least_micro_batch,
+    listed,
+    misfits,
+    nearest_layouts,
+    placement,
+    virtual_stages,
+)
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.kernels import attention_problem, precision_problem
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.optimizer import OptimizerConfig
 from picotron_ray.config.problem import Problem
-from picotron_ray.config.schedules import RULES as SCHEDULES
+from picotron_ray.config.schedules import rules_of
+from picotron_ray.errors import ConfigError
 
 _OPTIMIZERS_OF = {
     "momentum": ("muon",),
@@ -64,16 +75,47 @@ def _schedule(job: JobConfig) -> Iterator[Problem]:
         )
 
 
+def _actions_problem(job: JobConfig) -> str:
+    """Why a schedule of the job's own cannot run as it is written; empty where it can, or there is none."""
+    actions, schedule = job.layout.actions, job.layout.schedule
+    if schedule != "custom":
+        rows = f"saw {len(actions)} rows with layout.schedule={schedule}, which makes its own list"
+        return f"{rows}; use schedule=custom or drop them" if actions else ""
+    try:
+        action_list(actions)
+    except ConfigError as error:
+        return str(error).removeprefix("layout.actions: ")
+    return ""
+
+
+def _actions(job: JobConfig) -> Iterator[Problem]:
+    problem = _actions_problem(job)
+    if problem:
+        yield Problem("layout.actions", problem, ("layout.schedule",))
+
+
+def _least_dp(job: JobConfig, least: int) -> int:
+    """As few replicas, a multiple of ``least``, as make the micro-batches of the job's own schedule."""
+    own, asked = listed(job), job.layout.micro_batch
+    if own is None or asked == "auto":
+        return least
+    multiples = range(least, job.cluster.max_workers + 1, least)
+    counts = {dp: Layout(dp=dp, micro_batch=asked).micro_batches(job.data.global_batch) for dp in multiples}
+    return next((dp for dp, count in counts.items() if count == own.micro_batches), least)
+
+
 def _layout(job: JobConfig) -> Iterator[Problem]:
     asked = job.layout
+    if _actions_problem(job):
+        return
     degrees = Degrees(
-        *(1 if degree == "auto" else degree for degree in (asked.dp, asked.tp, asked.pp, asked.cp))
+        *(1 if degree == "auto" else degree for degree in (asked.dp, asked.tp, asked_pp(job), asked.cp))
     )
     copies = 1 if asked.replicate == "auto" else asked.replicate
     if asked.dp == "auto":  # as few replicas as experts and copies need
         ep = 1 if asked.ep == "auto" else asked.ep
         least = copies * (ep if ep > 1 or copies == 1 else 2)
-        degrees = degrees._replace(dp=math.lcm(least, degrees.cp) // degrees.cp)
+        degrees = degrees._replace(dp=_least_dp(job, math.lcm(least, degrees.cp) // degrees.cp))
     layout = Layout(
         **degrees._asdict(),
         ep=1 if asked.ep == "auto" else asked.ep,
@@ -82,10 +124,11 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
         zero=asked.zero if asked.zero != "auto" else 0 if copies == 1 else 1,
         replicate=copies,
         recompute=asked.recompute if asked.recompute != "auto" else "none",
-        micro_batch=1 if asked.micro_batch == "auto" else asked.micro_batch,
+        micro_batch=least_micro_batch(job, degrees.dp) if asked.micro_batch == "auto" else asked.micro_batch,
+        placement=placement(job),
     )
     most, world = job.cluster.max_workers, layout.world_size
-    others = ("ep", "zero", "replicate", "micro_batch", "schedule", "virtual_stages", "recompute")
+    others = ("ep", "zero", "replicate", "micro_batch", "schedule", "virtual_stages", "recompute", "actions")
     touched = tuple(f"layout.{name}" for name in (*Degrees._fields, *others))
     found = misfits(job, layout)
     for misfit in found:
@@ -114,13 +157,14 @@ def _widest(degrees: Degrees) -> str:
 
 def _kernels(job: JobConfig) -> Iterator[Problem]:
     yield from _attention(job)
-    schedule = job.layout.schedule
-    if job.kernels.compile and job.layout.pp != 1 and SCHEDULES[schedule].splits:
+    schedule, bad = job.layout.schedule, _actions_problem(job)
+    split = not bad and rules_of(schedule, job.layout.actions).splits
+    if job.kernels.compile and job.layout.pp != 1 and split:
         text = (
             f"saw true with layout.schedule={schedule}, which splits the backward pass of compiled blocks"
             " wrongly; use another schedule or compile=false"
         )
-        yield Problem("kernels.compile", text, ("layout.schedule", "layout.pp"))
+        yield Problem("kernels.compile", text, ("layout.schedule", "layout.pp", "layout.actions"))
     if job.kernels.experts == "grouped" and job.precision == "fp64":
         text = "saw grouped with precision=fp64, which torch's grouped product does not have; use loop"
         yield Problem("kernels.experts", text, ("precision",))
@@ -170,6 +214,7 @@ def _precision(job: JobConfig) -> Iterator[Problem]:
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _optimizer,
     _schedule,
+    _actions,
     _layout,
     _kernels,
     _precision,

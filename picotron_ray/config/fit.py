@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from picotron_ray.config.actions import ActionList, action_list
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
-from picotron_ray.config.schedules import RULES, schedule_problem
+from picotron_ray.config.schedules import rules_of, schedule_problem
 
 
 class Misfit(NamedTuple):
@@ -121,10 +122,46 @@ def virtual_stages(job: JobConfig, pp: int) -> int:
     if pp == 1:
         return 1
     asked = job.layout.virtual_stages
-    return RULES[job.layout.schedule].virtual[0] if asked == "auto" else asked
+    return rules_of(job.layout.schedule, job.layout.actions).virtual[0] if asked == "auto" else asked
+
+
+def listed(job: JobConfig) -> ActionList | None:
+    """The job's own pipeline schedule; None where it names one of ours. Raises ConfigError for a bad one."""
+    return action_list(job.layout.actions) if job.layout.schedule == "custom" else None
+
+
+def asked_pp(job: JobConfig) -> int | Literal["auto"]:
+    """``layout.pp``; under a schedule of its own, which fixes it, the rows of that."""
+    own = listed(job)
+    return len(own.rows) if own is not None and job.layout.pp == "auto" else job.layout.pp
+
+
+def placement(job: JobConfig) -> tuple[tuple[int, ...], ...]:
+    """`Layout.placement` of every layout of the job."""
+    own = listed(job)
+    return () if own is None else own.placement
+
+
+def least_micro_batch(job: JobConfig, dp: int) -> int:
+    """The smallest micro-batch worth a look, in rows: 1, or what a schedule of the job's own asks."""
+    own = listed(job)
+    if own is None:
+        return 1
+    asked = job.layout.micro_batch
+    return -(-job.data.global_batch // (dp * own.micro_batches)) if asked == "auto" else asked
+
+
+def splits(job: JobConfig, layout: Layout) -> bool:
+    """Whether the layout's schedule splits the backward pass."""
+    return layout.pp > 1 and rules_of(layout.schedule, job.layout.actions).splits
 
 
 def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
+    rows = len(job.layout.actions)
+    if layout.schedule == "custom" and layout.pp != rows:
+        text = f"saw {layout.pp}, expected {rows}, the rows of layout.actions"
+        yield Misfit("layout.pp", ("layout.actions", "layout.schedule"), text)
+        return
     yield from _stage_misfits(job, layout.pp, layout.virtual_stages)
     if layout.pp > 1:
         yield from _schedule_misfits(job, layout)
@@ -137,7 +174,8 @@ def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
 
 
 def _schedule_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
-    schedule, virtual, rules = layout.schedule, layout.virtual_stages, RULES[layout.schedule]
+    schedule, virtual = layout.schedule, layout.virtual_stages
+    rules = rules_of(schedule, job.layout.actions)
     least, most = rules.virtual
     if not least <= virtual <= most:
         expected = f"{least}" if least == most else f"{least} or more"
@@ -145,14 +183,15 @@ def _schedule_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
         yield Misfit("layout.virtual_stages", ("layout.schedule",), text)
         return
     micro_batches = layout.micro_batches(job.data.global_batch)
-    problem = schedule_problem(schedule, layout.pp, virtual, micro_batches)
+    problem = schedule_problem(rules, layout.pp, virtual, micro_batches)
     if problem:
         text = (
             f"saw {layout.stages} stages but {micro_batches} micro-batches per step (data.global_batch="
             f"{job.data.global_batch}, dp={layout.dp}, micro_batch={layout.micro_batch});"
             f" {schedule} {problem}"
         )
-        yield Misfit("layout.pp", ("data.global_batch", "layout.schedule"), text)
+        against = ("data.global_batch", "layout.schedule", "layout.actions")
+        yield Misfit("layout.pp" if rules.placement != "list" else "layout.actions", against, text)
     if rules.splits and layout.zero == 3:
         text = (
             f"saw 3 with schedule {schedule}, which splits the backward pass: gradients come out wrong when"
@@ -235,6 +274,8 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
                         ep=experts,
                         schedule=job.layout.schedule,
                         virtual_stages=virtual_stages(job, pp),
+                        placement=placement(job),
+                        micro_batch=least_micro_batch(job, dp),
                     )
                     if not any(_pipeline_misfits(job, layout)) and layout.replicas % experts == 0:
                         found.append(Degrees(dp, tp, pp, cp))

@@ -40,6 +40,9 @@ class Layout:
             more than 1 only with ``zero``.
         schedule: pipeline schedule; it matters only where ``pp > 1``.
         virtual_stages: pipeline stages per rank, as many as the schedule asks.
+        placement: the stages of each pipeline rank, ascending, where the schedule is ``custom``; else empty.
+            It is what ranks hold; in which order they compute, the job says (``layout.actions``), so that
+            logs and manifests do not repeat long lists.
         micro_batch: rows (sequences) per micro-batch and DP replica.
         recompute: which blocks compute their activations again in the backward pass, a policy of
             ``config.recompute``.
@@ -57,6 +60,7 @@ class Layout:
     micro_batch: int = 1
     recompute: str = "none"
     context: Context = "ring"
+    placement: tuple[tuple[int, ...], ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -98,11 +102,21 @@ class Layout:
 
     def rank_stages(self, pp_index: int) -> tuple[int, ...]:
         """The stages that one pipeline rank holds, ascending."""
+        if self.placement:
+            return self.placement[pp_index]
         return rank_stages(self.schedule, self.pp, self.virtual_stages, pp_index)
+
+    @property
+    def hops(self) -> int:
+        """Stages of one pipeline rank, at most, whose output goes to another rank."""
+        held = [set(self.rank_stages(rank)) for rank in range(self.pp)]
+        return max(sum(s + 1 < self.stages and s + 1 not in stages for s in stages) for stages in held)
 
     @property
     def last_stage_rank(self) -> int:
         """Pipeline rank of the last stage, which has the head and the loss."""
+        if self.placement:
+            return next(rank for rank, stages in enumerate(self.placement) if self.stages - 1 in stages)
         return last_stage_rank(self.schedule, self.pp, self.virtual_stages)
 
     def expert_index(self, rank: int) -> int:
@@ -158,7 +172,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layout:
-        return cls(**data)
+        return cls(**{**data, "placement": tuple(map(tuple, data.get("placement", ())))})
 
     def __str__(self) -> str:
         parts = [f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}"]

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from picotron_ray.config.actions import action_list
+
 Schedule = Literal[
-    "afab", "1f1b", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"
+    "afab", "1f1b", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev", "custom"
 ]
-Placement = Literal["loop", "v"]
+Placement = Literal["loop", "v", "list"]
 Need = Callable[[int, int], str]
 """(micro-batches, stages per pipeline rank x ranks) -> what is wrong, or an empty string."""
 
@@ -33,12 +35,13 @@ class Rules:
     Fields:
         virtual: least and most stages per rank.
         placement: ``loop``: rank r has stages r, r + pp, ...; ``v``: the second half runs back, so that rank
-            0 has the first and the last.
+            0 has the first and the last; ``list``: as the list of actions says.
         rounds: whether micro-batches must divide into rounds of as many as there are ranks, or a little more.
         need: further demand on (micro-batches, stages).
         splits: whether backward is split into gradients of inputs and of weights. Under ZeRO-3 torch then
             gives wrong gradients without a word (weights are resharded between the two).
-        bubble: share of (pp - 1) x (forward and backward of one micro-batch on a rank) that is waited.
+        bubble: share of (pp - 1) x (forward and backward of one micro-batch on a rank) that is waited; with
+            a loop, stages per rank divide it.
     """
 
     virtual: tuple[int, int]
@@ -50,6 +53,7 @@ class Rules:
 
 
 MANY = 1 << 16
+# all but custom, whose rules are its list's (rules_of)
 RULES: dict[Schedule, Rules] = {
     "afab": Rules((1, 1)),
     "1f1b": Rules((1, 1), need=_one_per_stage),
@@ -62,9 +66,25 @@ RULES: dict[Schedule, Rules] = {
 }
 
 
-def schedule_problem(schedule: Schedule, pp: int, virtual: int, micro_batches: int) -> str:
+def rules_of(schedule: Schedule, actions: tuple[str, ...] = ()) -> Rules:
+    """The rules of a schedule; of ``custom``, what its list (``layout.actions``) comes to.
+
+    Raises ConfigError where that list cannot run.
+    """
+    if schedule != "custom":
+        return RULES[schedule]
+    listed = action_list(actions)
+    virtual, count = len(listed.placement[0]), listed.micro_batches
+
+    def exactly(micro_batches: int, stages: int) -> str:
+        return "" if micro_batches == count else f"needs {count}, as many as layout.actions has"
+
+    bubble = listed.waits / (len(listed.rows) - 1)
+    return Rules((virtual, virtual), "list", need=exactly, splits=listed.splits, bubble=bubble)
+
+
+def schedule_problem(rules: Rules, pp: int, virtual: int, micro_batches: int) -> str:
     """Why ``micro_batches`` cannot run under a schedule, in words; empty where they can."""
-    rules = RULES[schedule]
     rounds = max(1, micro_batches // pp)
     if rules.rounds and micro_batches % rounds:
         return f"needs a multiple of {rounds} micro-batches ({pp} or a little more per round)"
@@ -83,8 +103,13 @@ def last_stage_rank(schedule: Schedule, pp: int, virtual: int) -> int:
     return 0 if virtual > 1 and RULES[schedule].placement == "v" else pp - 1
 
 
+def waits(rules: Rules, pp: int, virtual: int) -> float:
+    """Micro-batches' worth of time that the pipeline takes to fill and drain."""
+    return (pp - 1) * rules.bubble / (virtual if rules.placement == "loop" else 1)
+
+
 def in_flight(schedule: Schedule, pp: int, virtual: int, rank: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a rank keeps at most, of all its layers together.
+    """Micro-batches whose activations a rank keeps at most, of all its layers together; not of ``custom``.
 
     Of the papers above: 1F1B keeps one per rank that follows, interleaving adds (pp - 1) / (pp x virtual) of
     pp, zero-bubble schedules and DualPipeV keep pp and pp + 1/2.

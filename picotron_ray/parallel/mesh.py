@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from picotron_ray.config.layout import Coordinates, Layout
-from picotron_ray.config.schedules import RULES
+from picotron_ray.config.schedules import RULES, Rules
 from picotron_ray.errors import LayoutError
 
 AXES = ("pp", "data", "tp")
@@ -86,21 +86,21 @@ class Mesh:
 
 
 def check_supported(layout: Layout) -> None:
-    """Refuse what cannot be applied, or not rightly, rather than ignore it. Raises LayoutError."""
-    least, most = RULES[layout.schedule].virtual if layout.pp > 1 else (1, 1)
-    if not least <= layout.virtual_stages <= most:
+    """Refuse what cannot be applied, or not rightly, rather than ignore it. Raises LayoutError.
+
+    What depends on the order of a schedule of the job's own, the pipeline refuses (`check_schedule`).
+    """
+    rules = RULES.get(layout.schedule)
+    least, most = rules.virtual if rules is not None and layout.pp > 1 else (1, 1)
+    if layout.schedule == "custom":
+        _check_placement(layout)
+    elif not least <= layout.virtual_stages <= most:
         raise LayoutError(
             f"layout.virtual_stages: saw {layout.virtual_stages} with schedule {layout.schedule}, pp="
             f"{layout.pp}, expected {least}"
         )
-    if layout.pp > 1 and RULES[layout.schedule].splits and layout.zero == 3:
-        raise LayoutError(
-            f"layout.zero: saw 3 with schedule {layout.schedule}, under which it gives wrong gradients; use 2"
-        )
-    if layout.pp > 1 and RULES[layout.schedule].splits and layout.recompute != "none":
-        raise LayoutError(
-            f"layout.recompute: saw {layout.recompute} with schedule {layout.schedule}, expected none"
-        )
+    if layout.pp > 1 and rules is not None:
+        check_schedule(layout, rules)
     if layout.replicas % layout.ep:
         raise LayoutError(f"layout.ep: saw {layout.ep}, which does not divide dp x cp = {layout.replicas}")
     if layout.replicate > 1:
@@ -110,6 +110,28 @@ def check_supported(layout: Layout) -> None:
                 f"layout.replicate: saw {layout.replicate} with zero={layout.zero}, ep={layout.ep}, expected"
                 f" 1, or with ZeRO a number that leaves several parts of dp x cp = {layout.replicas}"
             )
+
+
+def check_schedule(layout: Layout, rules: Rules) -> None:
+    """Refuse what a split backward pass does not stand. Raises LayoutError."""
+    if rules.splits and layout.zero == 3:
+        raise LayoutError(
+            f"layout.zero: saw 3 with schedule {layout.schedule}, under which it gives wrong gradients; use 2"
+        )
+    if rules.splits and layout.recompute != "none":
+        raise LayoutError(
+            f"layout.recompute: saw {layout.recompute} with schedule {layout.schedule}, expected none"
+        )
+
+
+def _check_placement(layout: Layout) -> None:
+    held = sorted(stage for stages in layout.placement for stage in stages)
+    sizes = [len(stages) for stages in layout.placement]
+    if sizes != [layout.virtual_stages] * layout.pp or held != list(range(layout.stages)) or layout.pp == 1:
+        raise LayoutError(
+            f"layout.placement: saw {layout.placement} with schedule custom, expected {layout.virtual_stages}"
+            f" stages of {layout.stages} for each of {layout.pp} pipeline ranks, two or more"
+        )
 
 
 def axis_ranks(layout: Layout, rank: int, axis: str) -> list[int]:

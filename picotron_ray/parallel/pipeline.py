@@ -25,10 +25,13 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from picotron_ray.config.actions import action_list
 from picotron_ray.config.layout import Layout
-from picotron_ray.config.schedules import Schedule, schedule_problem
+from picotron_ray.config.schedules import Schedule, rules_of, schedule_problem
 from picotron_ray.errors import LayoutError
+from picotron_ray.parallel import mesh
 
 Named = Mapping[str, Tensor]
 """What ``forward`` takes besides its input, by name: the same on every stage, which all load the rows."""
@@ -45,6 +48,28 @@ SEVERAL_STAGES: Mapping[Schedule, Any] = {
 }
 
 
+class ListedSchedule(_PipelineScheduleRuntime):
+    """Runs a list of actions.
+
+    Torch makes its own looped schedules in this way, from rows of actions like these; the way is private, so
+    a test compares a list with the schedule of torch's that it spells out. Torch keeps losses in the order in
+    which they came and looks for them by number: micro-batches are numbered as the last stage takes them.
+    """
+
+    def __init__(
+        self, stages: list[PipelineStage], micro_batches: int, actions: tuple[str, ...], **options: Any
+    ) -> None:
+        super().__init__(stages, micro_batches, **options)
+        rows, last = action_list(actions).rows, stages[0].num_stages - 1
+        taken = [a.micro_batch for row in rows for a in row if (a.stage, a.kind) == (last, "F")]
+        number = {micro_batch: place for place, micro_batch in enumerate(taken)}
+        self.pipeline_order = {
+            rank: [_Action.from_str(str(a._replace(micro_batch=number[a.micro_batch]))) for a in row]
+            for rank, row in enumerate(rows)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
 class Pipeline:
     """One rank's stages and their schedule.
 
@@ -55,6 +80,9 @@ class Pipeline:
         hidden: an example (meta) of what crosses between stages: ``[micro_batch, seq / cp / tp, hidden]``.
         sequence: tokens per row on this rank.
         loss: weighted sum of token losses of one micro-batch.
+        actions: what the ranks do, in order, where ``layout.schedule`` is ``custom``.
+
+    Raises LayoutError where those are not of this layout, or do not stand what it asks for.
     """
 
     def __init__(
@@ -66,7 +94,15 @@ class Pipeline:
         sequence: int,
         loss: LossFunction,
         device: torch.device,
+        actions: tuple[str, ...] = (),
     ) -> None:
+        self._rules, self._actions = rules_of(layout.schedule, actions), actions
+        if layout.schedule == "custom" and action_list(actions).placement != layout.placement:
+            raise LayoutError(
+                f"layout.actions: saw stages {action_list(actions).placement} on the ranks, expected those of"
+                f" the layout, {layout.placement}"
+            )
+        mesh.check_schedule(layout, self._rules)
         self.first, self.last = 0 in models, layout.stages - 1 in models
         self._models, self._layout, self._group, self._loss = dict(models), layout, group, loss
         self._device = device
@@ -103,17 +139,21 @@ class Pipeline:
     def _schedule(self, micro_batches: int) -> Any:
         if micro_batches not in self._schedules:
             layout = self._layout
-            problem = schedule_problem(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
+            problem = schedule_problem(self._rules, layout.pp, layout.virtual_stages, micro_batches)
             if problem:
                 raise LayoutError(
                     f"layout {layout}: saw {micro_batches} micro-batches, {layout.schedule} {problem}: use"
                     " another micro_batch or schedule"
                 )
             stages = [self._stage(index) for index in sorted(self._models)]
-            kind = ONE_STAGE.get(layout.schedule)
-            self._schedules[micro_batches] = (kind or SEVERAL_STAGES[layout.schedule])(
-                stages[0] if kind else stages, micro_batches, loss_fn=self._micro_loss, scale_grads=False
-            )
+            options: dict[str, Any] = {"loss_fn": self._micro_loss, "scale_grads": False}
+            if layout.schedule == "custom":
+                made: Any = ListedSchedule(stages, micro_batches, self._actions, **options)
+            elif layout.schedule in ONE_STAGE:
+                made = ONE_STAGE[layout.schedule](stages[0], micro_batches, **options)
+            else:
+                made = SEVERAL_STAGES[layout.schedule](stages, micro_batches, **options)
+            self._schedules[micro_batches] = made
         return self._schedules[micro_batches]
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Tensor, named: Named, scale: float) -> Tensor:

@@ -13,10 +13,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from picotron_ray.config.fit import Degrees, fitting_degrees, misfits, virtual_stages
+from picotron_ray.config.fit import (
+    Degrees,
+    asked_pp,
+    fitting_degrees,
+    least_micro_batch,
+    listed,
+    misfits,
+    placement,
+    splits,
+    virtual_stages,
+)
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout, Zero
-from picotron_ray.config.schedules import RULES
 from picotron_ray.errors import LayoutError
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.counts import stage_bounds
@@ -113,11 +122,7 @@ def within(job: JobConfig, layout: Layout, budget: float) -> Layout | None:
     estimate = memory_estimate(job, layout)
     if estimate.total_bytes <= budget:
         return layout
-    if (
-        estimate.state_bytes > budget
-        or job.layout.recompute != "auto"
-        or (layout.pp > 1 and RULES[layout.schedule].splits)
-    ):
+    if estimate.state_bytes > budget or job.layout.recompute != "auto" or splits(job, layout):
         return None
 
     def fits(policy: str) -> Layout | None:
@@ -155,6 +160,7 @@ def _candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
                         replicate=copies,
                         schedule=asked.schedule,
                         virtual_stages=virtual_stages(job, degrees.pp),
+                        placement=placement(job),
                         micro_batch=micro_batch,
                         context=asked.context,
                         recompute="none" if asked.recompute == "auto" else asked.recompute,
@@ -186,16 +192,19 @@ def _expert_degrees(job: JobConfig, replicas: int) -> list[int]:
 
 
 def _asked(job: JobConfig) -> tuple[int | str, ...]:
-    return tuple(getattr(job.layout, name) for name in Degrees._fields)
+    return tuple(asked_pp(job) if name == "pp" else getattr(job.layout, name) for name in Degrees._fields)
 
 
 def _micro_batches(job: JobConfig, dp: int, pp: int) -> list[int]:
     """Micro-batch sizes worth a look: the smallest that gives each count of micro-batches.
 
-    Counts are 1, 2, 3, 4, 6, 8, 12, ... and multiples of the stages; any other size only adds fill rows.
+    Counts are 1, 2, 3, 4, 6, 8, 12, ... and multiples of the stages; any other size only adds fill rows. A
+    schedule of the job's own fixes the count.
     """
     if job.layout.micro_batch != "auto":
         return [job.layout.micro_batch]
+    if listed(job) is not None:
+        return [least_micro_batch(job, dp)]
     rows = math.ceil(job.data.global_batch / dp)
     counts = {rows, *(pp * factor for factor in (1, 2, 3, 4, 6, 8))}
     counts |= {base << shift for base in (1, 3) for shift in range(rows.bit_length())}

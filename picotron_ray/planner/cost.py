@@ -4,7 +4,8 @@
                       + the stage-to-stage hops there and back)  +  gradient reduction  +  one exchange
 
 with m micro-batches and w = (pp - 1) / stages per rank of waiting, a third of pp - 1 where the schedule fills
-the wait with gradients of weights (``config.schedules``). Because every replica runs m micro-batches of
+the wait with gradients of weights (``config.schedules``), and what running through it in unit times gives for
+a schedule of the user's own (``config.actions``). Because every replica runs m micro-batches of
 ``micro_batch`` rows, the imbalance of rows (11, 11, 10 of 32) and the fill rows are counted: a replica is as
 slow as the fullest one. Nothing overlaps, which flatters no layout: it ranks layouts and predicts no MFU.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.recompute import recomputed
-from picotron_ray.config.schedules import RULES
+from picotron_ray.config.schedules import rules_of, waits
 from picotron_ray.planner.counts import (
     sizes_of,
     stage_bounds,
@@ -76,24 +77,17 @@ def step_cost(
     context = _context(job, layout, profile, node_sizes)
     expert = _expert(job, layout, profile, node_sizes)
     hop = _hop(job, layout, profile, node_sizes)
-    waits = _waits(layout)
+    waiting = waits(rules_of(layout.schedule, job.layout.actions), layout.pp, layout.virtual_stages)
     return StepCost(
         compute_s=micro_batches * compute,
-        bubble_s=waits * (compute + tensor + context + expert),
+        bubble_s=waiting * (compute + tensor + context + expert),
         tensor_s=micro_batches * tensor,
         context_s=micro_batches * context,
         expert_s=micro_batches * expert,
-        pipeline_s=(micro_batches + waits) * hop,
+        pipeline_s=(micro_batches + waiting) * hop,
         data_s=_data(job, layout, profile, node_sizes, micro_batches),
         sync_s=profile.latency_s * math.log2(layout.world_size),
     )
-
-
-def _waits(layout: Layout) -> float:
-    """Micro-batches' worth of time that the pipeline takes to fill and drain."""
-    rules = RULES[layout.schedule]
-    turns = layout.virtual_stages if rules.placement == "loop" else 1
-    return (layout.pp - 1) * rules.bubble / turns
 
 
 def _depth(job: JobConfig, layout: Layout) -> int:
@@ -194,7 +188,7 @@ def _hop(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tup
     if layout.pp == 1:
         return 0.0
     hidden = _hidden_bytes(job, layout) / (layout.tp if sizes_of(job.model).sequence_cut else 1)
-    return 2 * layout.virtual_stages * (hidden / _link(profile, len(node_sizes) > 1) + profile.latency_s)
+    return 2 * layout.hops * (hidden / _link(profile, len(node_sizes) > 1) + profile.latency_s)
 
 
 def _data(
@@ -212,9 +206,12 @@ def _data(
     """
     if layout.replicas == 1:
         return 0.0
-    first = layout.rank_stages(0)
-    size = STATE_BYTES[job.precision] * sum(
-        stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep) for stage in first
+    size = STATE_BYTES[job.precision] * max(
+        sum(
+            stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep)
+            for stage in layout.rank_stages(rank)
+        )
+        for rank in range(layout.pp)
     )
     between = len(node_sizes) > 1
     apart = any(nodes % (layout.shards * layout.tp) for nodes in node_sizes)  # a copy on several nodes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from picotron_ray.config.actions import action_list
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.recompute import recomputed
@@ -131,5 +132,7 @@ def budget_bytes(job: JobConfig, device_bytes: float) -> float:
 def _in_flight(job: JobConfig, layout: Layout, rank: int) -> float:
     if layout.pp == 1:
         return 1.0
+    if layout.schedule == "custom":
+        return action_list(job.layout.actions).in_flight[rank]
     micro_batches = layout.micro_batches(job.data.global_batch)
     return in_flight(layout.schedule, layout.pp, layout.virtual_stages, rank, micro_batches)

@@ -134,6 +134,7 @@ class Engine:
             sequence,
             self._loss_sum,
             self.device,
+            self.job.layout.actions,
         )
 
     # --- a step --------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Layouts for the comparison with one process: made of every dimension, not written down by hand.
 
 ``CASES`` holds a few hundred of all that fit 8 processes, ``PAIRS`` few enough for every run, yet with every
-two values of different dimensions that 4 processes allow together in one of them (pairwise testing), and
-``REFUSED`` what the config's rules keep from running, with the reason.
+two values of different dimensions that 4 processes allow together in one of them (pairwise testing),
+``LISTED`` some with a pipeline schedule given as a list of actions, and ``REFUSED`` what the config's rules
+keep from running, with the reason.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from picotron_ray.config.fit import misfits
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.schedules import RULES
+from tests.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, Rows, layout_of, made
 from tests.gloo.matrix_jobs import MODEL, make_job
 
 PROCESSES = 8
 FEW = 4
 COUNT = 310
+LISTS = 24
 RECOMPUTE = ("none", "full", "none", "every-2", "none", "none", "selective")
 MIXTURE = {"experts": 4, "intermediate_size": 12}
 MODELS: dict[str, dict[str, Any]] = {
@@ -54,6 +57,7 @@ class Case:
     layout: Layout
     kind: str
     batch: int
+    actions: Rows = ()
 
     @property
     def model(self) -> ModelConfig:
@@ -63,7 +67,7 @@ class Case:
     @property
     def misfit(self) -> str:
         """The first rule that it breaks, or empty."""
-        found = misfits(job_of("sgd", self.batch, self.model), self.layout)
+        found = misfits(job_of("sgd", self.batch, self.model, self.actions), self.layout)
         return f"{found[0].key}: {found[0].text}" if found else ""
 
     @property
@@ -118,6 +122,23 @@ def fewest_micro_batches(layout: Layout, kind: str, batch: int) -> Case:
     return Case(layout, kind, batch)
 
 
+def listed() -> list[Case]:
+    """``LISTS`` cases drawn from all lists of actions in every combination of the other dimensions."""
+    lists = [ONE_F_ONE_B, V_SPLIT, NEIGHBOURS]
+    for placement in (((0, 2), (1, 3)), ((1, 2), (0, 3)), ((2,), (0,), (1,)), ((0, 3, 4), (5, 1, 2))):
+        lists += [made(placement, micro_batches, split) for micro_batches, split in ((2, True), (4, False))]
+    every = list(product(lists, (1, 2), (1, 2), (1, 2), (1, 2), (0, 1, 2, 3), MODELS, (7, 12)))
+    random.Random(1).shuffle(every)
+    cases: list[Case] = []
+    for rows, dp, tp, cp, ep, zero, kind, batch in every:
+        case = Case(layout_of(rows, batch, dp=dp, tp=tp, cp=cp, ep=ep, zero=zero), kind, batch, rows)
+        if case.layout.world_size <= PROCESSES and not (zero and dp * cp == 1) and not case.misfit:
+            cases.append(case)
+        if len(cases) == LISTS:
+            break
+    return cases
+
+
 def judged() -> tuple[list[Case], list[tuple[Case, str]]]:
     """What fits, and what does not with the first reason."""
     fitting, refused = [], []
@@ -152,4 +173,5 @@ _DRAW = random.Random(0)
 # drawn with weights of 1 / processes squared: most small, some of every size
 _SHUFFLED = sorted(FITTING, key=lambda case: -(_DRAW.random() ** (case.layout.world_size**2)))
 PAIRS = covering([case for case in _SHUFFLED if case.layout.world_size <= FEW and case.layout.dp < FEW])
+LISTED = listed()
 CASES = [*PAIRS, *[case for case in _SHUFFLED if case not in PAIRS]][:COUNT]

@@ -6,6 +6,7 @@ boxes: a hole or an overlap that disagrees is an error.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from picotron_ray.checkpoint.dcp import StateTensor
+from picotron_ray.config.compute import LayoutConfig
 from picotron_ray.config.data import DataConfig
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
@@ -50,7 +52,16 @@ CPU = torch.device("cpu")
 Piece = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, np.ndarray]
 
 
-def make_job(optimizer: str, global_batch: int, model: ModelConfig = MODEL, **options: Any) -> JobConfig:
+def make_job(
+    optimizer: str,
+    global_batch: int,
+    model: ModelConfig = MODEL,
+    actions: tuple[str, ...] = (),
+    **options: Any,
+) -> JobConfig:
+    """Actions are of the layouts with schedule ``custom``; others take no notice."""
+    if actions:
+        options["layout"] = LayoutConfig(schedule="custom", actions=actions)
     return JobConfig(
         precision=options.pop("precision", "fp64"),
         model=model,
@@ -228,6 +239,8 @@ def planted(kind: str, rank: int) -> Any:
         kept = pipeline.Pipeline._micro_loss
         pipeline.Pipeline._micro_loss = lambda self, output, target: kept(self, output, target) * 2.0
         return lambda: setattr(pipeline.Pipeline, "_micro_loss", kept)
+    if kind == "actions":
+        return exchange_micro_batches(rank)
     if kind in ("ring", "gathered"):
         return double_key_gradients(kind)
     if kind in MOE_PLANTS:
@@ -237,6 +250,21 @@ def planted(kind: str, rank: int) -> Any:
 
         return PLANTS[kind.removeprefix("muon-")]()
     raise ValueError(kind)
+
+
+def exchange_micro_batches(rank: int) -> Any:
+    """Rank 0 alone takes micro-batches 0 and 1 in its row of a list of actions for each other."""
+    import picotron_ray.parallel.pipeline as pipeline
+
+    kept = pipeline.action_list
+
+    def exchanged(actions: tuple[str, ...]) -> Any:
+        found = kept(actions)
+        first, *rest = found.rows
+        wrong = tuple(a._replace(micro_batch={0: 1, 1: 0}.get(a.micro_batch, a.micro_batch)) for a in first)
+        return dataclasses.replace(found, rows=(wrong if rank == 0 else first, *rest))
+
+    return replace(pipeline, "action_list", exchanged)
 
 
 def replace(owner: Any, name: str, value: Any) -> Any:

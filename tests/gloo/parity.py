@@ -90,9 +90,11 @@ def compare(job: JobConfig, layout: Layout, ranks: list[Result]) -> list[str]:
     return wrong
 
 
-def check(pool: Pool, layout: Layout, global_batch: int, model: ModelConfig = MODEL) -> list[Result]:
+def check(
+    pool: Pool, layout: Layout, global_batch: int, model: ModelConfig = MODEL, actions: tuple[str, ...] = ()
+) -> list[Result]:
     """Compare SGD and AdamW with one process; returns the ranks' results of AdamW."""
-    jobs = [make_job(optimizer, global_batch, model) for optimizer in ("sgd", "adamw")]
+    jobs = [make_job(optimizer, global_batch, model, actions=actions) for optimizer in ("sgd", "adamw")]
     per_rank = pool.run(layout.world_size, run_layout, jobs, layout)
     for job, ranks in zip(jobs, zip(*per_rank, strict=True), strict=True):
         assert compare(job, layout, list(ranks)) == []

@@ -9,7 +9,7 @@ import pytest
 
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
-from tests.gloo.layouts import CASES, FITTING, PAIRS, REFUSED, Case
+from tests.gloo.layouts import CASES, FITTING, LISTED, PAIRS, REFUSED, Case
 from tests.gloo.matrix_jobs import MODEL, STEPS, make_job, run_layout
 from tests.gloo.parity import check, compare, primaries, reference, thinned
 from tests.gloo.pool import Pool
@@ -61,8 +61,10 @@ OTHER_MODELS = [
 ]
 
 
-def holds(pool: Pool, layout: Layout, global_batch: int, model: ModelConfig) -> None:
-    ranks = check(pool, layout, global_batch, model)
+def holds(
+    pool: Pool, layout: Layout, global_batch: int, model: ModelConfig, actions: tuple[str, ...] = ()
+) -> None:
+    ranks = check(pool, layout, global_batch, model, actions)
     primaries(layout, ranks, model)
     said = " ".join(ranks[0].applied)
     assert (f"of {layout.stages}, {layout.schedule}" in said) == (layout.pp > 1)
@@ -84,9 +86,9 @@ def test_corners(pool: Pool, layout: Layout, global_batch: int) -> None:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LISTED], ids=str)
 def test_every_layout(pool: Pool, case: Case) -> None:
-    holds(pool, case.layout, case.batch, case.model)
+    holds(pool, case.layout, case.batch, case.model, case.actions)
 
 
 @pytest.mark.parity

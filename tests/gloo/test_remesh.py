@@ -13,6 +13,7 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
+from tests.gloo.action_lists import V_SPLIT, layout_of
 from tests.gloo.layouts import CASES, FEW, fewest_micro_batches, model_of
 from tests.gloo.matrix_jobs import make_job
 from tests.gloo.pool import Pool
@@ -25,7 +26,7 @@ LAYERS = 5  # more than the stages of any layout here
 PHASES = ("data", "forward", "backward", "reduce", "clip", "sync", "optimizer", "snapshot")
 
 
-def job_of(kind: str, folder: Path) -> JobConfig:
+def job_of(kind: str, folder: Path, actions: tuple[str, ...] = ()) -> JobConfig:
     tokens = np.random.default_rng(0).integers(0, 24, 6000).astype(np.uint16)
     (folder / "tokens.bin").write_bytes(tokens.tobytes())
     return JobConfig.model_validate(
@@ -44,6 +45,7 @@ def job_of(kind: str, folder: Path) -> JobConfig:
             "checkpoint": {"interval_steps": 1000},
             "evaluate": {"interval_steps": 1000, "samples": 4},
             "snapshot": {"interval_steps": 1, "folder": str(folder)},
+            "layout": {"schedule": "custom" if actions else "1f1b", "actions": actions},
         }
     )
 
@@ -66,6 +68,16 @@ def expected() -> dict[str, list[float]]:
     return {}
 
 
+def uninterrupted(pool: Pool, tmp_path: Path, expected: dict[str, list[float]], kind: str) -> None:
+    """Fill in the losses of one process."""
+    if kind not in expected:
+        (tmp_path / "alone").mkdir()
+        alone = Run(pool, job_of(kind, tmp_path / "alone"), tmp_path / "alone")
+        alone.finish(Layout(micro_batch=BATCH))
+        expected[kind] = losses(alone.ledger())
+        assert len(expected[kind]) == STEPS
+
+
 @pytest.mark.parametrize(
     ("number", "kind", "first", "second"),
     [
@@ -83,12 +95,7 @@ def test_a_kill_between_two_layouts(
     second: Layout,
 ) -> None:
     print(f"{first} -> {second}")
-    if kind not in expected:
-        (tmp_path / "alone").mkdir()
-        alone = Run(pool, job_of(kind, tmp_path / "alone"), tmp_path / "alone")
-        alone.finish(Layout(micro_batch=BATCH))
-        expected[kind] = losses(alone.ledger())
-        assert len(expected[kind]) == STEPS
+    uninterrupted(pool, tmp_path, expected, kind)
     pick = random.Random(number)
     run = Run(pool, job_of(kind, tmp_path), tmp_path)
     victim = pick.randrange(first.world_size)
@@ -102,3 +109,18 @@ def test_a_kill_between_two_layouts(
     splits = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, tmp_path)
     report = check(lines, splits.train, run.job.seed, BATCH)
     assert (report.steps, report.lost, report.repeated, report.wrong) == (STEPS, 0, 0, ())
+
+
+def test_from_a_list_of_actions_and_back(
+    pool: Pool, tmp_path: Path, expected: dict[str, list[float]]
+) -> None:
+    """The first rank has the first stage and the last, then all lies elsewhere, then there again."""
+    uninterrupted(pool, tmp_path, expected, "dense")
+    run = Run(pool, job_of("dense", tmp_path, V_SPLIT), tmp_path)
+    listed = layout_of(V_SPLIT, BATCH)
+    run.strike(listed, (1, 3, "forward"))
+    run.strike(Layout(dp=2, zero=3, micro_batch=3), (0, 5, "clip"))
+    run.finish(listed)
+    assert run.last is not None
+    assert run.last.resume_step > 3, "from the second generation's snapshots"
+    assert losses(run.ledger()) == pytest.approx(expected["dense"], rel=1e-9)

@@ -222,6 +222,11 @@ def test_what_cannot_be_applied_is_refused() -> None:
             Layout(dp=2, pp=2, schedule="dualpipev", virtual_stages=2, zero=3),
             "layout.zero: saw 3 with schedule dualpipev",
         ),
+        (Layout(pp=2, schedule="custom"), r"layout.placement: saw \(\) with schedule custom, expected 1"),
+        (
+            Layout(pp=2, schedule="custom", placement=((0,), (0,))),
+            "expected 1 stages of 2 for each of 2 pipeline ranks",
+        ),
     ]:
         with pytest.raises(LayoutError, match=text):
             make_mesh(layout, 0, "cpu")

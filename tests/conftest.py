@@ -54,6 +54,25 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
 
 
+SESSION = pytest.StashKey[pytest.Session]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[SESSION] = session
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End at once after Ray: its C++ threads outlive ``ray.shutdown``, and taking the interpreter down beside
+    them has crashed the process after all tests had passed, so that the run's exit code was 139.
+    """
+    if "ray" in sys.modules and SESSION in config.stash and not hasattr(config, "workerinput"):
+        _remove(Path(os.environ["HOME"]))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[SESSION].exitstatus)
+
+
 def _remove(home: Path) -> None:
     """Remove the temporary home, and the logs that the local Rays of tests keep beside it."""
     from picotron_ray.runtime.local_ray import default_temp_folder

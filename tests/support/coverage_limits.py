@@ -40,8 +40,8 @@ def check(data_file: str, limits: dict[str, float]) -> list[tuple[str, float, fl
 
 
 def _was_complete(config: pytest.Config) -> bool:
-    marks = config.getoption("markexpr")
-    chosen = config.getoption("keyword") or marks != "not slow" or config.getoption("lf", False)
+    default = config.getoption("markexpr") in config.getini("addopts")
+    chosen = config.getoption("keyword") or not default or config.getoption("lf", False)
     return not chosen and config.args == config.getini("testpaths")
 
 

@@ -14,6 +14,7 @@ from tests.gloo.runs import Run, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 200
+BOUND = {"fp64": 1e-9, "fp32": 1e-2}  # of fp32 the figures count: rounding grows with the curve
 LAYOUTS = [
     Layout(dp=2, micro_batch=4),
     Layout(dp=2, tp=2, zero=3, micro_batch=4),
@@ -60,7 +61,6 @@ def test_the_curve_of_every_layout_is_that_of_one_process(
     for number, layout in enumerate(LAYOUTS):
         apart = np.abs(curve(pool, tmp_path / f"run{number}", precision, layout) / expected - 1)
         lines.append(f"  {apart[:100].max():.1e} in 100 steps, {apart.max():.1e} in all, {layout}")
-        assert apart.max() < 1e-9 or precision == "fp32", layout
-        assert apart[:100].max() < 1e-5, layout
+        assert apart.max() < BOUND[precision], layout
     with capsys.disabled():
         print("\n" + "\n".join(lines))

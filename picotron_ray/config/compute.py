@@ -94,6 +94,14 @@ class KernelsConfig(Section):
         description="products of a mixture's experts: one after the other, or grouped into one kernel (not in"
         " fp64); auto: grouped on CUDA",
     )
+    loss: Literal["logits", "linear"] = Field(
+        default="logits",
+        description="cross-entropy of the logits, or linear: with the head's product, some tokens at a time,"
+        " so that the logits of all never exist; backward computes them again",
+    )
+    loss_chunk: int = Field(
+        default=1024, ge=1, description="tokens whose logits exist at a time under loss=linear"
+    )
     compile: bool = Field(
         default=False,
         description="torch.compile of every block; the first step of a generation compiles, so that"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from picotron_ray.config.compute import KernelsConfig
 from picotron_ray.config.fit import Degrees, misfits, nearest_layouts, virtual_stages
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.kernels import attention_problem, precision_problem
@@ -127,9 +128,22 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
     if job.kernels.experts != "auto" and not job.model.moe.experts:
         text = f"saw {job.kernels.experts} with model.moe.experts=0, a dense model; drop it"
         yield Problem("kernels.experts", text, ("model.moe.experts",))
+    yield from _loss(job)
     if job.kernels.compile and job.layout.recompute == "selective":
         text = "saw true with layout.recompute=selective, which does not see into compiled blocks; use full"
         yield Problem("kernels.compile", text, ("layout.recompute",))
+
+
+def _loss(job: JobConfig) -> Iterator[Problem]:
+    kernels = job.kernels
+    if kernels.loss == "linear" and job.model.builder is not None:
+        text = "saw linear; a model of your own gives logits: leave it at logits"
+        yield Problem("kernels.loss", text, ("model.builder",))
+    if kernels.loss != "linear" and kernels.loss_chunk != KernelsConfig().loss_chunk:
+        text = (
+            f"saw {kernels.loss_chunk} with kernels.loss={kernels.loss}, which cuts nothing; drop it or use"
+        )
+        yield Problem("kernels.loss_chunk", f"{text} kernels.loss=linear", ("kernels.loss",))
 
 
 def _attention(job: JobConfig) -> Iterator[Problem]:

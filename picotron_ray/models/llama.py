@@ -34,6 +34,7 @@ from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.rope import RopeScaling
 from picotron_ray.models.documents import causal_within, same_document
 from picotron_ray.models.gpt2 import GeluMlp, Positions, norm_of
+from picotron_ray.models.head import Head
 from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.models.plan import SequenceShard
 from picotron_ray.models.swiglu import SwiGLU
@@ -205,8 +206,9 @@ class Transformer(nn.Module):
     ``forward`` takes tokens ``[batch, seq]`` (with ``embed``) or hidden ``[batch, seq, hidden]`` and
     returns logits ``[batch, seq, vocab]`` (with ``head``) or hidden; a mixture of experts also takes the
     rows' weights ``[batch]``, because rows of weight 0 go to no expert. With ``documents [batch, row]``
-    (``models.documents``) attention stays within a document. Tied embeddings need both ends in
-    one part; ``tie()`` must be called again after anything that replaces parameters (``to_empty``,
+    (``models.documents``) attention stays within a document. With ``targets [batch, seq]`` what
+    comes out of the head is their losses ``[batch, seq]`` (``models.head``). Tied embeddings need both ends
+    in one part; ``tie()`` must be called again after anything that replaces parameters (``to_empty``,
     ``parallelize_module``).
     """
 
@@ -230,7 +232,7 @@ class Transformer(nn.Module):
         self.positions = None if rows is None else Positions(rows, config.hidden_size)
         self.layers = nn.ModuleDict({str(i): Block(config, attention) for i in range(first_layer, last)})
         self.norm = norm_of(config) if head else None
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if head else None
+        self.head = Head(config.hidden_size, config.vocab_size) if head else None
         self.tie()
 
     def tie(self) -> None:
@@ -238,7 +240,13 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor, weights: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor | None = None,
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
         if self.embed is not None:
             x = self.embed(x)
         if self.positions is not None:
@@ -246,5 +254,5 @@ class Transformer(nn.Module):
         for layer in self.layers.values():
             x = layer(x, weights, documents)
         if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
+            x = self.head(self.norm(x), targets)
         return x

@@ -25,6 +25,7 @@ from picotron_ray.parallel.boxes import counts_in_norm, is_primary, local_box
 from picotron_ray.parallel.context import apply_context_parallel
 from picotron_ray.parallel.data import Units, apply_fsdp
 from picotron_ray.parallel.expert import apply_expert_parallel
+from picotron_ray.parallel.linear_loss import LinearCrossEntropy
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.recompute import apply_recompute
 from picotron_ray.parallel.tensor import apply_tensor_parallel, named_modules
@@ -72,6 +73,7 @@ class Plan:
         untrained: names of parameters that no gradient moves, which FSDP leaves whole.
         compiled: whether torch.compile makes the blocks' kernels.
         grouped: whether the products of a mixture's experts are grouped.
+        loss_chunk: tokens of which the head makes losses at a time; None: it makes logits.
     """
 
     styles: Sequence[tuple[str, Style]]
@@ -82,6 +84,7 @@ class Plan:
     untrained: frozenset[str] = frozenset()
     compiled: bool = False
     grouped: bool = False
+    loss_chunk: int | None = None
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
@@ -116,6 +119,11 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
         for module in named_modules(model, plan.positions):
             module.shard = SequenceShard(attention.length, cp.size(), cp.rank())
         applied.append(f"context parallel over {layout.cp}, {layout.context}, {count} modules")
+    heads = named_modules(model, [glob for glob, style in plan.styles if style == "vocab_head"])
+    if plan.loss_chunk is not None and heads:
+        for head in heads:
+            head.losses = LinearCrossEntropy(plan.loss_chunk, tp)
+        applied.append(f"linear cross-entropy of {plan.loss_chunk} tokens at a time")
     if plan.compiled:
         compile_blocks(plan.blocks)
         applied.append(f"{len(plan.blocks)} blocks compiled")

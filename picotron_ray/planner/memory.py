@@ -77,6 +77,8 @@ def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> f
 def _activations(job: JobConfig, layout: Layout, rank: int) -> float:
     """Bytes kept for backward: of every block in flight, and on the last stage logits and their gradient.
 
+    Of those there are a chunk's at a time under the linear cross-entropy.
+
     How many micro-batches are in flight is the schedule's (``config.schedules.in_flight``). Tensor
     parallelism cuts all of it where it comes with sequence parallelism; else it is counted whole.
     """
@@ -85,7 +87,8 @@ def _activations(job: JobConfig, layout: Layout, rank: int) -> float:
     kept = _kept_elements(job, layout, rank) * COMPUTE_BYTES[job.precision]
     logits = 2 * sizes.vocabulary * STATE_BYTES[job.precision] if rank == layout.last_stage_rank else 0
     cut = layout.tp if sizes.sequence_cut else 1
-    return tokens * (kept + logits) / cut + _masks(job, layout, rank)
+    at_once = min(tokens, job.kernels.loss_chunk) if job.kernels.loss == "linear" else tokens
+    return (tokens * kept + at_once * logits) / cut + _masks(job, layout, rank)
 
 
 def _masks(job: JobConfig, layout: Layout, rank: int) -> float:

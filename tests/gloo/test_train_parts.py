@@ -15,7 +15,7 @@ from picotron_ray.config.optimizer import OptimizerConfig, ScheduleConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import ParameterSpec, parameter_table
 from picotron_ray.parallel.boxes import chunk, counts_in_norm, local_box
-from picotron_ray.parallel.loss import weighted_loss_sum
+from picotron_ray.parallel.loss import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import make_mesh
 from picotron_ray.parallel.norm import clip_, global_norm
 from picotron_ray.parallel.parallelize import LocalParameter
@@ -101,7 +101,7 @@ def test_weights_of_rows_scale_loss_and_gradient() -> None:
     logits = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 7, (3, 5))
     weights = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
-    loss = weighted_loss_sum(logits, targets, weights, None)
+    loss = weighted_sum(token_losses(logits, targets, None), weights)
     loss.backward()
     each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(1)
     assert loss.item() == pytest.approx((each * weights).sum().item(), rel=1e-12)

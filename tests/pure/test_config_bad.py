@@ -241,6 +241,17 @@ BAD: dict[str, tuple[str, str, str]] = {
         "kernels.compile",
         "saw true with layout.schedule=zbv",
     ),
+    "linear cross-entropy of a model of your own": (
+        "kernels: {loss: linear}\nmodel: {builder: 'a:b'}",
+        "kernels.loss",
+        "saw linear; a model of your own gives logits",
+    ),
+    "a chunk of a loss that is not cut": (
+        "kernels: {loss_chunk: 64}",
+        "kernels.loss_chunk",
+        "saw 64 with kernels.loss=logits, which cuts nothing",
+    ),
+    "no tokens at a time": ("kernels: {loss: linear, loss_chunk: 0}", "kernels.loss_chunk", "saw 0"),
     "copies of what nothing cuts": (
         "layout: {zero: 0, replicate: 2}",
         "layout.replicate",

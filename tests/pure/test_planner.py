@@ -417,6 +417,28 @@ def test_memory_by_hand(precision: str, layout: Layout, expected: tuple[float, .
     assert estimate.total_bytes == pytest.approx(sum(expected))
 
 
+def test_a_linear_cross_entropy_by_hand() -> None:
+    """Logits of 5 of 12 tokens, or of all there are, for one more product of the head: 2·2400 FLOPs."""
+    plain = parse_job(BY_HAND)
+    linear = parse_job({**BY_HAND, "kernels": {"loss": "linear", "loss_chunk": 5}})
+    for layout, tokens, share in [
+        (Layout(micro_batch=2), 5, 1),
+        (Layout(tp=2, micro_batch=2), 5, 2),
+        (Layout(cp=3), 2, 1),
+    ]:
+        blocks = memory_estimate(plain, layout).activation_bytes - 2 * 6 * layout.micro_batch // layout.cp * (
+            300 * 4 // share
+        )
+        assert memory_estimate(linear, layout).activation_bytes == blocks + 2 * tokens * 300 * 4 // share
+    for layout, more in [
+        (Layout(micro_batch=2), 8 * 12 * 4800 / 1e3),
+        (Layout(pp=2, micro_batch=2), 8 * 12 * 4800 / 1e3),
+        (Layout(tp=2, micro_batch=2), 1.1 * 8 * 12 * 4800 / 1e3 / 2),
+    ]:
+        less, found = (step_cost(job, layout, UNIT).compute_s for job in (plain, linear))
+        assert found - less == pytest.approx(more)
+
+
 def test_the_first_stage_is_the_fullest_in_a_deep_pipeline() -> None:
     """Four 1F1B stages of long sequences: the first keeps four micro-batches, the last one and the logits."""
     config = parse_job({**BY_HAND, "model": {**BY_HAND["model"], "intermediate_size": 1000}})

@@ -94,6 +94,11 @@ class KernelsConfig(Section):
         description="products of a mixture's experts: one after the other, or grouped into one kernel (not in"
         " fp64); auto: grouped on CUDA",
     )
+    projections: Literal["separate", "fused"] = Field(
+        default="separate",
+        description="queries, keys and values, and gate and up: a matrix product each, or fused into one;"
+        " names, state and checkpoints are the same",
+    )
     loss: Literal["logits", "linear"] = Field(
         default="logits",
         description="cross-entropy of the logits, or linear: with the head's product, some tokens at a time,"

@@ -128,10 +128,19 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
     if job.kernels.experts != "auto" and not job.model.moe.experts:
         text = f"saw {job.kernels.experts} with model.moe.experts=0, a dense model; drop it"
         yield Problem("kernels.experts", text, ("model.moe.experts",))
+    yield from _projections(job)
     yield from _loss(job)
     if job.kernels.compile and job.layout.recompute == "selective":
         text = "saw true with layout.recompute=selective, which does not see into compiled blocks; use full"
         yield Problem("kernels.compile", text, ("layout.recompute",))
+
+
+def _projections(job: JobConfig) -> Iterator[Problem]:
+    if job.kernels.projections == "fused" and job.model.builder is not None:
+        text = (
+            "saw fused; a model of your own has the projections that it was built with: leave it at separate"
+        )
+        yield Problem("kernels.projections", text, ("model.builder",))
 
 
 def _loss(job: JobConfig) -> Iterator[Problem]:

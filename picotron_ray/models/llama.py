@@ -35,6 +35,7 @@ from picotron_ray.config.rope import RopeScaling
 from picotron_ray.models.documents import causal_within, same_document
 from picotron_ray.models.gpt2 import GeluMlp, Positions, norm_of
 from picotron_ray.models.head import Head
+from picotron_ray.models.joint import Joint
 from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.models.plan import SequenceShard
 from picotron_ray.models.swiglu import SwiGLU
@@ -139,6 +140,7 @@ class Attention(nn.Module):
     Fields:
         kernel: attention over the local queries, see :func:`sdpa`.
         shard: which tokens of the row are here; None: all of them.
+        joint: computes the projections as one product; None: each is one.
     """
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
@@ -149,6 +151,7 @@ class Attention(nn.Module):
         self.window = config.sliding_window
         self.kernel = kernel
         self.shard: SequenceShard | None = None
+        self.joint: Joint | None = None
         self.wq = nn.Linear(hidden, config.query_width, bias=bias)
         self.wk = nn.Linear(hidden, config.key_width, bias=bias)
         self.wv = nn.Linear(hidden, config.key_width, bias=bias)
@@ -161,10 +164,14 @@ class Attention(nn.Module):
         heads = x.view(x.size(0), x.size(1), -1, self.head_size)
         return (heads if norm is None else norm(heads)).transpose(1, 2)
 
+    def fuse(self) -> None:
+        self.joint = Joint(self.wq, self.wk, self.wv)
+
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        q = rotate(self._heads(self.wq(x), self.q_norm), self.rope, self.shard)
-        k = rotate(self._heads(self.wk(x), self.k_norm), self.rope, self.shard)
-        v = self._heads(self.wv(x))
+        q, k, v = (self.wq(x), self.wk(x), self.wv(x)) if self.joint is None else self.joint(x)
+        q = rotate(self._heads(q, self.q_norm), self.rope, self.shard)
+        k = rotate(self._heads(k, self.k_norm), self.rope, self.shard)
+        v = self._heads(v)
         windowed = self.window is not None and self.window < q.size(2)
         if windowed:
             out = sliding(q, k, v, self.window or 0, documents)

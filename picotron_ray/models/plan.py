@@ -287,6 +287,14 @@ def attention_modules() -> tuple[str, ...]:
     return ("layers.*.attention",)
 
 
+def joint_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Modules with projections of one input that ``fuse()`` makes one product; ``*`` is a layer's number."""
+    if config.is_gpt2:
+        return ("layers.*.attention",)
+    hidden = ("layers.*.mlp.experts", "layers.*.mlp.shared") if config.moe.experts else ("layers.*.mlp",)
+    return ("layers.*.attention", *hidden)
+
+
 def position_modules(config: ModelConfig) -> tuple[str, ...]:
     """Modules that add learned positions, whose ``shard`` context parallelism sets."""
     return () if config.max_positions is None else ("positions",)

@@ -73,6 +73,7 @@ class Plan:
         untrained: names of parameters that no gradient moves, which FSDP leaves whole.
         compiled: whether torch.compile makes the blocks' kernels.
         grouped: whether the products of a mixture's experts are grouped.
+        joint: the modules whose projections are one product, by name.
         loss_chunk: tokens of which the head makes losses at a time; None: it makes logits.
     """
 
@@ -84,6 +85,7 @@ class Plan:
     untrained: frozenset[str] = frozenset()
     compiled: bool = False
     grouped: bool = False
+    joint: Sequence[str] = ()
     loss_chunk: int | None = None
 
 
@@ -119,6 +121,11 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
         for module in named_modules(model, plan.positions):
             module.shard = SequenceShard(attention.length, cp.size(), cp.rank())
         applied.append(f"context parallel over {layout.cp}, {layout.context}, {count} modules")
+    fused = named_modules(model, plan.joint)
+    if fused:
+        for module in fused:
+            module.fuse()
+        applied.append(f"projections of {len(fused)} modules fused")
     heads = named_modules(model, [glob for glob, style in plan.styles if style == "vocab_head"])
     if plan.loss_chunk is not None and heads:
         for head in heads:

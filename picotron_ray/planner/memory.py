@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
-from picotron_ray.config.recompute import recomputed
+from picotron_ray.config.recompute import Kind, recomputed
 from picotron_ray.config.schedules import in_flight
-from picotron_ray.planner.counts import sizes_of, stage_depth, stage_parameters
+from picotron_ray.planner.counts import joined_parameters, sizes_of, stage_depth, stage_parameters
 
 STATE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 4, "fp16": 4}  # weights, gradients and moments
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # activations
@@ -88,7 +88,28 @@ def _activations(job: JobConfig, layout: Layout, rank: int) -> float:
     logits = 2 * sizes.vocabulary * STATE_BYTES[job.precision] if rank == layout.last_stage_rank else 0
     cut = layout.tp if sizes.sequence_cut else 1
     at_once = min(tokens, job.kernels.loss_chunk) if job.kernels.loss == "linear" else tokens
-    return (tokens * kept + at_once * logits) / cut + _masks(job, layout, rank)
+    here = (tokens * kept + at_once * logits) / cut
+    return here + _masks(job, layout, rank) + _joined(job, layout, rank)
+
+
+def _joined(job: JobConfig, layout: Layout, rank: int) -> float:
+    """Bytes of weights that fused projections copy, kept for backward by every micro-batch in flight.
+
+    Nothing is copied that lies together, which needs no ZeRO and no stack of experts. Copies that autocast
+    makes either way are not counted, nor those of blocks that are computed again.
+    """
+    cast = job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
+    if job.kernels.projections != "fused" or cast:
+        return 0.0
+    dense, experts = joined_parameters(job.model)
+    one = ((dense if layout.zero else 0) + experts / layout.ep) / layout.tp * STATE_BYTES[job.precision]
+    return one * _kinds(job, layout, rank).count("kept") * _in_flight(job, layout, rank)
+
+
+def _kinds(job: JobConfig, layout: Layout, rank: int) -> list[Kind]:
+    """What becomes of the activations of each of a rank's blocks."""
+    depths = (stage_depth(job.model, layout.stages, stage) for stage in layout.rank_stages(rank))
+    return [kind for depth in depths for kind in recomputed(layout.recompute, depth)]
 
 
 def _masks(job: JobConfig, layout: Layout, rank: int) -> float:
@@ -115,11 +136,7 @@ def _kept_elements(job: JobConfig, layout: Layout, rank: int) -> float:
     """
     sizes = sizes_of(job.model)
     of = {"kept": sizes.activations, "full": sizes.hidden, "selective": sizes.products}
-    kinds = [
-        kind
-        for stage in layout.rank_stages(rank)
-        for kind in recomputed(layout.recompute, stage_depth(job.model, layout.stages, stage))
-    ]
+    kinds = _kinds(job, layout, rank)
     again = sizes.activations if any(kind != "kept" for kind in kinds) else 0
     return sum(of[kind] for kind in kinds) * _in_flight(job, layout, rank) + again
 

@@ -26,6 +26,14 @@ def test_a_compiled_block_equals_the_plain_one(pool: Pool) -> None:
     assert compare(job, layout, [result]) == []
 
 
+def test_a_compiled_block_with_fused_projections(pool: Pool) -> None:
+    kernels = KernelsConfig(compile=True, projections="fused", loss="linear", loss_chunk=5)
+    job, layout = make_job("adamw", 12, SHALLOW, kernels=kernels), Layout(micro_batch=12)
+    ((result,),) = pool.run(1, run_layout, [job], layout)
+    assert {"1 blocks compiled", "projections of 2 modules fused"} <= set(result.applied)
+    assert compare(job, layout, [result]) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",

@@ -246,6 +246,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "kernels.loss",
         "saw linear; a model of your own gives logits",
     ),
+    "fused projections of a model of your own": (
+        "kernels: {projections: fused}\nmodel: {builder: 'a:b'}",
+        "kernels.projections",
+        "saw fused; a model of your own",
+    ),
     "a chunk of a loss that is not cut": (
         "kernels: {loss_chunk: 64}",
         "kernels.loss_chunk",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -437,6 +438,33 @@ def test_a_linear_cross_entropy_by_hand() -> None:
     ]:
         less, found = (step_cost(job, layout, UNIT).compute_s for job in (plain, linear))
         assert found - less == pytest.approx(more)
+
+
+MIXED = {"experts": 4, "intermediate_size": 6, "shared_intermediate_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "copied"),
+    [
+        # of each block 8·(8 + 2·4) of attention, and gate and up of 8·10 each
+        (Layout(dp=2, zero=3), {}, 4 * 288 * 4),
+        (Layout(dp=2, tp=2, zero=1, micro_batch=2), {}, 4 * 144 * 4),
+        (Layout(dp=2, zero=3, recompute="blocks-1"), {}, 3 * 288 * 4),
+        (Layout(dp=2, pp=2, zero=2), {}, 3 * 288 * 4 * 2),  # two micro-batches of three blocks
+        (Layout(dp=2, zero=3), {"precision": "bf16"}, 0),  # the cast copies either way
+        (Layout(dp=2), {}, 0),
+        (Layout(dp=2, ep=2), {"model": {**BY_HAND["model"], "moe": MIXED}}, 4 * 2 * 2 * 48 * 4),
+        (Layout(zero=3, dp=2), {"model": {**BY_HAND["model"], "moe": MIXED}}, 4 * (176 + 4 * 2 * 48) * 4),
+    ],
+    ids=str,
+)
+def test_copies_of_fused_projections_by_hand(layout: Layout, options: dict[str, Any], copied: int) -> None:
+    job = {**BY_HAND, **options}
+    separate, fused = (
+        memory_estimate(parse_job({**job, "kernels": {"projections": kind}}), layout).activation_bytes
+        for kind in ("separate", "fused")
+    )
+    assert fused - separate == copied
 
 
 def test_the_first_stage_is_the_fullest_in_a_deep_pipeline() -> None:

@@ -33,6 +33,7 @@ SWITCHES = (
     "kernels.attention=flash",
     "kernels.compile=true",
     "kernels.experts=grouped",
+    "kernels.projections=fused",
     "kernels.loss=linear",
     "layout.recompute=none",
     "layout.recompute=selective",

@@ -107,6 +107,11 @@ class KernelsConfig(Section):
     loss_chunk: int = Field(
         default=1024, ge=1, description="tokens whose logits exist at a time under loss=linear"
     )
+    optimizer: Literal["fused", "foreach"] = Field(
+        default="fused",
+        description="adamw: one kernel, or foreach: a few operations, each over all tensors, which take one"
+        " more copy of the parameters while they run",
+    )
     compile: bool = Field(
         default=False,
         description="torch.compile of every block; the first step of a generation compiles, so that"

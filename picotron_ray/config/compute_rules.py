@@ -128,6 +128,9 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
     if job.kernels.experts != "auto" and not job.model.moe.experts:
         text = f"saw {job.kernels.experts} with model.moe.experts=0, a dense model; drop it"
         yield Problem("kernels.experts", text, ("model.moe.experts",))
+    if job.kernels.optimizer != "fused" and job.optimizer.name == "sgd":
+        text = f"saw {job.kernels.optimizer} with optimizer.name=sgd, which has no adamw; drop it"
+        yield Problem("kernels.optimizer", text, ("optimizer.name",))
     yield from _projections(job)
     yield from _loss(job)
     if job.kernels.compile and job.layout.recompute == "selective":

@@ -30,10 +30,12 @@ class MemoryEstimate:
     """weights gathered for computation under ZeRO, and gradients before their reduction"""
     activation_bytes: float
     """what the backward passes in flight still need"""
+    update_bytes: float = 0.0
+    """what the optimizer's update makes besides, when all backward passes are done"""
 
     @property
     def total_bytes(self) -> float:
-        return self.state_bytes + self.gathered_bytes + self.activation_bytes
+        return self.state_bytes + max(self.gathered_bytes + self.activation_bytes, self.update_bytes)
 
 
 def memory_estimate(job: JobConfig, layout: Layout) -> MemoryEstimate:
@@ -51,11 +53,13 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
     )
     depth = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
     copies = 2 + MOMENTS[job.optimizer.name]  # weight and gradient, moments
-    state = size * copies * (_sharded(job, layout, parameters, depth) if layout.zero else parameters)
+    mine = _sharded(job, layout, parameters, depth) if layout.zero else parameters
+    state = size * copies * mine
     held = sizes.block - sizes.experts + sizes.experts // layout.ep
     if job.optimizer.name == "muon":
         matrices = depth * (held - sizes.block + sizes.matrices) / layout.tp
-        state -= size * (_sharded(job, layout, matrices, depth) if layout.zero else matrices)
+        matrices = _sharded(job, layout, matrices, depth) if layout.zero else matrices
+        state, mine = state - size * matrices, mine - matrices
     block = sizes.whole_block + (held - sizes.whole_block) / layout.tp
     gathered = 0.0
     if layout.zero:
@@ -64,7 +68,8 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
         # gradients of a whole step, or of one block; torch's pipelines reduce once per step
         gradients = parameters if layout.zero == 1 or layout.pp > 1 else block
         gathered = (weights + gradients) * size
-    return MemoryEstimate(state, gathered, _activations(job, layout, rank))
+    update = mine * size if job.kernels.optimizer == "foreach" else 0.0  # roots of the second moments, of all
+    return MemoryEstimate(state, gathered, _activations(job, layout, rank), update)
 
 
 def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:

@@ -251,6 +251,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "kernels.projections",
         "saw fused; a model of your own",
     ),
+    "operations of an optimizer that was not chosen": (
+        "kernels: {optimizer: foreach}\noptimizer: {name: sgd}",
+        "kernels.optimizer",
+        "saw foreach with optimizer.name=sgd",
+    ),
     "a chunk of a loss that is not cut": (
         "kernels: {loss_chunk: 64}",
         "kernels.loss_chunk",

@@ -467,6 +467,26 @@ def test_copies_of_fused_projections_by_hand(layout: Layout, options: dict[str, 
     assert fused - separate == copied
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "copied"),
+    [
+        ("adamw", Layout(), 6600),
+        ("adamw", Layout(dp=2, zero=1), 3300),
+        ("muon", Layout(), 2 * 2400 + 8 + 4 * 16),  # embedding, head and norms
+        ("muon", Layout(dp=2, zero=3), (2 * 2400 + 8 + 4 * 16) // 2),
+    ],
+)
+def test_an_update_of_all_tensors_at_once_copies_them(optimizer: str, layout: Layout, copied: int) -> None:
+    """It counts where that is more than activations, which are gone by then."""
+    job = {**BY_HAND, "optimizer": {"name": optimizer}}
+    fused, foreach = (
+        memory_estimate(parse_job({**job, "kernels": {"optimizer": kind}}), layout)
+        for kind in ("fused", "foreach")
+    )
+    assert (fused.update_bytes, foreach.update_bytes) == (0, copied * 4)
+    assert foreach.total_bytes == max(fused.total_bytes, fused.state_bytes + copied * 4)
+
+
 def test_the_first_stage_is_the_fullest_in_a_deep_pipeline() -> None:
     """Four 1F1B stages of long sequences: the first keeps four micro-batches, the last one and the logits."""
     config = parse_job({**BY_HAND, "model": {**BY_HAND["model"], "intermediate_size": 1000}})

@@ -35,6 +35,7 @@ SWITCHES = (
     "kernels.experts=grouped",
     "kernels.projections=fused",
     "kernels.loss=linear",
+    "kernels.optimizer=foreach",
     "layout.recompute=none",
     "layout.recompute=selective",
     "layout.recompute=full",

@@ -107,6 +107,16 @@ class KernelsConfig(Section):
     loss_chunk: int = Field(
         default=1024, ge=1, description="tokens whose logits exist at a time under loss=linear"
     )
+    norm: Literal["eager", "compiled"] = Field(
+        default="eager",
+        description="a block's second norm with the residual sum before it: torch's operators, or one kernel"
+        " of torch.compile",
+    )
+    activation: Literal["eager", "compiled"] = Field(
+        default="eager",
+        description="SwiGLU's gate: torch's operators, or one kernel of torch.compile, which keeps less for"
+        " backward",
+    )
     optimizer: Literal["fused", "foreach"] = Field(
         default="fused",
         description="adamw: one kernel, or foreach: a few operations, each over all tensors, which take one"

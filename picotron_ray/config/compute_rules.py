@@ -131,11 +131,38 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
     if job.kernels.optimizer != "fused" and job.optimizer.name == "sgd":
         text = f"saw {job.kernels.optimizer} with optimizer.name=sgd, which has no adamw; drop it"
         yield Problem("kernels.optimizer", text, ("optimizer.name",))
+    yield from _compiled_functions(job)
     yield from _projections(job)
     yield from _loss(job)
     if job.kernels.compile and job.layout.recompute == "selective":
         text = "saw true with layout.recompute=selective, which does not see into compiled blocks; use full"
         yield Problem("kernels.compile", text, ("layout.recompute",))
+
+
+def _compiled_functions(job: JobConfig) -> Iterator[Problem]:
+    model, schedule = job.model, job.layout.schedule
+    for name in ("norm", "activation"):
+        if getattr(job.kernels, name) != "compiled":
+            continue
+        key = f"kernels.{name}"
+        if model.builder is not None:
+            text = "saw compiled; a model of your own computes as it was built: leave it at eager"
+            yield Problem(key, text, ("model.builder",))
+        elif name == "activation" and (model.is_gpt2 or model.moe.experts):
+            other = (
+                "model.family=gpt2, which has no SwiGLU"
+                if model.is_gpt2
+                else (f"model.moe.experts={model.moe.experts}, which get other numbers of rows each time")
+            )
+            text = f"saw compiled with {other}; leave it at eager"
+            yield Problem(key, text, ("model.family", "model.moe.experts"))
+        if job.kernels.compile:
+            text = "saw compiled with kernels.compile=true, which compiles all of a block; drop one"
+            yield Problem(key, text, ("kernels.compile",))
+        if name == "norm" and job.layout.pp != 1 and SCHEDULES[schedule].splits:
+            text = f"saw compiled with layout.schedule={schedule}, which splits the backward pass, and"
+            text += " that of a compiled norm runs once; use another schedule or eager"
+            yield Problem(key, text, ("layout.schedule", "layout.pp"))
 
 
 def _projections(job: JobConfig) -> Iterator[Problem]:

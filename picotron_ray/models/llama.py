@@ -38,6 +38,7 @@ from picotron_ray.models.head import Head
 from picotron_ray.models.joint import Joint
 from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.models.plan import SequenceShard
+from picotron_ray.models.pointwise import AddedNorm, added_norm
 from picotron_ray.models.swiglu import SwiGLU
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -181,13 +182,19 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder block."""
+    """One pre-norm decoder block.
+
+    Fields:
+        added_norm: adds what attention gave and norms the sum, see `models.pointwise`.
+    """
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
         super().__init__()
         self.attention_norm = norm_of(config)
         self.attention = Attention(config, kernel)
         self.mlp_norm = norm_of(config)
+        self.eps = config.norm_eps
+        self.added_norm: AddedNorm = added_norm
         dense = GeluMlp if config.is_gpt2 else SwiGLU
         self.mlp = (
             MixtureOfExperts(config.moe, config.hidden_size)
@@ -196,8 +203,8 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, weights: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), documents)
-        normed = self.mlp_norm(x)
+        found, norm = self.attention(self.attention_norm(x), documents), self.mlp_norm
+        x, normed = self.added_norm(x, found, norm.weight, getattr(norm, "bias", None), self.eps)
         return x + (self.mlp(normed) if weights is None else self.mlp(normed, weights))
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from picotron_ray.config.moe import MoeConfig
 from picotron_ray.models.joint import computed_in, joined
+from picotron_ray.models.pointwise import silu_gate
 from picotron_ray.models.swiglu import SwiGLU
 
 
@@ -229,7 +230,7 @@ def looped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor)
     """One expert after the other; arguments as in `Experts`."""
     parts = rows.split(counts.tolist())
     out = [
-        F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d)
+        F.linear(silu_gate(F.linear(x, g), F.linear(x, u)), d)
         for x, g, u, d in zip(parts, gate, up, down, strict=True)
     ]
     return torch.cat(out)
@@ -241,7 +242,7 @@ def looped_fused(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: T
     out = []
     for x, inner, outer in zip(rows.split(counts.tolist()), both, down, strict=True):
         opened, passed = F.linear(x, inner).chunk(2, dim=-1)
-        out.append(F.linear(F.silu(opened) * passed, outer))
+        out.append(F.linear(silu_gate(opened, passed), outer))
     return torch.cat(out)
 
 
@@ -254,14 +255,14 @@ def _grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 def grouped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """All experts by one product per matrix, torch's grouped_mm; not in fp64."""
     opened, passed = (_grouped_product(rows, weights, counts) for weights in (gate, up))
-    return _grouped_product(F.silu(opened) * passed, down, counts)
+    return _grouped_product(silu_gate(opened, passed), down, counts)
 
 
 def grouped_fused(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """As `grouped`, gate and up by one product."""
     both = _grouped_product(rows, joined((gate, up), rows.dtype), counts)
     opened, passed = both.chunk(2, dim=-1)
-    return _grouped_product(F.silu(opened) * passed, down, counts)
+    return _grouped_product(silu_gate(opened, passed), down, counts)
 
 
 COMPUTE = {

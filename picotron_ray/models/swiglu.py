@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_ray.models.joint import Joint
+from picotron_ray.models.pointwise import Gate, silu_gate
 
 
 class SwiGLU(nn.Module):
     """In two halves, so that a mixture of experts can hide communication behind each.
 
     Fields:
+        activation: see `models.pointwise.silu_gate`.
         joint: computes gate and up as one product; None: each is one.
     """
 
@@ -20,6 +21,7 @@ class SwiGLU(nn.Module):
         self.gate = nn.Linear(hidden, inner, bias=False)
         self.up = nn.Linear(hidden, inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
+        self.activation: Gate = silu_gate
         self.joint: Joint | None = None
 
     def fuse(self) -> None:
@@ -28,7 +30,7 @@ class SwiGLU(nn.Module):
     def inner(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` → ``[..., inner]``: what ``down`` takes."""
         gate, up = (self.gate(x), self.up(x)) if self.joint is None else self.joint(x)
-        return F.silu(gate) * up
+        return self.activation(gate, up)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.down(self.inner(x))

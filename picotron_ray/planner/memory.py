@@ -140,9 +140,12 @@ def _kept_elements(job: JobConfig, layout: Layout, rank: int) -> float:
     pass runs, it has all of one micro-batch once more.
     """
     sizes = sizes_of(job.model)
-    of = {"kept": sizes.activations, "full": sizes.hidden, "selective": sizes.products}
+    whole = sizes.activations
+    if job.kernels.activation == "compiled":  # silu of the gate is computed again
+        whole -= job.model.intermediate_size
+    of = {"kept": whole, "full": sizes.hidden, "selective": sizes.products}
     kinds = _kinds(job, layout, rank)
-    again = sizes.activations if any(kind != "kept" for kind in kinds) else 0
+    again = whole if any(kind != "kept" for kind in kinds) else 0
     return sum(of[kind] for kind in kinds) * _in_flight(job, layout, rank) + again
 
 

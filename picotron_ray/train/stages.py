@@ -67,6 +67,7 @@ def _plan(
         job.kernels.compile,
         groups_experts(job, device.type),
         definition.joint if job.kernels.projections == "fused" else (),
+        {name: at for name, at in definition.functions.items() if getattr(job.kernels, name) == "compiled"},
         job.kernels.loss_chunk if job.kernels.loss == "linear" else None,
     )
 

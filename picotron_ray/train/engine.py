@@ -33,11 +33,7 @@ from picotron_ray.parallel.data import before_backward
 from picotron_ray.parallel.loss import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.parallel.norm import clip_, global_norm
-from picotron_ray.parallel.parallelize import (
-    LocalParameter,
-    local_gradient,
-    local_parameters,
-)
+from picotron_ray.parallel.parallelize import LocalParameter, local_gradient, local_parameters
 from picotron_ray.parallel.replicated import replicated
 from picotron_ray.train.adaptive import AdaptivePrecision, Policy, choose, parts_of
 from picotron_ray.train.balance import Balance, Load
@@ -127,15 +123,7 @@ class Engine:
         parts = self.layout.tp if self._definition.sequence_parallel else 1
         shape = (self.layout.micro_batch, sequence // parts, self._definition.hidden_size)
         hidden = torch.empty(shape, dtype=master_dtype(self.job), device="meta", requires_grad=True)
-        return Pipeline(
-            self._models,
-            self.layout,
-            group,
-            hidden,
-            sequence,
-            self._loss_sum,
-            self.device,
-        )
+        return Pipeline(self._models, self.layout, group, hidden, sequence, self._loss_sum, self.device)
 
     # --- a step --------------------------------------------------------------------------------------
 

@@ -101,6 +101,34 @@ class KernelsConfig(Section):
         description="products of a mixture's experts: one after the other, or grouped into one kernel (not in"
         " fp64); auto: grouped on CUDA",
     )
+    projections: Literal["separate", "fused"] = Field(
+        default="separate",
+        description="queries, keys and values, and gate and up: a matrix product each, or fused into one;"
+        " names, state and checkpoints are the same",
+    )
+    loss: Literal["logits", "linear"] = Field(
+        default="logits",
+        description="cross-entropy of the logits, or linear: with the head's product, some tokens at a time,"
+        " so that the logits of all never exist; backward computes them again",
+    )
+    loss_chunk: int = Field(
+        default=1024, ge=1, description="tokens whose logits exist at a time under loss=linear"
+    )
+    norm: Literal["eager", "compiled"] = Field(
+        default="eager",
+        description="a block's second norm with the residual sum before it: torch's operators, or one kernel"
+        " of torch.compile",
+    )
+    activation: Literal["eager", "compiled"] = Field(
+        default="eager",
+        description="SwiGLU's gate: torch's operators, or one kernel of torch.compile, which keeps less for"
+        " backward",
+    )
+    optimizer: Literal["fused", "foreach"] = Field(
+        default="fused",
+        description="adamw: one kernel, or foreach: a few operations, each over all tensors, which take one"
+        " more copy of the parameters while they run",
+    )
     compile: bool = Field(
         default=False,
         description="torch.compile of every block; the first step of a generation compiles, so that"

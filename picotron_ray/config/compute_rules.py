@@ -17,11 +17,10 @@ from picotron_ray.config.fit import (
     virtual_stages,
 )
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_problem, precision_problem
+from picotron_ray.config.kernels import precision_problem
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.optimizer import OptimizerConfig
 from picotron_ray.config.problem import Problem
-from picotron_ray.config.schedules import rules_of
 from picotron_ray.errors import ConfigError
 
 _OPTIMIZERS_OF = {
@@ -75,7 +74,7 @@ def _schedule(job: JobConfig) -> Iterator[Problem]:
         )
 
 
-def _actions_problem(job: JobConfig) -> str:
+def actions_problem(job: JobConfig) -> str:
     """Why a schedule of the job's own cannot run as it is written; empty where it can, or there is none."""
     actions, schedule = job.layout.actions, job.layout.schedule
     if schedule != "custom":
@@ -89,7 +88,7 @@ def _actions_problem(job: JobConfig) -> str:
 
 
 def _actions(job: JobConfig) -> Iterator[Problem]:
-    problem = _actions_problem(job)
+    problem = actions_problem(job)
     if problem:
         yield Problem("layout.actions", problem, ("layout.schedule",))
 
@@ -106,7 +105,7 @@ def _least_dp(job: JobConfig, least: int) -> int:
 
 def _layout(job: JobConfig) -> Iterator[Problem]:
     asked = job.layout
-    if _actions_problem(job):
+    if actions_problem(job):
         return
     degrees = Degrees(
         *(1 if degree == "auto" else degree for degree in (asked.dp, asked.tp, asked_pp(job), asked.cp))
@@ -155,49 +154,6 @@ def _widest(degrees: Degrees) -> str:
     return max((degree, f"layout.{name}") for name, degree in degrees._asdict().items())[1]
 
 
-def _kernels(job: JobConfig) -> Iterator[Problem]:
-    yield from _attention(job)
-    schedule, bad = job.layout.schedule, _actions_problem(job)
-    split = not bad and rules_of(schedule, job.layout.actions).splits
-    if job.kernels.compile and job.layout.pp != 1 and split:
-        text = (
-            f"saw true with layout.schedule={schedule}, which splits the backward pass of compiled blocks"
-            " wrongly; use another schedule or compile=false"
-        )
-        yield Problem("kernels.compile", text, ("layout.schedule", "layout.pp", "layout.actions"))
-    if job.kernels.experts == "grouped" and job.precision == "fp64":
-        text = "saw grouped with precision=fp64, which torch's grouped product does not have; use loop"
-        yield Problem("kernels.experts", text, ("precision",))
-    if job.kernels.experts != "auto" and not job.model.moe.experts:
-        text = f"saw {job.kernels.experts} with model.moe.experts=0, a dense model; drop it"
-        yield Problem("kernels.experts", text, ("model.moe.experts",))
-    if job.kernels.compile and job.layout.recompute == "selective":
-        text = "saw true with layout.recompute=selective, which does not see into compiled blocks; use full"
-        yield Problem("kernels.compile", text, ("layout.recompute",))
-
-
-def _attention(job: JobConfig) -> Iterator[Problem]:
-    asked = job.kernels.attention
-    if asked == "auto":
-        return
-    if job.model.builder is not None:
-        yield Problem(
-            "kernels.attention",
-            f"saw {asked}; a model of your own has its own: leave it at auto",
-            ("model.builder",),
-        )
-        return
-    least = 1 if job.layout.cp == "auto" else job.layout.cp
-    # auto is judged again once the machines are known; here some device must offer the kernel
-    devices = ("cpu", "cuda") if job.cluster.device == "auto" else (job.cluster.device,)
-    problems = [attention_problem(job, device, least) for device in devices]
-    problem = problems[-1]
-    if problem and all(problems):
-        yield Problem(
-            "kernels.attention", problem, ("cluster.device", "precision", "layout.cp", "data.document_masks")
-        )
-
-
 def _precision(job: JobConfig) -> Iterator[Problem]:
     problem = precision_problem(job, job.cluster.device)  # auto is judged when the machines are known
     if problem:
@@ -216,6 +172,5 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _schedule,
     _actions,
     _layout,
-    _kernels,
     _precision,
 )

@@ -7,11 +7,11 @@ not reported (it would speak about a default, not about what the user wrote).
 
 from __future__ import annotations
 
-from picotron_ray.config import compute_rules, model_rules, service_rules
+from picotron_ray.config import compute_rules, kernel_rules, model_rules, service_rules
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.problem import Problem
 
-RULES = (*model_rules.RULES, *compute_rules.RULES, *service_rules.RULES)
+RULES = (*model_rules.RULES, *compute_rules.RULES, *kernel_rules.RULES, *service_rules.RULES)
 
 
 def check(job: JobConfig) -> list[Problem]:

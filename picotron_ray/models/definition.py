@@ -7,7 +7,8 @@ nothing above this module asks which of them it trains.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from picotron_ray.models.plan import (
     ParameterSpec,
     Style,
     attention_modules,
+    compiled_functions,
+    joint_modules,
     mixture_modules,
     parameter_table,
     position_modules,
@@ -41,6 +44,8 @@ class ModelDefinition(ABC):
             parallelism, and logits over the vocabulary. If so, what tp replicates gets partial gradients.
         hidden_size: width of what goes from one pipeline stage to the next.
         attention: the modules that context parallelism changes, by name; empty: it cannot be applied.
+        joint: the modules whose projections may be one product, by name.
+        functions: what of the modules can be compiled by itself, by name: (modules, their field).
         positions: the modules that add learned positions, by name.
         mixtures: the modules that are mixtures of experts, by name. Where there are any, ``forward`` takes
             the rows' weights too.
@@ -52,6 +57,8 @@ class ModelDefinition(ABC):
     sequence_parallel: bool
     hidden_size: int
     attention: tuple[str, ...] = ()
+    joint: tuple[str, ...] = ()
+    functions: Mapping[str, tuple[str, str]] = MappingProxyType({})
     positions: tuple[str, ...] = ()
     mixtures: tuple[str, ...] = ()
 
@@ -99,6 +106,7 @@ class LlamaDefinition(ModelDefinition):
         self.config = config
         self.table, self.styles = parameter_table(config), tensor_parallel_plan(config)
         self.positions, self.mixtures = position_modules(config), mixture_modules(config)
+        self.joint, self.functions = joint_modules(config), compiled_functions(config)
         self.hidden_size = config.hidden_size
 
     def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:

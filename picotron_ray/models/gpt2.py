@@ -18,7 +18,7 @@ from picotron_ray.config.model import ModelConfig
 from picotron_ray.models.plan import SequenceShard
 
 
-def norm_of(config: ModelConfig) -> nn.Module:
+def norm_of(config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
     """The norm over the residual stream: LayerNorm (Ba et al. 2016) or RMSNorm."""
     kind = nn.LayerNorm if config.is_gpt2 else nn.RMSNorm
     return kind(config.hidden_size, eps=config.norm_eps)

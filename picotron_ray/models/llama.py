@@ -34,8 +34,11 @@ from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.rope import RopeScaling
 from picotron_ray.models.documents import causal_within, same_document
 from picotron_ray.models.gpt2 import GeluMlp, Positions, norm_of
+from picotron_ray.models.head import Head
+from picotron_ray.models.joint import Joint
 from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.models.plan import SequenceShard
+from picotron_ray.models.pointwise import AddedNorm, added_norm
 from picotron_ray.models.swiglu import SwiGLU
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -138,6 +141,7 @@ class Attention(nn.Module):
     Fields:
         kernel: attention over the local queries, see :func:`sdpa`.
         shard: which tokens of the row are here; None: all of them.
+        joint: computes the projections as one product; None: each is one.
     """
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
@@ -148,6 +152,7 @@ class Attention(nn.Module):
         self.window = config.sliding_window
         self.kernel = kernel
         self.shard: SequenceShard | None = None
+        self.joint: Joint | None = None
         self.wq = nn.Linear(hidden, config.query_width, bias=bias)
         self.wk = nn.Linear(hidden, config.key_width, bias=bias)
         self.wv = nn.Linear(hidden, config.key_width, bias=bias)
@@ -160,10 +165,14 @@ class Attention(nn.Module):
         heads = x.view(x.size(0), x.size(1), -1, self.head_size)
         return (heads if norm is None else norm(heads)).transpose(1, 2)
 
+    def fuse(self) -> None:
+        self.joint = Joint(self.wq, self.wk, self.wv)
+
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        q = rotate(self._heads(self.wq(x), self.q_norm), self.rope, self.shard)
-        k = rotate(self._heads(self.wk(x), self.k_norm), self.rope, self.shard)
-        v = self._heads(self.wv(x))
+        q, k, v = (self.wq(x), self.wk(x), self.wv(x)) if self.joint is None else self.joint(x)
+        q = rotate(self._heads(q, self.q_norm), self.rope, self.shard)
+        k = rotate(self._heads(k, self.k_norm), self.rope, self.shard)
+        v = self._heads(v)
         windowed = self.window is not None and self.window < q.size(2)
         if windowed:
             out = sliding(q, k, v, self.window or 0, documents)
@@ -173,13 +182,19 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder block."""
+    """One pre-norm decoder block.
+
+    Fields:
+        added_norm: adds what attention gave and norms the sum, see `models.pointwise`.
+    """
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
         super().__init__()
         self.attention_norm = norm_of(config)
         self.attention = Attention(config, kernel)
         self.mlp_norm = norm_of(config)
+        self.eps = config.norm_eps
+        self.added_norm: AddedNorm = added_norm
         dense = GeluMlp if config.is_gpt2 else SwiGLU
         self.mlp = (
             MixtureOfExperts(config.moe, config.hidden_size)
@@ -188,8 +203,8 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, weights: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), documents)
-        normed = self.mlp_norm(x)
+        found, norm = self.attention(self.attention_norm(x), documents), self.mlp_norm
+        x, normed = self.added_norm(x, found, norm.weight, getattr(norm, "bias", None), self.eps)
         return x + (self.mlp(normed) if weights is None else self.mlp(normed, weights))
 
 
@@ -205,8 +220,9 @@ class Transformer(nn.Module):
     ``forward`` takes tokens ``[batch, seq]`` (with ``embed``) or hidden ``[batch, seq, hidden]`` and
     returns logits ``[batch, seq, vocab]`` (with ``head``) or hidden; a mixture of experts also takes the
     rows' weights ``[batch]``, because rows of weight 0 go to no expert. With ``documents [batch, row]``
-    (``models.documents``) attention stays within a document. Tied embeddings need both ends in
-    one part; ``tie()`` must be called again after anything that replaces parameters (``to_empty``,
+    (``models.documents``) attention stays within a document. With ``targets [batch, seq]`` what
+    comes out of the head is their losses ``[batch, seq]`` (``models.head``). Tied embeddings need both ends
+    in one part; ``tie()`` must be called again after anything that replaces parameters (``to_empty``,
     ``parallelize_module``).
     """
 
@@ -230,7 +246,7 @@ class Transformer(nn.Module):
         self.positions = None if rows is None else Positions(rows, config.hidden_size)
         self.layers = nn.ModuleDict({str(i): Block(config, attention) for i in range(first_layer, last)})
         self.norm = norm_of(config) if head else None
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if head else None
+        self.head = Head(config.hidden_size, config.vocab_size) if head else None
         self.tie()
 
     def tie(self) -> None:
@@ -238,7 +254,13 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor, weights: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor | None = None,
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
         if self.embed is not None:
             x = self.embed(x)
         if self.positions is not None:
@@ -246,5 +268,5 @@ class Transformer(nn.Module):
         for layer in self.layers.values():
             x = layer(x, weights, documents)
         if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
+            x = self.head(self.norm(x), targets)
         return x

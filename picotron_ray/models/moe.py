@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_ray.config.moe import MoeConfig
+from picotron_ray.models.joint import computed_in, joined
+from picotron_ray.models.pointwise import silu_gate
 from picotron_ray.models.swiglu import SwiGLU
 
 
@@ -228,21 +230,48 @@ def looped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor)
     """One expert after the other; arguments as in `Experts`."""
     parts = rows.split(counts.tolist())
     out = [
-        F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d)
+        F.linear(silu_gate(F.linear(x, g), F.linear(x, u)), d)
         for x, g, u, d in zip(parts, gate, up, down, strict=True)
     ]
     return torch.cat(out)
 
 
+def looped_fused(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """As `looped`, gate and up of an expert by one product."""
+    both = joined((gate, up), computed_in(gate))
+    out = []
+    for x, inner, outer in zip(rows.split(counts.tolist()), both, down, strict=True):
+        opened, passed = F.linear(x, inner).chunk(2, dim=-1)
+        out.append(F.linear(silu_gate(opened, passed), outer))
+    return torch.cat(out)
+
+
+def _grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    ends = counts.cumsum(0).to(x.device, torch.int32)
+    found: Tensor = F.grouped_mm(x, weights.to(x.dtype).transpose(-2, -1), offs=ends)
+    return found
+
+
 def grouped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """All experts by one product per matrix, torch's grouped_mm; not in fp64."""
-    ends = counts.cumsum(0).to(rows.device, torch.int32)
+    opened, passed = (_grouped_product(rows, weights, counts) for weights in (gate, up))
+    return _grouped_product(silu_gate(opened, passed), down, counts)
 
-    def product(x: Tensor, weights: Tensor) -> Tensor:
-        found: Tensor = F.grouped_mm(x, weights.to(x.dtype).transpose(-2, -1), offs=ends)
-        return found
 
-    return product(F.silu(product(rows, gate)) * product(rows, up), down)
+def grouped_fused(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """As `grouped`, gate and up by one product."""
+    both = _grouped_product(rows, joined((gate, up), rows.dtype), counts)
+    opened, passed = both.chunk(2, dim=-1)
+    return _grouped_product(silu_gate(opened, passed), down, counts)
+
+
+COMPUTE = {
+    (False, False): looped,
+    (False, True): looped_fused,
+    (True, False): grouped,
+    (True, True): grouped_fused,
+}
+"""By (grouped, fused)."""
 
 
 class Experts(nn.Module):
@@ -250,6 +279,7 @@ class Experts(nn.Module):
 
     Fields:
         grouped: whether one product per matrix serves all experts.
+        fused: whether gate and up are one matrix.
     """
 
     def __init__(self, experts: int, hidden: int, inner: int) -> None:
@@ -257,12 +287,14 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(experts, inner, hidden))
         self.up = nn.Parameter(torch.empty(experts, inner, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, inner))
-        self.grouped = False
+        self.grouped = self.fused = False
+
+    def fuse(self) -> None:
+        self.fused = True
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Args: rows ``[n, hidden]`` grouped by expert; counts ``[experts]`` on the CPU: rows of each."""
-        compute = grouped if self.grouped else looped
-        return compute(rows, counts, self.gate, self.up, self.down)
+        return COMPUTE[self.grouped, self.fused](rows, counts, self.gate, self.up, self.down)
 
 
 class MixtureOfExperts(nn.Module):

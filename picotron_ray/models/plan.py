@@ -287,6 +287,21 @@ def attention_modules() -> tuple[str, ...]:
     return ("layers.*.attention",)
 
 
+def joint_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Modules with projections of one input that ``fuse()`` makes one product; ``*`` is a layer's number."""
+    if config.is_gpt2:
+        return ("layers.*.attention",)
+    hidden = ("layers.*.mlp.experts", "layers.*.mlp.shared") if config.moe.experts else ("layers.*.mlp",)
+    return ("layers.*.attention", *hidden)
+
+
+def compiled_functions(config: ModelConfig) -> dict[str, tuple[str, str]]:
+    """Functions that can be compiled by themselves: name → (modules, ``*`` a layer's number; their field)."""
+    norm = {"norm": ("layers.*", "added_norm")}
+    dense = not config.is_gpt2 and not config.moe.experts
+    return {**norm, "activation": ("layers.*.mlp", "activation")} if dense else norm
+
+
 def position_modules(config: ModelConfig) -> tuple[str, ...]:
     """Modules that add learned positions, whose ``shard`` context parallelism sets."""
     return () if config.max_positions is None else ("positions",)

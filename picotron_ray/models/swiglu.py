@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from picotron_ray.models.joint import Joint
+from picotron_ray.models.pointwise import Gate, silu_gate
 
 
 class SwiGLU(nn.Module):
-    """In two halves, so that a mixture of experts can hide communication behind each."""
+    """In two halves, so that a mixture of experts can hide communication behind each.
+
+    Fields:
+        activation: see `models.pointwise.silu_gate`.
+        joint: computes gate and up as one product; None: each is one.
+    """
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate = nn.Linear(hidden, inner, bias=False)
         self.up = nn.Linear(hidden, inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
+        self.activation: Gate = silu_gate
+        self.joint: Joint | None = None
+
+    def fuse(self) -> None:
+        self.joint = Joint(self.gate, self.up)
 
     def inner(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` → ``[..., inner]``: what ``down`` takes."""
-        return F.silu(self.gate(x)) * self.up(x)
+        gate, up = (self.gate(x), self.up(x)) if self.joint is None else self.joint(x)
+        return self.activation(gate, up)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.down(self.inner(x))

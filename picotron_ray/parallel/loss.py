@@ -42,15 +42,24 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return result, None, None, None
 
 
-def weighted_loss_sum(
-    logits: Tensor, targets: Tensor, weights: Tensor, tp_group: dist.ProcessGroup | None, tp_index: int = 0
+def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
+    """Sum over rows of weight x the row's summed token losses.
+
+    Args:
+        losses: of tokens, ``[rows, seq]``.
+        weights: ``[rows]``; rows of weight 0 add nothing to loss or gradient.
+    """
+    return (losses.sum(dim=1) * weights.to(losses.dtype)).sum()
+
+
+def token_losses(
+    logits: Tensor, targets: Tensor, tp_group: dist.ProcessGroup | None, tp_index: int = 0
 ) -> Tensor:
-    """Sum over rows of weight x the row's summed token losses, in nats; at least fp32.
+    """Losses of tokens ``[rows, seq]`` in nats; at least fp32.
 
     Args:
         logits: ``[rows, seq, vocab]``, or ``[rows, seq, vocab / tp]`` with a ``tp_group``.
         targets: ``[rows, seq]`` int64 global token ids.
-        weights: ``[rows]``; rows of weight 0 add nothing to loss or gradient.
     """
     flat = logits.flatten(0, 1)
     if flat.dtype not in (torch.float32, torch.float64):
@@ -60,4 +69,4 @@ def weighted_loss_sum(
     else:
         first = tp_index * flat.size(-1)
         losses = _VocabParallelCrossEntropy.apply(flat, targets.flatten(), first, tp_group)
-    return (losses.view(targets.shape).sum(dim=1) * weights.to(losses.dtype)).sum()
+    return losses.view(targets.shape)

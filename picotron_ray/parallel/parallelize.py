@@ -8,10 +8,11 @@ for is applied or refused; what was applied is returned, for the log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +26,7 @@ from picotron_ray.parallel.boxes import counts_in_norm, is_primary, local_box
 from picotron_ray.parallel.context import apply_context_parallel
 from picotron_ray.parallel.data import Units, apply_fsdp
 from picotron_ray.parallel.expert import apply_expert_parallel
+from picotron_ray.parallel.linear_loss import LinearCrossEntropy
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.recompute import apply_recompute
 from picotron_ray.parallel.tensor import apply_tensor_parallel, named_modules
@@ -59,6 +61,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def cut(full: Tensor, box: Box) -> Tensor:
+    """The part of a full tensor that ``box`` names, as a view."""
+    for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
+        full = full.narrow(dim, start, length)
+    return full
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a stage's modules are to each parallelism.
@@ -72,6 +81,9 @@ class Plan:
         untrained: names of parameters that no gradient moves, which FSDP leaves whole.
         compiled: whether torch.compile makes the blocks' kernels.
         grouped: whether the products of a mixture's experts are grouped.
+        joint: the modules whose projections are one product, by name.
+        functions: what is compiled by itself, by name: (modules, their field).
+        loss_chunk: tokens of which the head makes losses at a time; None: it makes logits.
     """
 
     styles: Sequence[tuple[str, Style]]
@@ -82,6 +94,9 @@ class Plan:
     untrained: frozenset[str] = frozenset()
     compiled: bool = False
     grouped: bool = False
+    joint: Sequence[str] = ()
+    functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    loss_chunk: int | None = None
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
@@ -116,9 +131,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
         for module in named_modules(model, plan.positions):
             module.shard = SequenceShard(attention.length, cp.size(), cp.rank())
         applied.append(f"context parallel over {layout.cp}, {layout.context}, {count} modules")
-    if plan.compiled:
-        compile_blocks(plan.blocks)
-        applied.append(f"{len(plan.blocks)} blocks compiled")
+    applied += _apply_kernels(model, plan, tp)
     kinds = recomputed(layout.recompute, len(plan.blocks))
     inside = [[m.router for m in mixtures if any(m is part for part in b.modules())] for b in plan.blocks]
     count = apply_recompute(plan.blocks, kinds, inside)
@@ -133,6 +146,28 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     elif layout.replicas > 1:
         applied.append(f"replicated over {layout.replicas}")
     return tuple(applied)
+
+
+def _apply_kernels(model: nn.Module, plan: Plan, tp: dist.ProcessGroup | None) -> Iterator[str]:
+    """Let the modules compute as the plan says; what was applied, one phrase each."""
+    fused = named_modules(model, plan.joint)
+    if fused:
+        for module in fused:
+            module.fuse()
+        yield f"projections of {len(fused)} modules fused"
+    heads = named_modules(model, [glob for glob, style in plan.styles if style == "vocab_head"])
+    if plan.loss_chunk is not None and heads:
+        for head in heads:
+            head.losses = LinearCrossEntropy(plan.loss_chunk, tp)
+        yield f"linear cross-entropy of {plan.loss_chunk} tokens at a time"
+    for name, (glob, attribute) in plan.functions.items():
+        modules = named_modules(model, [glob])
+        for module in modules:  # any shape: what layouts and evaluation change makes no kernel anew
+            setattr(module, attribute, torch.compile(getattr(module, attribute), dynamic=True))
+        yield f"{name} of {len(modules)} modules compiled"
+    if plan.compiled:
+        compile_blocks(plan.blocks)
+        yield f"{len(plan.blocks)} blocks compiled"
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:

@@ -36,7 +36,7 @@ from picotron_ray.parallel import mesh
 Named = Mapping[str, Tensor]
 """What ``forward`` takes besides its input, by name: the same on every stage, which all load the rows."""
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(logits, targets [rows, seq], weights [rows]) -> scalar sum."""
+"""(what the last stage puts out, targets [rows, seq], weights [rows]) -> scalar sum."""
 
 ONE_STAGE: Mapping[Schedule, Any] = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}
 SEVERAL_STAGES: Mapping[Schedule, Any] = {

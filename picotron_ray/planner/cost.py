@@ -99,17 +99,23 @@ def _depth(job: JobConfig, layout: Layout) -> int:
 def _stage_compute(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
     """Seconds of arithmetic per micro-batch on the slowest pipeline rank."""
     tokens = layout.micro_batch * job.data.sequence_length // layout.cp
-    flops = max(
-        sum(
-            stage_flops_per_token(job.model, job.data.sequence_length, layout.stages, stage, layout.tp)
-            for stage in layout.rank_stages(rank)
-        )
-        for rank in range(layout.pp)
-    )
+    flops = max(_flops(job, layout, rank) for rank in range(layout.pp))
     flops += max(_flops_again(job, layout, rank) for rank in range(layout.pp))
     blocks = _depth(job, layout)
     loss = 1 + TENSOR_LOSS * math.log2(layout.tp)
     return loss * tokens * flops / profile.flops + blocks * profile.kernel_s
+
+
+def _flops(job: JobConfig, layout: Layout, rank: int) -> float:
+    """FLOPs per token of a pipeline rank; the linear cross-entropy does the head's product once more."""
+    total = sum(
+        stage_flops_per_token(job.model, job.data.sequence_length, layout.stages, stage, layout.tp)
+        for stage in layout.rank_stages(rank)
+    )
+    if job.kernels.loss == "linear" and rank == layout.last_stage_rank:
+        sizes = sizes_of(job.model)
+        total += 2 * sizes.vocabulary * sizes.hidden / layout.tp
+    return total
 
 
 def _flops_again(job: JobConfig, layout: Layout, rank: int) -> float:

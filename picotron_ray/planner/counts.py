@@ -130,6 +130,13 @@ def expert_parameters(model: ModelConfig) -> int:
     return 3 * model.moe.experts * model.hidden_size * model.moe.intermediate_size
 
 
+def joined_parameters(model: ModelConfig) -> tuple[int, int]:
+    """Of a block's matrices those of fused projections: of attention and hidden layer, and of experts."""
+    moe, hidden = model.moe, model.hidden_size
+    inner = moe.shared_intermediate_size if moe.experts else 0 if model.is_gpt2 else model.intermediate_size
+    return hidden * (model.query_width + 2 * model.key_width + 2 * inner), expert_parameters(model) * 2 // 3
+
+
 def _built_sizes(built: BuiltModel, vocabulary: int) -> ModelSizes:
     elements, blocks = built.elements, max(1, len(built.blocks))
     (embed, whole_embed), (head, whole_head) = elements["embed"], elements["head"]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from picotron_ray.config.actions import action_list
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
-from picotron_ray.config.recompute import recomputed
+from picotron_ray.config.recompute import Kind, recomputed
 from picotron_ray.config.schedules import in_flight
-from picotron_ray.planner.counts import sizes_of, stage_depth, stage_parameters
+from picotron_ray.planner.counts import joined_parameters, sizes_of, stage_depth, stage_parameters
 
 STATE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 4, "fp16": 4}  # weights, gradients and moments
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # activations
@@ -31,10 +31,12 @@ class MemoryEstimate:
     """weights gathered for computation under ZeRO, and gradients before their reduction"""
     activation_bytes: float
     """what the backward passes in flight still need"""
+    update_bytes: float = 0.0
+    """what the optimizer's update makes besides, when all backward passes are done"""
 
     @property
     def total_bytes(self) -> float:
-        return self.state_bytes + self.gathered_bytes + self.activation_bytes
+        return self.state_bytes + max(self.gathered_bytes + self.activation_bytes, self.update_bytes)
 
 
 def memory_estimate(job: JobConfig, layout: Layout) -> MemoryEstimate:
@@ -52,11 +54,13 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
     )
     depth = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
     copies = 2 + MOMENTS[job.optimizer.name]  # weight and gradient, moments
-    state = size * copies * (_sharded(job, layout, parameters, depth) if layout.zero else parameters)
+    mine = _sharded(job, layout, parameters, depth) if layout.zero else parameters
+    state = size * copies * mine
     held = sizes.block - sizes.experts + sizes.experts // layout.ep
     if job.optimizer.name == "muon":
         matrices = depth * (held - sizes.block + sizes.matrices) / layout.tp
-        state -= size * (_sharded(job, layout, matrices, depth) if layout.zero else matrices)
+        matrices = _sharded(job, layout, matrices, depth) if layout.zero else matrices
+        state, mine = state - size * matrices, mine - matrices
     block = sizes.whole_block + (held - sizes.whole_block) / layout.tp
     gathered = 0.0
     if layout.zero:
@@ -65,7 +69,8 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
         # gradients of a whole step, or of one block; torch's pipelines reduce once per step
         gradients = parameters if layout.zero == 1 or layout.pp > 1 else block
         gathered = (weights + gradients) * size
-    return MemoryEstimate(state, gathered, _activations(job, layout, rank))
+    update = mine * size if job.kernels.optimizer == "foreach" else 0.0  # roots of the second moments, of all
+    return MemoryEstimate(state, gathered, _activations(job, layout, rank), update)
 
 
 def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:
@@ -78,6 +83,8 @@ def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> f
 def _activations(job: JobConfig, layout: Layout, rank: int) -> float:
     """Bytes kept for backward: of every block in flight, and on the last stage logits and their gradient.
 
+    Of those there are a chunk's at a time under the linear cross-entropy.
+
     How many micro-batches are in flight is the schedule's (``config.schedules.in_flight``). Tensor
     parallelism cuts all of it where it comes with sequence parallelism; else it is counted whole.
     """
@@ -86,7 +93,29 @@ def _activations(job: JobConfig, layout: Layout, rank: int) -> float:
     kept = _kept_elements(job, layout, rank) * COMPUTE_BYTES[job.precision]
     logits = 2 * sizes.vocabulary * STATE_BYTES[job.precision] if rank == layout.last_stage_rank else 0
     cut = layout.tp if sizes.sequence_cut else 1
-    return tokens * (kept + logits) / cut + _masks(job, layout, rank)
+    at_once = min(tokens, job.kernels.loss_chunk) if job.kernels.loss == "linear" else tokens
+    here = (tokens * kept + at_once * logits) / cut
+    return here + _masks(job, layout, rank) + _joined(job, layout, rank)
+
+
+def _joined(job: JobConfig, layout: Layout, rank: int) -> float:
+    """Bytes of weights that fused projections copy, kept for backward by every micro-batch in flight.
+
+    Nothing is copied that lies together, which needs no ZeRO and no stack of experts. Copies that autocast
+    makes either way are not counted, nor those of blocks that are computed again.
+    """
+    cast = job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
+    if job.kernels.projections != "fused" or cast:
+        return 0.0
+    dense, experts = joined_parameters(job.model)
+    one = ((dense if layout.zero else 0) + experts / layout.ep) / layout.tp * STATE_BYTES[job.precision]
+    return one * _kinds(job, layout, rank).count("kept") * _in_flight(job, layout, rank)
+
+
+def _kinds(job: JobConfig, layout: Layout, rank: int) -> list[Kind]:
+    """What becomes of the activations of each of a rank's blocks."""
+    depths = (stage_depth(job.model, layout.stages, stage) for stage in layout.rank_stages(rank))
+    return [kind for depth in depths for kind in recomputed(layout.recompute, depth)]
 
 
 def _masks(job: JobConfig, layout: Layout, rank: int) -> float:
@@ -112,13 +141,12 @@ def _kept_elements(job: JobConfig, layout: Layout, rank: int) -> float:
     pass runs, it has all of one micro-batch once more.
     """
     sizes = sizes_of(job.model)
-    of = {"kept": sizes.activations, "full": sizes.hidden, "selective": sizes.products}
-    kinds = [
-        kind
-        for stage in layout.rank_stages(rank)
-        for kind in recomputed(layout.recompute, stage_depth(job.model, layout.stages, stage))
-    ]
-    again = sizes.activations if any(kind != "kept" for kind in kinds) else 0
+    whole = sizes.activations
+    if job.kernels.activation == "compiled":  # silu of the gate is computed again
+        whole -= job.model.intermediate_size
+    of = {"kept": whole, "full": sizes.hidden, "selective": sizes.products}
+    kinds = _kinds(job, layout, rank)
+    again = whole if any(kind != "kept" for kind in kinds) else 0
     return sum(of[kind] for kind in kinds) * _in_flight(job, layout, rank) + again
 
 

@@ -30,14 +30,10 @@ from picotron_ray.models.definition import definition_of
 from picotron_ray.models.documents import document_numbers
 from picotron_ray.models.plan import SequenceShard
 from picotron_ray.parallel.data import before_backward, let_go
-from picotron_ray.parallel.loss import weighted_loss_sum
+from picotron_ray.parallel.loss import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.parallel.norm import clip_, global_norm
-from picotron_ray.parallel.parallelize import (
-    LocalParameter,
-    local_gradient,
-    local_parameters,
-)
+from picotron_ray.parallel.parallelize import LocalParameter, cut, local_gradient, local_parameters
 from picotron_ray.parallel.replicated import replicated
 from picotron_ray.train.adaptive import AdaptivePrecision, Policy, choose, parts_of
 from picotron_ray.train.balance import Balance, Load
@@ -78,6 +74,7 @@ class Engine:
         self._definition = definition_of(job.model, job.seed)
         self._tp_group, self._tp_index = mesh.group("tp"), at.tp
         self._loss_group = self._tp_group if self._definition.sequence_parallel else None
+        self._losses_in_head = job.kernels.loss == "linear"
         self._kept = self._kept_tokens(mesh)
         self._document_end = job.data.document_end if job.data.document_masks else None
         self._models, self.applied = build_stages(job, mesh, self._definition, device)
@@ -139,8 +136,11 @@ class Engine:
 
     # --- a step --------------------------------------------------------------------------------------
 
-    def _loss_sum(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return weighted_loss_sum(logits, targets, weights, self._loss_group, self._tp_index)
+    def _loss_sum(self, output: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Args: output: logits, or the targets' losses where the head makes them."""
+        if not self._losses_in_head:
+            output = token_losses(output, targets, self._loss_group, self._tp_index)
+        return weighted_sum(output, weights)
 
     def _on_device(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Inputs and targets ``[micro_batches, micro_batch, local tokens]``, weights without the last.
@@ -155,6 +155,8 @@ class Engine:
             named["documents"] = document_numbers(inputs, self._document_end)
         if self._kept is not None:
             inputs, targets = inputs[..., self._kept], targets[..., self._kept]
+        if self._losses_in_head:
+            named["targets"] = targets
         return inputs, targets, weights, named
 
     def _micro_batches(self, batch: StepBatch) -> Iterator[MicroBatch]:
@@ -205,7 +207,7 @@ class Engine:
         for number, (inputs, targets, weights, named) in enumerate(micro_batches, 1):
             if number > 1:
                 on_phase("forward")
-            loss = self._loss_sum(self._logits(inputs, named), targets, weights)
+            loss = self._loss_sum(self._output(inputs, named), targets, weights)
             on_phase("backward")
             if self.layout.zero and len(micro_batches) > 1 and number in (1, len(micro_batches)):
                 before_backward(model, self.layout.zero, last=number > 1)
@@ -213,7 +215,7 @@ class Engine:
             sums.append(loss.detach())
         return torch.stack(sums).sum()
 
-    def _logits(self, inputs: Tensor, named: dict[str, Tensor]) -> Tensor:
+    def _output(self, inputs: Tensor, named: dict[str, Tensor]) -> Tensor:
         (model,) = self._models.values()
         found: Tensor = model(inputs, **named)
         return found
@@ -264,7 +266,7 @@ class Engine:
                 total += float(self._pipeline.evaluate(self._micro_batches(batch)))
             else:
                 for inputs, targets, weights, named in self._micro_batches(batch):
-                    total += float(self._loss_sum(self._logits(inputs, named), targets, weights))
+                    total += float(self._loss_sum(self._output(inputs, named), targets, weights))
             tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
         for model in self._models.values():
             let_go(model)
@@ -371,13 +373,6 @@ def preload(job: JobConfig) -> None:
     """Import now what a layout of this job may need, so that no recovery waits for it."""
     if job.layout.pp != 1:
         import picotron_ray.parallel.pipeline  # noqa: F401
-
-
-def cut(full: Tensor, box: Box) -> Tensor:
-    """The part of a full tensor that ``box`` names, as a view."""
-    for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
-        full = full.narrow(dim, start, length)
-    return full
 
 
 def build_engine(

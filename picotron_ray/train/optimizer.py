@@ -48,12 +48,14 @@ def build_optimizer(
         table: all parameters of this rank's pipeline stages, in one order on all ranks of them.
     """
     config = job.optimizer
+    fused = job.kernels.optimizer == "fused"
     if config.name != "muon":
-        return Optimizer(config, parameters)
+        return Optimizer(config, parameters, fused=fused)
     rounds = share_out([spec for spec in table if spec.matrix], layout, rank)
     mine = [parameter for parameter in parameters if parameter.spec.matrix]
     dtype = orthogonalisation_dtype(job, device)
-    return Optimizer(config, parameters, Muon(mine, rounds, rank, config.momentum, dtype, device))
+    muon = Muon(mine, rounds, rank, config.momentum, dtype, device)
+    return Optimizer(config, parameters, muon, fused=fused)
 
 
 class Optimizer:
@@ -61,15 +63,21 @@ class Optimizer:
 
     Args:
         muon: what updates the matrices; None: they are like all others.
+        fused: whether AdamW is one kernel of torch's; else a few operations, each over all tensors (foreach).
 
     Fields:
         moments: per moment name, a tensor by the name of each parameter that has it (none for sgd).
     """
 
     def __init__(
-        self, config: OptimizerConfig, parameters: Sequence[LocalParameter], muon: Muon | None = None
+        self,
+        config: OptimizerConfig,
+        parameters: Sequence[LocalParameter],
+        muon: Muon | None = None,
+        *,
+        fused: bool = True,
     ) -> None:
-        self.config, self._muon = config, muon
+        self.config, self._muon, self._fused = config, muon, fused
         self._names = [parameter.spec.name for parameter in parameters]
         self._locals = [parameter.local for parameter in parameters]
         others = [i for i, p in enumerate(parameters) if muon is None or p.spec.name not in muon.momentum]
@@ -114,9 +122,9 @@ class Optimizer:
             averages,
             squares,
             [],
-            # torch counts the step up by one before using it, in each of these
-            [torch.full((), step - 1, dtype=torch.float32, device=w.device) for w in weights],
-            fused=True,
+            self._steps(weights, step),
+            fused=self._fused,
+            foreach=not self._fused,
             amsgrad=False,
             beta1=self.config.beta1,
             beta2=self.config.beta2,
@@ -125,3 +133,11 @@ class Optimizer:
             eps=self.config.eps,
             maximize=False,
         )
+
+    def _steps(self, weights: Sequence[Tensor], step: int) -> list[Tensor]:
+        """A counter per tensor, which torch counts up by one before using it.
+
+        The fused kernel reads it on the device, foreach on the host: else it would wait for the device.
+        """
+        devices = (w.device if self._fused else torch.device("cpu") for w in weights)
+        return [torch.full((), step - 1, dtype=torch.float32, device=device) for device in devices]

@@ -17,6 +17,7 @@ from picotron_ray.config.kernels import (
 from picotron_ray.config.layout import Layout
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.definition import ModelDefinition
+from picotron_ray.models.joint import lay_together
 from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.parallel.attention import AttentionPlan
 from picotron_ray.parallel.data import settle
@@ -44,6 +45,8 @@ def build_stages(
         model = definition.stage(layout.stages, stage).to(master_dtype(job))
         said = parallelize(model, mesh, _plan(job, definition, model, device, layout))
         definition.materialise(model, device)
+        if not layout.zero:  # FSDP gathers each parameter into storage of its own
+            lay_together(model)
         settle(model)
         apply_precision(model, job, device)
         models[stage] = model
@@ -63,6 +66,9 @@ def _plan(
         frozenset(spec.name for spec in definition.table if not spec.trained),
         job.kernels.compile,
         groups_experts(job, device.type),
+        definition.joint if job.kernels.projections == "fused" else (),
+        {name: at for name, at in definition.functions.items() if getattr(job.kernels, name) == "compiled"},
+        job.kernels.loss_chunk if job.kernels.loss == "linear" else None,
     )
 
 

@@ -118,7 +118,7 @@ def parts_of(job: Job | None, config: JobConfig, layout: Layout) -> list[tuple[A
     if job is None:
         with torch.no_grad():
             named = {"weights": torch.ones(2)} if engine._definition.mixtures else {}
-            found = [engine._logits(TOKENS, named)]
+            found = [engine._output(TOKENS, named)]
     else:
         found = [
             (item.shard.name, item.shard.box.offset, item.shard.box.size, item.tensor.numpy().copy())

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_ray.comm.reduce import buckets
+from picotron_ray.config.compute import KernelsConfig
+from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.optimizer import OptimizerConfig, ScheduleConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import ParameterSpec, parameter_table
 from picotron_ray.parallel.boxes import chunk, counts_in_norm, local_box
-from picotron_ray.parallel.loss import weighted_loss_sum
+from picotron_ray.parallel.loss import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import make_mesh
 from picotron_ray.parallel.norm import clip_, global_norm
 from picotron_ray.parallel.parallelize import LocalParameter
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.optimizer import Optimizer
+from picotron_ray.train.optimizer import Optimizer, build_optimizer
 from picotron_ray.train.schedule import factor, learning_rate
-from tests.gloo.matrix_jobs import CPU, MODEL, batch, make_job
+from tests.gloo.matrix_jobs import CPU, MODEL, batch, make_job, run_layout
+from tests.gloo.parity import compare
+from tests.gloo.pool import Pool
 
 ONE = Layout(micro_batch=4)
 
@@ -36,8 +42,8 @@ def parameters(*shapes: tuple[int, ...]) -> list[LocalParameter]:
     return found
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_optimizer_equals_torch(name: str) -> None:
+@pytest.mark.parametrize(("name", "fused"), [("adamw", True), ("adamw", False), ("sgd", True)])
+def test_optimizer_equals_torch(name: str, fused: bool) -> None:
     """Norms (1-d) do not decay; everything else as torch.optim does it."""
     config = OptimizerConfig(name=name, weight_decay=0.3, beta1=0.8, beta2=0.9)
     mine, theirs = parameters((4, 6), (6,)), parameters((4, 6), (6,))
@@ -49,7 +55,7 @@ def test_optimizer_equals_torch(name: str) -> None:
         reference: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=config.eps)
     else:
         reference = torch.optim.SGD(groups)
-    optimizer = Optimizer(config, mine)
+    optimizer = Optimizer(config, mine, fused=fused)
     for step in range(1, 6):
         gradients = [torch.cos(step * parameter.local + step) for parameter in mine]
         optimizer.step(gradients, 0.1 / step, step)
@@ -62,6 +68,30 @@ def test_optimizer_equals_torch(name: str) -> None:
         reference.step()
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.local, b.local, rtol=1e-12, atol=1e-14)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().split("::")[1].split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+def test_adamw_is_the_one_asked_for(kind: str) -> None:
+    """One kernel for each group with a decay of its own, or operations over all tensors; else one by one."""
+    job = JobConfig(kernels=KernelsConfig(optimizer=kind))  # type: ignore[arg-type]
+    found = parameters((4, 6), (3, 2), (6,))
+    optimizer = build_optimizer(job, found, [], ONE, 0, torch.device("cpu"))
+    with Operators() as seen:
+        optimizer.step([torch.ones_like(parameter.local) for parameter in found], 0.1, 1)
+    assert seen.names.count("_fused_adamw_") == (2 if kind == "fused" else 0)
+    assert seen.names.count("_foreach_addcdiv_") == (2 if kind == "foreach" else 0)
 
 
 def test_moments_exist_before_the_first_step() -> None:
@@ -101,7 +131,7 @@ def test_weights_of_rows_scale_loss_and_gradient() -> None:
     logits = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 7, (3, 5))
     weights = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
-    loss = weighted_loss_sum(logits, targets, weights, None)
+    loss = weighted_sum(token_losses(logits, targets, None), weights)
     loss.backward()
     each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(1)
     assert loss.item() == pytest.approx((each * weights).sum().item(), rel=1e-12)
@@ -230,3 +260,13 @@ def test_what_cannot_be_applied_is_refused() -> None:
     ]:
         with pytest.raises(LayoutError, match=text):
             make_mesh(layout, 0, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout"),
+    [("adamw", Layout(dp=2, zero=3, micro_batch=3)), ("muon", Layout(tp=2, micro_batch=6))],
+)
+def test_foreach_updates_as_fused_does(pool: Pool, optimizer: str, layout: Layout) -> None:
+    job = make_job(optimizer, 12, kernels=KernelsConfig(optimizer="foreach"))
+    ranks = [results[0] for results in pool.run(layout.world_size, run_layout, [job], layout)]
+    assert compare(job, layout, ranks) == []

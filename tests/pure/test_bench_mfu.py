@@ -117,6 +117,8 @@ def test_a_switch_changes_what_it_names_and_nothing_else(workers: int) -> None:
         assert setting.layout.world_size == workers
     names = {setting.name for setting in settings}
     assert {"precision=bf16", "kernels.attention=math", "layout.recompute=full"} < names
+    assert {"kernels.projections=fused", "kernels.loss=linear", "kernels.optimizer=foreach"} < names
+    assert {"kernels.norm=compiled", "kernels.activation=compiled"} < names
     assert ("layout.tp=2 layout.dp=auto" in names) == (workers == 2)
     assert not names & {"precision=fp32", "kernels.attention=flash", "layout.recompute=none"}  # the base
 

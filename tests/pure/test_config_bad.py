@@ -241,6 +241,52 @@ BAD: dict[str, tuple[str, str, str]] = {
         "kernels.compile",
         "saw true with layout.schedule=zbv",
     ),
+    "linear cross-entropy of a model of your own": (
+        "kernels: {loss: linear}\nmodel: {builder: 'a:b'}",
+        "kernels.loss",
+        "saw linear; a model of your own gives logits",
+    ),
+    "fused projections of a model of your own": (
+        "kernels: {projections: fused}\nmodel: {builder: 'a:b'}",
+        "kernels.projections",
+        "saw fused; a model of your own",
+    ),
+    "operations of an optimizer that was not chosen": (
+        "kernels: {optimizer: foreach}\noptimizer: {name: sgd}",
+        "kernels.optimizer",
+        "saw foreach with optimizer.name=sgd",
+    ),
+    "a compiled gate of GPT-2": (
+        "kernels: {activation: compiled}\nmodel: {family: gpt2, kv_heads: 4, max_positions: 128}",
+        "kernels.activation",
+        "saw compiled with model.family=gpt2, which has no SwiGLU",
+    ),
+    "a compiled gate of experts": (
+        "kernels: {activation: compiled}\nmodel: {moe: {experts: 4}}",
+        "kernels.activation",
+        "saw compiled with model.moe.experts=4",
+    ),
+    "a compiled norm of a model of your own": (
+        "kernels: {norm: compiled}\nmodel: {builder: 'a:b'}",
+        "kernels.norm",
+        "saw compiled; a model of your own",
+    ),
+    "a compiled norm of a compiled block": (
+        "kernels: {norm: compiled, compile: true}",
+        "kernels.norm",
+        "saw compiled with kernels.compile=true",
+    ),
+    "a compiled norm and a split backward pass": (
+        "kernels: {norm: compiled}\nlayout: {schedule: zbv, pp: 2, tp: 1}\nmodel: {layers: 4}",
+        "kernels.norm",
+        "saw compiled with layout.schedule=zbv",
+    ),
+    "a chunk of a loss that is not cut": (
+        "kernels: {loss_chunk: 64}",
+        "kernels.loss_chunk",
+        "saw 64 with kernels.loss=logits, which cuts nothing",
+    ),
+    "no tokens at a time": ("kernels: {loss: linear, loss_chunk: 0}", "kernels.loss_chunk", "saw 0"),
     "copies of what nothing cuts": (
         "layout: {zero: 0, replicate: 2}",
         "layout.replicate",

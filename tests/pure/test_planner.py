@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -415,6 +416,75 @@ def test_memory_by_hand(precision: str, layout: Layout, expected: tuple[float, .
     parts = (estimate.state_bytes, estimate.gathered_bytes, estimate.activation_bytes)
     assert parts == pytest.approx(expected)
     assert estimate.total_bytes == pytest.approx(sum(expected))
+
+
+def test_a_linear_cross_entropy_by_hand() -> None:
+    """Logits of 5 of 12 tokens, or of all there are, for one more product of the head: 2·2400 FLOPs."""
+    plain = parse_job(BY_HAND)
+    linear = parse_job({**BY_HAND, "kernels": {"loss": "linear", "loss_chunk": 5}})
+    for layout, tokens, share in [
+        (Layout(micro_batch=2), 5, 1),
+        (Layout(tp=2, micro_batch=2), 5, 2),
+        (Layout(cp=3), 2, 1),
+    ]:
+        blocks = memory_estimate(plain, layout).activation_bytes - 2 * 6 * layout.micro_batch // layout.cp * (
+            300 * 4 // share
+        )
+        assert memory_estimate(linear, layout).activation_bytes == blocks + 2 * tokens * 300 * 4 // share
+    for layout, more in [
+        (Layout(micro_batch=2), 8 * 12 * 4800 / 1e3),
+        (Layout(pp=2, micro_batch=2), 8 * 12 * 4800 / 1e3),
+        (Layout(tp=2, micro_batch=2), 1.1 * 8 * 12 * 4800 / 1e3 / 2),
+    ]:
+        less, found = (step_cost(job, layout, UNIT).compute_s for job in (plain, linear))
+        assert found - less == pytest.approx(more)
+
+
+MIXED = {"experts": 4, "intermediate_size": 6, "shared_intermediate_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "copied"),
+    [
+        # of each block 8·(8 + 2·4) of attention, and gate and up of 8·10 each
+        (Layout(dp=2, zero=3), {}, 4 * 288 * 4),
+        (Layout(dp=2, tp=2, zero=1, micro_batch=2), {}, 4 * 144 * 4),
+        (Layout(dp=2, zero=3, recompute="blocks-1"), {}, 3 * 288 * 4),
+        (Layout(dp=2, pp=2, zero=2), {}, 3 * 288 * 4 * 2),  # two micro-batches of three blocks
+        (Layout(dp=2, zero=3), {"precision": "bf16"}, 0),  # the cast copies either way
+        (Layout(dp=2), {}, 0),
+        (Layout(dp=2, ep=2), {"model": {**BY_HAND["model"], "moe": MIXED}}, 4 * 2 * 2 * 48 * 4),
+        (Layout(zero=3, dp=2), {"model": {**BY_HAND["model"], "moe": MIXED}}, 4 * (176 + 4 * 2 * 48) * 4),
+    ],
+    ids=str,
+)
+def test_copies_of_fused_projections_by_hand(layout: Layout, options: dict[str, Any], copied: int) -> None:
+    job = {**BY_HAND, **options}
+    separate, fused = (
+        memory_estimate(parse_job({**job, "kernels": {"projections": kind}}), layout).activation_bytes
+        for kind in ("separate", "fused")
+    )
+    assert fused - separate == copied
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "copied"),
+    [
+        ("adamw", Layout(), 6600),
+        ("adamw", Layout(dp=2, zero=1), 3300),
+        ("muon", Layout(), 2 * 2400 + 8 + 4 * 16),  # embedding, head and norms
+        ("muon", Layout(dp=2, zero=3), (2 * 2400 + 8 + 4 * 16) // 2),
+    ],
+)
+def test_an_update_of_all_tensors_at_once_copies_them(optimizer: str, layout: Layout, copied: int) -> None:
+    """It counts where that is more than activations, which are gone by then."""
+    job = {**BY_HAND, "optimizer": {"name": optimizer}}
+    fused, foreach = (
+        memory_estimate(parse_job({**job, "kernels": {"optimizer": kind}}), layout)
+        for kind in ("fused", "foreach")
+    )
+    assert (fused.update_bytes, foreach.update_bytes) == (0, copied * 4)
+    assert foreach.total_bytes == max(fused.total_bytes, fused.state_bytes + copied * 4)
 
 
 def test_the_first_stage_is_the_fullest_in_a_deep_pipeline() -> None:

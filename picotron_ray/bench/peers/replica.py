@@ -15,7 +15,7 @@ from picotron_ray.data.dataset import build_dataset
 from picotron_ray.models.init import initialise_
 from picotron_ray.models.llama import Transformer
 from picotron_ray.models.plan import parameter_table
-from picotron_ray.parallel.loss import weighted_loss_sum
+from picotron_ray.parallel.loss import token_losses, weighted_sum
 from picotron_ray.train.optimizer import decays
 from picotron_ray.train.precision import master_dtype
 from picotron_ray.train.schedule import learning_rate
@@ -84,7 +84,7 @@ class Replica:
         weights = torch.from_numpy(batch.weights[micro_batch]).to(self.device, master_dtype(self.job))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.precision == "bf16"):
             logits = model(tokens[:, :-1])
-        total = weighted_loss_sum(logits, tokens[:, 1:], weights, None)
+        total = weighted_sum(token_losses(logits, tokens[:, 1:], None), weights)
         return total * (self.layout.dp / batch.global_tokens)
 
     def clip(self) -> None:

@@ -1,0 +1,115 @@
+"""Rules between keys of the kernels and what they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from picotron_ray.config.compute import KernelsConfig
+from picotron_ray.config.compute_rules import actions_problem
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.kernels import attention_problem
+from picotron_ray.config.problem import Problem
+from picotron_ray.config.schedules import rules_of
+
+
+def _splits(job: JobConfig) -> bool:
+    """Whether a pipeline of the job would split its backward pass."""
+    readable = not actions_problem(job)
+    return readable and job.layout.pp != 1 and rules_of(job.layout.schedule, job.layout.actions).splits
+
+
+def _kernels(job: JobConfig) -> Iterator[Problem]:
+    yield from _attention(job)
+    schedule = job.layout.schedule
+    if job.kernels.compile and _splits(job):
+        text = (
+            f"saw true with layout.schedule={schedule}, which splits the backward pass of compiled blocks"
+            " wrongly; use another schedule or compile=false"
+        )
+        yield Problem("kernels.compile", text, ("layout.schedule", "layout.pp", "layout.actions"))
+    if job.kernels.experts == "grouped" and job.precision == "fp64":
+        text = "saw grouped with precision=fp64, which torch's grouped product does not have; use loop"
+        yield Problem("kernels.experts", text, ("precision",))
+    if job.kernels.experts != "auto" and not job.model.moe.experts:
+        text = f"saw {job.kernels.experts} with model.moe.experts=0, a dense model; drop it"
+        yield Problem("kernels.experts", text, ("model.moe.experts",))
+    if job.kernels.optimizer != "fused" and job.optimizer.name == "sgd":
+        text = f"saw {job.kernels.optimizer} with optimizer.name=sgd, which has no adamw; drop it"
+        yield Problem("kernels.optimizer", text, ("optimizer.name",))
+    yield from _compiled_functions(job)
+    yield from _projections(job)
+    yield from _loss(job)
+    if job.kernels.compile and job.layout.recompute == "selective":
+        text = "saw true with layout.recompute=selective, which does not see into compiled blocks; use full"
+        yield Problem("kernels.compile", text, ("layout.recompute",))
+
+
+def _compiled_functions(job: JobConfig) -> Iterator[Problem]:
+    model, schedule = job.model, job.layout.schedule
+    for name in ("norm", "activation"):
+        if getattr(job.kernels, name) != "compiled":
+            continue
+        key = f"kernels.{name}"
+        if model.builder is not None:
+            text = "saw compiled; a model of your own computes as it was built: leave it at eager"
+            yield Problem(key, text, ("model.builder",))
+        elif name == "activation" and (model.is_gpt2 or model.moe.experts):
+            other = (
+                "model.family=gpt2, which has no SwiGLU"
+                if model.is_gpt2
+                else (f"model.moe.experts={model.moe.experts}, which get other numbers of rows each time")
+            )
+            text = f"saw compiled with {other}; leave it at eager"
+            yield Problem(key, text, ("model.family", "model.moe.experts"))
+        if job.kernels.compile:
+            text = "saw compiled with kernels.compile=true, which compiles all of a block; drop one"
+            yield Problem(key, text, ("kernels.compile",))
+        if name == "norm" and _splits(job):
+            text = f"saw compiled with layout.schedule={schedule}, which splits the backward pass, and"
+            text += " that of a compiled norm runs once; use another schedule or eager"
+            yield Problem(key, text, ("layout.schedule", "layout.pp", "layout.actions"))
+
+
+def _projections(job: JobConfig) -> Iterator[Problem]:
+    if job.kernels.projections == "fused" and job.model.builder is not None:
+        text = (
+            "saw fused; a model of your own has the projections that it was built with: leave it at separate"
+        )
+        yield Problem("kernels.projections", text, ("model.builder",))
+
+
+def _loss(job: JobConfig) -> Iterator[Problem]:
+    kernels = job.kernels
+    if kernels.loss == "linear" and job.model.builder is not None:
+        text = "saw linear; a model of your own gives logits: leave it at logits"
+        yield Problem("kernels.loss", text, ("model.builder",))
+    if kernels.loss != "linear" and kernels.loss_chunk != KernelsConfig().loss_chunk:
+        text = (
+            f"saw {kernels.loss_chunk} with kernels.loss={kernels.loss}, which cuts nothing; drop it or use"
+        )
+        yield Problem("kernels.loss_chunk", f"{text} kernels.loss=linear", ("kernels.loss",))
+
+
+def _attention(job: JobConfig) -> Iterator[Problem]:
+    asked = job.kernels.attention
+    if asked == "auto":
+        return
+    if job.model.builder is not None:
+        yield Problem(
+            "kernels.attention",
+            f"saw {asked}; a model of your own has its own: leave it at auto",
+            ("model.builder",),
+        )
+        return
+    least = 1 if job.layout.cp == "auto" else job.layout.cp
+    # auto is judged again once the machines are known; here some device must offer the kernel
+    devices = ("cpu", "cuda") if job.cluster.device == "auto" else (job.cluster.device,)
+    problems = [attention_problem(job, device, least) for device in devices]
+    problem = problems[-1]
+    if problem and all(problems):
+        yield Problem(
+            "kernels.attention", problem, ("cluster.device", "precision", "layout.cp", "data.document_masks")
+        )
+
+
+RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (_kernels,)

@@ -1,0 +1,105 @@
+"""Linear layers of one input as one matrix product, each keeping its own parameters.
+
+Queries, keys and values, or gate and up, are then one kernel launch over a wider matrix, which reads its
+input once. Names, gradients, optimizer state and checkpoints stay those of the single layers. Where nothing
+gathers weights, they lie one after the other in one storage (`Joint.lay_together`) that the product reads.
+Where FSDP gathers each by itself, or autocast casts them, they are copied into one matrix at each use, by the
+cast itself if there is one. A copy is never older than the forward pass that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class _Join(torch.autograd.Function):
+    """Parts ``[..., out, in]`` (or biases ``[out]``) → one tensor of all outputs, in ``dtype``.
+
+    ``laid``: what the parts are pieces of, in their order; None: they are copied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, laid: Tensor | None, *parts: Tensor) -> Tensor:
+        ctx.dim = _output_dim(parts[0])
+        ctx.sizes, ctx.dtype = [part.size(ctx.dim) for part in parts], parts[0].dtype
+        if laid is not None:
+            return laid.to(dtype) if laid.dtype != dtype else laid.detach()
+        if parts[0].dtype == dtype:
+            return torch.cat(parts, dim=ctx.dim)
+        shape = list(parts[0].shape)
+        shape[ctx.dim] = sum(ctx.sizes)
+        whole = parts[0].new_empty(shape, dtype=dtype)
+        for piece, part in zip(whole.split(ctx.sizes, dim=ctx.dim), parts, strict=True):
+            piece.copy_(part)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        pieces = gradients[0].to(ctx.dtype).split(ctx.sizes, dim=ctx.dim)
+        return None, None, *pieces
+
+
+def _output_dim(part: Tensor) -> int:
+    return max(0, part.dim() - 2)
+
+
+def computed_in(part: Tensor) -> torch.dtype:
+    """The type in which a matrix product would take a parameter here."""
+    kind = part.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else part.dtype
+
+
+def joined(parts: Sequence[Tensor], dtype: torch.dtype, laid: Tensor | None = None) -> Tensor:
+    """Stacked weights ``[..., out, in]`` as one ``[..., sum of outs, in]``, in ``dtype``."""
+    found: Tensor = _Join.apply(dtype, laid, *parts)
+    return found
+
+
+class Joint:
+    """What computes several linear layers at once; it owns no parameters, so that names stay theirs.
+
+    Args:
+        layers: of one input; all with a bias, or none.
+    """
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        self._layers = layers
+        self._laid: dict[str, Tensor] = {}
+
+    def _parts(self, name: str) -> list[nn.Parameter]:
+        found = (getattr(layer, name) for layer in self._layers)
+        return [part for part in found if part is not None]
+
+    @torch.no_grad()
+    def lay_together(self) -> None:
+        """Move the parameters into one storage; they stay the same objects, and keep their values."""
+        for name in ("weight", "bias"):
+            parts = self._parts(name)
+            if parts:
+                self._laid[name] = whole = torch.cat([part.detach() for part in parts])
+                for part, piece in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+                    part.data = piece
+
+    def _joined(self, name: str) -> Tensor | None:
+        parts = self._parts(name)
+        return joined(parts, computed_in(parts[0]), self._laid.get(name)) if parts else None
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``[..., in]`` → what each layer gives, ``[..., out]``: pieces of one result."""
+        weight = self._joined("weight")
+        assert weight is not None
+        out = F.linear(x, weight, self._joined("bias"))
+        return out.split([len(part) for part in self._parts("weight")], dim=-1)
+
+
+def lay_together(model: nn.Module) -> None:
+    """Do so with the parameters of every `Joint` in ``model``, whose storage must be its own by now."""
+    for module in model.modules():
+        joint = getattr(module, "joint", None)
+        if isinstance(joint, Joint):
+            joint.lay_together()

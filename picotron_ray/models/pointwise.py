@@ -1,0 +1,29 @@
+"""What torch has no operator for and a compiler can make one kernel of, as functions of tensors alone.
+
+So all blocks share what is compiled: a norm with the residual sum before it, and SwiGLU's gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+AddedNorm = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+Gate = Callable[[Tensor, Tensor], Tensor]
+
+
+def added_norm(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of ``x`` and ``y [..., hidden]``, and its norm: with a bias LayerNorm, else RMSNorm."""
+    total = x + y
+    if bias is None:
+        return total, F.rms_norm(total, list(weight.shape), weight, eps)
+    return total, F.layer_norm(total, list(weight.shape), weight, bias, eps)
+
+
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` (Shazeer 2020)."""
+    return F.silu(gate) * up

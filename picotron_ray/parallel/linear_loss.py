@@ -1,0 +1,130 @@
+"""The head's product and the cross-entropy in one, over a few tokens at a time: logits of all never exist.
+
+Forward keeps the log-sum-exp of each token, backward computes the logits of a chunk again and turns them
+into their gradient where they lie. Making gradients in the forward pass (Hsu et al. 2024, Liger Kernel;
+torch's own ``linear_cross_entropy``) would save that fourth product, and is not done here, because
+
+- they would be of a loss that is not scaled yet: under fp16 what the loss scale saves had vanished already;
+- each micro-batch in flight would keep a gradient as large as the head's weight, and pipelines have many;
+- they are scaled in place, which the schedules that run this backward pass twice, once for the input and once
+  for the weight, would do twice.
+
+Over a vocabulary that is cut (Shoeybi et al. 2019, section 3) three numbers per token are reduced, for all
+chunks at once: the largest log-sum-exp, the sum of the shares in it, the target's logit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class LinearCrossEntropy:
+    """Losses of tokens from hidden states, for one rank of a tp group.
+
+    Args:
+        chunk: tokens of which logits exist at a time.
+        group: the ranks that the vocabulary is cut over, in equal parts; None: it is whole.
+    """
+
+    def __init__(self, chunk: int, group: dist.ProcessGroup | None = None) -> None:
+        self.chunk, self.group = chunk, group
+
+    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """In nats, fp32 or wider, as `loss.token_losses` of the logits.
+
+        Args:
+            x: ``[rows, seq, hidden]``; weight ``[vocab / tp, hidden]``.
+            targets: ``[rows, seq]`` int64 global token ids.
+
+        Returns: ``[rows, seq]``. The gradient of ``x`` is this rank's part of a sum over the group.
+        """
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):  # as autocast casts a linear layer's input; the weight follows
+            x = x.to(torch.get_autocast_dtype(kind))
+        # a view, because the engine cannot say of a leaf whether its gradient is asked for
+        found: Tensor = _LinearCrossEntropy.apply(
+            x.flatten(0, -2), weight.view_as(weight), targets.flatten(), self
+        )
+        return found.view(targets.shape)
+
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        return (slice(start, start + self.chunk) for start in range(0, tokens, self.chunk))
+
+    def local(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Where each target is among the ``rows`` of the vocabulary here, and whether it is."""
+        local = targets if self.group is None else targets - self.group.rank() * rows
+        inside = (local >= 0) & (local < rows)
+        return torch.where(inside, local, 0).unsqueeze(-1), inside
+
+    def over_vocabulary(self, total: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp and target logit of each token, from what each rank found in its part."""
+        if self.group is None:
+            return total, picked
+        peak = total.clone()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.group)
+        both = torch.stack(((total - peak).exp(), picked))
+        dist.all_reduce(both, group=self.group)
+        return both[0].log() + peak, both[1]
+
+
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
+    """``[tokens, vocab]`` in fp32 or wider, as the product in the type of ``x`` gives them."""
+    found = x @ weight.T
+    return found if found.dtype == torch.float64 else found.float()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """See the module; ``x [n, hidden]`` in the type of matrix products, ``targets [n]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, how: LinearCrossEntropy) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total, picked = (x.new_empty(len(x), dtype=wide) for _ in range(2))
+        with torch.autocast(x.device.type, enabled=False):
+            cast = weight.to(x.dtype)
+            for part in how.chunks(len(x)):
+                logits = _logits(x[part], cast)
+                at, inside = how.local(targets[part], len(weight))
+                picked[part] = logits.gather(-1, at).squeeze(-1) * inside
+                total[part] = logits.logsumexp(dim=-1)
+            total, picked = how.over_vocabulary(total, picked)
+        ctx.save_for_backward(x, weight, targets, total)
+        ctx.how = how
+        return total - picked
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, targets, total = ctx.saved_tensors
+        how, cast = ctx.how, weight.to(x.dtype)
+        for_x, for_weight = _asked_for(ctx)
+        found_x = torch.empty_like(x) if for_x else None
+        found_weight = torch.zeros_like(weight) if for_weight else None
+        for part in how.chunks(len(x)):
+            slope = _logits(x[part], cast).sub_(total[part].unsqueeze(-1)).exp_()
+            at, inside = how.local(targets[part], len(weight))
+            slope.scatter_add_(-1, at, -inside.to(slope.dtype).unsqueeze(-1))
+            slope = slope.mul_(gradients[0][part].unsqueeze(-1)).to(x.dtype)
+            if found_x is not None:
+                torch.mm(slope, cast, out=found_x[part])
+            if found_weight is not None:
+                _add_product(found_weight, slope.T, x[part])
+        return found_x, found_weight, None, None
+
+
+def _asked_for(ctx: Any) -> list[bool]:
+    """Whether the backward pass at work goes on to the input, and to the weight."""
+    nodes = [node for node, _ in ctx.next_functions[:2]]
+    return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, added up in the type of ``total``."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b

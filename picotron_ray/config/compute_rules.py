@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 
 from picotron_ray.config.fit import Degrees, misfits, nearest_layouts, virtual_stages
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_problem, precision_problem
+from picotron_ray.config.kernels import attention_problem
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.optimizer import OptimizerConfig
+from picotron_ray.config.precision import precision_problem
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schedules import RULES as SCHEDULES
 

@@ -14,8 +14,16 @@ from picotron_ray.config.recompute import recomputed
 from picotron_ray.config.schedules import in_flight
 from picotron_ray.planner.counts import sizes_of, stage_depth, stage_parameters
 
-STATE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 4, "fp16": 4}  # weights, gradients and moments
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # activations
+# auto, before launch has settled it, is thought of as the widest that it may come to
+STATE_BYTES = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 4,
+    "fp16": 4,
+    "auto": 4,
+}  # weights, gradients, moments
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "auto": 4}  # activations
 MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}  # per parameter; muon has one of each matrix inside a block
 USABLE = 0.9  # share of the device's memory that an estimate may fill
 

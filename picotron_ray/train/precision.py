@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from picotron_ray.config.job import JobConfig
+from picotron_ray.config.precision import precision_problem
+from picotron_ray.errors import LayoutError
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -18,6 +20,16 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def master_dtype(job: JobConfig) -> torch.dtype:
     """Type of parameters, gradients and optimizer moments."""
     return torch.float64 if job.precision == "fp64" else torch.float32
+
+
+def check_precision(job: JobConfig, device: torch.device) -> None:
+    """Raise LayoutError where this device does not compute in the job's precision, or launch left it open."""
+    if job.precision == "auto":
+        raise LayoutError("precision: saw auto, which launch settles before workers start; name one")
+    cuda = device.type == "cuda"
+    problem = precision_problem(job, device.type, [torch.cuda.get_device_capability(device)] if cuda else ())
+    if problem:
+        raise LayoutError(f"precision: {problem}")
 
 
 def set_matrix_products(job: JobConfig) -> None:

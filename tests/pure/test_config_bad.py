@@ -53,11 +53,21 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.schedule.kind",
         "one of constant, cosine, wsd, did you mean cosine?",
     ),
-    "precision": ("precision: fp8", "precision", "one of fp64, fp32, tf32, bf16, fp16"),
+    "precision": ("precision: fp8", "precision", "one of fp64, fp32, tf32, bf16, fp16, auto"),
     "an error bound without low precision": (
         "adaptive_precision: {error_bound: 0.01}",
         "adaptive_precision.error_bound",
         "saw 0.01 with precision=fp32",
+    ),
+    "an error bound where auto has no low precision": (
+        "precision: auto\nadaptive_precision: {error_bound: 0.01}\ncluster: {device: cpu}",
+        "adaptive_precision.error_bound",
+        "saw 0.01 with precision=fp32",
+    ),
+    "a kernel that no precision of auto has there": (
+        "precision: auto\nkernels: {attention: cudnn}\ncluster: {device: cpu}",
+        "kernels.attention",
+        "expected auto or one of flash, math on cpu",
     ),
     "tensor cores of a CPU": (
         "precision: tf32\ncluster: {device: cpu}",

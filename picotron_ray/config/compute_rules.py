@@ -9,6 +9,7 @@ from picotron_ray.config.fit import Degrees, misfits, nearest_layouts, virtual_s
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.kernels import attention_problem
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.offload import offload_problems
 from picotron_ray.config.optimizer import OptimizerConfig
 from picotron_ray.config.precision import precision_problem
 from picotron_ray.config.problem import Problem
@@ -39,6 +40,18 @@ def _optimizer(job: JobConfig) -> Iterator[Problem]:
             " model.plan.blocks which modules are its blocks, or use adamw",
             ("model.plan.blocks",),
         )
+
+
+def _offload(job: JobConfig) -> Iterator[Problem]:
+    for key, text in offload_problems(job, job.cluster.device).items():  # auto: once machines are known
+        yield Problem(key, text, ("cluster.device",))
+    lacking = {
+        "sgd": "which has no moments; drop it or use adamw",
+        "muon": "whose momentum the device orthogonalises; drop it or use adamw",
+    }
+    if job.optimizer.offload and job.optimizer.name in lacking:
+        text = f"saw true with optimizer.name={job.optimizer.name}, {lacking[job.optimizer.name]}"
+        yield Problem("optimizer.offload", text, ("optimizer.name",))
 
 
 def _schedule(job: JobConfig) -> Iterator[Problem]:
@@ -170,6 +183,7 @@ def _precision(job: JobConfig) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _optimizer,
+    _offload,
     _schedule,
     _layout,
     _kernels,

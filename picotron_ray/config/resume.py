@@ -29,6 +29,7 @@ _VERDICTS: dict[str, Verdict] = {
     "data.prefetch_steps": "may",
     "optimizer": "warn",
     "optimizer.name": "refuse",
+    "optimizer.offload": "may",
     "init_from": "refuse",
     "evaluate.samples": "warn",
 }

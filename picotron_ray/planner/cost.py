@@ -25,7 +25,7 @@ from picotron_ray.planner.counts import (
     stage_flops_per_token,
     stage_parameters,
 )
-from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES
+from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES, memory_estimate
 from picotron_ray.planner.profile import DeviceProfile
 
 BUCKET_BYTES = 25e6  # gradients reduced per collective
@@ -54,11 +54,13 @@ class StepCost:
     """gradient reduction and ZeRO's gathering over the replicas"""
     sync_s: float
     """the one exchange between all ranks at the end of a step"""
+    offload_s: float = 0.0
+    """to host memory and back, and what the host's cores compute there"""
 
     @property
     def total_s(self) -> float:
         inside = self.compute_s + self.bubble_s + self.tensor_s + self.context_s + self.expert_s
-        return inside + self.pipeline_s + self.data_s + self.sync_s
+        return inside + self.pipeline_s + self.data_s + self.sync_s + self.offload_s
 
 
 def step_cost(
@@ -86,6 +88,7 @@ def step_cost(
         pipeline_s=(micro_batches + waits) * hop,
         data_s=_data(job, layout, profile, node_sizes, micro_batches),
         sync_s=profile.latency_s * math.log2(layout.world_size),
+        offload_s=_offload(job, layout, profile),
     )
 
 
@@ -226,6 +229,18 @@ def _data(
         blocks = _depth(job, layout) + 2
         total += (gathers + reductions) * _pass(size, layout.shards, blocks, profile, apart)
     return total
+
+
+def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
+    """Seconds of a step for moments in host memory: gradients down, updates up, AdamW by the host's cores.
+
+    The host reads and writes update and moments and reads gradients: seven values per parameter.
+    """
+    if not job.optimizer.offload:
+        return 0.0
+    moments = memory_estimate(job, layout).host_bytes
+    rate = profile.host_bytes_s * max(1, int(job.cluster.cpus_per_worker))
+    return moments / profile.host_link_bytes_s + 3.5 * moments / rate
 
 
 def _pass(size: float, ranks: int, calls: float, profile: DeviceProfile, between_nodes: bool) -> float:

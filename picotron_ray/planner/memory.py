@@ -25,6 +25,7 @@ STATE_BYTES = {
 }  # weights, gradients, moments
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "auto": 4}  # activations
 MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}  # per parameter; muon has one of each matrix inside a block
+OFFLOAD_STAGING_BYTES = 4 * 32 * 2**20  # two buckets of gradients and two of updates (train.offload)
 USABLE = 0.9  # share of the device's memory that an estimate may fill
 
 
@@ -33,11 +34,13 @@ class MemoryEstimate:
     """Bytes on the fullest worker of a layout."""
 
     state_bytes: float
-    """weights, gradients and optimizer moments"""
+    """weights, gradients, and optimizer moments where they are not offloaded"""
     gathered_bytes: float
     """weights gathered for computation under ZeRO, and gradients before their reduction"""
     activation_bytes: float
     """what the backward passes in flight still need"""
+    host_bytes: float = 0.0
+    """of the host: what was asked to leave the device"""
 
     @property
     def total_bytes(self) -> float:
@@ -58,8 +61,11 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
         stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep) for stage in stages
     )
     depth = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
-    copies = 2 + MOMENTS[job.optimizer.name]  # weight and gradient, moments
-    state = size * copies * (_sharded(job, layout, parameters, depth) if layout.zero else parameters)
+    kept = _sharded(job, layout, parameters, depth) if layout.zero else parameters
+    state, host = size * (2 + MOMENTS[job.optimizer.name]) * kept, 0.0  # weight and gradient, moments
+    if job.optimizer.offload:
+        host = size * MOMENTS[job.optimizer.name] * kept
+        state += min(OFFLOAD_STAGING_BYTES, 2 * size * kept) - host
     held = sizes.block - sizes.experts + sizes.experts // layout.ep
     if job.optimizer.name == "muon":
         matrices = depth * (held - sizes.block + sizes.matrices) / layout.tp
@@ -72,7 +78,7 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
         # gradients of a whole step, or of one block; torch's pipelines reduce once per step
         gradients = parameters if layout.zero == 1 or layout.pp > 1 else block
         gathered = (weights + gradients) * size
-    return MemoryEstimate(state, gathered, _activations(job, layout, rank))
+    return MemoryEstimate(state, gathered, _activations(job, layout, rank), host)
 
 
 def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:

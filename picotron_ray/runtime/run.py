@@ -20,6 +20,7 @@ from picotron_ray.checkpoint.storage import Storage, open_storage, probe
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.kernels import attention_problem
+from picotron_ray.config.offload import offload_problems
 from picotron_ray.config.resume import check_resume
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, NotFoundError, SlotError
@@ -75,7 +76,7 @@ def check(job: JobConfig) -> list[str]:
 def _slot_bytes(job: JobConfig, workers: int) -> int:
     """Room for all slots on one machine, each large enough for whatever its worker may hold."""
     estimate = memory_estimate(job, choose_layout(job, workers).layout)
-    return int(estimate.state_bytes) * job.snapshot.slots * workers
+    return int(estimate.state_bytes + estimate.host_bytes) * job.snapshot.slots * workers
 
 
 def check_resume_step(job: JobConfig, storage: Storage) -> None:
@@ -117,6 +118,7 @@ def check_cluster(job: JobConfig) -> None:
     found = {
         "precision": unable if short and not (job.cluster.autoscale and device == "cuda") else "",
         "kernels.attention": attention_problem(job, device, cp),
+        **offload_problems(job, device),
     }
     problems = [f"{key}: {problem}" for key, problem in found.items() if problem]
     if problems:

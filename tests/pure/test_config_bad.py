@@ -334,6 +334,21 @@ BAD: dict[str, tuple[str, str, str]] = {
         "saw 0.99 with optimizer.name=sgd, which has none; drop it or use optimizer.name=adamw or muon",
     ),
     "momentum of one": ("optimizer: {name: muon, momentum: 1.0}", "optimizer.momentum", ">= 0 and < 1"),
+    "offloaded moments on CPUs": (
+        "optimizer: {offload: true}\ncluster: {device: cpu}",
+        "optimizer.offload",
+        "saw true, but workers run on CPUs, whose memory is the host's; drop it",
+    ),
+    "offloaded moments of plain sgd": (
+        "optimizer: {name: sgd, offload: true}",
+        "optimizer.offload",
+        "saw true with optimizer.name=sgd, which has no moments",
+    ),
+    "offloaded momentum of muon": (
+        "optimizer: {name: muon, offload: true}",
+        "optimizer.offload",
+        "saw true with optimizer.name=muon, whose momentum the device orthogonalises",
+    ),
     "no such optimizer": ("optimizer: {name: lion}", "optimizer.name", "one of adamw, sgd, muon"),
     "two slots": ("snapshot: {slots: 2}", "snapshot.slots", "expected an integer >= 3"),
     "snapshot interval": (

@@ -12,6 +12,8 @@ from picotron_ray.config.fit import Degrees, fitting_degrees, misfits, nearest_l
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, parse_job
+from picotron_ray.config.optimizer import OptimizerConfig
+from picotron_ray.config.service import ClusterConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.planner.choose import choose_layout, layouts
 from picotron_ray.planner.cost import step_cost
@@ -415,6 +417,27 @@ def test_memory_by_hand(precision: str, layout: Layout, expected: tuple[float, .
     parts = (estimate.state_bytes, estimate.gathered_bytes, estimate.activation_bytes)
     assert parts == pytest.approx(expected)
     assert estimate.total_bytes == pytest.approx(sum(expected))
+
+
+def test_offloaded_moments_by_hand() -> None:
+    """Two of four copies of 6600 values leave the device; staging is as large as gradients and updates."""
+    config = parse_job({**BY_HAND, "optimizer": {"offload": True}})
+    estimate = memory_estimate(config, Layout(micro_batch=2))
+    assert (estimate.state_bytes, estimate.host_bytes) == (6600 * (8 + 8), 6600 * 8)
+    plain = memory_estimate(parse_job(BY_HAND), Layout(dp=4, zero=3))
+    sharded = memory_estimate(config, Layout(dp=4, zero=3))
+    assert sharded.host_bytes == estimate.host_bytes / 4
+    assert sharded.total_bytes == plain.total_bytes
+    large = parse_job(
+        {**BY_HAND, "model": {"layers": 48, "hidden_size": 2048}, "optimizer": {"offload": True}}
+    )
+    saved = memory_estimate(large, Layout()).host_bytes - 4 * 32 * 2**20  # two buckets each way
+    kept = large.model_copy(update={"optimizer": OptimizerConfig()})
+    assert memory_estimate(kept, Layout()).total_bytes - memory_estimate(large, Layout()).total_bytes == saved
+    threads = config.model_copy(update={"cluster": ClusterConfig(cpus_per_worker=4)})
+    seconds = [step_cost(job, Layout(), UNIT).offload_s for job in (parse_job(BY_HAND), config, threads)]
+    moved, computed = 6600 * 8 / 1e10, 6600 * 28 / 1e10
+    assert seconds == pytest.approx([0.0, moved + computed, moved + computed / 4])
 
 
 def test_the_first_stage_is_the_fullest_in_a_deep_pipeline() -> None:

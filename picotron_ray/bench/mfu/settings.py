@@ -36,6 +36,7 @@ SWITCHES = (
     "layout.recompute=none",
     "layout.recompute=selective",
     "layout.recompute=full",
+    "optimizer.offload=true",
     "layout.zero=0",
     "layout.zero=1",
     "layout.zero=2",

@@ -57,6 +57,11 @@ class LayoutConfig(Section):
         " (all but matrix products and attention), every-N, middle-P (percent), blocks-K (of every stage);"
         " auto: as few as the memory budget asks",
     )
+    offload_activations: bool = Field(
+        default=False,
+        description="on CUDA: keep in pinned host memory what blocks save for the backward pass; with"
+        " recompute=full that is their inputs",
+    )
     memory_budget_gib: float | None = Field(
         default=None,
         gt=0,

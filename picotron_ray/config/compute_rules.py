@@ -45,6 +45,19 @@ def _optimizer(job: JobConfig) -> Iterator[Problem]:
 def _offload(job: JobConfig) -> Iterator[Problem]:
     for key, text in offload_problems(job, job.cluster.device).items():  # auto: once machines are known
         yield Problem(key, text, ("cluster.device",))
+    if job.layout.offload_activations and job.layout.recompute == "selective":
+        text = (
+            "saw true with layout.recompute=selective, whose kept results stay on the device, out of sight of"
+            " what moves activations; use full or none"
+        )
+        yield Problem("layout.offload_activations", text, ("layout.recompute",))
+    if job.layout.offload_activations and job.kernels.compile:
+        text = "saw true with kernels.compile=true, which decides by itself what a block keeps; drop one"
+        yield Problem("layout.offload_activations", text, ("kernels.compile",))
+    built = job.model.built
+    if job.layout.offload_activations and built is not None and not built.blocks:
+        text = f"saw true, but {job.model.builder} has no repeated block; say in model.plan.blocks which are"
+        yield Problem("layout.offload_activations", text, ("model.plan.blocks",))
     lacking = {
         "sgd": "which has no moments; drop it or use adamw",
         "muon": "whose momentum the device orthogonalises; drop it or use adamw",
@@ -97,6 +110,7 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
         replicate=copies,
         recompute=asked.recompute if asked.recompute != "auto" else "none",
         micro_batch=1 if asked.micro_batch == "auto" else asked.micro_batch,
+        offload_activations=asked.offload_activations,
     )
     most, world = job.cluster.max_workers, layout.world_size
     others = ("ep", "zero", "replicate", "micro_batch", "schedule", "virtual_stages", "recompute")

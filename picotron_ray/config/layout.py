@@ -43,6 +43,7 @@ class Layout:
         micro_batch: rows (sequences) per micro-batch and DP replica.
         recompute: which blocks compute their activations again in the backward pass, a policy of
             ``config.recompute``.
+        offload_activations: whether what blocks keep for the backward pass waits in host memory.
     """
 
     dp: int = 1
@@ -57,6 +58,7 @@ class Layout:
     micro_batch: int = 1
     recompute: str = "none"
     context: Context = "ring"
+    offload_activations: bool = False
 
     @property
     def world_size(self) -> int:
@@ -173,4 +175,6 @@ class Layout:
         parts.append(f"mb{self.micro_batch}")
         if self.recompute != "none":
             parts.append(self.recompute)
+        if self.offload_activations:
+            parts.append("offload")
         return "-".join(parts)

@@ -11,6 +11,9 @@ def offload_problems(job: JobConfig, device: str) -> dict[str, str]:
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` where it is not known yet.
     """
-    asked = {"optimizer.offload": job.optimizer.offload}
+    asked = {
+        "optimizer.offload": job.optimizer.offload,
+        "layout.offload_activations": job.layout.offload_activations,
+    }
     text = "saw true, but workers run on CPUs, whose memory is the host's; drop it"
     return {key: text for key, wanted in asked.items() if wanted and device == "cpu"}

@@ -1,6 +1,6 @@
 """Apply a layout to one pipeline stage of a model, in one fixed order.
 
-Tensor, expert and context parallelism, compilation, recomputation, then FSDP.
+Tensor, expert and context parallelism, compilation, recomputation, offload, then FSDP.
 
 The caller has cut the pipeline stage (it builds only its own layers, on the meta device). What was asked
 for is applied or refused; what was applied is returned, for the log.
@@ -26,6 +26,7 @@ from picotron_ray.parallel.context import apply_context_parallel
 from picotron_ray.parallel.data import Units, apply_fsdp
 from picotron_ray.parallel.expert import apply_expert_parallel
 from picotron_ray.parallel.mesh import Mesh
+from picotron_ray.parallel.offload import apply_activation_offload
 from picotron_ray.parallel.recompute import apply_recompute
 from picotron_ray.parallel.tensor import apply_tensor_parallel, named_modules
 
@@ -124,6 +125,9 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     count = apply_recompute(plan.blocks, kinds, inside)
     if layout.recompute != "none":
         applied.append(f"recompute {layout.recompute}: {count} of {len(kinds)} blocks")
+    if layout.offload_activations:
+        apply_activation_offload(plan.blocks)
+        applied.append(f"activations of {len(plan.blocks)} blocks offloaded")
     if mesh.sharded is not None:
         whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
         experts = [mixture.experts for mixture in mixtures] if layout.ep > 1 else []

@@ -25,7 +25,7 @@ from picotron_ray.planner.counts import (
     stage_flops_per_token,
     stage_parameters,
 )
-from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES, memory_estimate
+from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES, memory_estimate, offloaded_activations
 from picotron_ray.planner.profile import DeviceProfile
 
 BUCKET_BYTES = 25e6  # gradients reduced per collective
@@ -232,15 +232,20 @@ def _data(
 
 
 def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
-    """Seconds of a step for moments in host memory: gradients down, updates up, AdamW by the host's cores.
+    """Seconds of a step for what is kept in host memory.
 
-    The host reads and writes update and moments and reads gradients: seven values per parameter.
+    Moments: gradients down, updates up, AdamW by the host's cores, which read and write update and moments
+    and read gradients: seven values per parameter. Activations: down and up, per micro-batch.
     """
-    if not job.optimizer.offload:
-        return 0.0
-    moments = memory_estimate(job, layout).host_bytes
-    rate = profile.host_bytes_s * max(1, int(job.cluster.cpus_per_worker))
-    return moments / profile.host_link_bytes_s + 3.5 * moments / rate
+    seconds = 0.0
+    if job.optimizer.offload:
+        moments = memory_estimate(job, layout).host_state_bytes
+        rate = profile.host_bytes_s * max(1, int(job.cluster.cpus_per_worker))
+        seconds += moments / profile.host_link_bytes_s + 3.5 * moments / rate
+    if layout.offload_activations:
+        most = max(offloaded_activations(job, layout, rank) for rank in range(layout.pp))
+        seconds += 2 * layout.micro_batches(job.data.global_batch) * most / profile.host_link_bytes_s
+    return seconds
 
 
 def _pass(size: float, ranks: int, calls: float, profile: DeviceProfile, between_nodes: bool) -> float:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
-from picotron_ray.config.recompute import recomputed
+from picotron_ray.config.recompute import Kind, recomputed
 from picotron_ray.config.schedules import in_flight
-from picotron_ray.planner.counts import sizes_of, stage_depth, stage_parameters
+from picotron_ray.planner.counts import ModelSizes, sizes_of, stage_depth, stage_parameters
 
 # auto, before launch has settled it, is thought of as the widest that it may come to
 STATE_BYTES = {
@@ -39,8 +39,10 @@ class MemoryEstimate:
     """weights gathered for computation under ZeRO, and gradients before their reduction"""
     activation_bytes: float
     """what the backward passes in flight still need"""
-    host_bytes: float = 0.0
-    """of the host: what was asked to leave the device"""
+    host_state_bytes: float = 0.0
+    """of the host: offloaded optimizer moments"""
+    host_activation_bytes: float = 0.0
+    """of the host: offloaded activations, of all micro-batches in flight"""
 
     @property
     def total_bytes(self) -> float:
@@ -78,7 +80,8 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
         # gradients of a whole step, or of one block; torch's pipelines reduce once per step
         gradients = parameters if layout.zero == 1 or layout.pp > 1 else block
         gathered = (weights + gradients) * size
-    return MemoryEstimate(state, gathered, _activations(job, layout, rank), host)
+    away = offloaded_activations(job, layout, rank) * _in_flight(job, layout, rank)
+    return MemoryEstimate(state, gathered, _activations(job, layout, rank), host, away)
 
 
 def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:
@@ -125,14 +128,37 @@ def _kept_elements(job: JobConfig, layout: Layout, rank: int) -> float:
     pass runs, it has all of one micro-batch once more.
     """
     sizes = sizes_of(job.model)
-    of = {"kept": sizes.activations, "full": sizes.hidden, "selective": sizes.products}
-    kinds = [
+    of, kinds = _kept_by_kind(sizes), _kinds(job, layout, rank)
+    again = sizes.activations if any(kind != "kept" for kind in kinds) else 0
+    if layout.offload_activations:  # the block at work and the one that travels
+        return 2 * max((of[kind] for kind in kinds), default=0) + again
+    return sum(of[kind] for kind in kinds) * _in_flight(job, layout, rank) + again
+
+
+def _kept_by_kind(sizes: ModelSizes) -> dict[Kind, int]:
+    """Elements per token that a block keeps for backward, by what becomes of its activations."""
+    return {"kept": sizes.activations, "full": sizes.hidden, "selective": sizes.products}
+
+
+def _kinds(job: JobConfig, layout: Layout, rank: int) -> list[Kind]:
+    """What becomes of each block's activations on a pipeline rank."""
+    return [
         kind
         for stage in layout.rank_stages(rank)
         for kind in recomputed(layout.recompute, stage_depth(job.model, layout.stages, stage))
     ]
-    again = sizes.activations if any(kind != "kept" for kind in kinds) else 0
-    return sum(of[kind] for kind in kinds) * _in_flight(job, layout, rank) + again
+
+
+def offloaded_activations(job: JobConfig, layout: Layout, rank: int) -> float:
+    """Bytes that a pipeline rank's blocks send to the host, and get back, per micro-batch."""
+    if not layout.offload_activations:
+        return 0.0
+    sizes = sizes_of(job.model)
+    of = _kept_by_kind(sizes)
+    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
+    cut = layout.tp if sizes.sequence_cut else 1
+    elements = sum(of[kind] for kind in _kinds(job, layout, rank))
+    return tokens * elements * COMPUTE_BYTES[job.precision] / cut
 
 
 def budget_bytes(job: JobConfig, device_bytes: float) -> float:

@@ -76,7 +76,7 @@ def check(job: JobConfig) -> list[str]:
 def _slot_bytes(job: JobConfig, workers: int) -> int:
     """Room for all slots on one machine, each large enough for whatever its worker may hold."""
     estimate = memory_estimate(job, choose_layout(job, workers).layout)
-    return int(estimate.state_bytes + estimate.host_bytes) * job.snapshot.slots * workers
+    return int(estimate.state_bytes + estimate.host_state_bytes) * job.snapshot.slots * workers
 
 
 def check_resume_step(job: JobConfig, storage: Storage) -> None:

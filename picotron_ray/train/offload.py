@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from picotron_ray.comm.lanes import Lane, host_zeros
 from picotron_ray.comm.reduce import buckets
 from picotron_ray.config.optimizer import OptimizerConfig
 
@@ -32,29 +33,6 @@ BUCKET_BYTES = 32 * 2**20
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SLOTS = 2
 """Buckets under way: one on the wire, one at the host's cores."""
-
-
-def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat host tensor, page-locked where CUDA, which alone can copy to it beside its kernels, shall."""
-    return torch.zeros(count, dtype=dtype, pin_memory=device.type == "cuda")
-
-
-class Lane:
-    """Copies of one direction, in order, beside the device's own work where that is CUDA."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Start a copy, of what the device has computed until now; the event says when it is done."""
-        if self._stream is None:
-            target.copy_(source)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        return self._stream.record_event()
 
 
 class Alike(NamedTuple):
@@ -180,8 +158,7 @@ class OffloadedAdamW:
             _finish(slot.returned)  # of the step's bucket two before, which used the same buffer
             self._update(bucket, slot, rate, step)
             slot.returned = self._up.copy(slot.up[: bucket.elements], slot.update[: bucket.elements])
-            if slot.returned is not None:
-                torch.cuda.current_stream(self._device).wait_event(slot.returned)
+            self._up.follow(slot.returned)
             torch._foreach_mul_(bucket.weights, 1.0 - rate * bucket.decay)
             torch._foreach_add_(bucket.weights, bucket.updates(slot.up))
 

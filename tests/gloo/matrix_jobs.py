@@ -219,6 +219,10 @@ def planted(kind: str, rank: int) -> Any:
             return found
 
         return replace(stages, "parallelize", applied)
+    if kind.startswith("offload-"):
+        from tests.gloo.offload_jobs import PLANTS as OFFLOADS
+
+        return OFFLOADS[kind.removeprefix("offload-")]()
     if kind == "norm":
         return double_all_reduce(norm)
     if kind == "vocab":

@@ -339,6 +339,21 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.offload",
         "saw true, but workers run on CPUs, whose memory is the host's; drop it",
     ),
+    "offloaded activations on CPUs": (
+        "layout: {offload_activations: true}\ncluster: {device: cpu}",
+        "layout.offload_activations",
+        "saw true, but workers run on CPUs, whose memory is the host's; drop it",
+    ),
+    "offloaded activations and selective recomputation": (
+        "layout: {offload_activations: true, recompute: selective}",
+        "layout.offload_activations",
+        "saw true with layout.recompute=selective, whose kept results stay on the device",
+    ),
+    "offloaded activations of compiled blocks": (
+        "layout: {offload_activations: true}\nkernels: {compile: true}",
+        "layout.offload_activations",
+        "saw true with kernels.compile=true, which decides by itself",
+    ),
     "offloaded moments of plain sgd": (
         "optimizer: {name: sgd, offload: true}",
         "optimizer.offload",

@@ -36,6 +36,8 @@ SWITCHES = (
     "layout.recompute=none",
     "layout.recompute=selective",
     "layout.recompute=full",
+    "layout.offload_activations=true",
+    "layout.recompute=full layout.offload_activations=true",
     "optimizer.offload=true",
     "layout.zero=0",
     "layout.zero=1",

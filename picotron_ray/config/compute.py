@@ -11,7 +11,7 @@ from picotron_ray.config.recompute import PATTERN
 from picotron_ray.config.schedules import Schedule
 from picotron_ray.config.section import Section
 
-Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "auto"]
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
 Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 

@@ -183,11 +183,17 @@ def _attention(job: JobConfig) -> Iterator[Problem]:
 
 
 def _precision(job: JobConfig) -> Iterator[Problem]:
+    if job.precision == "fp8" and job.model.builder is not None:
+        text = "saw fp8 with model.builder, whose linear layers are not looked into; use bf16"
+        yield Problem("precision", text, ("model.builder",))
     problem = precision_problem(job, job.cluster.device)  # auto is judged when the machines are known
     if problem:
         yield Problem("precision", problem, ("cluster.device",))
     bound = job.adaptive_precision.error_bound
-    if bound is not None and job.precision not in ("bf16", "fp16"):
+    if bound is not None and job.precision == "fp8":
+        text = f"saw {bound:g} with precision=fp8, whose layers are no parts that it can switch; use bf16"
+        yield Problem("adaptive_precision.error_bound", text, ("precision",))
+    elif bound is not None and job.precision not in ("bf16", "fp16"):
         text = f"saw {bound:g} with precision={job.precision}, which has nothing to adapt; use bf16 or fp16"
         yield Problem("adaptive_precision.error_bound", text, ("precision",))
     if bound is not None and job.kernels.compile:

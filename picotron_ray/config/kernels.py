@@ -22,7 +22,7 @@ def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
 
 
 def _all_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
-    half = job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
+    half = job.precision in ("bf16", "fp16", "fp8") and job.adaptive_precision.error_bound is None
     if device == "cpu":
         return ["flash", "math"]
     if not half:

@@ -19,8 +19,11 @@ from picotron_ray.config.job import JobConfig
 Capability = tuple[int, int]
 """CUDA compute capability of a device: major, minor."""
 
-LEAST_CAPABILITY: dict[Precision, Capability] = {"tf32": (8, 0), "bf16": (8, 0)}
+LEAST_CAPABILITY: dict[Precision, Capability] = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
 """Where a format needs hardware that not every CUDA device has (CUDA C++ Programming Guide, 5.1)."""
+
+TORCHAO = "which needs torchao; install picotron-ray[fp8] on every node, or use bf16"
+"""What to do where fp8 cannot be computed for want of it."""
 
 _CHOICES: dict[str, tuple[Precision, ...]] = {
     "cpu": ("fp32",),
@@ -68,14 +71,14 @@ def precision_problem(job: JobConfig, device: str, capabilities: Sequence[Capabi
         device: ``cpu``, ``cuda``, or ``auto`` where it is not known yet.
         capabilities: of the machine's CUDA devices, of which one has to have it; empty: not known.
     """
-    if job.precision == "tf32" and device == "cpu":
-        return "saw tf32, which CPUs do not have; use fp32 or bf16"
+    if job.precision in ("tf32", "fp8") and device == "cpu":
+        return f"saw {job.precision}, which CPUs do not have; use fp32 or bf16"
     least = LEAST_CAPABILITY.get(job.precision)
     if least is None or device != "cuda" or not capabilities or max(capabilities) >= least:
         return None
     return (
         f"saw {job.precision}, which needs compute capability {_shown(least)} or later, on devices of"
-        f" {_shown(max(capabilities))}; use fp16 or fp32"
+        f" {_shown(max(capabilities))}; use {'bf16' if job.precision == 'fp8' else 'fp16'} or fp32"
     )
 
 

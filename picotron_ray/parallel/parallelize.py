@@ -1,6 +1,6 @@
 """Apply a layout to one pipeline stage of a model, in one fixed order.
 
-Tensor, expert and context parallelism, compilation, recomputation, offload, then FSDP.
+fp8, tensor, expert and context parallelism, compilation, recomputation, offload, then FSDP.
 
 The caller has cut the pipeline stage (it builds only its own layers, on the meta device). What was asked
 for is applied or refused; what was applied is returned, for the log.
@@ -25,6 +25,7 @@ from picotron_ray.parallel.boxes import counts_in_norm, is_primary, local_box
 from picotron_ray.parallel.context import apply_context_parallel
 from picotron_ray.parallel.data import Units, apply_fsdp
 from picotron_ray.parallel.expert import apply_expert_parallel
+from picotron_ray.parallel.fp8 import apply_fp8
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.offload import apply_activation_offload
 from picotron_ray.parallel.recompute import apply_recompute
@@ -73,6 +74,7 @@ class Plan:
         untrained: names of parameters that no gradient moves, which FSDP leaves whole.
         compiled: whether torch.compile makes the blocks' kernels.
         grouped: whether the products of a mixture's experts are grouped.
+        fp8: whether the linear layers of blocks compute in fp8.
     """
 
     styles: Sequence[tuple[str, Style]]
@@ -83,6 +85,7 @@ class Plan:
     untrained: frozenset[str] = frozenset()
     compiled: bool = False
     grouped: bool = False
+    fp8: bool = False
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
@@ -92,6 +95,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     """
     applied: list[str] = []
     layout, attention = mesh.layout, plan.attention
+    if plan.fp8:
+        applied.append(f"{apply_fp8(plan.blocks)} linear layers in fp8")
     tp = mesh.group("tp")
     if tp is not None:
         count = apply_tensor_parallel(model, tp, plan.styles)

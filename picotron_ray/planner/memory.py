@@ -21,9 +21,10 @@ STATE_BYTES = {
     "tf32": 4,
     "bf16": 4,
     "fp16": 4,
+    "fp8": 4,
     "auto": 4,
 }  # weights, gradients, moments
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "auto": 4}  # activations
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "auto": 4}  # activations
 MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}  # per parameter; muon has one of each matrix inside a block
 OFFLOAD_STAGING_BYTES = 4 * 32 * 2**20  # two buckets of gradients and two of updates (train.offload)
 USABLE = 0.9  # share of the device's memory that an estimate may fill

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.kernels import attention_problem
 from picotron_ray.config.offload import offload_problems
+from picotron_ray.config.precision import TORCHAO
 from picotron_ray.config.resume import check_resume
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, NotFoundError, SlotError
@@ -115,8 +117,9 @@ def check_cluster(job: JobConfig) -> None:
     able, unable = able_nodes(job, nodes, device)
     total = sum(node.capacity(needs) for node in able)
     short = total < job.cluster.min_workers
+    waits = job.cluster.autoscale and device == "cuda"  # nodes that have it may come
     found = {
-        "precision": unable if short and not (job.cluster.autoscale and device == "cuda") else "",
+        "precision": _missing_extra(job) or (unable if short and not waits else ""),
         "kernels.attention": attention_problem(job, device, cp),
         **offload_problems(job, device),
     }
@@ -129,6 +132,11 @@ def check_cluster(job: JobConfig) -> None:
             f"cluster.min_workers: the cluster has room for {total} workers of {what} each, expected at least"
             f" {job.cluster.min_workers}; add nodes, lower it, or let Ray add nodes (cluster.autoscale)"
         )
+
+
+def _missing_extra(job: JobConfig) -> str:
+    """What the job's precision needs and this environment, which workers share, has not."""
+    return f"saw fp8, {TORCHAO}" if job.precision == "fp8" and not find_spec("torchao") else ""
 
 
 def ensure_coordinator(

@@ -2,7 +2,8 @@
 
 bf16 and fp16 run matrix products in their format under autocast, tf32 in the one of NVIDIA's tensor cores;
 weights, gradients, moments, reductions and the residual stream stay fp32. Casting the parameters themselves
-would lose small updates. fp16 scales its loss (train/scaling.py).
+would lose small updates. fp8 does the products of linear layers inside blocks (parallel/fp8.py) and leaves
+the rest to bf16. fp16 scales its loss (train/scaling.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.config.precision import precision_problem
 from picotron_ray.errors import LayoutError
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def master_dtype(job: JobConfig) -> torch.dtype:
@@ -42,7 +43,7 @@ def orthogonalisation_dtype(job: JobConfig, device: torch.device) -> torch.dtype
 
     On CPUs its products are no faster in bfloat16: there it is the master type.
     """
-    return torch.bfloat16 if job.precision == "bf16" and device.type == "cuda" else master_dtype(job)
+    return torch.bfloat16 if job.precision in ("bf16", "fp8") and device.type == "cuda" else master_dtype(job)
 
 
 def apply_precision(model: nn.Module, job: JobConfig, device: torch.device) -> None:

@@ -63,6 +63,7 @@ def _plan(
         frozenset(spec.name for spec in definition.table if not spec.trained),
         job.kernels.compile,
         groups_experts(job, device.type),
+        job.precision == "fp8",
     )
 
 

@@ -53,7 +53,37 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.schedule.kind",
         "one of constant, cosine, wsd, did you mean cosine?",
     ),
-    "precision": ("precision: fp8", "precision", "one of fp64, fp32, tf32, bf16, fp16, auto"),
+    "precision": ("precision: fp4", "precision", "one of fp64, fp32, tf32, bf16, fp16, fp8, auto"),
+    "fp8 on a CPU": (
+        "precision: fp8\ncluster: {device: cpu}",
+        "precision",
+        "saw fp8, which CPUs do not have; use fp32 or bf16",
+    ),
+    "fp8 and widths": (
+        "precision: fp8\nmodel: {intermediate_size: 344}",
+        "precision",
+        "saw fp8, which multiplies multiples of 16, but model.intermediate_size: 344; use bf16",
+    ),
+    "fp8 and what tp leaves": (
+        "precision: fp8\nmodel: {intermediate_size: 336}\nlayout: {tp: 2}",
+        "precision",
+        "saw fp8 with tp=2, which multiplies multiples of 16, but model.intermediate_size: 168; use bf16",
+    ),
+    "fp8 and the rows": (
+        "precision: fp8\ndata: {sequence_length: 24}",
+        "precision",
+        "tokens of a row: 24",
+    ),
+    "fp8 of a model of your own": (
+        "precision: fp8\nmodel: {builder: 'a:b'}",
+        "precision",
+        "saw fp8 with model.builder, whose linear layers are not looked into",
+    ),
+    "fp8 and adaptive precision": (
+        "precision: fp8\nadaptive_precision: {error_bound: 0.01}",
+        "adaptive_precision.error_bound",
+        "saw 0.01 with precision=fp8, whose layers are no parts that it can switch",
+    ),
     "an error bound without low precision": (
         "adaptive_precision: {error_bound: 0.01}",
         "adaptive_precision.error_bound",

@@ -13,6 +13,7 @@ from picotron_ray.config.load import load_job
 from picotron_ray.config.precision import chosen, possible, precision_problem
 from picotron_ray.config.resume import check_resume
 from picotron_ray.errors import ConfigError
+from picotron_ray.planner.choose import layouts
 from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES
 from picotron_ray.runtime.origin import _fit
 
@@ -47,6 +48,21 @@ def test_a_machine_without_the_format_may_not_take_part(precision: str) -> None:
     )
     assert precision_problem(job, "cuda", [(7, 0), (8, 6)]) is None, "its worker on the other one says so"
     assert precision_problem(job, "cuda") is None, "no driver tells: the worker does"
+
+
+def test_fp8_needs_newer_devices_and_sizes_that_its_products_take() -> None:
+    job = load_job("tiny", ["precision=fp8", "data.sequence_length=32", "data.global_batch=8"])
+    assert precision_problem(job, "cuda", [(8, 9)]) is None
+    assert precision_problem(job, "cuda", [(8, 0)]) == (
+        "saw fp8, which needs compute capability 8.9 or later, on devices of 8.0; use bf16 or fp32"
+    )
+    assert precision_problem(job, "cpu") == "saw fp8, which CPUs do not have; use fp32 or bf16"
+    assert precision_problem(job, "auto") is None, "judged when the machines are known"
+    tokens = [job.data.sequence_length // layout.cp for layout in layouts(job, 4)]
+    assert tokens
+    assert all(count % 16 == 0 for count in tokens)
+    narrow = load_job("tiny", ["precision=fp8", "layout.cp=auto", "data.sequence_length=16"])
+    assert {layout.cp for layout in layouts(narrow, 4)} == {1}, "half a row would be 8 tokens"
 
 
 def test_rules_judge_what_auto_may_come_to() -> None:

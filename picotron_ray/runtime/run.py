@@ -119,7 +119,7 @@ def check_cluster(job: JobConfig) -> None:
     short = total < job.cluster.min_workers
     waits = job.cluster.autoscale and device == "cuda"  # nodes that have it may come
     found = {
-        "precision": _missing_extra(job) or (unable if short and not waits else ""),
+        "precision": (unable if short and not waits else "") or _missing_extra(job),
         "kernels.attention": attention_problem(job, device, cp),
         **offload_problems(job, device),
     }

@@ -141,7 +141,7 @@ class OffloadedAdamW:
             self._buckets.append(Bucket([part], alike.decay, *moments))
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
-        """One update: when it returns, moments are written, and weights as far as the device's queue is done.
+        """One update. When it returns, moments are written; the weights' part is in the device's queue.
 
         Args:
             gradients: of all parameters, on the device.

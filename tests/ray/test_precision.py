@@ -15,9 +15,10 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime import precision
 from picotron_ray.runtime.cluster import Cluster
+from picotron_ray.runtime.huggingface import import_hf
 from picotron_ray.runtime.placement import NodeView, WorkerNeeds
 from picotron_ray.runtime.precision import able_nodes, settle_precision
-from picotron_ray.runtime.run import find_coordinator
+from picotron_ray.runtime.run import check_cluster, find_coordinator
 
 CAPABILITIES = {"new": [(9, 0), (9, 0)], "old": [(7, 0)], "silent": []}
 
@@ -108,3 +109,28 @@ def test_a_run_on_cpus_keeps_fp32_and_says_so(connected: None, tmp_path: Path) -
             time.sleep(0.1)
     saved = json.loads(LocalStorage(str(tmp_path), "auto-run").get("run.json"))["config"]
     assert saved["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"precision": "tf32"}, "precision: saw tf32, which CPUs do not have"),
+        ({"precision": "fp8", "data": {"sequence_length": 32}}, "precision: saw fp8, which CPUs do not have"),
+        ({"optimizer": {"offload": True}}, "optimizer.offload: saw true, but workers run on CPUs"),
+        (
+            {"layout": {"offload_activations": True}},
+            "layout.offload_activations: saw true, but",
+        ),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_once_the_machines_are_known(
+    connected: None, tmp_path: Path, sections: dict[str, Any], said: str
+) -> None:
+    job = tiny_job("needs-gpu", tmp_path, **{"cluster": {"device": "auto"}, **sections})
+    with pytest.raises(ConfigError, match=said):
+        check_cluster(job)
+
+
+def test_a_checkpoint_is_imported_into_a_named_precision(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"precision: saw auto, .*; name it for an import"):
+        import_hf(auto(tmp_path)[0], tmp_path)

@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from picotron_ray.comm.lanes import Lane
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.optimizer import OptimizerConfig
 from picotron_ray.train import offload
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.offload import Alike, Lane, OffloadedAdamW
+from picotron_ray.train.offload import Alike, OffloadedAdamW
+from tests.gloo.late_lane import LateLane
 from tests.gloo.matrix_jobs import CPU, MIXTURE, MODEL, assemble, batch, make_job, run_layout
 from tests.gloo.muon_jobs import leg
 from tests.gloo.parity import WEIGHTS_TOLERANCE, compare, reference, thinned, worst
@@ -90,8 +92,13 @@ def made(bucket_bytes: int) -> tuple[OffloadedAdamW, list[Tensor]]:
     return OffloadedAdamW(OptimizerConfig(offload=True), alike, CPU, 1, bucket_bytes), weights
 
 
+@pytest.mark.parametrize("lane", [Lane, LateLane], ids=["prompt", "late"])
 @pytest.mark.parametrize("bucket_bytes", [8, 8 * 7, 8 * 20, 2**20])
-def test_every_cut_into_buckets_gives_torchs_adamw(bucket_bytes: int) -> None:
+def test_every_cut_into_buckets_gives_torchs_adamw(
+    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int, lane: type
+) -> None:
+    """Copies that come late are waited for."""
+    monkeypatch.setattr(offload, "Lane", lane)
     ours, weights = made(bucket_bytes)
     config, expected = OptimizerConfig(), [torch.nn.Parameter(w.clone()) for w in weights]
     theirs = torch.optim.AdamW(

@@ -17,9 +17,11 @@ from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.recompute import recomputed
 from picotron_ray.models.llama import Transformer
+from picotron_ray.parallel import offload as offload_module
 from picotron_ray.parallel.offload import ActivationOffload
 from picotron_ray.parallel.recompute import apply_recompute
 from picotron_ray.planner.counts import sizes_of
+from tests.gloo.late_lane import LateLane
 from tests.gloo.matrix_jobs import MIXTURE, MODEL, make_job, run_layout
 from tests.gloo.parity import compare, thinned
 from tests.gloo.pool import Pool
@@ -85,6 +87,14 @@ def gradients(policy: str, offload: ActivationOffload | None, dtype: torch.dtype
             loss = model(rows).float().square().mean()
         loss.backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_copies_are_waited_for(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """However late a copy comes, nothing reads what it has not brought, or frees what it has not read."""
+    monkeypatch.setattr(offload_module, "Lane", LateLane)
+    expected, found = gradients(policy, None, None), gradients(policy, ActivationOffload(0), None)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "every-2"])

@@ -49,13 +49,16 @@ def validate(
     """Print the resolved config, or one line per mistake (exit code 2)."""
     with reported(as_json):
         from picotron_ray.config.load import load_job, public_dict, to_yaml
+        from picotron_ray.config.precision import outlook
 
         job = load_job(config, overrides or [])
-        changed = _compared(job) if resume else []
+        changed, notes = _compared(job) if resume else [], list(filter(None, [outlook(job)]))
         if as_json:
-            _emit({"valid": True, "config": public_dict(job), **({"changed": changed} if resume else {})})
+            found = {"valid": True, "config": public_dict(job), **({"notes": notes} if notes else {})}
+            _emit({**found, **({"changed": changed} if resume else {})})
         else:
-            print("\n".join(changed) if changed else to_yaml(job).rstrip())
+            lines = changed or [to_yaml(job).rstrip()]
+            print("\n".join([*lines, *(f"# {note}" for note in notes)]))
 
 
 def _compared(job: Any) -> list[str]:

@@ -11,7 +11,7 @@ from picotron_ray.config.recompute import PATTERN
 from picotron_ray.config.schedules import Schedule
 from picotron_ray.config.section import Section
 
-Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
 Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
@@ -63,6 +63,11 @@ class LayoutConfig(Section):
         description="which blocks compute their activations again in the backward pass: none, full, selective"
         " (all but matrix products and attention), every-N, middle-P (percent), blocks-K (of every stage);"
         " auto: as few as the memory budget asks",
+    )
+    offload_activations: bool = Field(
+        default=False,
+        description="on CUDA: keep in pinned host memory what blocks save for the backward pass; with"
+        " recompute=full that is their inputs",
     )
     memory_budget_gib: float | None = Field(
         default=None,

@@ -17,9 +17,10 @@ from picotron_ray.config.fit import (
     virtual_stages,
 )
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import precision_problem
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.offload import offload_problems
 from picotron_ray.config.optimizer import OptimizerConfig
+from picotron_ray.config.precision import precision_problem
 from picotron_ray.config.problem import Problem
 from picotron_ray.errors import ConfigError
 
@@ -48,6 +49,31 @@ def _optimizer(job: JobConfig) -> Iterator[Problem]:
             " model.plan.blocks which modules are its blocks, or use adamw",
             ("model.plan.blocks",),
         )
+
+
+def _offload(job: JobConfig) -> Iterator[Problem]:
+    for key, text in offload_problems(job, job.cluster.device).items():  # auto: once machines are known
+        yield Problem(key, text, ("cluster.device",))
+    if job.layout.offload_activations and job.layout.recompute == "selective":
+        text = (
+            "saw true with layout.recompute=selective, whose kept results stay on the device, out of sight of"
+            " what moves activations; use full or none"
+        )
+        yield Problem("layout.offload_activations", text, ("layout.recompute",))
+    if job.layout.offload_activations and job.kernels.compile:
+        text = "saw true with kernels.compile=true, which decides by itself what a block keeps; drop one"
+        yield Problem("layout.offload_activations", text, ("kernels.compile",))
+    built = job.model.built
+    if job.layout.offload_activations and built is not None and not built.blocks:
+        text = f"saw true, but {job.model.builder} has no repeated block; say in model.plan.blocks which are"
+        yield Problem("layout.offload_activations", text, ("model.plan.blocks",))
+    lacking = {
+        "sgd": "which has no moments; drop it or use adamw",
+        "muon": "whose momentum the device orthogonalises; drop it or use adamw",
+    }
+    if job.optimizer.offload and job.optimizer.name in lacking:
+        text = f"saw true with optimizer.name={job.optimizer.name}, {lacking[job.optimizer.name]}"
+        yield Problem("optimizer.offload", text, ("optimizer.name",))
 
 
 def _schedule(job: JobConfig) -> Iterator[Problem]:
@@ -125,6 +151,7 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
         recompute=asked.recompute if asked.recompute != "auto" else "none",
         micro_batch=least_micro_batch(job, degrees.dp) if asked.micro_batch == "auto" else asked.micro_batch,
         placement=placement(job),
+        offload_activations=asked.offload_activations,
     )
     most, world = job.cluster.max_workers, layout.world_size
     others = ("ep", "zero", "replicate", "micro_batch", "schedule", "virtual_stages", "recompute", "actions")
@@ -155,11 +182,17 @@ def _widest(degrees: Degrees) -> str:
 
 
 def _precision(job: JobConfig) -> Iterator[Problem]:
+    if job.precision == "fp8" and job.model.builder is not None:
+        text = "saw fp8 with model.builder, whose linear layers are not looked into; use bf16"
+        yield Problem("precision", text, ("model.builder",))
     problem = precision_problem(job, job.cluster.device)  # auto is judged when the machines are known
     if problem:
         yield Problem("precision", problem, ("cluster.device",))
     bound = job.adaptive_precision.error_bound
-    if bound is not None and job.precision not in ("bf16", "fp16"):
+    if bound is not None and job.precision == "fp8":
+        text = f"saw {bound:g} with precision=fp8, whose layers are no parts that it can switch; use bf16"
+        yield Problem("adaptive_precision.error_bound", text, ("precision",))
+    elif bound is not None and job.precision not in ("bf16", "fp16"):
         text = f"saw {bound:g} with precision={job.precision}, which has nothing to adapt; use bf16 or fp16"
         yield Problem("adaptive_precision.error_bound", text, ("precision",))
     if bound is not None and job.kernels.compile:
@@ -169,6 +202,7 @@ def _precision(job: JobConfig) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _optimizer,
+    _offload,
     _schedule,
     _actions,
     _layout,

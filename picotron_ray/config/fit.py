@@ -29,6 +29,7 @@ def misfits(job: JobConfig, layout: Layout) -> list[Misfit]:
     return [
         *_tensor_misfits(job, layout.tp),
         *_context_misfits(job, layout.cp, layout.tp),
+        *_fp8_misfits(job, layout.cp, layout.tp),
         *_expert_misfits(job, layout),
         *_copies_misfits(layout),
         *_pipeline_misfits(job, layout),
@@ -115,6 +116,26 @@ def _context_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
     elif length // cp % tp:
         text = f"saw {cp} with tp={tp}, which does not divide {length // cp} tokens per rank"
         yield Misfit("layout.cp", ("data.sequence_length", "layout.tp"), text)
+
+
+FP8_MULTIPLE = 16
+"""Of every dimension of an fp8 product (cuBLASLt); tokens too, over which weights' gradients are sums."""
+
+
+def _fp8_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
+    if job.precision != "fp8" or job.model.builder is not None:
+        return
+    model = job.model
+    parts = {key: size for key, size in _widths(job).items() if key != "model.moe.intermediate_size"}
+    parts |= {"query heads": model.query_width, "key heads": model.key_width}
+    sizes = {"model.hidden_size": model.hidden_size, **{k: size // tp for k, size in parts.items()}}
+    sizes["tokens of a row"] = job.data.sequence_length // cp
+    odd = [f"{key}: {size}" for key, size in sizes.items() if size % FP8_MULTIPLE]
+    if odd:
+        axes = " ".join(f"{name}={degree}" for name, degree in (("tp", tp), ("cp", cp)) if degree > 1)
+        text = f"saw fp8{f' with {axes}' if axes else ''}, which multiplies multiples of {FP8_MULTIPLE}, but"
+        against = ("layout.tp", "layout.cp", "model.hidden_size", "model.heads", "data.sequence_length")
+        yield Misfit("precision", (*against, *_widths(job)), f"{text} {', '.join(odd)}; use bf16")
 
 
 def virtual_stages(job: JobConfig, pp: int) -> int:
@@ -263,7 +284,7 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
             if any(_stage_misfits(job, pp, virtual_stages(job, pp))) or any(_tensor_misfits(job, tp)):
                 continue
             for cp in range(1, workers // (tp * pp) + 1 if job.layout.cp != 1 else 2):
-                if any(_context_misfits(job, cp, tp)):
+                if any(_context_misfits(job, cp, tp)) or any(_fp8_misfits(job, cp, tp)):
                     continue
                 for dp in range(1, min(workers // (tp * pp * cp), job.data.global_batch) + 1):
                     layout = Layout(

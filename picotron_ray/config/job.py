@@ -36,7 +36,10 @@ class JobConfig(Section):
     precision: Precision = Field(
         default="fp32",
         description="arithmetic of matrix products; weights, gradients and moments stay fp32 under tf32"
-        " (CUDA), bf16 and fp16, which scales its loss and repeats a step whose gradients overflow",
+        " (CUDA), bf16 and fp16, which scales its loss and repeats a step whose gradients overflow; fp8: the"
+        " linear layers inside blocks, by torchao (extra fp8), all else as bf16; auto:"
+        " settled for the whole run at its first launch, bf16 where every device has it, else fp16 on CUDA,"
+        " fp32 on CPUs",
     )
     adaptive_precision: AdaptivePrecisionConfig = Field(
         default_factory=AdaptivePrecisionConfig, description="precision part by part"

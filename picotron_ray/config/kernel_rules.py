@@ -36,8 +36,12 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
     if job.kernels.optimizer != "fused" and job.optimizer.name == "sgd":
         text = f"saw {job.kernels.optimizer} with optimizer.name=sgd, which has no adamw; drop it"
         yield Problem("kernels.optimizer", text, ("optimizer.name",))
+    if job.kernels.optimizer != "fused" and job.optimizer.offload:
+        text = f"saw {job.kernels.optimizer} with optimizer.offload=true, which updates by the host's fused"
+        yield Problem("kernels.optimizer", f"{text} kernel; drop one", ("optimizer.offload",))
     yield from _compiled_functions(job)
     yield from _projections(job)
+    yield from _offloaded(job)
     yield from _loss(job)
     if job.kernels.compile and job.layout.recompute == "selective":
         text = "saw true with layout.recompute=selective, which does not see into compiled blocks; use full"
@@ -76,6 +80,22 @@ def _projections(job: JobConfig) -> Iterator[Problem]:
             "saw fused; a model of your own has the projections that it was built with: leave it at separate"
         )
         yield Problem("kernels.projections", text, ("model.builder",))
+    if job.kernels.projections == "fused" and job.precision == "fp8":
+        text = "saw fused with precision=fp8, which has a scale per projection; use separate"
+        yield Problem("kernels.projections", text, ("precision",))
+
+
+def _offloaded(job: JobConfig) -> Iterator[Problem]:
+    """What was not shown to go with tensors that leave the device between forward and backward."""
+    if not job.layout.offload_activations:
+        return
+    plain = {"projections": "separate", "norm": "eager", "activation": "eager"}
+    for key, value in plain.items():
+        if getattr(job.kernels, key) != value:
+            text = (
+                f"saw {getattr(job.kernels, key)} with layout.offload_activations=true; use {value}, or drop"
+            )
+            yield Problem(f"kernels.{key}", f"{text} the offload", ("layout.offload_activations",))
 
 
 def _loss(job: JobConfig) -> Iterator[Problem]:

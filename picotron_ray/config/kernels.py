@@ -22,7 +22,7 @@ def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
 
 
 def _all_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
-    half = job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
+    half = job.precision in ("bf16", "fp16", "fp8") and job.adaptive_precision.error_bound is None
     if device == "cpu":
         return ["flash", "math"]
     if not half:
@@ -51,10 +51,3 @@ def groups_experts(job: JobConfig, device: str) -> bool:
     """Whether the products of experts are grouped on a device."""
     asked = job.kernels.experts
     return asked == "grouped" or (asked == "auto" and device == "cuda" and job.precision != "fp64")
-
-
-def precision_problem(job: JobConfig, device: str) -> str | None:
-    """Why the job's precision cannot be had on a device, in words; None where it can."""
-    if job.precision == "tf32" and device == "cpu":
-        return "saw tf32, which CPUs do not have; use fp32 or bf16"
-    return None

@@ -46,6 +46,7 @@ class Layout:
         micro_batch: rows (sequences) per micro-batch and DP replica.
         recompute: which blocks compute their activations again in the backward pass, a policy of
             ``config.recompute``.
+        offload_activations: whether what blocks keep for the backward pass waits in host memory.
     """
 
     dp: int = 1
@@ -61,6 +62,7 @@ class Layout:
     recompute: str = "none"
     context: Context = "ring"
     placement: tuple[tuple[int, ...], ...] = ()
+    offload_activations: bool = False
 
     @property
     def world_size(self) -> int:
@@ -187,4 +189,6 @@ class Layout:
         parts.append(f"mb{self.micro_batch}")
         if self.recompute != "none":
             parts.append(self.recompute)
+        if self.offload_activations:
+            parts.append("offload")
         return "-".join(parts)

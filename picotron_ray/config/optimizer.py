@@ -53,6 +53,12 @@ class OptimizerConfig(Section):
         description="apply weight_decay to embeddings too, and so to a head that shares theirs; a head of its"
         " own always decays",
     )
+    offload: bool = Field(
+        default=False,
+        description="adamw on CUDA: keep the moments in pinned host memory and update them there, on"
+        " cluster.cpus_per_worker threads (ZeRO-Offload, Ren et al. 2021); weights and gradients stay on the"
+        " device",
+    )
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="largest global gradient norm; null: no clipping"
     )

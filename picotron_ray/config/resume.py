@@ -29,13 +29,14 @@ _VERDICTS: dict[str, Verdict] = {
     "data.prefetch_steps": "may",
     "optimizer": "warn",
     "optimizer.name": "refuse",
+    "optimizer.offload": "may",
     "init_from": "refuse",
     "evaluate.samples": "warn",
 }
 
 
-FILLED_IN = frozenset({"metrics.host"})
-"""Keys that launch fills in where they are left out: leaving them out again changes nothing."""
+FILLED_IN = {"metrics.host": None, "precision": "auto"}
+"""Keys that launch fills in, and what leaves them to it: to leave them to it again changes nothing."""
 
 MEANINGS: dict[Verdict, str] = {
     "may": "may change",
@@ -73,7 +74,7 @@ def changes(old: Mapping[str, Any], new: JobConfig) -> list[tuple[str, Any, Any]
     found = []
     for key, value in now.items():
         was = before.get(key, defaults.get(key))
-        if was != value and not (key in FILLED_IN and value is None):
+        if was != value and not (key in FILLED_IN and value == FILLED_IN[key]):
             found.append((key, was, value))
     dropped = [key for key in before if key.startswith("model.arguments.") and key not in now]
     return found + [(key, before[key], None) for key in dropped]

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from picotron_ray.config import compute_rules, kernel_rules, model_rules, service_rules
 from picotron_ray.config.job import JobConfig
+from picotron_ray.config.precision import possible
 from picotron_ray.config.problem import Problem
 
 RULES = (*model_rules.RULES, *compute_rules.RULES, *kernel_rules.RULES, *service_rules.RULES)
 
 
 def check(job: JobConfig) -> list[Problem]:
-    """Every broken rule of a config whose values are each valid."""
-    return [problem for rule in RULES for problem in rule(job)]
+    """Every broken rule of a config whose values are each valid.
+
+    Under ``precision: auto`` what is wrong whatever it comes to; launch judges again once it is settled.
+    """
+    best, *others = ([problem for rule in RULES for problem in rule(each)] for each in possible(job))
+    keys = [{problem.key for problem in found} for found in others]
+    return [problem for problem in best if all(problem.key in found for found in keys)]

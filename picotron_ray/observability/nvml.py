@@ -34,6 +34,20 @@ class Gpus:
                 else:
                     yield Sample(name, value, {"gpu": uuid})
 
+    def capabilities(self) -> list[tuple[int, int]]:
+        """CUDA compute capability of each GPU: major, minor."""
+        import pynvml
+
+        found = []
+        for uuid, handle in self._open().items():
+            try:
+                major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+            except pynvml.NVMLError as error:
+                log.debug("compute capability of GPU %s: %s", uuid, error)
+            else:
+                found.append((int(major), int(minor)))
+        return found
+
     def _open(self) -> dict[str, Any]:
         import pynvml
 

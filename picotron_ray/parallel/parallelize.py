@@ -1,6 +1,6 @@
 """Apply a layout to one pipeline stage of a model, in one fixed order.
 
-Tensor, expert and context parallelism, compilation, recomputation, then FSDP.
+fp8, tensor, expert and context parallelism, compilation, recomputation, offload, then FSDP.
 
 The caller has cut the pipeline stage (it builds only its own layers, on the meta device). What was asked
 for is applied or refused; what was applied is returned, for the log.
@@ -26,8 +26,10 @@ from picotron_ray.parallel.boxes import counts_in_norm, is_primary, local_box
 from picotron_ray.parallel.context import apply_context_parallel
 from picotron_ray.parallel.data import Units, apply_fsdp
 from picotron_ray.parallel.expert import apply_expert_parallel
+from picotron_ray.parallel.fp8 import apply_fp8
 from picotron_ray.parallel.linear_loss import LinearCrossEntropy
 from picotron_ray.parallel.mesh import Mesh
+from picotron_ray.parallel.offload import apply_activation_offload
 from picotron_ray.parallel.recompute import apply_recompute
 from picotron_ray.parallel.tensor import apply_tensor_parallel, named_modules
 
@@ -84,6 +86,7 @@ class Plan:
         joint: the modules whose projections are one product, by name.
         functions: what is compiled by itself, by name: (modules, their field).
         loss_chunk: tokens of which the head makes losses at a time; None: it makes logits.
+        fp8: whether the linear layers of blocks compute in fp8.
     """
 
     styles: Sequence[tuple[str, Style]]
@@ -97,6 +100,7 @@ class Plan:
     joint: Sequence[str] = ()
     functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     loss_chunk: int | None = None
+    fp8: bool = False
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
@@ -106,6 +110,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     """
     applied: list[str] = []
     layout, attention = mesh.layout, plan.attention
+    if plan.fp8:
+        applied.append(f"{apply_fp8(plan.blocks)} linear layers in fp8")
     tp = mesh.group("tp")
     if tp is not None:
         count = apply_tensor_parallel(model, tp, plan.styles)
@@ -137,6 +143,9 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     count = apply_recompute(plan.blocks, kinds, inside)
     if layout.recompute != "none":
         applied.append(f"recompute {layout.recompute}: {count} of {len(kinds)} blocks")
+    if layout.offload_activations:
+        apply_activation_offload(plan.blocks)
+        applied.append(f"activations of {len(plan.blocks)} blocks offloaded")
     if mesh.sharded is not None:
         whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
         experts = [mixture.experts for mixture in mixtures] if layout.ep > 1 else []

@@ -148,9 +148,10 @@ class TensorParallel:
     def rowwise(self, module: Any) -> None:
         """The bias is added once, by each rank to the sums of its own tokens."""
         self._cut(module, 1)
+        product = getattr(module, "product", None) or (lambda x: F.linear(x, module.weight))
 
         def forward(x: Tensor) -> Tensor:
-            total = _ReduceScatter.apply(F.linear(x, module.weight), self.group)
+            total = _ReduceScatter.apply(product(x), self.group)
             return total if module.bias is None else total + module.bias.to(total.dtype)
 
         module.forward = forward

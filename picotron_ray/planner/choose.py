@@ -130,7 +130,8 @@ def within(job: JobConfig, layout: Layout, budget: float) -> Layout | None:
         return found if memory_estimate(job, found).total_bytes <= budget else None
 
     depth = max(end - start for start, end in stage_bounds(job.model, layout.stages))
-    selective = None if job.kernels.compile else fits("selective")  # it does not see into compiled blocks
+    unseen = job.kernels.compile or layout.offload_activations  # neither goes with what selective keeps
+    selective = None if unseen else fits("selective")
     if selective or not fits(f"blocks-{depth}"):
         return selective
     # more blocks never need more memory
@@ -164,6 +165,7 @@ def _candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
                         micro_batch=micro_batch,
                         context=asked.context,
                         recompute="none" if asked.recompute == "auto" else asked.recompute,
+                        offload_activations=asked.offload_activations,
                     )
                     if not misfits(job, layout):
                         yield layout

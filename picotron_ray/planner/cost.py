@@ -26,7 +26,7 @@ from picotron_ray.planner.counts import (
     stage_flops_per_token,
     stage_parameters,
 )
-from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES
+from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES, memory_estimate, offloaded_activations
 from picotron_ray.planner.profile import DeviceProfile
 
 BUCKET_BYTES = 25e6  # gradients reduced per collective
@@ -55,11 +55,13 @@ class StepCost:
     """gradient reduction and ZeRO's gathering over the replicas"""
     sync_s: float
     """the one exchange between all ranks at the end of a step"""
+    offload_s: float = 0.0
+    """to host memory and back, and what the host's cores compute there"""
 
     @property
     def total_s(self) -> float:
         inside = self.compute_s + self.bubble_s + self.tensor_s + self.context_s + self.expert_s
-        return inside + self.pipeline_s + self.data_s + self.sync_s
+        return inside + self.pipeline_s + self.data_s + self.sync_s + self.offload_s
 
 
 def step_cost(
@@ -87,6 +89,7 @@ def step_cost(
         pipeline_s=(micro_batches + waiting) * hop,
         data_s=_data(job, layout, profile, node_sizes, micro_batches),
         sync_s=profile.latency_s * math.log2(layout.world_size),
+        offload_s=_offload(job, layout, profile),
     )
 
 
@@ -229,6 +232,23 @@ def _data(
         blocks = _depth(job, layout) + 2
         total += (gathers + reductions) * _pass(size, layout.shards, blocks, profile, apart)
     return total
+
+
+def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
+    """Seconds of a step for what is kept in host memory.
+
+    Moments: gradients down, updates up, AdamW by the host's cores, which read and write update and moments
+    and read gradients: seven values per parameter. Activations: down and up, per micro-batch.
+    """
+    seconds = 0.0
+    if job.optimizer.offload:
+        moments = memory_estimate(job, layout).host_state_bytes
+        rate = profile.host_bytes_s * max(1, int(job.cluster.cpus_per_worker))
+        seconds += moments / profile.host_link_bytes_s + 3.5 * moments / rate
+    if layout.offload_activations:
+        most = max(offloaded_activations(job, layout, rank) for rank in range(layout.pp))
+        seconds += 2 * layout.micro_batches(job.data.global_batch) * most / profile.host_link_bytes_s
+    return seconds
 
 
 def _pass(size: float, ranks: int, calls: float, profile: DeviceProfile, between_nodes: bool) -> float:

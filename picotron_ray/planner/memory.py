@@ -13,11 +13,26 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.recompute import Kind, recomputed
 from picotron_ray.config.schedules import in_flight
-from picotron_ray.planner.counts import joined_parameters, sizes_of, stage_depth, stage_parameters
+from picotron_ray.planner.counts import (
+    joined_parameters,
+    sizes_of,
+    stage_depth,
+    stage_parameters,
+)
 
-STATE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 4, "fp16": 4}  # weights, gradients and moments
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # activations
+# auto, before launch has settled it, is thought of as the widest that it may come to
+STATE_BYTES = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 4,
+    "fp16": 4,
+    "fp8": 4,
+    "auto": 4,
+}  # weights, gradients, moments
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "auto": 4}  # activations
 MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}  # per parameter; muon has one of each matrix inside a block
+OFFLOAD_STAGING_BYTES = 4 * 32 * 2**20  # two buckets of gradients and two of updates (train.offload)
 USABLE = 0.9  # share of the device's memory that an estimate may fill
 
 
@@ -26,13 +41,17 @@ class MemoryEstimate:
     """Bytes on the fullest worker of a layout."""
 
     state_bytes: float
-    """weights, gradients and optimizer moments"""
+    """weights, gradients, and optimizer moments where they are not offloaded"""
     gathered_bytes: float
     """weights gathered for computation under ZeRO, and gradients before their reduction"""
     activation_bytes: float
     """what the backward passes in flight still need"""
     update_bytes: float = 0.0
     """what the optimizer's update makes besides, when all backward passes are done"""
+    host_state_bytes: float = 0.0
+    """of the host: offloaded optimizer moments"""
+    host_activation_bytes: float = 0.0
+    """of the host: offloaded activations, of all micro-batches in flight"""
 
     @property
     def total_bytes(self) -> float:
@@ -53,9 +72,11 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
         stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep) for stage in stages
     )
     depth = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
-    copies = 2 + MOMENTS[job.optimizer.name]  # weight and gradient, moments
     mine = _sharded(job, layout, parameters, depth) if layout.zero else parameters
-    state = size * copies * mine
+    state, host = size * (2 + MOMENTS[job.optimizer.name]) * mine, 0.0  # weight and gradient, moments
+    if job.optimizer.offload:
+        host = size * MOMENTS[job.optimizer.name] * mine
+        state += min(OFFLOAD_STAGING_BYTES, 2 * size * mine) - host
     held = sizes.block - sizes.experts + sizes.experts // layout.ep
     if job.optimizer.name == "muon":
         matrices = depth * (held - sizes.block + sizes.matrices) / layout.tp
@@ -70,7 +91,8 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
         gradients = parameters if layout.zero == 1 or layout.pp > 1 else block
         gathered = (weights + gradients) * size
     update = mine * size if job.kernels.optimizer == "foreach" else 0.0  # roots of the second moments, of all
-    return MemoryEstimate(state, gathered, _activations(job, layout, rank), update)
+    away = offloaded_activations(job, layout, rank) * _in_flight(job, layout, rank)
+    return MemoryEstimate(state, gathered, _activations(job, layout, rank), update, host, away)
 
 
 def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:
@@ -140,14 +162,31 @@ def _kept_elements(job: JobConfig, layout: Layout, rank: int) -> float:
     A block that is computed again keeps its input, or the results of its matrix products; while its backward
     pass runs, it has all of one micro-batch once more.
     """
+    of, kinds = _kept_by_kind(job), _kinds(job, layout, rank)
+    again = of["kept"] if any(kind != "kept" for kind in kinds) else 0
+    if layout.offload_activations:  # the block at work and the one that travels
+        return 2 * max((of[kind] for kind in kinds), default=0) + again
+    return sum(of[kind] for kind in kinds) * _in_flight(job, layout, rank) + again
+
+
+def _kept_by_kind(job: JobConfig) -> dict[Kind, int]:
+    """Elements per token that a block keeps for backward, by what becomes of its activations."""
     sizes = sizes_of(job.model)
     whole = sizes.activations
     if job.kernels.activation == "compiled":  # silu of the gate is computed again
         whole -= job.model.intermediate_size
-    of = {"kept": whole, "full": sizes.hidden, "selective": sizes.products}
-    kinds = _kinds(job, layout, rank)
-    again = whole if any(kind != "kept" for kind in kinds) else 0
-    return sum(of[kind] for kind in kinds) * _in_flight(job, layout, rank) + again
+    return {"kept": whole, "full": sizes.hidden, "selective": sizes.products}
+
+
+def offloaded_activations(job: JobConfig, layout: Layout, rank: int) -> float:
+    """Bytes that a pipeline rank's blocks send to the host, and get back, per micro-batch."""
+    if not layout.offload_activations:
+        return 0.0
+    of = _kept_by_kind(job)
+    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
+    cut = layout.tp if sizes_of(job.model).sequence_cut else 1
+    elements = sum(of[kind] for kind in _kinds(job, layout, rank))
+    return tokens * elements * COMPUTE_BYTES[job.precision] / cut
 
 
 def budget_bytes(job: JobConfig, device_bytes: float) -> float:

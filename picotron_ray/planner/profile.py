@@ -15,6 +15,8 @@ class DeviceProfile:
         link_bytes_s: bandwidth between two workers of one node, bytes per second and direction.
         latency_s: seconds that one collective or message costs besides its bytes.
         node_link_bytes_s: bandwidth per worker between nodes; 0: as inside a node.
+        host_link_bytes_s: bandwidth between device and host memory, bytes per second and direction.
+        host_bytes_s: host memory that one thread reads and writes per second.
         kernel_s: seconds that one decoder block costs per micro-batch besides its arithmetic
             (launches, framework), forward and backward together.
     """
@@ -25,6 +27,8 @@ class DeviceProfile:
     latency_s: float
     node_link_bytes_s: float = 0.0
     kernel_s: float = 0.0
+    host_link_bytes_s: float = 1e10
+    host_bytes_s: float = 1e10
 
 
 # One CPU core with gloo over loopback. Arithmetic and bandwidth are the order of what small matrices reach;
@@ -40,6 +44,7 @@ GPU = DeviceProfile(
     latency_s=2e-5,
     node_link_bytes_s=4e10,
     kernel_s=3e-4,
+    host_link_bytes_s=5e10,  # PCIe 5.0 x16 has 63e9 each way
 )
 
 

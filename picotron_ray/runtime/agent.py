@@ -33,6 +33,7 @@ from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, SlotInfo
 from picotron_ray.errors import CorruptError, PicotronError, SlotError
 from picotron_ray.observability.exporter import Exporter, PortTakenError, address
+from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime import leftovers
 from picotron_ray.runtime.busy import Busy
 from picotron_ray.runtime.fingerprint import node_versions
@@ -54,6 +55,7 @@ class Agent:
         leftovers.claim(self._folder)
         self._lock = threading.Lock()
         self._term = 0
+        self._gpus = Gpus()
         self._gone: set[str] = set()  # workers whose end has been reported
         self._busy = Busy()
         self._stalls: dict[str, int] = {}  # worker -> phase_count of the stall reported
@@ -98,6 +100,7 @@ class Agent:
             "busy": [(page.worker, page.term, page.n) for page in living if page.phase != "idle"],
             "spec": spec,
             "metrics": self._metrics,
+            "capabilities": self._gpus.capabilities(),
         }
 
     def _newest_spec(self) -> GenerationSpec | None:

@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from picotron_ray.config.job import JobConfig
+from picotron_ray.config.precision import precision_problem
 from picotron_ray.coordinator.messages import (
     DrainNotice,
     GenerationSpec,
@@ -163,15 +164,19 @@ class Cluster:
             return []
         strangers = [Member(worker, view.id) for worker in hello["workers"] if worker not in self._workers]
         self.adopt_workers(tuple(strangers))  # known now; the machine judges what becomes of them
-        capacity, mismatch = self._room(view), self._mismatch(hello["versions"])
+        capacity, mismatch = self._room(view), self._mismatch(hello)
         if not mismatch:
             self._capacity[view.id] = capacity
         joined = NodeJoined(view.id, capacity, mismatch)
         return [joined, *(WorkerReady(member.worker, member.node) for member in strangers)]
 
-    def _mismatch(self, theirs: dict[str, str]) -> str:
+    def _mismatch(self, hello: dict[str, Any]) -> str:
+        """Why a node may not take part, from what its agent says; empty: it may."""
+        theirs = hello["versions"]
         seen = [f"{k} {theirs[k]} (expected {v})" for k, v in self._versions.items() if theirs[k] != v]
-        return "; ".join(seen)
+        device = "cuda" if self.needs.gpus else "cpu"
+        problem = precision_problem(self._job, device, hello["capabilities"])
+        return "; ".join([*seen, f"precision: {problem}"] if problem else seen)
 
     def _forget(self, node: str) -> None:
         self._order.remove(node)

@@ -182,6 +182,8 @@ class Coordinator:
         self._event_log = folder / f"events-{self._hands.term}.jsonl"
         self._event_log.write_text(header_line(self._job, {"device": self._device}) + "\n")
         self._history.begin(self._hands.term, self._archive)
+        for line in self._options.get("notes", ()):
+            self._history.note("info", "launch", line)
         for line in self._archive.news:
             self._history.note("info", "init-from", line)
         for complaint in self._archive.complaints:

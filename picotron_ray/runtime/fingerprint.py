@@ -6,6 +6,7 @@ import functools
 import platform
 from importlib.machinery import PathFinder
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import blake3
@@ -52,6 +53,8 @@ def node_versions(job: JobConfig) -> dict[str, str]:
         "torch": version("torch"),
         "python": platform.python_version(),
     }
+    if job.precision == "fp8":
+        versions["torchao"] = version("torchao") if find_spec("torchao") else "not installed"
     if job.model.builder is not None:
         versions[f"model.builder {job.model.builder}"] = builder_fingerprint(job.model.builder)
     return versions

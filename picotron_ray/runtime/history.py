@@ -278,6 +278,7 @@ class History:
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
                 "generation": str(era.spec.id) if era else None,
                 "layout": str(era.spec.layout) if era else None,
+                "precision": self._job.precision,
                 "members": [member.worker for member in era.spec.members] if era else [],
                 "resume_step": era.spec.resume_step if era else 0,
                 "step": step,

@@ -179,6 +179,8 @@ def import_hf(job: JobConfig, folder: Path) -> dict[str, Any]:
         ConfigError: see `check_import`, or the run exists.
         StorageError: the storage refused.
     """
+    if job.precision == "auto":
+        raise ConfigError("precision: saw auto, which is settled by a run's workers; name it for an import")
     files = check_import(job, folder)
     storage = open_storage(job.storage, job.name)
     if any(storage.list("log/")):

@@ -76,8 +76,10 @@ def _find(job: JobConfig, verify: bool) -> adopt.Found:
 def _fit(was: str, now: str, optimizer_state: bool) -> bool:
     """Whether a run of one precision can start from another's state: all but fp64 keep fp32 masters.
 
-    fp16 has a loss scale in its optimizer state, which the others do not.
+    fp16 has a loss scale in its optimizer state, which the others do not. ``auto`` is judged once settled.
     """
+    if now == "auto":
+        return was != "fp64"
     return "fp64" not in (was, now) and not (optimizer_state and "fp16" in (was, now))
 
 

@@ -39,7 +39,8 @@ def progress_line(status: dict[str, Any]) -> str:
         bigram = number(status.get("baseline_loss"))
         parts.append(f"eval_loss {number(status['eval_loss'])} (bigram {bigram})")
     parts.append(f"{number(status['tokens_per_s'], ',.0f')} tokens/s")
-    parts.append(f"{status['layout'] or '-'} on {len(status['members'])} workers")
+    where = f"{status['layout'] or '-'} on {len(status['members'])} workers"
+    parts.append(f"{where} in {status['precision']}" if status.get("precision") else where)
     return f"[{status['state']}] " + "  ".join(parts)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from picotron_ray.checkpoint.pool import choose_folder
 from picotron_ray.checkpoint.storage import Storage, open_storage, probe
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_problem, precision_problem
+from picotron_ray.config.kernels import attention_problem
+from picotron_ray.config.offload import offload_problems
+from picotron_ray.config.precision import TORCHAO
 from picotron_ray.config.resume import check_resume
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, NotFoundError, SlotError
@@ -31,6 +34,7 @@ from picotron_ray.runtime import origin
 from picotron_ray.runtime.names import NAMESPACE, cache_folder, coordinator_name
 from picotron_ray.runtime.own_model import with_built_model
 from picotron_ray.runtime.placement import ON_HEAD, living_nodes, worker_needs
+from picotron_ray.runtime.precision import able_nodes, settle_precision
 from picotron_ray.runtime.submission import Submission
 
 
@@ -74,7 +78,7 @@ def check(job: JobConfig) -> list[str]:
 def _slot_bytes(job: JobConfig, workers: int) -> int:
     """Room for all slots on one machine, each large enough for whatever its worker may hold."""
     estimate = memory_estimate(job, choose_layout(job, workers).layout)
-    return int(estimate.state_bytes) * job.snapshot.slots * workers
+    return int(estimate.state_bytes + estimate.host_state_bytes) * job.snapshot.slots * workers
 
 
 def check_resume_step(job: JobConfig, storage: Storage) -> None:
@@ -110,20 +114,29 @@ def check_cluster(job: JobConfig) -> None:
     needs = worker_needs(job.cluster, nodes)
     cp = 1 if job.layout.cp == "auto" else job.layout.cp
     device = "cuda" if needs.gpus else "cpu"
+    able, unable = able_nodes(job, nodes, device)
+    total = sum(node.capacity(needs) for node in able)
+    short = total < job.cluster.min_workers
+    waits = job.cluster.autoscale and device == "cuda"  # nodes that have it may come
     found = {
-        "precision": precision_problem(job, device),
+        "precision": (unable if short and not waits else "") or _missing_extra(job),
         "kernels.attention": attention_problem(job, device, cp),
+        **offload_problems(job, device),
     }
     problems = [f"{key}: {problem}" for key, problem in found.items() if problem]
     if problems:
         raise ConfigError(*problems)
-    total = sum(node.capacity(needs) for node in nodes)
-    if total < job.cluster.min_workers and not job.cluster.autoscale:
+    if short and not job.cluster.autoscale:
         what = f"{needs.gpus:g} GPU and {needs.cpus:g} CPU" if needs.gpus else f"{needs.cpus:g} CPU"
         raise ConfigError(
             f"cluster.min_workers: the cluster has room for {total} workers of {what} each, expected at least"
             f" {job.cluster.min_workers}; add nodes, lower it, or let Ray add nodes (cluster.autoscale)"
         )
+
+
+def _missing_extra(job: JobConfig) -> str:
+    """What the job's precision needs and this environment, which workers share, has not."""
+    return f"saw fp8, {TORCHAO}" if job.precision == "fp8" and not find_spec("torchao") else ""
 
 
 def ensure_coordinator(
@@ -146,10 +159,12 @@ def ensure_coordinator(
     if found is not None:
         return found, True
     job = with_built_model(job)
+    storage = open_storage(job.storage, job.name)
+    job, note = settle_precision(job, storage)
     check_cluster(job)
     from picotron_ray.runtime.coordinator import Coordinator
 
-    job, record = origin.settle(job, open_storage(job.storage, job.name))
+    job, record = origin.settle(job, storage)
     options = {
         "name": coordinator_name(job.name),
         "namespace": NAMESPACE,
@@ -171,6 +186,7 @@ def ensure_coordinator(
         "origin": record,
         "submission": submission.plain() if submission else None,
         "tied_to": tied_to,
+        "notes": [note] if note else [],
     }
     return actor.remote(job.model_dump(mode="json"), settings), False
 

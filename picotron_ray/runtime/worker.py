@@ -30,6 +30,7 @@ from picotron_ray.runtime.names import NAMESPACE, agent_name, cache_folder
 from picotron_ray.runtime.page import Page
 from picotron_ray.train.engine import preload
 from picotron_ray.train.exchange import SNAPSHOT, STOP
+from picotron_ray.train.precision import check_precision
 
 log = logging.getLogger(__name__)
 FLAGS = {"boundary": STOP, "snapshot": SNAPSHOT, "hard": None}
@@ -47,6 +48,8 @@ class Worker:
         self._term = 0
         self._run: GenerationRun | None = None
         self._storage: Storage | None = None
+        device = self._device()
+        check_precision(self._job, device)  # a node may have several kinds of GPU
         path = Path(folder)
         page = Page(path / f"{worker}.page", self._job.elastic, self._chaos)
         data = build_dataset(self._job.data, self._job.model.vocab_size, self._job.seed, cache_folder())
@@ -56,7 +59,7 @@ class Worker:
             worker=worker,
             node=node,
             folder=path,
-            device=self._device(),
+            device=device,
             data=data,
             page=page,
             storage=self._open_storage,

@@ -38,7 +38,7 @@ from picotron_ray.parallel.replicated import replicated
 from picotron_ray.train.adaptive import AdaptivePrecision, Policy, choose, parts_of
 from picotron_ray.train.balance import Balance, Load
 from picotron_ray.train.optimizer import build_optimizer
-from picotron_ray.train.precision import master_dtype
+from picotron_ray.train.precision import check_precision, master_dtype
 from picotron_ray.train.scaling import LossScaler
 from picotron_ray.train.stages import build_stages, mixtures_of
 
@@ -383,8 +383,9 @@ def build_engine(
     Args:
         groups: connected process groups; None only for a layout of one process.
 
-    Raises LayoutError where the layout cannot be applied, PeerLostError where a peer is gone.
+    Raises LayoutError where layout or precision cannot be applied, PeerLostError where a peer is gone.
     """
+    check_precision(job, device)
     if groups is None:
         if layout.world_size != 1:
             raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw one without groups")

@@ -22,9 +22,9 @@ from picotron_ray.models.plan import ParameterSpec
 from picotron_ray.parallel.matrices import share_out
 from picotron_ray.parallel.parallelize import LocalParameter
 from picotron_ray.train.muon import Muon
+from picotron_ray.train.offload import MOMENTS, Alike, OffloadedAdamW
 from picotron_ray.train.precision import orthogonalisation_dtype
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 MOMENTUM = "momentum"  # Muon's
 
 
@@ -50,7 +50,9 @@ def build_optimizer(
     config = job.optimizer
     fused = job.kernels.optimizer == "fused"
     if config.name != "muon":
-        return Optimizer(config, parameters, fused=fused)
+        threads = max(1, int(job.cluster.cpus_per_worker))
+        host = (device, threads) if config.offload else None
+        return Optimizer(config, parameters, fused=fused, host=host)
     rounds = share_out([spec for spec in table if spec.matrix], layout, rank)
     mine = [parameter for parameter in parameters if parameter.spec.matrix]
     dtype = orthogonalisation_dtype(job, device)
@@ -64,6 +66,7 @@ class Optimizer:
     Args:
         muon: what updates the matrices; None: they are like all others.
         fused: whether AdamW is one kernel of torch's; else a few operations, each over all tensors (foreach).
+        host: the device, and threads of the host, where AdamW's moments are kept off the device.
 
     Fields:
         moments: per moment name, a tensor by the name of each parameter that has it (none for sgd).
@@ -76,6 +79,7 @@ class Optimizer:
         muon: Muon | None = None,
         *,
         fused: bool = True,
+        host: tuple[torch.device, int] | None = None,
     ) -> None:
         self.config, self._muon, self._fused = config, muon, fused
         self._names = [parameter.spec.name for parameter in parameters]
@@ -86,6 +90,11 @@ class Optimizer:
             for decay in (True, False)
             if (chosen := [i for i in others if decays(parameters[i].spec, config) is decay])
         ]
+        self._offloaded = None
+        if host is not None:
+            self._offloaded = OffloadedAdamW(config, [self._alike(*group) for group in self._groups], *host)
+            self.moments = self._offloaded.moments
+            return
         names = () if config.name == "sgd" else MOMENTS
         self.moments = {
             name: {self._names[i]: torch.zeros_like(self._locals[i]) for i in others} for name in names
@@ -93,12 +102,18 @@ class Optimizer:
         if muon is not None:
             self.moments[MOMENTUM] = muon.momentum
 
+    def _alike(self, chosen: Sequence[int], decay: float) -> Alike:
+        return Alike([self._names[i] for i in chosen], [self._locals[i] for i in chosen], chosen, decay)
+
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
         """One update. ``step`` is its number, from 1: the bias correction's exponent.
 
         Under Muon all ranks of a pipeline stage together; RuntimeError when one of them is gone.
         """
+        if self._offloaded is not None:
+            self._offloaded.step(gradients, rate, step)
+            return
         for chosen, decay in self._groups:
             self._update(chosen, gradients, rate, step, decay)
         if self._muon is not None:

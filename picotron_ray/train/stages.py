@@ -61,14 +61,17 @@ def _plan(
         definition.styles,
         definition.blocks(model),
         AttentionPlan(definition.attention, backend, job.data.sequence_length),
-        definition.mixtures,
-        definition.positions,
-        frozenset(spec.name for spec in definition.table if not spec.trained),
-        job.kernels.compile,
-        groups_experts(job, device.type),
-        definition.joint if job.kernels.projections == "fused" else (),
-        {name: at for name, at in definition.functions.items() if getattr(job.kernels, name) == "compiled"},
-        job.kernels.loss_chunk if job.kernels.loss == "linear" else None,
+        mixtures=definition.mixtures,
+        positions=definition.positions,
+        untrained=frozenset(spec.name for spec in definition.table if not spec.trained),
+        compiled=job.kernels.compile,
+        grouped=groups_experts(job, device.type),
+        joint=definition.joint if job.kernels.projections == "fused" else (),
+        functions={
+            name: at for name, at in definition.functions.items() if getattr(job.kernels, name) == "compiled"
+        },
+        loss_chunk=job.kernels.loss_chunk if job.kernels.loss == "linear" else None,
+        fp8=job.precision == "fp8",
     )
 
 

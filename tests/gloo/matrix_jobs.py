@@ -231,6 +231,16 @@ def planted(kind: str, rank: int) -> Any:
             return found
 
         return replace(stages, "parallelize", applied)
+    if kind == "fp8":
+        import picotron_ray.parallel.fp8 as fp8
+
+        undo = replace(engine, "check_precision", lambda job, device: None)
+        undo_emulate = replace(fp8, "EMULATE", True)
+        return lambda: (undo(), undo_emulate())
+    if kind.startswith("offload-"):
+        from tests.gloo.offload_jobs import PLANTS as OFFLOADS
+
+        return OFFLOADS[kind.removeprefix("offload-")]()
     if kind == "norm":
         return double_all_reduce(norm)
     if kind == "vocab":

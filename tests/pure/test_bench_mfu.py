@@ -13,7 +13,7 @@ from picotron_ray import cli
 from picotron_ray.bench.mfu import report
 from picotron_ray.bench.mfu.figures import breakdown, formula, known_peak, measured, mfu, speed_up
 from picotron_ray.bench.mfu.result import peak_of, result
-from picotron_ray.bench.mfu.run import Options, segments
+from picotron_ray.bench.mfu.run import Options, _precision, segments
 from picotron_ray.bench.mfu.settings import (
     SWITCHES,
     Refusal,
@@ -227,3 +227,17 @@ def test_bad_requests_end_with_one_line_before_anything_starts(
     result = CliRunner().invoke(cli.app, ["bench", "mfu", "tiny", "cluster.device=cpu", *arguments])
     assert result.exit_code == 2
     assert line in result.stderr
+
+
+def test_auto_precision_is_settled_before_anything_is_measured() -> None:
+    assert _precision("tiny", ["precision=auto"], "cpu") == ["precision=fp32"]
+    assert _precision("tiny", ["precision=bf16"], "cpu") == []
+
+
+def test_what_needs_a_gpu_is_named_among_the_refused_on_cpus() -> None:
+    base = base_setting("tiny", [], 1, "cpu")
+    refused = {item.name: item.reason for item in switched(base) if isinstance(item, Refusal)}
+    offloads = {name for name in refused if "offload" in name}
+    assert len(offloads) == 3
+    assert all("workers run on CPUs" in refused[name] for name in offloads)
+    assert "saw fp8, which CPUs do not have" in refused["precision=fp8"]

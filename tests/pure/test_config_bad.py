@@ -53,11 +53,51 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.schedule.kind",
         "one of constant, cosine, wsd, did you mean cosine?",
     ),
-    "precision": ("precision: fp8", "precision", "one of fp64, fp32, tf32, bf16, fp16"),
+    "precision": ("precision: fp4", "precision", "one of fp64, fp32, tf32, bf16, fp16, fp8, auto"),
+    "fp8 on a CPU": (
+        "precision: fp8\ncluster: {device: cpu}",
+        "precision",
+        "saw fp8, which CPUs do not have; use fp32 or bf16",
+    ),
+    "fp8 and widths": (
+        "precision: fp8\nmodel: {intermediate_size: 344}",
+        "precision",
+        "saw fp8, which multiplies multiples of 16, but model.intermediate_size: 344; use bf16",
+    ),
+    "fp8 and what tp leaves": (
+        "precision: fp8\nmodel: {intermediate_size: 336}\nlayout: {tp: 2}",
+        "precision",
+        "saw fp8 with tp=2, which multiplies multiples of 16, but model.intermediate_size: 168; use bf16",
+    ),
+    "fp8 and the rows": (
+        "precision: fp8\ndata: {sequence_length: 24}",
+        "precision",
+        "tokens of a row: 24",
+    ),
+    "fp8 of a model of your own": (
+        "precision: fp8\nmodel: {builder: 'a:b'}",
+        "precision",
+        "saw fp8 with model.builder, whose linear layers are not looked into",
+    ),
+    "fp8 and adaptive precision": (
+        "precision: fp8\nadaptive_precision: {error_bound: 0.01}",
+        "adaptive_precision.error_bound",
+        "saw 0.01 with precision=fp8, whose layers are no parts that it can switch",
+    ),
     "an error bound without low precision": (
         "adaptive_precision: {error_bound: 0.01}",
         "adaptive_precision.error_bound",
         "saw 0.01 with precision=fp32",
+    ),
+    "an error bound where auto has no low precision": (
+        "precision: auto\nadaptive_precision: {error_bound: 0.01}\ncluster: {device: cpu}",
+        "adaptive_precision.error_bound",
+        "saw 0.01 with precision=fp32",
+    ),
+    "a kernel that no precision of auto has there": (
+        "precision: auto\nkernels: {attention: cudnn}\ncluster: {device: cpu}",
+        "kernels.attention",
+        "expected auto or one of flash, math on cpu",
     ),
     "tensor cores of a CPU": (
         "precision: tf32\ncluster: {device: cpu}",
@@ -370,6 +410,56 @@ BAD: dict[str, tuple[str, str, str]] = {
         "saw 0.99 with optimizer.name=sgd, which has none; drop it or use optimizer.name=adamw or muon",
     ),
     "momentum of one": ("optimizer: {name: muon, momentum: 1.0}", "optimizer.momentum", ">= 0 and < 1"),
+    "offloaded moments on CPUs": (
+        "optimizer: {offload: true}\ncluster: {device: cpu}",
+        "optimizer.offload",
+        "saw true, but workers run on CPUs, whose memory is the host's; drop it",
+    ),
+    "offloaded activations on CPUs": (
+        "layout: {offload_activations: true}\ncluster: {device: cpu}",
+        "layout.offload_activations",
+        "saw true, but workers run on CPUs, whose memory is the host's; drop it",
+    ),
+    "offloaded activations and selective recomputation": (
+        "layout: {offload_activations: true, recompute: selective}",
+        "layout.offload_activations",
+        "saw true with layout.recompute=selective, whose kept results stay on the device",
+    ),
+    "offloaded activations of compiled blocks": (
+        "layout: {offload_activations: true}\nkernels: {compile: true}",
+        "layout.offload_activations",
+        "saw true with kernels.compile=true, which decides by itself",
+    ),
+    "offloaded moments of plain sgd": (
+        "optimizer: {name: sgd, offload: true}",
+        "optimizer.offload",
+        "saw true with optimizer.name=sgd, which has no moments",
+    ),
+    "offloaded momentum of muon": (
+        "optimizer: {name: muon, offload: true}",
+        "optimizer.offload",
+        "saw true with optimizer.name=muon, whose momentum the device orthogonalises",
+    ),
+    "offloaded moments and foreach": (
+        "optimizer: {offload: true}\nkernels: {optimizer: foreach}",
+        "kernels.optimizer",
+        "saw foreach with optimizer.offload=true",
+    ),
+    "offloaded activations and fused projections": (
+        "layout: {offload_activations: true}\nkernels: {projections: fused}",
+        "kernels.projections",
+        "saw fused with layout.offload_activations=true; use separate, or drop the offload",
+    ),
+    "offloaded activations and a compiled norm": (
+        "layout: {offload_activations: true}\nkernels: {norm: compiled}",
+        "kernels.norm",
+        "saw compiled with layout.offload_activations=true; use eager",
+    ),
+    "fp8 and fused projections": (
+        "precision: fp8\nkernels: {projections: fused}\ndata: {sequence_length: 128}",
+        "kernels.projections",
+        "saw fused with precision=fp8, which has a scale per projection",
+    ),
     "no such optimizer": ("optimizer: {name: lion}", "optimizer.name", "one of adamw, sgd, muon"),
     "two slots": ("snapshot: {slots: 2}", "snapshot.slots", "expected an integer >= 3"),
     "snapshot interval": (

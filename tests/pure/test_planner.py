@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from picotron_ray.config.fit import Degrees, fitting_degrees, misfits, nearest_l
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, parse_job
+from picotron_ray.config.optimizer import OptimizerConfig
+from picotron_ray.config.service import ClusterConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.planner.choose import choose_layout, layouts
+from picotron_ray.planner.choose import choose_layout, layouts, within
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.counts import (
     flops_per_token,
@@ -485,6 +488,57 @@ def test_an_update_of_all_tensors_at_once_copies_them(optimizer: str, layout: La
     )
     assert (fused.update_bytes, foreach.update_bytes) == (0, copied * 4)
     assert foreach.total_bytes == max(fused.total_bytes, fused.state_bytes + copied * 4)
+
+
+def test_offloaded_moments_by_hand() -> None:
+    """Two of four copies of 6600 values leave the device; staging is as large as gradients and updates."""
+    config = parse_job({**BY_HAND, "optimizer": {"offload": True}})
+    estimate = memory_estimate(config, Layout(micro_batch=2))
+    assert (estimate.state_bytes, estimate.host_state_bytes) == (6600 * (8 + 8), 6600 * 8)
+    plain = memory_estimate(parse_job(BY_HAND), Layout(dp=4, zero=3))
+    sharded = memory_estimate(config, Layout(dp=4, zero=3))
+    assert sharded.host_state_bytes == estimate.host_state_bytes / 4
+    assert sharded.total_bytes == plain.total_bytes
+    large = parse_job(
+        {**BY_HAND, "model": {"layers": 48, "hidden_size": 2048}, "optimizer": {"offload": True}}
+    )
+    saved = memory_estimate(large, Layout()).host_state_bytes - 4 * 32 * 2**20  # two buckets each way
+    kept = large.model_copy(update={"optimizer": OptimizerConfig()})
+    assert memory_estimate(kept, Layout()).total_bytes - memory_estimate(large, Layout()).total_bytes == saved
+    threads = config.model_copy(update={"cluster": ClusterConfig(cpus_per_worker=4)})
+    seconds = [step_cost(job, Layout(), UNIT).offload_s for job in (parse_job(BY_HAND), config, threads)]
+    moved, computed = 6600 * 8 / 1e10, 6600 * 28 / 1e10
+    assert seconds == pytest.approx([0.0, moved + computed, moved + computed / 4])
+
+
+@pytest.mark.parametrize(
+    ("layout", "device", "host"),
+    [
+        (Layout(micro_batch=2), 2 * 96, 4 * 96),  # the block at work and the one that travels; all four
+        (Layout(micro_batch=2, recompute="full"), 2 * 8 + 96, 4 * 8),
+        (Layout(micro_batch=2, recompute="every-2"), 2 * 96 + 96, 2 * 96 + 2 * 8),
+    ],
+)
+def test_offloaded_activations_by_hand(layout: Layout, device: int, host: int) -> None:
+    """96 elements a token and block, or its input of 8; 12 tokens; logits and their gradient stay."""
+    config = parse_job({**BY_HAND, "layout": {"offload_activations": True}})
+    layout = replace(layout, offload_activations=True)
+    estimate = memory_estimate(config, layout)
+    assert estimate.activation_bytes == 12 * 4 * (device + 2 * 300)
+    assert (estimate.host_activation_bytes, estimate.host_state_bytes) == (12 * 4 * host, 0)
+    # twice as far, for each of eight micro-batches
+    assert step_cost(config, layout, UNIT).offload_s == pytest.approx(2 * 8 * 12 * 4 * host / 1e10)
+    assert step_cost(config, replace(layout, offload_activations=False), UNIT).offload_s == 0.0
+
+
+def test_offload_is_in_every_layout_that_is_chosen_and_never_with_selective_recomputation() -> None:
+    config = parse_job({**BY_HAND, "layout": {"offload_activations": True}})
+    assert all(layout.offload_activations for layout in layouts(config, 4))
+    whole = memory_estimate(config, Layout(micro_batch=2, offload_activations=True))
+    budget = whole.total_bytes - 1
+    found = within(config, Layout(micro_batch=2, offload_activations=True), budget)
+    assert found is None or found.recompute.startswith("blocks-")
+    assert str(Layout(offload_activations=True)) == "dp1-tp1-pp1-mb1-offload"
 
 
 def test_the_first_stage_is_the_fullest_in_a_deep_pipeline() -> None:

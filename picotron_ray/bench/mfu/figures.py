@@ -59,6 +59,11 @@ def formula(job: JobConfig) -> Formula:
     return Formula(active_parameters(job.model), sizes.layers, sizes.scores, sequence, flops)
 
 
+def rated_precision(job: JobConfig) -> str:
+    """The precision by whose peak a job's MFU counts: for fp8 that of bf16, as others quote it."""
+    return "bf16" if job.precision == "fp8" else job.precision
+
+
 def known_peak(device_name: str, precision: str) -> float | None:
     """FLOP/s that a data sheet promises; None where the table does not have the device and precision."""
     for pattern, tflops in BF16_DENSE_TFLOPS.items():

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from picotron_ray.bench.events import Event
-from picotron_ray.bench.mfu.figures import breakdown, formula, measured, mfu, speed_up
+from picotron_ray.bench.mfu.figures import breakdown, formula, measured, mfu, rated_precision, speed_up
 from picotron_ray.bench.mfu.settings import Setting
 from picotron_ray.config.job import JobConfig
 from picotron_ray.errors import PicotronError
@@ -57,7 +57,7 @@ def result(
     runs = {settings[index].name: run for index, run in _runs(events).items()}
     ran = [setting for setting in settings[1:] if setting.name not in refused]
     figures, flops = measured(runs[base.name], _tokens(job)), formula(job)
-    peak, rate = peak_of(events, given, job.precision), figures["tokens_per_s"]["median"]
+    peak, rate = peak_of(events, given, rated_precision(job)), figures["tokens_per_s"]["median"]
     return {
         "job": {
             "model": job.model.model_dump(mode="json"),

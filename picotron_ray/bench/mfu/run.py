@@ -32,6 +32,7 @@ from picotron_ray.bench.mfu.settings import (
 )
 from picotron_ray.bench.signals import sigterm_exits
 from picotron_ray.config.load import load_job
+from picotron_ray.config.precision import chosen
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.runtime.names import cache_folder
@@ -62,7 +63,9 @@ def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> 
     if options.peak_tflops is not None and not options.peak_tflops > 0:
         raise ConfigError(f"--peak-tflops: saw {options.peak_tflops:g}, expected a number above 0")
     peers = chosen_peers(options.peers, options.picotron)
-    base = base_setting(config, overrides, options.workers, _device(config, overrides, options.workers))
+    device = _device(config, overrides, options.workers)
+    overrides = [*overrides, *_precision(config, overrides, device)]
+    base = base_setting(config, overrides, options.workers, device)
     found = [*(switched(base) if options.ablate else []), *(peer(base, name) for name in peers)]
     settings = [base, *(item for item in found if isinstance(item, Setting))]
     refused = {item.name: item.reason for item in found if isinstance(item, Refusal)}
@@ -95,6 +98,18 @@ def _device(config: str, overrides: Sequence[str], workers: int) -> str:
             f"--workers: saw {workers}, but {gpus} GPUs; give fewer, or cluster.device=cpu to train without"
         )
     return "cuda"
+
+
+def _precision(config: str, overrides: Sequence[str], device: str) -> list[str]:
+    """What ``precision: auto`` comes to on this machine's devices, as an override; none where it is named."""
+    if load_job(config, overrides).precision != "auto":
+        return []
+    found = []
+    if device == "cuda":
+        import torch
+
+        found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    return [f"precision={chosen(device, found)[0]}"]
 
 
 def segments(settings: int, rounds: int) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ SWITCHES = (
     "precision=tf32",
     "precision=bf16",
     "precision=fp16",
+    "precision=fp8",
     "kernels.attention=math",
     "kernels.attention=flash",
     "kernels.compile=true",
@@ -41,6 +42,9 @@ SWITCHES = (
     "layout.recompute=none",
     "layout.recompute=selective",
     "layout.recompute=full",
+    "layout.offload_activations=true",
+    "layout.recompute=full layout.offload_activations=true",
+    "optimizer.offload=true",
     "layout.zero=0",
     "layout.zero=1",
     "layout.zero=2",
@@ -184,6 +188,8 @@ def _other_model(job: JobConfig) -> str:
         return "it computes in one precision, saw adaptive_precision.error_bound"
     if job.precision == "fp16":
         return "it has no loss scale, saw precision=fp16"
+    if job.precision == "fp8":
+        return "it has no fp8 layers, saw precision=fp8"
     return ""
 
 

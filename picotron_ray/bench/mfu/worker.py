@@ -25,7 +25,7 @@ import torch
 
 from picotron_ray.bench.events import EventLog
 from picotron_ray.bench.mfu import picotron
-from picotron_ray.bench.mfu.figures import known_peak
+from picotron_ray.bench.mfu.figures import known_peak, rated_precision
 from picotron_ray.bench.mfu.meters import (
     PRODUCT_SIZE,
     Clock,
@@ -92,13 +92,13 @@ class Segments:
 
     def place(self) -> dict[str, Any]:
         """The device, and the peak that its data sheet promises in FLOP/s (None: not known)."""
-        device, precision = self._place.device, self._settings[0].job.precision
+        device, precision = self._place.device, rated_precision(self._settings[0].job)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return {"device": name, "data_sheet": known_peak(name, precision)}
 
     def product(self) -> dict[str, Any]:
         """FLOP/s of a large matrix product now, and its size."""
-        device, precision = self._place.device, self._settings[0].job.precision
+        device, precision = self._place.device, rated_precision(self._settings[0].job)
         return {"size": PRODUCT_SIZE[device.type], "flops_per_s": product_flops(device, precision)}
 
     def run(self, prefix: str, index: int, *, phases: bool) -> dict[str, Any]:

@@ -1,0 +1,40 @@
+"""Copies that come as late as CUDA allows: not before somebody waits for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class LateEvent:
+    """Of one copy; in its lane, those before it are done first."""
+
+    def __init__(self, lane: LateLane, number: int) -> None:
+        self._lane, self._number = lane, number
+
+    def synchronize(self) -> None:
+        self._lane.run(self._number)
+
+
+class LateLane:
+    """Stands in for ``comm.lanes.Lane``: what is read, or written over, too early comes out wrong."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._done = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> LateEvent:
+        if target.is_floating_point():
+            target.fill_(float("nan"))
+        self._waiting.append((target, source))
+        return LateEvent(self, self._done + len(self._waiting))
+
+    def follow(self, event: LateEvent | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def run(self, number: int) -> None:
+        while self._done < number:
+            target, source = self._waiting.pop(0)
+            target.copy_(source)
+            self._done += 1

@@ -32,6 +32,7 @@ def misfits(job: JobConfig, layout: Layout) -> list[Misfit]:
         *_fp8_misfits(job, layout.cp, layout.tp),
         *_expert_misfits(job, layout),
         *_copies_misfits(layout),
+        *_recompute_misfits(layout),
         *_pipeline_misfits(job, layout),
         *_batch_misfits(job, layout),
     ]
@@ -98,6 +99,17 @@ def _copies_misfits(layout: Layout) -> Iterator[Misfit]:
     elif replicas // copies % layout.ep:
         text = f"{saw}, which leaves {replicas // copies} ranks per copy, not a multiple of ep={layout.ep}"
         yield Misfit("layout.replicate", (*against, "layout.ep"), text)
+
+
+def _recompute_misfits(layout: Layout) -> Iterator[Misfit]:
+    gathered_inside = layout.zero == 3 and layout.ep > 1 and layout.expert_shards > 1
+    if layout.recompute == "selective" and gathered_inside:
+        text = (
+            f"saw selective with zero=3 and ep={layout.ep} over {layout.replicas} replicas, where a block"
+            " gathers its experts within: the second forward pass gathers other than the first; use full or"
+            " none"
+        )
+        yield Misfit("layout.recompute", ("layout.zero", "layout.ep", "layout.dp", "layout.cp"), text)
 
 
 def _context_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:

@@ -34,10 +34,8 @@ class Bucket:
         first = parameters[0]
         sizes = [parameter.numel() for parameter in parameters]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        self._views = [
-            piece.view(parameter.shape)
-            for piece, parameter in zip(self._flat.split(sizes), parameters, strict=True)
-        ]
+        pieces = zip(parameters, self._flat.split(sizes), strict=True)
+        self._views = {parameter: piece.view(parameter.shape) for parameter, piece in pieces}
         self._work: dist.Work | None = None
         self.waiting: set[Tensor] = set()
 
@@ -45,7 +43,18 @@ class Bucket:
         """Begin a step with gradients of zero, in the bucket."""
         self._flat.zero_()
         self._work, self.waiting = None, set(self.parameters)
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for parameter, view in self._views.items():
+            parameter.grad = view
+
+    def take_in(self, parameter: Tensor) -> None:
+        """Bring a gradient that lies elsewhere back into the bucket.
+
+        torch's pipeline stages, before their first step, drop the gradients of all parameters of a module
+        that FSDP knows, also of those that it was told to ignore; the next ones lie in storage of their own.
+        """
+        gradient, view = parameter.grad, self._views[parameter]
+        if gradient is not None and gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
             parameter.grad = view
 
     def start(self) -> None:
@@ -92,6 +101,7 @@ class Replicated:
             bucket.clear()
 
     def _accumulated(self, parameter: Tensor) -> None:
+        self._bucket[parameter].take_in(parameter)
         self._seen[parameter] += 1
         if self._seen[parameter] < self._passes:
             return
@@ -103,6 +113,8 @@ class Replicated:
     def finish(self) -> None:
         """Every gradient is the sum over the ranks of the group when this returns."""
         for bucket in self._buckets[self._started :]:
+            for parameter in bucket.parameters:
+                bucket.take_in(parameter)
             bucket.start()
         for bucket in self._buckets:
             bucket.wait()

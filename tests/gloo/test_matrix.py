@@ -98,7 +98,7 @@ def test_refusals_are_few_and_have_their_reasons(capsys: pytest.CaptureFixture[s
         "layout.ep": ("a model without experts", "does not divide"),
         "layout.pp": ("every stage needs a layer", "micro-batches"),
         "layout.zero": ("gradients come out wrong",),
-        "layout.recompute": ("splits the backward pass",),
+        "layout.recompute": ("splits the backward pass", "gathers its experts within"),
     }
     for case, reason in REFUSED:
         key = reason.partition(":")[0]

@@ -440,6 +440,12 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.offload",
         "saw true with optimizer.name=muon, whose momentum the device orthogonalises",
     ),
+    "selective recomputation around experts that are gathered": (
+        "model: {moe: {experts: 4, intermediate_size: 32}}\ncluster: {max_workers: 4}\n"
+        "layout: {dp: 4, tp: 1, pp: 1, ep: 2, zero: 3, recompute: selective}",
+        "layout.recompute",
+        "saw selective with zero=3 and ep=2 over 4 replicas, where a block gathers its experts within",
+    ),
     "offloaded moments and foreach": (
         "optimizer: {offload: true}\nkernels: {optimizer: foreach}",
         "kernels.optimizer",

@@ -102,12 +102,12 @@ def _copies_misfits(layout: Layout) -> Iterator[Misfit]:
 
 
 def _recompute_misfits(layout: Layout) -> Iterator[Misfit]:
-    gathered_inside = layout.zero == 3 and layout.ep > 1 and layout.expert_shards > 1
+    gathered_inside = layout.zero > 0 and layout.ep > 1 and layout.expert_shards > 1
     if layout.recompute == "selective" and gathered_inside:
         text = (
-            f"saw selective with zero=3 and ep={layout.ep} over {layout.replicas} replicas, where a block"
-            " gathers its experts within: the second forward pass gathers other than the first; use full or"
-            " none"
+            f"saw selective with zero={layout.zero} and ep={layout.ep} over {layout.replicas} replicas, where"
+            " a block gathers its experts within: the second forward pass gathers other than the first; use"
+            " full or none"
         )
         yield Misfit("layout.recompute", ("layout.zero", "layout.ep", "layout.dp", "layout.cp"), text)
 

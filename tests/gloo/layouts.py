@@ -24,8 +24,8 @@ from tests.gloo.matrix_jobs import MODEL, make_job
 
 PROCESSES = 8
 FEW = 4
-COUNT = 310
-LISTS = 24
+COUNT = 290
+LISTS = 16
 RECOMPUTE = ("none", "full", "none", "every-2", "none", "none", "selective")
 MIXTURE = {"experts": 4, "intermediate_size": 12}
 MODELS: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ def products() -> Iterator[Case]:
                 virtual_stages=virtual, context=context,
                 recompute="none" if RULES[schedule].splits else next(recompute),
             )  # fmt: skip
-            yield fewest_micro_batches(layout, kind, 7 if (dp + cp + ep + zero) % 2 else 12)
+            yield fewest_micro_batches(layout, kind, 7 if (dp + cp + ep + zero) % 2 else 8)
 
 
 def fewest_micro_batches(layout: Layout, kind: str, batch: int) -> Case:

@@ -96,6 +96,7 @@ def test_refusals_are_few_and_have_their_reasons(capsys: pytest.CaptureFixture[s
     """What is refused is refused by a rule that this test knows; the numbers are printed."""
     reasons = {
         "layout.ep": ("a model without experts", "does not divide"),
+        "layout.replicate": ("expected a divisor", "ranks per copy"),
         "layout.pp": ("every stage needs a layer", "micro-batches"),
         "layout.zero": ("gradients come out wrong",),
         "layout.recompute": ("splits the backward pass", "gathers its experts within"),

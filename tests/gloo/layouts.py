@@ -25,6 +25,7 @@ from tests.gloo.matrix_jobs import MODEL, make_job
 PROCESSES = 8
 FEW = 4
 COUNT = 290
+LARGE = 50  # of them on all PROCESSES, which take longest
 LISTS = 16
 RECOMPUTE = ("none", "full", "none", "every-2", "none", "none", "selective")
 MIXTURE = {"experts": 4, "intermediate_size": 12}
@@ -174,4 +175,6 @@ _DRAW = random.Random(0)
 _SHUFFLED = sorted(FITTING, key=lambda case: -(_DRAW.random() ** (case.layout.world_size**2)))
 PAIRS = covering([case for case in _SHUFFLED if case.layout.world_size <= FEW and case.layout.dp < FEW])
 LISTED = listed()
-CASES = [*PAIRS, *[case for case in _SHUFFLED if case not in PAIRS]][:COUNT]
+_REST = [case for case in _SHUFFLED if case not in PAIRS]
+_WHOLE = [case for case in _REST if case.layout.world_size == PROCESSES]
+CASES = [*PAIRS, *_WHOLE[:LARGE], *[case for case in _REST if case not in _WHOLE]][:COUNT]

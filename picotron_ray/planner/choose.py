@@ -130,8 +130,10 @@ def within(job: JobConfig, layout: Layout, budget: float) -> Layout | None:
         return found if memory_estimate(job, found).total_bytes <= budget else None
 
     depth = max(end - start for start, end in stage_bounds(job.model, layout.stages))
-    unseen = job.kernels.compile or layout.offload_activations  # neither goes with what selective keeps
-    selective = None if unseen else fits("selective")
+    # neither of these goes with what selective keeps, nor do some layouts
+    unseen = job.kernels.compile or layout.offload_activations
+    barred = unseen or misfits(job, replace(layout, recompute="selective"))
+    selective = None if barred else fits("selective")
     if selective or not fits(f"blocks-{depth}"):
         return selective
     # more blocks never need more memory

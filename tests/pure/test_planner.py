@@ -589,3 +589,20 @@ def test_what_is_remembered_is_told_apart_by_every_argument() -> None:
     ]  # fmt: skip
     assert calls == [(2, 0), (2, 1), (4, 0)]
     assert scaled([5], 2) == 10
+
+
+def test_no_budget_leads_to_recomputation_that_is_refused() -> None:
+    """A block that gathers its experts within cannot be computed again selectively."""
+    config = parse_job({**BY_HAND, "model": {**BY_HAND["model"], "moe": MIXED}})
+    layout = Layout(dp=4, ep=2, zero=3, micro_batch=2)
+    budget = memory_estimate(config, layout).total_bytes - 1
+    alone = within(
+        config,
+        dataclasses.replace(layout, dp=2, zero=0),
+        memory_estimate(config, Layout(dp=2, ep=2, micro_batch=2)).total_bytes - 1,
+    )
+    assert alone is not None
+    assert alone.recompute == "selective"
+    found = within(config, layout, budget)
+    assert found is not None
+    assert found.recompute.startswith("blocks-")

@@ -227,7 +227,8 @@ def checkpoints_import(
             return
         done = huggingface.import_hf(_job(config, overrides), folder)
         text = f"run {done['run']}: step 0 is committed, {done['tensors']} tensors from {folder}"
-        _emit(done) if as_json else print(text)
+        note = f"\nnote: {done['note']}" if "note" in done else ""
+        _emit(done) if as_json else print(text + note)
 
 
 @checkpoints.command("export-hf")
@@ -243,11 +244,11 @@ def checkpoints_export(
     """Write a commit as a Hugging Face checkpoint that transformers loads."""
     with reported(as_json):
         from picotron_ray.errors import ConfigError
-        from picotron_ray.runtime import huggingface
+        from picotron_ray.runtime import hf_export
 
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"--dtype: saw {dtype}, expected float32 or bfloat16")
-        done = huggingface.export_hf(_job(config, overrides), folder, step, dtype, int(shard_gib * 2**30))
+        done = hf_export.export_hf(_job(config, overrides), folder, step, dtype, int(shard_gib * 2**30))
         text = f"run {done['run']}: step {done['step']} is in {folder}, {done['files']} files of tensors"
         _emit(done) if as_json else print(text)
 
@@ -325,8 +326,11 @@ def bench_mfu(
     warmup: Annotated[int, typer.Option(min=0, help="steps before them")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="each with every setting once")] = 5,
     ablate: Annotated[bool, typer.Option("--ablate", help="switch each optimisation in turn")] = False,
-    peers: Annotated[str, typer.Option(help="plain, picotron, with a comma between, or none")] = "plain",
+    peers: Annotated[
+        str, typer.Option(help="some of plain, picotron, torchtitan, with commas between, or none")
+    ] = "plain",
     picotron: Annotated[Path | None, typer.Option(help="a checkout of huggingface/picotron")] = None,
+    torchtitan: Annotated[Path | None, typer.Option(help="a checkout of pytorch/torchtitan")] = None,
     peak_tflops: Annotated[
         float | None, typer.Option(help="of one worker; default: its data sheet's, else measured")
     ] = None,
@@ -336,7 +340,9 @@ def bench_mfu(
     with reported(json_file == "-"):
         from picotron_ray.bench.mfu import report, run
 
-        options = run.Options(workers, steps, warmup, rounds, ablate, peers, picotron, peak_tflops)
+        options = run.Options(
+            workers, steps, warmup, rounds, ablate, peers, picotron, torchtitan, peak_tflops
+        )
         found = run.bench(config, overrides or [], options, _say)
         _result(found, report.lines(found), json_file)
 

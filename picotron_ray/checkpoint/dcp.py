@@ -12,9 +12,10 @@ Restoring 360 tensors (120 weights and their moments) of a (dp 2, tp 2) state fr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -38,20 +40,43 @@ from picotron_ray.errors import StorageError
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class Encoded(Protocol):
+    """A live tensor that is kept in another form: its canonical values come and go in the host's memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+
+    def __getitem__(self, rows: slice) -> Encoded:
+        """Some of its rows."""
+
+    def decoded(self) -> torch.Tensor:
+        """The values, on the CPU, contiguous."""
+
+    def encode(self, values: torch.Tensor) -> None:
+        """Take over values of the whole tensor, on the CPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateTensor:
     """What one rank holds of one canonical tensor.
 
     Fields:
         shard: its name and box in the uncut model.
-        tensor: the live local storage, of the box's shape (never a DTensor).
+        tensor: the live local storage, of the box's shape (never a DTensor), or what stands for it.
         primary: exactly one state group (``Layout.state_group``) is primary for each box: False on tp
             ranks other than 0 for tensors that tp replicates.
     """
 
     shard: Shard
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Encoded
     primary: bool = True
+
+    def values(self) -> torch.Tensor:
+        """The canonical values: the live storage itself, or made from what stands for it."""
+        return self.tensor.detach() if isinstance(self.tensor, torch.Tensor) else self.tensor.decoded()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -59,14 +84,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def buffers(state: Sequence[StateTensor]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """The bytes of each tensor, for ``SlotFile.write``; on CPU without a copy where contiguous."""
-    return [
-        entry.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        if entry.tensor.numel()
-        else np.empty(0, dtype=np.uint8)
-        for entry in state
-    ]
+def buffers(state: Iterable[StateTensor]) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """The bytes of each tensor, for ``SlotFile.write``; on CPU without a copy where contiguous.
+
+    One after the other: a copy of what is encoded, or not on the CPU, is there until the next is asked for.
+    """
+    for entry in state:
+        if entry.shard.box.numel:
+            yield entry.values().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        else:
+            yield np.empty(0, dtype=np.uint8)
 
 
 def restore(state: Sequence[StateTensor], source: ShardSource) -> None:
@@ -105,7 +132,7 @@ def uncut(shards: Iterable[Shard], source: ShardSource) -> dict[str, torch.Tenso
         box = whole(shard.global_shape)
         state.append(StateTensor(replace(shard, box=box), tensor))
     restore(state, source)
-    return {entry.shard.name: entry.tensor for entry in state}
+    return {entry.shard.name: entry.values() for entry in state}
 
 
 def _check(wanted: dict[str, list[StateTensor]], stored: dict[str, list[Piece]]) -> None:
@@ -143,11 +170,17 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class _BoxPlanner(DefaultLoadPlanner):
-    """DCP's load planner, told of boxes directly instead of through DTensors."""
+    """DCP's load planner, told of boxes directly instead of through DTensors.
+
+    The values of an encoded tensor are gathered beside it, until they are complete: reads come tensor by
+    tensor, so that few are under way at a time.
+    """
 
     def __init__(self, wanted: dict[str, list[StateTensor]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._wanted = wanted
+        self._gathered: dict[tuple[str, int], torch.Tensor] = {}
+        self._missing: Counter[tuple[str, int]] = Counter()
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -157,10 +190,24 @@ class _BoxPlanner(DefaultLoadPlanner):
             assert isinstance(stored, TensorStorageMetadata)
             chunks = [_chunk(entry.shard.box) for entry in entries]
             items += create_read_items_for_chunk_list(name, stored, chunks)
+        self._missing.update(_wanted_at(item.dest_index) for item in items)
         return LoadPlan(items)
 
-    def lookup_tensor(self, index: Any) -> torch.Tensor:
-        return self._wanted[index.fqn][index.index].tensor.detach()
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        name, number = _wanted_at(index)
+        live = self._wanted[name][number].tensor
+        if isinstance(live, torch.Tensor):
+            return live.detach()
+        if (name, number) not in self._gathered:
+            self._gathered[name, number] = torch.empty(live.shape, dtype=live.dtype)
+        return self._gathered[name, number]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        name, number = _wanted_at(read_item.dest_index)
+        self._missing[name, number] -= 1
+        live = self._wanted[name][number].tensor
+        if not isinstance(live, torch.Tensor) and not self._missing[name, number]:
+            live.encode(self._gathered.pop((name, number)))
 
 
 class _PieceReader(StorageReader):
@@ -216,6 +263,11 @@ class _PieceReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _wanted_at(index: MetadataIndex) -> tuple[str, int]:
+    """Name of a wanted tensor, and which of this rank's boxes of it."""
+    return index.fqn, index.index or 0
 
 
 def _stored_at(item: ReadItem) -> tuple[str, int]:

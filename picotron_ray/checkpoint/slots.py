@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ class SlotFile:
         self,
         header: SlotHeader,
         shards: Sequence[Shard],
-        buffers: Sequence[Buffer],
+        buffers: Iterable[Buffer],
         *,
         pinned: bool = False,
         on_phase: Callable[[str], None] | None = None,
@@ -207,7 +207,7 @@ class SlotFile:
         self._map = mmap.mmap(self._descriptor, capacity)
 
     def _copy_body(
-        self, body_at: int, buffers: Sequence[Buffer], on_phase: Callable[[str], None] | None
+        self, body_at: int, buffers: Iterable[Buffer], on_phase: Callable[[str], None] | None
     ) -> bytes:
         target = np.frombuffer(self._map, dtype=np.uint8)
         digests = []

@@ -1,7 +1,7 @@
-"""One message between every two ranks that have something for each other: an all-to-all of uneven parts.
+"""Messages between two ranks: one for every two that have something for each other, or both ways at once.
 
-Point to point on the default group, so ranks that have nothing to say take no part, and ranks of other
-pipeline stages need not know how many exchanges there are.
+`swap` is an all-to-all of uneven parts. It goes point to point on the default group, so ranks that have
+nothing to say take no part, and ranks of other pipeline stages need not know how many exchanges there are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+SUM_TAG = 7  # not that of a pipeline's messages, the last of which may not have left yet
 
 
 def swap(
@@ -35,3 +37,24 @@ def swap(
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     return found | {rank: sent[rank]} if rank in incoming else found
+
+
+def sum_with_peer_(x: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """Make ``x`` the sum of this rank's and the peer's, in place, the same bits on both; both call it.
+
+    Point to point, because a group of two out of some ranks' many would be made by few: torch names groups by
+    how many a rank has, so that later ones would have other names on other ranks.
+
+    Args:
+        peer: its rank in the group.
+
+    Raises RuntimeError when the peer is gone.
+    """
+    sent, found = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    operations = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=peer, tag=SUM_TAG),
+        dist.P2POp(dist.irecv, found, group=group, group_peer=peer, tag=SUM_TAG),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    x += found

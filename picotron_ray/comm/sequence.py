@@ -13,11 +13,32 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[batch, seq / n, ...]`` of every rank → ``[batch, seq, ...]`` on all of them."""
-    parts = group.size()
-    batch, length, *rest = x.shape
-    gathered = x.new_empty((parts * batch, length, *rest))
+    gathered = _room(x, group)
     _all_gather(gathered, x.contiguous(), group=group)
-    return gathered.view(parts, batch, length, *rest).transpose(0, 1).reshape(batch, parts * length, *rest)
+    return _in_order(gathered, x.shape)
+
+
+class GatherAhead:
+    """As `gather_sequence`, in the background."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        self._sent, self._gathered = x.contiguous(), _room(x, group)
+        self._work = _all_gather(self._gathered, self._sent, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """``[batch, seq, ...]``, the ranks' parts in order."""
+        self._work.wait()
+        return _in_order(self._gathered, self._sent.shape)
+
+
+def _room(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """For the ``x`` of every rank, one after the other."""
+    return x.new_empty((group.size() * x.size(0), *x.shape[1:]))
+
+
+def _in_order(gathered: Tensor, part: torch.Size) -> Tensor:
+    batch, length, *rest = part
+    return gathered.view(-1, batch, length, *rest).transpose(0, 1).reshape(batch, -1, *rest)
 
 
 def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -29,8 +29,8 @@ class LayoutConfig(Section):
     )
     context: Literal["ring", "all-gather"] = Field(
         default="ring",
-        description="how attention sees the keys of other ranks, where cp > 1: ring holds two parts of them"
-        " at a time, all-gather all of them",
+        description="how attention sees the keys of other ranks, where cp > 1: ring holds three parts of"
+        " them at a time (its own, the one at hand, the one coming), all-gather all of them",
     )
     zero: Zero | Literal["auto"] = Field(
         default="auto",
@@ -61,8 +61,9 @@ class LayoutConfig(Section):
         default="auto",
         pattern=f"{PATTERN}|^auto$",
         description="which blocks compute their activations again in the backward pass: none, full, selective"
-        " (all but matrix products and attention), every-N, middle-P (percent), blocks-K (of every stage);"
-        " auto: as few as the memory budget asks",
+        " (all but matrix products and attention), every-N, middle-P (percent), blocks-K (the first K of each"
+        " stage in full), blocks-K-S (and the next S selectively), or one of these per pipeline stage, with"
+        " commas between; auto: the cheapest that keeps the memory budget",
     )
     offload_activations: bool = Field(
         default=False,
@@ -99,17 +100,27 @@ class KernelsConfig(Section):
     attention: Literal["auto", "flash", "efficient", "cudnn", "flash-attn", "math"] = Field(
         default="auto",
         description="auto: the first that the device offers of flash, efficient, math; flash, efficient and"
-        " cudnn are torch's, flash-attn needs the extra flash, math is the formulas",
+        " cudnn are torch's, flash-attn needs the extra flash, math is the formulas. On CUDA flash and"
+        " flash-attn (bf16, fp16) take data.document_masks and windows without a mask in memory, efficient"
+        " (fp32 too) and math with one, cudnn takes neither; with layout.cp > 1 flash and cudnn take no"
+        " document_masks, and flash-attn is not offered",
     )
     experts: Literal["auto", "loop", "grouped"] = Field(
         default="auto",
         description="products of a mixture's experts: one after the other, or grouped into one kernel (not in"
-        " fp64); auto: grouped on CUDA",
+        " fp64, and rows of hidden_size and of intermediate_size / tp must be multiples of 16 bytes); auto:"
+        " grouped on CUDA where it can be",
     )
     projections: Literal["separate", "fused"] = Field(
         default="separate",
         description="queries, keys and values, and gate and up: a matrix product each, or fused into one;"
         " names, state and checkpoints are the same",
+    )
+    tp_overlap: Literal["none", "ring", "symmetric-memory"] = Field(
+        default="none",
+        description="where tp > 1, the gather before a block's first products and the sum after its last:"
+        " none, one after the other; ring, part by part, products computing while parts travel round the"
+        " ranks; symmetric-memory, torch's fused operators (CUDA, ranks that reach each other's memory)",
     )
     loss: Literal["logits", "linear"] = Field(
         default="logits",
@@ -133,6 +144,11 @@ class KernelsConfig(Section):
         default="fused",
         description="adamw: one kernel, or foreach: a few operations, each over all tensors, which take one"
         " more copy of the parameters while they run",
+    )
+    cuda_graphs: bool = Field(
+        default=False,
+        description="on CUDA: record a micro-batch's forward and backward pass once and replay it, for models"
+        " whose kernels are shorter than their launches; dense models under plain data parallelism (dp)",
     )
     compile: bool = Field(
         default=False,

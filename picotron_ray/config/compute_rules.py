@@ -19,9 +19,10 @@ from picotron_ray.config.fit import (
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.offload import offload_problems
-from picotron_ray.config.optimizer import OptimizerConfig
+from picotron_ray.config.optimizer import OptimizerConfig, ScheduleConfig
 from picotron_ray.config.precision import precision_problem
 from picotron_ray.config.problem import Problem
+from picotron_ray.config.recompute import is_selective, recomputed, stage_words
 from picotron_ray.errors import ConfigError
 
 _OPTIMIZERS_OF = {
@@ -54,9 +55,11 @@ def _optimizer(job: JobConfig) -> Iterator[Problem]:
 def _offload(job: JobConfig) -> Iterator[Problem]:
     for key, text in offload_problems(job, job.cluster.device).items():  # auto: once machines are known
         yield Problem(key, text, ("cluster.device",))
-    if job.layout.offload_activations and job.layout.recompute == "selective":
+    asked = job.layout.recompute
+    selective = asked != "auto" and is_selective(asked)
+    if job.layout.offload_activations and selective:
         text = (
-            "saw true with layout.recompute=selective, whose kept results stay on the device, out of sight of"
+            f"saw true with layout.recompute={asked}, whose kept results stay on the device, out of sight of"
             " what moves activations; use full or none"
         )
         yield Problem("layout.offload_activations", text, ("layout.recompute",))
@@ -76,6 +79,20 @@ def _offload(job: JobConfig) -> Iterator[Problem]:
         yield Problem("optimizer.offload", text, ("optimizer.name",))
 
 
+def _moments(job: JobConfig) -> Iterator[Problem]:
+    if job.optimizer.moments == "full":
+        return
+    against = {
+        "optimizer.name": job.optimizer.name == "sgd" and "sgd, which has no moments; drop it or use adamw",
+        "optimizer.offload": job.optimizer.offload
+        and "true, whose moments take nothing of the device that 8 bits would save; drop one",
+        "precision": job.precision == "fp64" and "fp64, which is for exact moments; use full or fp32",
+    }
+    for key, why in against.items():
+        if why:
+            yield Problem("optimizer.moments", f"saw {job.optimizer.moments} with {key}={why}", (key,))
+
+
 def _schedule(job: JobConfig) -> Iterator[Problem]:
     schedule = job.optimizer.schedule
     key = "optimizer.schedule"
@@ -92,12 +109,30 @@ def _schedule(job: JobConfig) -> Iterator[Problem]:
             f" (steps={job.steps} less warmup_steps={schedule.warmup_steps})",
             ("steps", f"{key}.warmup_steps"),
         )
+    if schedule.kind == "constant" and schedule.final_ratio != ScheduleConfig().final_ratio:
+        text = (
+            f"saw {schedule.final_ratio:g} with kind=constant, whose rate stays; drop it or use cosine or wsd"
+        )
+        yield Problem(f"{key}.final_ratio", text, (f"{key}.kind",))
     if schedule.decay_steps and schedule.kind != "wsd":
         yield Problem(
             f"{key}.decay_steps",
             f"saw {schedule.decay_steps} with kind={schedule.kind}, which has none; drop it or use kind=wsd",
             (f"{key}.kind",),
         )
+
+
+def _without_effect(job: JobConfig) -> Iterator[Problem]:
+    """What is asked for and would do nothing at any layout."""
+    asked, depth = job.layout, job.model.depth
+    words = () if asked.recompute == "auto" or not depth else stage_words(asked.recompute)
+    for word in dict.fromkeys(words):
+        if word != "none" and set(recomputed(word, depth)) == {"kept"}:
+            text = f"saw {word}, which computes none of {depth} blocks again; use none, or another number"
+            yield Problem("layout.recompute", text, ("model.layers",))
+    if asked.pp == 1 and asked.virtual_stages not in (1, "auto"):
+        text = f"saw {asked.virtual_stages} with layout.pp=1, which has no stages; drop it or use pp"
+        yield Problem("layout.virtual_stages", text, ("layout.pp",))
 
 
 def actions_problem(job: JobConfig) -> str:
@@ -203,7 +238,9 @@ def _precision(job: JobConfig) -> Iterator[Problem]:
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _optimizer,
     _offload,
+    _moments,
     _schedule,
+    _without_effect,
     _actions,
     _layout,
     _precision,

@@ -12,7 +12,10 @@ from typing import Literal, NamedTuple
 
 from picotron_ray.config.actions import ActionList, action_list
 from picotron_ray.config.job import JobConfig
+from picotron_ray.config.kernels import GROUPED_ROW_BYTES, ungrouped_widths
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.precision import COMPUTE_BYTES
+from picotron_ray.config.recompute import is_selective, stage_words
 from picotron_ray.config.schedules import rules_of, schedule_problem
 
 
@@ -30,11 +33,13 @@ def misfits(job: JobConfig, layout: Layout) -> list[Misfit]:
         *_tensor_misfits(job, layout.tp),
         *_context_misfits(job, layout.cp, layout.tp),
         *_fp8_misfits(job, layout.cp, layout.tp),
+        *_grouped_misfits(job, layout.tp),
         *_expert_misfits(job, layout),
         *_copies_misfits(layout),
         *_recompute_misfits(layout),
         *_pipeline_misfits(job, layout),
         *_batch_misfits(job, layout),
+        *_graph_misfits(job, layout),
     ]
 
 
@@ -48,7 +53,6 @@ def _tensor_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
         "model.heads": model.heads,
         "model.kv_heads": model.kv_heads,
         **_widths(job),
-        "model.vocab_size": model.vocab_size,
         # Sequence parallelism keeps 1/tp of every sequence between the tensor-parallel blocks.
         "data.sequence_length": job.data.sequence_length,
     }
@@ -56,6 +60,10 @@ def _tensor_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
     if uncut:
         sizes = ", ".join(f"{key}={cut[key]}" for key in uncut)
         yield Misfit("layout.tp", tuple(uncut), f"saw {tp}, which does not divide {sizes}")
+    rows = -(-model.vocab_size // tp)  # each rank has so many, the last one what is left
+    if rows * (tp - 1) >= model.vocab_size:
+        text = f"saw {tp} with model.vocab_size={model.vocab_size}, which leaves the last rank without a row"
+        yield Misfit("layout.tp", ("model.vocab_size",), text)
 
 
 def _widths(job: JobConfig) -> dict[str, int]:
@@ -102,10 +110,15 @@ def _copies_misfits(layout: Layout) -> Iterator[Misfit]:
 
 
 def _recompute_misfits(layout: Layout) -> Iterator[Misfit]:
+    policy = layout.recompute
+    listed_stages = len(stage_words(policy))
+    if listed_stages not in (1, layout.stages):
+        text = f"saw a list of {listed_stages}, expected one word, or one for each of {layout.stages} stages"
+        yield Misfit("layout.recompute", ("layout.pp", "layout.virtual_stages"), text)
     gathered_inside = layout.zero > 0 and layout.ep > 1 and layout.expert_shards > 1
-    if layout.recompute == "selective" and gathered_inside:
+    if is_selective(policy) and gathered_inside:
         text = (
-            f"saw selective with zero={layout.zero} and ep={layout.ep} over {layout.replicas} replicas, where"
+            f"saw {policy} with zero={layout.zero} and ep={layout.ep} over {layout.replicas} replicas, where"
             " a block gathers its experts within: the second forward pass gathers other than the first; use"
             " full or none"
         )
@@ -120,7 +133,10 @@ def _context_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
         return
     length, window = job.data.sequence_length, job.model.sliding_window
     if window is not None and window < length:
-        text = f"saw {cp} with model.sliding_window={window} below data.sequence_length={length}; use cp=1"
+        text = (
+            f"saw {cp} with model.sliding_window={window} below data.sequence_length={length}: attention over"
+            " parts of a row knows no windows; use cp=1"
+        )
         yield Misfit("layout.cp", ("model.sliding_window", "data.sequence_length"), text)
     if length % (2 * cp):
         text = f"saw {cp}: data.sequence_length={length} does not divide into 2 x {cp} chunks"
@@ -148,6 +164,19 @@ def _fp8_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
         text = f"saw fp8{f' with {axes}' if axes else ''}, which multiplies multiples of {FP8_MULTIPLE}, but"
         against = ("layout.tp", "layout.cp", "model.hidden_size", "model.heads", "data.sequence_length")
         yield Misfit("precision", (*against, *_widths(job)), f"{text} {', '.join(odd)}; use bf16")
+
+
+def _grouped_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
+    moe = job.model.moe
+    if job.kernels.experts != "grouped" or not moe.experts or moe.intermediate_size % tp:
+        return
+    odd = [f"{key}: {width}" for key, width in ungrouped_widths(job, tp).items()]
+    if odd:
+        least = GROUPED_ROW_BYTES // COMPUTE_BYTES[job.precision]
+        saw = f"saw grouped in {job.precision}{f' with tp={tp}' if tp > 1 else ''}"
+        text = f"{saw}, which multiplies multiples of {least}, but {', '.join(odd)}; use loop"
+        against = ("layout.tp", "precision", "model.hidden_size", "model.moe.intermediate_size")
+        yield Misfit("kernels.experts", against, text)
 
 
 def virtual_stages(job: JobConfig, pp: int) -> int:
@@ -198,12 +227,6 @@ def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
     yield from _stage_misfits(job, layout.pp, layout.virtual_stages)
     if layout.pp > 1:
         yield from _schedule_misfits(job, layout)
-    if layout.pp > 1 and job.model.tie_embeddings:
-        yield Misfit(
-            "layout.pp",
-            ("model.tie_embeddings",),
-            f"saw {layout.pp} with model.tie_embeddings=true; tied embeddings need one stage, pp=1",
-        )
 
 
 def _schedule_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
@@ -268,6 +291,21 @@ def _batch_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
         )
 
 
+def _graph_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
+    """What communicates within the passes: a recorded collective is none that an abort is known to end."""
+    if not job.kernels.cuda_graphs:
+        return
+    degrees = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep")}
+    within = [f"layout.{name}={degree}" for name, degree in degrees.items() if degree > 1]
+    if layout.zero:
+        within.append(f"layout.zero={layout.zero}")
+    if within:
+        text = (
+            f"saw true with {', '.join(within)}, which communicates within the passes; use dp alone, or false"
+        )
+        yield Misfit("kernels.cuda_graphs", tuple(name.split("=")[0] for name in within), text)
+
+
 class Degrees(NamedTuple):
     """The degrees of a layout that need workers of their own."""
 
@@ -294,6 +332,8 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
     for tp in range(1, min(workers, most) + 1):
         for pp in range(1, min(workers // tp, job.model.depth or workers) + 1):
             if any(_stage_misfits(job, pp, virtual_stages(job, pp))) or any(_tensor_misfits(job, tp)):
+                continue
+            if any(_grouped_misfits(job, tp)):
                 continue
             for cp in range(1, workers // (tp * pp) + 1 if job.layout.cp != 1 else 2):
                 if any(_context_misfits(job, cp, tp)) or any(_fp8_misfits(job, cp, tp)):

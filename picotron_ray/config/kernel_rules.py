@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 
 from picotron_ray.config.compute import KernelsConfig
 from picotron_ray.config.compute_rules import actions_problem
+from picotron_ray.config.graphs import device_problems, graph_problems
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_problem
+from picotron_ray.config.kernels import attention_problem, overlap_problem
 from picotron_ray.config.problem import Problem
+from picotron_ray.config.recompute import is_selective
 from picotron_ray.config.schedules import rules_of
 
 
@@ -39,13 +41,21 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
     if job.kernels.optimizer != "fused" and job.optimizer.offload:
         text = f"saw {job.kernels.optimizer} with optimizer.offload=true, which updates by the host's fused"
         yield Problem("kernels.optimizer", f"{text} kernel; drop one", ("optimizer.offload",))
+    yield from _graphs(job)
     yield from _compiled_functions(job)
     yield from _projections(job)
-    yield from _offloaded(job)
+    yield from _overlap(job)
     yield from _loss(job)
-    if job.kernels.compile and job.layout.recompute == "selective":
-        text = "saw true with layout.recompute=selective, which does not see into compiled blocks; use full"
+    asked = job.layout.recompute
+    if job.kernels.compile and asked != "auto" and is_selective(asked):
+        text = f"saw true with layout.recompute={asked}, which does not see into compiled blocks; use full"
         yield Problem("kernels.compile", text, ("layout.recompute",))
+
+
+def _graphs(job: JobConfig) -> Iterator[Problem]:
+    for key, text in device_problems(job, job.cluster.device).items():  # auto: once machines are known
+        yield Problem(key, text, ("cluster.device",))
+    yield from graph_problems(job)
 
 
 def _compiled_functions(job: JobConfig) -> Iterator[Problem]:
@@ -80,22 +90,41 @@ def _projections(job: JobConfig) -> Iterator[Problem]:
             "saw fused; a model of your own has the projections that it was built with: leave it at separate"
         )
         yield Problem("kernels.projections", text, ("model.builder",))
+    together = job.kernels.projections == "fused" and job.kernels.activation == "compiled"
+    if together and job.layout.offload_activations:
+        text = (
+            "saw compiled with kernels.projections=fused and layout.offload_activations=true: gate and up"
+            " come back as tensors of their own, and a compiled gate wants them as pieces of one; use eager"
+        )
+        against = ("kernels.projections", "layout.offload_activations")
+        yield Problem("kernels.activation", text, against)
     if job.kernels.projections == "fused" and job.precision == "fp8":
         text = "saw fused with precision=fp8, which has a scale per projection; use separate"
         yield Problem("kernels.projections", text, ("precision",))
 
 
-def _offloaded(job: JobConfig) -> Iterator[Problem]:
-    """What was not shown to go with tensors that leave the device between forward and backward."""
-    if not job.layout.offload_activations:
+def _overlap(job: JobConfig) -> Iterator[Problem]:
+    key, asked, schedule = "kernels.tp_overlap", job.kernels.tp_overlap, job.layout.schedule
+    if asked == "none":
         return
-    plain = {"projections": "separate", "norm": "eager", "activation": "eager"}
-    for key, value in plain.items():
-        if getattr(job.kernels, key) != value:
-            text = (
-                f"saw {getattr(job.kernels, key)} with layout.offload_activations=true; use {value}, or drop"
-            )
-            yield Problem(f"kernels.{key}", f"{text} the offload", ("layout.offload_activations",))
+    problem = overlap_problem(job, job.cluster.device)  # auto: once machines are known
+    if problem:
+        yield Problem(key, problem, ("cluster.device",))
+    if job.layout.tp == 1:
+        text = f"saw {asked} with layout.tp=1, which sends nothing that it could hide; use none or another tp"
+        yield Problem(key, text, ("layout.tp",))
+    if job.model.builder is not None:
+        text = f"saw {asked}; a model of your own calls its linear layers by itself: leave it at none"
+        yield Problem(key, text, ("model.builder",))
+    if job.precision == "fp8":
+        text = f"saw {asked} with precision=fp8, which scales whole tensors, not parts that travel; use none"
+        yield Problem(key, text, ("precision",))
+    if _splits(job):
+        text = (
+            f"saw {asked} with layout.schedule={schedule}, each half of whose backward pass would send and"
+            " multiply all of it; use another schedule or none"
+        )
+        yield Problem(key, text, ("layout.schedule", "layout.pp", "layout.actions"))
 
 
 def _loss(job: JobConfig) -> Iterator[Problem]:

@@ -115,11 +115,21 @@ class Layout:
         return max(sum(s + 1 < self.stages and s + 1 not in stages for s in stages) for stages in held)
 
     @property
+    def first_stage_rank(self) -> int:
+        """Pipeline rank of the first stage, which has the embedding."""
+        return next((rank for rank, stages in enumerate(self.placement) if 0 in stages), 0)
+
+    @property
     def last_stage_rank(self) -> int:
         """Pipeline rank of the last stage, which has the head and the loss."""
         if self.placement:
             return next(rank for rank, stages in enumerate(self.placement) if self.stages - 1 in stages)
         return last_stage_rank(self.schedule, self.pp, self.virtual_stages)
+
+    def other_end(self, pp_index: int) -> int | None:
+        """Pipeline rank of the other end, for that of the first stage or the last; else None."""
+        first, last = self.first_stage_rank, self.last_stage_rank
+        return {first: last, last: first}.get(pp_index) if first != last else None
 
     def expert_index(self, rank: int) -> int:
         """Which 1/ep of the experts ``rank`` holds: neighbours among the replicas hold different ones."""

@@ -100,6 +100,11 @@ def _moe(job: JobConfig) -> Iterator[Problem]:
         if moe.top_k > moe.experts:
             text = f"saw {moe.top_k}, expected at most model.moe.experts={moe.experts}"
             yield Problem("model.moe.top_k", text, ("model.moe.experts",))
+        for key, balance in (("loss_coefficient", "loss"), ("bias_rate", "bias")):
+            value = getattr(moe, key)
+            if moe.balance != balance and value != getattr(plain, key):
+                text = f"saw {value:g} with model.moe.balance={moe.balance}, which has none; drop it or use"
+                yield Problem(f"model.moe.{key}", f"{text} balance={balance}", ("model.moe.balance",))
         return
     for key in MoeConfig.model_fields:
         if getattr(moe, key) != getattr(plain, key):

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from picotron_ray.config.section import Section
 
+TORCHAO = "which needs torchao; install picotron-ray[8bit] on every node, or use full"
+"""What to do where moments cannot be kept in 8 bits for want of it."""
+
 
 class ScheduleConfig(Section):
     """Learning-rate schedule; multiplies ``optimizer.learning_rate``."""
@@ -58,6 +61,12 @@ class OptimizerConfig(Section):
         description="adamw on CUDA: keep the moments in pinned host memory and update them there, on"
         " cluster.cpus_per_worker threads (ZeRO-Offload, Ren et al. 2021); weights and gradients stay on the"
         " device",
+    )
+    moments: Literal["full", "8bit"] = Field(
+        default="full",
+        description="adamw's, and of what muon leaves to it: full, like the weights, or 8bit: in blocks of"
+        " 256 with a scale each (Dettmers et al. 2022; extra 8bit), but not of tensors of which a rank holds"
+        " less than 4096 elements or no whole blocks; checkpoints hold them in fp32",
     )
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="largest global gradient norm; null: no clipping"

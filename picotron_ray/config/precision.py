@@ -22,6 +22,17 @@ Capability = tuple[int, int]
 LEAST_CAPABILITY: dict[Precision, Capability] = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
 """Where a format needs hardware that not every CUDA device has (CUDA C++ Programming Guide, 5.1)."""
 
+COMPUTE_BYTES: dict[Precision, int] = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 2,
+    "auto": 4,
+}
+"""Per element of what matrix products take and give; of auto the widest that it may come to."""
+
 TORCHAO = "which needs torchao; install picotron-ray[fp8] on every node, or use bf16"
 """What to do where fp8 cannot be computed for want of it."""
 

@@ -1,38 +1,101 @@
 """Which blocks forget their activations and compute them again in the backward pass. Torch-free.
 
-A policy is a word, so that a layout stays a value: ``none``; ``full``: every block keeps its input alone;
-``selective``: every block keeps what matrix products and attention gave and recomputes the cheap rest
-(Korthikanti et al. 2022); ``every-N``: every N-th block in full; ``middle-P``: P percent of the blocks in
-full, from the middle of the stage; ``blocks-K``: the first K blocks of every stage, what the planner's memory
-budget comes to. Every rank of a stage derives the same blocks from it.
+A policy is a string, so that a layout stays a value: one word for every pipeline stage, or a word per stage,
+in their order, with commas between. Words:
+
+- ``none``; ``full``: every block keeps its input alone; ``selective``: every block keeps what matrix products
+  and attention gave and computes the cheap rest again (Korthikanti et al. 2022);
+- ``every-N``: every N-th block in full; ``middle-P``: P percent of the blocks in full, from the middle;
+- ``blocks-K``: the first K blocks in full; ``blocks-K-S``: the first K in full and the next S selectively.
+
+The last of these say all that a memory budget asks: blocks of a stage are alike, so that only their numbers
+count (``planner.recompute``). Every rank of a stage derives the same blocks from it.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
-PATTERN = r"^(none|full|selective|every-[1-9][0-9]*|middle-(100|[1-9]?[0-9])|blocks-(0|[1-9][0-9]*))$"
+_NUMBER = "(0|[1-9][0-9]*)"
+_WORD = f"(none|full|selective|every-[1-9][0-9]*|middle-(100|[1-9]?[0-9])|blocks-{_NUMBER}(-{_NUMBER})?)"
+PATTERN = f"^{_WORD}(,{_WORD})*$"
 Kind = Literal["kept", "full", "selective"]
 
 
-def recomputed(policy: str, depth: int) -> tuple[Kind, ...]:
-    """What becomes of each of the ``depth`` blocks of a stage, in order.
+class Again(NamedTuple):
+    """How many blocks are computed again, of how many."""
 
-    Raises ValueError for a word that is no policy.
+    full: int
+    selective: int
+    depth: int
+
+    @property
+    def repeated(self) -> int:
+        return self.full + self.selective
+
+    @property
+    def kept(self) -> int:
+        return self.depth - self.repeated
+
+
+@lru_cache(maxsize=64)
+def stage_words(policy: str) -> tuple[str, ...]:
+    """The words of a policy: one for all stages, or one per stage.
+
+    Raises ValueError for a string that is no policy.
     """
     if not re.match(PATTERN, policy):
         raise ValueError(f"recompute: saw {policy!r}, expected a policy as config.recompute describes")
-    if policy in ("full", "selective"):
-        kind: Kind = "full" if policy == "full" else "selective"
-        return (kind,) * depth
-    word, _, number = policy.partition("-")
-    if word == "every":
-        chosen = set(range(int(number) - 1, depth, int(number)))
+    return tuple(policy.split(","))
+
+
+def is_selective(policy: str) -> bool:
+    """Whether a policy keeps the products of any block's forward pass. Raises ValueError as `stage_words`."""
+    return any(
+        word == "selective" or (word.count("-") == 2 and not word.endswith("-0"))
+        for word in stage_words(policy)
+    )
+
+
+def recomputed(policy: str, depth: int, stage: int = 0) -> tuple[Kind, ...]:
+    """What becomes of each of the ``depth`` blocks of a stage, in order.
+
+    Raises ValueError for a string that is no policy, or a list that has no such stage.
+    """
+    words = stage_words(policy)
+    if len(words) > 1 and stage >= len(words):
+        raise ValueError(
+            f"recompute: saw a list of {len(words)} stages, expected one with a stage {stage + 1}"
+        )
+    word, *numbers = words[stage if len(words) > 1 else 0].split("-")
+    full: Sequence[int] = range(0)
+    selective: Sequence[int] = range(depth if word == "selective" else 0)
+    if word == "full":
+        full = range(depth)
+    elif word == "blocks":
+        first, after = (int(number) for number in (*numbers, "0")[:2])
+        full, selective = range(first), range(first, first + after)
+    elif word == "every":
+        full = range(int(numbers[0]) - 1, depth, int(numbers[0]))
     elif word == "middle":
-        count = round(depth * int(number) / 100)
-        first = (depth - count) // 2
-        chosen = set(range(first, first + count))
-    else:  # none is blocks-0
-        chosen = set(range(min(depth, int(number or 0))))
-    return tuple("full" if block in chosen else "kept" for block in range(depth))
+        count = round(depth * int(numbers[0]) / 100)
+        full = range((depth - count) // 2, (depth - count) // 2 + count)
+    return tuple(
+        "full" if block in full else "selective" if block in selective else "kept" for block in range(depth)
+    )
+
+
+def policy_of(stages: Sequence[Again]) -> str:
+    """The shortest policy under which blocks of every stage are computed again as ``stages`` says."""
+    words = [_word(again) for again in stages]
+    return words[0] if len(set(words)) == 1 else ",".join(words)
+
+
+def _word(again: Again) -> str:
+    for word, count in (("none", again.kept), ("full", again.full), ("selective", again.selective)):
+        if count == again.depth:
+            return word
+    return f"blocks-{again.full}" + (f"-{again.selective}" if again.selective else "")

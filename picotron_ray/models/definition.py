@@ -26,6 +26,7 @@ from picotron_ray.models.plan import (
     parameter_table,
     position_modules,
     tensor_parallel_plan,
+    tied_copies,
 )
 from picotron_ray.planner.counts import stage_bounds
 
@@ -47,6 +48,7 @@ class ModelDefinition(ABC):
         joint: the modules whose projections may be one product, by name.
         functions: what of the modules can be compiled by itself, by name: (modules, their field).
         positions: the modules that add learned positions, by name.
+        copies: by the module's own name, parameters that a stage holds as copies of another stage's.
         mixtures: the modules that are mixtures of experts, by name. Where there are any, ``forward`` takes
             the rows' weights too.
     """
@@ -61,6 +63,12 @@ class ModelDefinition(ABC):
     functions: Mapping[str, tuple[str, str]] = MappingProxyType({})
     positions: tuple[str, ...] = ()
     mixtures: tuple[str, ...] = ()
+    copies: Mapping[str, ParameterSpec] = MappingProxyType({})
+
+    @property
+    def specs(self) -> dict[str, ParameterSpec]:
+        """What each parameter of any stage is, by the module's own name."""
+        return {spec.name: spec for spec in self.table} | dict(self.copies)
 
     def stage(self, stages: int, index: int) -> nn.Module:
         """One of ``stages`` pipeline stages, its parameters on the meta device.
@@ -107,7 +115,7 @@ class LlamaDefinition(ModelDefinition):
         self.table, self.styles = parameter_table(config), tensor_parallel_plan(config)
         self.positions, self.mixtures = position_modules(config), mixture_modules(config)
         self.joint, self.functions = joint_modules(config), compiled_functions(config)
-        self.hidden_size = config.hidden_size
+        self.hidden_size, self.copies = config.hidden_size, tied_copies(config)
 
     def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
         with torch.device("meta"):

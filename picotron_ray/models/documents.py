@@ -9,12 +9,13 @@ Rotary positions go on counting through the row: attention scores depend on the 
 an offset common to a document does not change. Positions that are added to the embedding would differ.
 
 Numbers, not masks, go through the model: ``[batch, row]`` of them, of the whole row wherever it is cut, are
-all that a mask of any part of it needs.
+all that a mask of any part of it needs, or where its documents start.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -36,6 +37,33 @@ def same_document(queries: Tensor, keys: Tensor) -> Tensor:
     return queries[:, None, :, None] == keys[:, None, None, :]
 
 
-def causal_within(documents: Tensor) -> Tensor:
-    """Which tokens of a row a token sees: numbers ``[batch, row]`` → bool ``[batch, 1, row, row]``."""
-    return same_document(documents, documents).tril()
+def seen_in_row(row: int, documents: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+    """Which tokens of a row a token sees: none after it, none of another document, none before its window.
+
+    Args:
+        row: tokens of it.
+        documents: numbers ``[batch, row]``; None: the row is one document.
+        window: how many tokens it sees at most, itself and the last ones before it; None: all.
+
+    Returns: bool ``[batch or 1, 1, row, row]``.
+    """
+    seen = torch.ones(row, row, dtype=torch.bool, device=device).tril()
+    if window is not None:
+        seen = seen.triu(1 - window)
+    return seen[None, None] if documents is None else seen & same_document(documents, documents)
+
+
+def document_starts(documents: Tensor) -> Tensor:
+    """Where documents start in rows laid end to end, as kernels for sequences of varied length want it.
+
+    A row starts a document, whatever the row before it ends with.
+
+    Args:
+        documents: numbers ``[batch, row]``.
+
+    Returns: int32 ``[documents + 1]``, the last being ``batch x row``. How many there are is in the data: the
+        host waits for a GPU to say it.
+    """
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return F.pad(first.flatten().nonzero().flatten(), (0, 1), value=first.numel()).to(torch.int32)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_ray.config.model import ModelConfig
+from picotron_ray.models.joint import Joint
 from picotron_ray.models.plan import SequenceShard
 
 
@@ -25,15 +26,25 @@ def norm_of(config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
 
 
 class GeluMlp(nn.Module):
-    """``down(gelu(up x))``, the tanh form of GELU (Hendrycks & Gimpel 2016)."""
+    """``down(gelu(up x))``, the tanh form of GELU (Hendrycks & Gimpel 2016).
+
+    Fields:
+        joint: computes ``up``, by other means; None: it computes itself.
+    """
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.up = nn.Linear(hidden, inner)
         self.down = nn.Linear(inner, hidden)
+        self.joint: Joint | None = None
+
+    def fuse(self, as_one: bool = False) -> None:
+        """Let `joint` compute ``up``, which has nothing to be one product with."""
+        self.joint = Joint(self.up, as_one=as_one)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        (inner,) = (self.up(x),) if self.joint is None else self.joint(x)
+        found: Tensor = self.down(F.gelu(inner, approximate="tanh"))
         return found
 
 

@@ -1,8 +1,7 @@
-"""Hugging Face's names and configs of the architectures that ours covers, both ways. Torch-free.
+"""Hugging Face's names of the tensors that ours covers, and the config of an export. Torch-free.
 
-Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE; what GPT-2 calls things is in `hf_gpt2`.
-What a checkpoint's config.json asks for is either expressed in our config or refused in one line that names
-the key: a model that is nearly the same gives nonsense without a word.
+Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE; what GPT-2 calls things is in `hf_gpt2`,
+and how a config is read in `hf_config`.
 """
 
 from __future__ import annotations
@@ -13,18 +12,10 @@ from typing import Any
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.models import hf_gpt2
+from picotron_ray.models.hf_config import DEFAULTS, model_type
 from picotron_ray.models.hf_gpt2 import Held
 from picotron_ray.models.plan import parameter_table
 
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen3MoeForCausalLM",
-    hf_gpt2.ARCHITECTURE,
-)
 _BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
@@ -43,26 +34,22 @@ _ENDS = {
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
+_FREQUENCIES = "rotary_emb.inv_freq"
+# What an export takes over from the config of the checkpoint that was imported, as it was.
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
 # (router, experts, gate, up, down) within a layer
 _MIXTURES = {
     "MixtralForCausalLM": ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "Qwen3MoeForCausalLM": ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
-# Keys that must have these values where they are there at all; anything else is not what ours computes.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False,),
-    "attention_dropout": (0.0,),
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([], None),
-    "pretraining_tp": (1,),
-    "router_jitter_noise": (0.0,),
-    "use_sliding_window": (False,),
-}
 
 
-def architecture_of(model: ModelConfig) -> str:
+def architecture_of(model: ModelConfig, imported: Mapping[str, Any] | None = None) -> str:
     """The architecture that a model is exported as.
+
+    Args:
+        imported: config.json of the checkpoint that it began as. A Mistral without its window computes what
+            a Llama does; it stays a Mistral.
 
     Raises ConfigError for what none of them has.
     """
@@ -88,7 +75,8 @@ def architecture_of(model: ModelConfig) -> str:
     elif model.qkv_bias:
         found = "Qwen2ForCausalLM"
     else:
-        found = "MistralForCausalLM" if model.sliding_window else "LlamaForCausalLM"
+        mistral = model.sliding_window or (imported or {}).get("architectures") == ["MistralForCausalLM"]
+        found = "MistralForCausalLM" if mistral else "LlamaForCausalLM"
     takes_bias = found == "Qwen2ForCausalLM"
     if model.qkv_bias and not takes_bias:
         raise ConfigError(f"model.qkv_bias: saw true, which {found} does not have without an output bias")
@@ -121,9 +109,16 @@ def tensors(model: ModelConfig, architecture: str, names: Collection[str] = ()) 
 
 
 def ignored(model: ModelConfig, names: Collection[str]) -> set[str]:
-    """Tensors that a checkpoint may hold besides: a tied head that is stored all the same, GPT-2's masks."""
-    tied = {"lm_head.weight"} if model.tie_embeddings else set()
-    return tied | (hf_gpt2.masks(model, names) if model.is_gpt2 else set())
+    """Tensors that a checkpoint may hold besides, as transformers ignores them.
+
+    A tied head that is stored all the same; the rotary frequencies that older files of Llama hold; GPT-2's
+    masks.
+    """
+    found = {"lm_head.weight"} if model.tie_embeddings else set()
+    if model.is_gpt2:
+        return found | hf_gpt2.masks(model, names)
+    blocks = {f"model.layers.{layer}.self_attn.{_FREQUENCIES}" for layer in range(model.layers)}
+    return found | blocks | {f"model.{_FREQUENCIES}"}
 
 
 def _expert_names(model: ModelConfig, architecture: str, inner: str) -> Iterator[str]:
@@ -139,106 +134,43 @@ def _expert_names(model: ModelConfig, architecture: str, inner: str) -> Iterator
 # --- config.json -----------------------------------------------------------------------------------------
 
 
-def model_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Our ``model`` section for a checkpoint's config.json.
-
-    Raises ConfigError, one line that names the key of config.json.
-    """
-    try:
-        return _keys(hf)
-    except KeyError as error:
-        raise ConfigError(f"config.json: {error.args[0]} is missing") from error
-
-
-def _keys(hf: Mapping[str, Any]) -> dict[str, Any]:
-    architecture = next(iter(hf.get("architectures") or []), None)
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(
-            f"config.json: architectures: saw {architecture}, expected one of {', '.join(ARCHITECTURES)}"
-        )
-    is_gpt2 = architecture == hf_gpt2.ARCHITECTURE
-    for key, allowed in (hf_gpt2.FIXED if is_gpt2 else _FIXED).items():
-        if key in hf and hf[key] not in allowed:
-            raise ConfigError(f"config.json: {key}: saw {hf[key]!r}, expected {allowed[0]!r}")
-    if is_gpt2:
-        return hf_gpt2.model_keys(hf)
-    is_qwen2 = architecture == "Qwen2ForCausalLM"
-    if hf.get("attention_bias") and not is_qwen2:
-        raise ConfigError("config.json: attention_bias: saw True, expected False: biases are Qwen2's only")
-    heads = hf["num_attention_heads"]
-    found: dict[str, Any] = {
-        "vocab_size": hf["vocab_size"],
-        "hidden_size": hf["hidden_size"],
-        "layers": hf["num_hidden_layers"],
-        "heads": heads,
-        "kv_heads": hf.get("num_key_value_heads") or heads,
-        "norm_eps": hf["rms_norm_eps"],
-        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        **_rope_keys(hf),
-    }
-    if hf.get("head_dim") and hf["head_dim"] * heads != hf["hidden_size"]:
-        found["head_dim"] = hf["head_dim"]
-    if is_qwen2:
-        found["qkv_bias"] = True
-    if architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
-        found["qk_norm"] = True
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM") and hf.get("sliding_window"):
-        found["sliding_window"] = hf["sliding_window"]
-    if architecture in _MIXTURES:
-        found["moe"] = _mixture_keys(hf, architecture)
-    else:
-        found["intermediate_size"] = hf["intermediate_size"]
-    return found
-
-
-def _mixture_keys(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    is_mixtral = architecture == "MixtralForCausalLM"
-    experts = "num_experts" if "num_experts" in hf else "num_local_experts"  # transformers 5 has one name
-    return {
-        "experts": hf[experts],
-        "top_k": hf["num_experts_per_tok"],
-        "intermediate_size": hf["intermediate_size"] if is_mixtral else hf["moe_intermediate_size"],
-        "normalize": True if is_mixtral else bool(hf.get("norm_topk_prob", False)),
-        "loss_coefficient": hf.get("router_aux_loss_coef", 0.001),
-    }
-
-
-def _rope_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = given.get("rope_theta", hf.get("rope_theta", 10_000.0))
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
-        return {"rope_theta": theta}
-    if kind != "llama3":
-        raise ConfigError(f"config.json: rope_type: saw {kind!r}, expected default or llama3")
-    return {
-        "rope_theta": theta,
-        "rope_scaling": {
-            "factor": given["factor"],
-            "low_frequency_factor": given["low_freq_factor"],
-            "high_frequency_factor": given["high_freq_factor"],
-            "original_length": given["original_max_position_embeddings"],
-        },
-    }
-
-
-def hf_config(model: ModelConfig, length: int, dtype: str) -> dict[str, Any]:
+def hf_config(
+    model: ModelConfig,
+    length: int,
+    dtype: str,
+    imported: Mapping[str, Any] | None = None,
+    document_end: int | None = None,
+) -> dict[str, Any]:
     """config.json for an exported model.
 
     Args:
-        length: longest row that it was trained on; GPT-2's own table of positions says it otherwise.
+        length: longest row that it was trained on; what was imported may say more, and GPT-2's own table of
+            positions says it otherwise.
         dtype: of the tensors, ``float32`` or ``bfloat16``.
+        imported: config.json of the checkpoint that it began as; None: it began from random weights.
+        document_end: the id that ends a document in the data of a model that was not imported.
 
     Raises ConfigError for a model that none of the architectures has.
     """
-    architecture, moe = architecture_of(model), model.moe
+    if imported is None:  # a key that is left out would mean ids of the architecture's own tokenizer
+        kept = {"bos_token_id": None, "eos_token_id": document_end, "pad_token_id": None}
+    else:
+        kept = {key: imported[key] for key in _KEPT if key in imported}
+    architecture = architecture_of(model, imported)
     if model.is_gpt2:
-        return hf_gpt2.hf_config(model, dtype)
-    kinds = {"Qwen3MoeForCausalLM": "qwen3_moe"}
+        return {**hf_gpt2.hf_config(model, dtype), **kept}
+    found = _hf_config(model, architecture, length, dtype)
+    if imported is not None:
+        longest = imported.get("max_position_embeddings", DEFAULTS[architecture]["max_position_embeddings"])
+        found["max_position_embeddings"] = max(length, longest)
+    return {**found, **kept}
+
+
+def _hf_config(model: ModelConfig, architecture: str, length: int, dtype: str) -> dict[str, Any]:
+    moe = model.moe
     found: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": kinds.get(architecture, architecture.removesuffix("ForCausalLM").lower()),
+        "model_type": model_type(architecture),
         "dtype": dtype,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,

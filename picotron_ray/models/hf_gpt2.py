@@ -11,9 +11,27 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from picotron_ray.config.model import ModelConfig
+from picotron_ray.models.hf_keys import Keys
 
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50257,
+    "n_embd": 768,
+    "n_inner": None,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+"""What transformers takes for absent keys."""
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 # Keys that must have these values where they are there at all; anything else is not what ours computes.
 FIXED: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -21,6 +39,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "reorder_and_upcast_attn": (False,),
     "add_cross_attention": (False,),
+    "quantization_config": (None,),
 }
 # Of a block: the tensor, what it holds of ours, whether its weight is kept transposed.
 _BLOCK = (
@@ -84,18 +103,21 @@ def masks(model: ModelConfig, names: Collection[str]) -> set[str]:
 
 
 def model_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Our ``model`` section for its config.json. Raises KeyError for a key that is missing."""
+    """Our ``model`` section for its config.json. Raises ConfigError, one line that names the key."""
+    keys = Keys(hf, DEFAULTS, _ALIASES)
+    keys.fixed(FIXED)
+    heads, hidden = keys.whole("n_head"), keys.whole("n_embd")
     return {
         "family": "gpt2",
-        "vocab_size": hf["vocab_size"],
-        "hidden_size": hf["n_embd"],
-        "intermediate_size": hf.get("n_inner") or 4 * hf["n_embd"],
-        "layers": hf["n_layer"],
-        "heads": hf["n_head"],
-        "kv_heads": hf["n_head"],
-        "max_positions": hf["n_positions"],
-        "norm_eps": hf.get("layer_norm_epsilon", 1e-5),
-        "tie_embeddings": bool(hf.get("tie_word_embeddings", True)),
+        "vocab_size": keys.whole("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": keys.whole_or_null("n_inner") or 4 * hidden,
+        "layers": keys.whole("n_layer"),
+        "heads": heads,
+        "kv_heads": heads,
+        "max_positions": keys.whole("n_positions"),
+        "norm_eps": keys.number("layer_norm_epsilon"),
+        "tie_embeddings": keys.flag("tie_word_embeddings"),
     }
 
 

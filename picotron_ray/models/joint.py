@@ -5,16 +5,27 @@ input once. Names, gradients, optimizer state and checkpoints stay those of the 
 gathers weights, they lie one after the other in one storage (`Joint.lay_together`) that the product reads.
 Where FSDP gathers each by itself, or autocast casts them, they are copied into one matrix at each use, by the
 cast itself if there is one. A copy is never older than the forward pass that uses it.
+
+Layers that stay a product each can be joint too, for what gathers their input once for all of them
+(``parallel.tensor_overlap``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Products = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
+"""(x ``[..., in]``, weights ``[out, in]``, a bias ``[out]`` or None for each) → ``[..., out]`` of each."""
+
+
+def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """One matrix product after the other."""
+    return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 class _Join(torch.autograd.Function):
@@ -65,10 +76,15 @@ class Joint:
 
     Args:
         layers: of one input; all with a bias, or none.
+        as_one: whether they are one product; else each is one.
+
+    Fields:
+        products: what multiplies; tensor parallelism puts in what gathers ``x`` at the same time.
     """
 
-    def __init__(self, *layers: nn.Linear) -> None:
-        self._layers = layers
+    def __init__(self, *layers: nn.Linear, as_one: bool = True) -> None:
+        self._layers, self._as_one = layers, as_one
+        self.products: Products = products
         self._laid: dict[str, Tensor] = {}
 
     def _parts(self, name: str) -> list[nn.Parameter]:
@@ -77,7 +93,12 @@ class Joint:
 
     @torch.no_grad()
     def lay_together(self) -> None:
-        """Move the parameters into one storage; they stay the same objects, and keep their values."""
+        """Move the parameters into one storage; they stay the same objects, and keep their values.
+
+        Those of layers that are a product each stay where they are.
+        """
+        if not self._as_one:
+            return
         for name in ("weight", "bias"):
             parts = self._parts(name)
             if parts:
@@ -90,10 +111,13 @@ class Joint:
         return joined(parts, computed_in(parts[0]), self._laid.get(name)) if parts else None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """``[..., in]`` → what each layer gives, ``[..., out]``: pieces of one result."""
+        """``[..., in]`` → what each layer gives, ``[..., out]``; of one product pieces."""
+        if not self._as_one:
+            weights, biases = zip(*((layer.weight, layer.bias) for layer in self._layers), strict=True)
+            return tuple(self.products(x, weights, biases))
         weight = self._joined("weight")
         assert weight is not None
-        out = F.linear(x, weight, self._joined("bias"))
+        (out,) = self.products(x, [weight], [self._joined("bias")])
         return out.split([len(part) for part in self._parts("weight")], dim=-1)
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.rope import RopeScaling
-from picotron_ray.models.documents import causal_within, same_document
+from picotron_ray.models.documents import seen_in_row
 from picotron_ray.models.gpt2 import GeluMlp, Positions, norm_of
 from picotron_ray.models.head import Head
 from picotron_ray.models.joint import Joint
@@ -41,23 +41,37 @@ from picotron_ray.models.plan import SequenceShard
 from picotron_ray.models.pointwise import AddedNorm, added_norm
 from picotron_ray.models.swiglu import SwiGLU
 
-AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None
+) -> Tensor:
     """Causal attention by torch's scaled_dot_product_attention.
 
     Args:
         q: ``[batch, heads, seq, head]``; k, v ``[batch, kv_heads, seq, head]``.
         documents: numbers of the whole row's documents ``[batch, row]`` (``models.documents``), across which
             nothing is seen; None: the row is one.
+        window: a query sees the last ``window`` keys alone, its own included (Jiang et al. 2023); None: all.
 
     Returns: ``[batch, heads, seq, head]``.
     """
-    seen = None if documents is None else causal_within(documents)
+    seen = None
+    if documents is not None:
+        seen = seen_in_row(q.size(-2), documents, window, q.device)
+    elif window is not None:
+        seen = _window_mask(q.size(-2), window, q.device)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=k.size(1) != q.size(1)
     )
+
+
+@lru_cache(maxsize=4)
+def _window_mask(row: int, window: int, device: torch.device) -> Tensor:
+    """One for all layers and steps, also where evaluation asks first."""
+    with torch.inference_mode(False):
+        return seen_in_row(row, None, window, device)
 
 
 class Rope(NamedTuple):
@@ -77,21 +91,6 @@ def frequencies(head: int, rope: Rope) -> Tensor:
     turns = scaling.original_length * plain / (2 * math.pi)  # within the original length
     share = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # of the frequency that stays as it is
     return plain * (share + (1.0 - share) / scaling.factor)
-
-
-@lru_cache(maxsize=4)
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """``[length, length]`` bool: which keys a query sees; one for all layers and steps."""
-    with torch.inference_mode(False), torch.device("cpu"):
-        return torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window).to(device)
-
-
-def sliding(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None = None) -> Tensor:
-    """As `sdpa`, but a query sees the last ``window`` keys alone, its own included (Jiang et al. 2023)."""
-    seen = _window_mask(q.size(-2), window, q.device)
-    if documents is not None:
-        seen = seen & same_document(documents, documents)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=k.size(1) != q.size(1))
 
 
 @lru_cache(maxsize=16)
@@ -141,7 +140,7 @@ class Attention(nn.Module):
     Fields:
         kernel: attention over the local queries, see :func:`sdpa`.
         shard: which tokens of the row are here; None: all of them.
-        joint: computes the projections as one product; None: each is one.
+        joint: computes the projections together; None: each computes itself.
     """
 
     def __init__(self, config: ModelConfig, kernel: AttentionKernel) -> None:
@@ -165,19 +164,17 @@ class Attention(nn.Module):
         heads = x.view(x.size(0), x.size(1), -1, self.head_size)
         return (heads if norm is None else norm(heads)).transpose(1, 2)
 
-    def fuse(self) -> None:
-        self.joint = Joint(self.wq, self.wk, self.wv)
+    def fuse(self, as_one: bool = True) -> None:
+        """Let `joint` compute the projections, as one product or one by one."""
+        self.joint = Joint(self.wq, self.wk, self.wv, as_one=as_one)
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         q, k, v = (self.wq(x), self.wk(x), self.wv(x)) if self.joint is None else self.joint(x)
         q = rotate(self._heads(q, self.q_norm), self.rope, self.shard)
         k = rotate(self._heads(k, self.k_norm), self.rope, self.shard)
         v = self._heads(v)
-        windowed = self.window is not None and self.window < q.size(2)
-        if windowed:
-            out = sliding(q, k, v, self.window or 0, documents)
-        else:
-            out = self.kernel(q, k, v, documents)
+        window = self.window if self.window is not None and self.window < q.size(2) else None
+        out = self.kernel(q, k, v, documents, window)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -215,15 +212,15 @@ class Transformer(nn.Module):
         config: the uncut model.
         first_layer, last_layer: half-open range of absolute layer numbers; None: to the end.
         embed, head: whether this part holds the embedding, and the final norm and head.
-        attention: kernel ``(q, k, v, documents) → out`` as :func:`sdpa`.
+        attention: kernel ``(q, k, v, documents, window) → out`` as :func:`sdpa`.
 
     ``forward`` takes tokens ``[batch, seq]`` (with ``embed``) or hidden ``[batch, seq, hidden]`` and
     returns logits ``[batch, seq, vocab]`` (with ``head``) or hidden; a mixture of experts also takes the
     rows' weights ``[batch]``, because rows of weight 0 go to no expert. With ``documents [batch, row]``
     (``models.documents``) attention stays within a document. With ``targets [batch, seq]`` what
-    comes out of the head is their losses ``[batch, seq]`` (``models.head``). Tied embeddings need both ends
-    in one part; ``tie()`` must be called again after anything that replaces parameters (``to_empty``,
-    ``parallelize_module``).
+    comes out of the head is their losses ``[batch, seq]`` (``models.head``). Tied embeddings are one
+    parameter where both ends are in one part, and ``tie()`` must be called again after anything that replaces
+    parameters (``to_empty``, ``parallelize_module``); a part with one end has a copy (``parallel.tied``).
     """
 
     def __init__(
@@ -237,8 +234,6 @@ class Transformer(nn.Module):
         attention: AttentionKernel = sdpa,
     ) -> None:
         super().__init__()
-        if config.tie_embeddings and embed != head:
-            raise ValueError("tied embeddings need the embedding and the head in the same pipeline stage")
         self.config = config
         last = config.layers if last_layer is None else last_layer
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size) if embed else None

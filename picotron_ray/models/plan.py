@@ -2,7 +2,8 @@
 
 Torch-free, so that the planner's tests, the checkpoint tools and ``parallel`` can speak of a model
 without building it. The names are those of :class:`picotron_ray.models.llama.Transformer`'s own
-``named_parameters``: a pipeline stage keeps the absolute layer number, so no renaming happens anywhere.
+``named_parameters``: a pipeline stage keeps the absolute layer number, so nothing is renamed but the head's
+copy of a tied embedding (`tied_copies`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class ParameterSpec:
         trained: whether a gradient moves it. What the balancing of experts moves instead is whole on every
             rank that has the layer, and has no moments.
         embedding: whether it is a table that tokens or positions look up.
+        copy: whether it is what the head's pipeline stage holds of a tied embedding, which is on another
+            stage: the same tensor of the state once more.
     """
 
     name: str
@@ -60,6 +63,7 @@ class ParameterSpec:
     expert: bool = False
     trained: bool = True
     embedding: bool = False
+    copy: bool = False
 
     @property
     def numel(self) -> int:
@@ -208,7 +212,8 @@ def _out_std(config: ModelConfig) -> float:
 def parameter_table(config: ModelConfig) -> tuple[ParameterSpec, ...]:
     """All parameters of the uncut model, in ``named_parameters`` order.
 
-    With tied embeddings there is no ``head.weight``: the head reads ``embed.weight``.
+    With tied embeddings there is no ``head.weight``: the head reads ``embed.weight``, or in a pipeline a copy
+    of it (`tied_copies`).
     """
     embedding = (config.vocab_size, config.hidden_size)
     first = ParameterSpec("embed.weight", embedding, None, "embed", 0, True, config.init_std, embedding=True)
@@ -226,6 +231,14 @@ def parameter_table(config: ModelConfig) -> tuple[ParameterSpec, ...]:
     if not config.tie_embeddings:
         table.append(_matrix("head.weight", embedding, 0, config.init_std, part="head"))
     return tuple(table)
+
+
+def tied_copies(config: ModelConfig) -> dict[str, ParameterSpec]:
+    """By the module's own name, what a pipeline stage with the head and without the embedding holds of it."""
+    if not config.tie_embeddings:
+        return {}
+    embedding = parameter_table(config)[0]
+    return {"head.weight": replace(embedding, part="head", copy=True)}
 
 
 def tensor_parallel_plan(config: ModelConfig) -> tuple[tuple[str, Style], ...]:

@@ -13,7 +13,7 @@ class SwiGLU(nn.Module):
 
     Fields:
         activation: see `models.pointwise.silu_gate`.
-        joint: computes gate and up as one product; None: each is one.
+        joint: computes gate and up together; None: each computes itself.
     """
 
     def __init__(self, hidden: int, inner: int) -> None:
@@ -24,8 +24,9 @@ class SwiGLU(nn.Module):
         self.activation: Gate = silu_gate
         self.joint: Joint | None = None
 
-    def fuse(self) -> None:
-        self.joint = Joint(self.gate, self.up)
+    def fuse(self, as_one: bool = True) -> None:
+        """Let `joint` compute the projections, as one product or one by one."""
+        self.joint = Joint(self.gate, self.up, as_one=as_one)
 
     def inner(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` → ``[..., inner]``: what ``down`` takes."""

@@ -1,12 +1,15 @@
-"""Attention kernels: over whole rows, and with their log-sum-exp, so that results over parts can be merged.
+"""Attention kernels that give their log-sum-exp, so that results over parts of a row can be merged.
 
-The latter take ``q [batch, heads, queries, head]`` and ``k, v [batch, heads, keys, head]`` with as many
+They take ``q [batch, heads, queries, head]`` and ``k, v [batch, heads, keys, head]`` with as many
 heads, scale by ``1 / sqrt(head)``, and give ``out`` like q and ``lse [batch, heads, queries]`` (natural
 logarithm; in fp32 for half precision, else in q's dtype). ``causal`` masks query i from keys after i; it
 needs as many keys as queries.
 
 Where rows hold several documents (``models.documents``), a mask says which keys a query sees. A query of
 which no key at hand is visible has ``lse`` -inf and ``out`` 0, so that it adds nothing to a merge.
+
+Here are those of CPUs and of every device; ``parallel.cuda_attention`` has the others. Where nothing is to be
+merged, attention is ``parallel.whole_rows``.
 
 The backward passes take the ``out`` and ``lse`` of the *whole* row of keys: with them, the gradients over
 parts of the keys simply add up (Dao 2023, FlashAttention-2, section 3.1; Liu et al. 2023, Ring Attention).
@@ -16,22 +19,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from picotron_ray.config.kernels import Backend
-from picotron_ray.errors import LayoutError
-from picotron_ray.models.documents import causal_within
 
 Forward = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
-NO_MASK = "kernels.attention: saw {}, which takes no document masks; use auto, or data.document_masks=false"
 
 
 class Seen(NamedTuple):
@@ -116,107 +110,3 @@ class CpuFlash(LseKernel):
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, seen.causal, attn_mask=bias)
         return dq, dk, dv
-
-
-class CudaFlash(LseKernel):
-    """FlashAttention-2 as torch ships it: bf16 and fp16, heads of a multiple of 8; no masks."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Forward:
-        if seen.mask is not None:
-            raise LayoutError(NO_MASK.format("flash"))
-        op = torch.ops.aten._scaled_dot_product_flash_attention
-        out, lse, *_ = op(q, k, v, 0.0, seen.causal, return_debug_mask=False)
-        return out, lse
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
-    ) -> Gradients:
-        # without dropout the random state is not read; the lengths of packed rows are not used either
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        op = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        dq, dk, dv = op(
-            grad, q, k, v, out, lse, None, None, q.size(-2), k.size(-2), 0.0, seen.causal, unused, unused[0]
-        )
-        return dq, dk, dv
-
-
-def lse_kernel(backend: Backend, device: torch.device) -> LseKernel:
-    """The kernel of that name with log-sum-exp; LookupError where it has none."""
-    kernels = {"math": MathKernel, "flash": CpuFlash if device.type == "cpu" else CudaFlash}
-    return kernels[backend]()
-
-
-class _RowMask:
-    """The mask of the documents at hand, made once for all layers that ask for it.
-
-    It is found again by the numbers' own tensor, which a micro-batch keeps for its whole life: another one in
-    flight, or a forward that runs again, can cost time here but never get another's mask.
-    """
-
-    def __init__(self) -> None:
-        self._documents, self._mask = torch.empty(0), torch.empty(0)
-
-    def of(self, documents: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is added to scores, ``[batch, 1, row, row]`` in their type, for numbers ``[batch, row]``."""
-        if documents is not self._documents or dtype != self._mask.dtype:
-            self._documents, self._mask = documents, additive(causal_within(documents), dtype)
-        return self._mask
-
-
-def whole_kernel(backend: Backend) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Causal attention over whole rows, by that implementation and no other.
-
-    It takes ``q [batch, heads, seq, head]``, ``k, v [batch, kv_heads, seq, head]`` and the numbers of
-    documents ``[batch, seq]`` or None, and raises RuntimeError where the implementation cannot: torch alone
-    would use another without a word.
-    """
-    if backend == "flash-attn":
-        return _flash_attn()
-    chosen, row_mask = _TORCH[backend], _RowMask()
-    shares_keys = backend in ("flash", "math")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        bias = None if documents is None else row_mask.of(documents, q.dtype)
-        grouped = k.size(1) != q.size(1)
-        if grouped and not shares_keys:
-            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        with sdpa_kernel(chosen):
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped and shares_keys
-            )
-
-    return attend
-
-
-def _flash_attn() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    try:
-        from flash_attn import flash_attn_func
-    except ImportError as error:
-        raise LayoutError(
-            "kernels.attention: saw flash-attn, which is not installed; pip install 'picotron-ray[flash]'"
-        ) from error
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        if documents is not None:
-            raise LayoutError(NO_MASK.format("flash-attn"))
-        out: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
-        return out.transpose(1, 2)
-
-    return attend
-
-
-_TORCH: dict[str, SDPBackend] = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """The attention of one model: which modules, by which implementation, over rows of how many tokens."""
-
-    modules: tuple[str, ...]  # by name, ``*`` standing for one part
-    backend: Backend
-    length: int

@@ -38,8 +38,11 @@ def is_primary(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
     """Whether this rank's state group speaks for the box.
 
     Of ranks that hold the same for another reason than being in one group, the first does: of what tensor
-    parallelism replicates, of what is no expert under expert parallelism, of what ZeRO leaves whole.
+    parallelism replicates, of what is no expert under expert parallelism, of what ZeRO leaves whole. Of a
+    tied embedding the first stage's does.
     """
+    if spec.copy:
+        return False
     if spec.tp_dim is None and layout.coordinates(rank).tp:
         return False
     if layout.zero:

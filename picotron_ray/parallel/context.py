@@ -4,10 +4,10 @@ Rank i holds chunks i and 2n-1-i of 2n (``models.plan.SequenceShard``), which ev
 variants, both exact:
 
 - ``ring`` (Liu et al. 2023): keys and values travel round the ranks while each computes with the part it
-  has; in the backward pass their gradients travel along. A rank never holds more than two parts. Which
-  scores are needed follows from where the keys come from: the rank itself (causal), an earlier rank (all
-  queries, the first half of the keys) or a later one (the second half of the queries, all keys): half of the
-  square, each time.
+  has; in the backward pass their gradients travel along. A rank holds its own part, the one at hand and the
+  one on its way. Which scores are needed follows from where the keys come from: the rank itself (causal), an
+  earlier rank (all queries, the first half of the keys) or a later one (the second half of the queries, all
+  keys): half of the square, each time.
 - ``all-gather`` (Dubey et al. 2024): keys and values are gathered first, their gradients reduce-scattered.
   One collective where the ring has n - 1, for the memory of whole rows of keys; cheap under grouped queries.
 
@@ -30,9 +30,11 @@ from picotron_ray.config.kernels import Backend
 from picotron_ray.config.layout import Context
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import SequenceShard
-from picotron_ray.parallel.attention import AttentionPlan, LseKernel, lse_kernel
+from picotron_ray.parallel.attention import LseKernel
+from picotron_ray.parallel.cuda_attention import lse_kernel
 from picotron_ray.parallel.parts import Attend, Merge, Numbers, gathered_parts, ring_part
 from picotron_ray.parallel.tensor import named_modules
+from picotron_ray.parallel.whole_rows import AttentionPlan
 
 
 class _Ring(torch.autograd.Function):
@@ -154,7 +156,11 @@ class ContextAttention:
         self._order = self._gathered.argsort()
         self._kernel: LseKernel | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None
+    ) -> Tensor:
+        if window is not None:
+            raise LayoutError(f"layout.cp: saw a window of {window}, which parts of rows do not know; use 1")
         if self._kernel is None:
             self._kernel, self._order = lse_kernel(self._backend, q.device), self._order.to(q.device)
             self._gathered = self._gathered.to(q.device)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,29 @@ def apply_fsdp(model: nn.Module, units: Units, mesh: DeviceMesh, zero: int) -> N
         else:
             fully_shard(experts, mesh=units.expert_mesh, reshard_after_forward=reshard)
     for block in (*units.blocks, model):
+        without_views(block)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def without_views(module: nn.Module) -> None:
+    """Let what ``module`` puts out be no view, in place: a copy where it is one.
+
+    FSDP hangs what gathers weights for the backward pass on a module's output. A model of the user's own may
+    write into that (``x += y``), and a view would lose it, without a word, to wrong gradients.
+    """
+    inner = module.forward
+
+    def own(x: Tensor) -> Tensor:
+        return x.clone() if x._is_view() and x.requires_grad else x
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        return tree_map_only(Tensor, own, inner(*inputs, **named))
+
+    module.forward = forward
 
 
 def before_backward(model: nn.Module, zero: int, last: bool) -> None:

@@ -28,17 +28,18 @@ class LinearCrossEntropy:
 
     Args:
         chunk: tokens of which logits exist at a time.
-        group: the ranks that the vocabulary is cut over, in equal parts; None: it is whole.
+        group: the ranks that the vocabulary is cut over; None: it is whole.
+        first: the id of the first row of the vocabulary here.
     """
 
-    def __init__(self, chunk: int, group: dist.ProcessGroup | None = None) -> None:
-        self.chunk, self.group = chunk, group
+    def __init__(self, chunk: int, group: dist.ProcessGroup | None = None, first: int = 0) -> None:
+        self.chunk, self.group, self.first = chunk, group, first
 
     def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """In nats, fp32 or wider, as `loss.token_losses` of the logits.
 
         Args:
-            x: ``[rows, seq, hidden]``; weight ``[vocab / tp, hidden]``.
+            x: ``[rows, seq, hidden]``; weight ``[vocabulary here, hidden]``.
             targets: ``[rows, seq]`` int64 global token ids.
 
         Returns: ``[rows, seq]``. The gradient of ``x`` is this rank's part of a sum over the group.
@@ -47,17 +48,15 @@ class LinearCrossEntropy:
         if torch.is_autocast_enabled(kind):  # as autocast casts a linear layer's input; the weight follows
             x = x.to(torch.get_autocast_dtype(kind))
         # a view, because the engine cannot say of a leaf whether its gradient is asked for
-        found: Tensor = _LinearCrossEntropy.apply(
-            x.flatten(0, -2), weight.view_as(weight), targets.flatten(), self
-        )
-        return found.view(targets.shape)
+        found: Tensor = _LinearCrossEntropy.apply(x.flatten(0, -2), weight.view_as(weight), targets, self)
+        return found
 
     def chunks(self, tokens: int) -> Iterator[slice]:
         return (slice(start, start + self.chunk) for start in range(0, tokens, self.chunk))
 
     def local(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Where each target is among the ``rows`` of the vocabulary here, and whether it is."""
-        local = targets if self.group is None else targets - self.group.rank() * rows
+        local = targets - self.first
         inside = (local >= 0) & (local < rows)
         return torch.where(inside, local, 0).unsqueeze(-1), inside
 
@@ -79,12 +78,16 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """See the module; ``x [n, hidden]`` in the type of matrix products, ``targets [n]``."""
+    """See the module; ``x [n, hidden]`` in the type of matrix products, ``targets`` of n tokens.
+
+    The losses have the targets' shape and are no view: FSDP's hooks must not be handed one.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, how: LinearCrossEntropy) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        total, picked = (x.new_empty(len(x), dtype=wide) for _ in range(2))
+        losses = x.new_empty(targets.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        targets = targets.flatten()
+        total, picked = (losses.new_empty(len(x)) for _ in range(2))
         with torch.autocast(x.device.type, enabled=False):
             cast = weight.to(x.dtype)
             for part in how.chunks(len(x)):
@@ -95,24 +98,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total, picked = how.over_vocabulary(total, picked)
         ctx.save_for_backward(x, weight, targets, total)
         ctx.how = how
-        return total - picked
+        torch.sub(total, picked, out=losses.view(-1))
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, targets, total = ctx.saved_tensors
+        gradient = gradients[0].flatten()
         how, cast = ctx.how, weight.to(x.dtype)
         for_x, for_weight = _asked_for(ctx)
         found_x = torch.empty_like(x) if for_x else None
         found_weight = torch.zeros_like(weight) if for_weight else None
         for part in how.chunks(len(x)):
-            slope = _logits(x[part], cast).sub_(total[part].unsqueeze(-1)).exp_()
+            of_logits = _logits(x[part], cast).sub_(total[part].unsqueeze(-1)).exp_()
             at, inside = how.local(targets[part], len(weight))
-            slope.scatter_add_(-1, at, -inside.to(slope.dtype).unsqueeze(-1))
-            slope = slope.mul_(gradients[0][part].unsqueeze(-1)).to(x.dtype)
+            of_logits.scatter_add_(-1, at, -inside.to(of_logits.dtype).unsqueeze(-1))
+            of_logits = of_logits.mul_(gradient[part].unsqueeze(-1)).to(x.dtype)
             if found_x is not None:
-                torch.mm(slope, cast, out=found_x[part])
+                torch.mm(of_logits, cast, out=found_x[part])
             if found_weight is not None:
-                _add_product(found_weight, slope.T, x[part])
+                _add_product(found_weight, of_logits.T, x[part])
         return found_x, found_weight, None, None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Loss per token ``[n]`` from local logits ``[n, vocab / tp]`` and targets ``[n]`` (global ids)."""
+    """Loss per token ``[n]`` from logits ``[n, local]`` of the ids from ``first`` on, and targets ``[n]``."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
@@ -53,13 +53,14 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
 
 
 def token_losses(
-    logits: Tensor, targets: Tensor, tp_group: dist.ProcessGroup | None, tp_index: int = 0
+    logits: Tensor, targets: Tensor, tp_group: dist.ProcessGroup | None, first: int = 0
 ) -> Tensor:
     """Losses of tokens ``[rows, seq]`` in nats; at least fp32.
 
     Args:
-        logits: ``[rows, seq, vocab]``, or ``[rows, seq, vocab / tp]`` with a ``tp_group``.
+        logits: ``[rows, seq, vocab]``, or with a ``tp_group`` this rank's part of the vocabulary.
         targets: ``[rows, seq]`` int64 global token ids.
+        first: the id of the first logit here.
     """
     flat = logits.flatten(0, 1)
     if flat.dtype not in (torch.float32, torch.float64):
@@ -67,6 +68,5 @@ def token_losses(
     if tp_group is None:
         losses = F.cross_entropy(flat, targets.flatten(), reduction="none")
     else:
-        first = tp_index * flat.size(-1)
         losses = _VocabParallelCrossEntropy.apply(flat, targets.flatten(), first, tp_group)
     return losses.view(targets.shape)

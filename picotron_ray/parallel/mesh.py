@@ -20,6 +20,7 @@ living group, and the caches stay warm (the first step of a generation pays for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -29,8 +30,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from picotron_ray.config.layout import Coordinates, Layout
+from picotron_ray.config.recompute import stage_words
 from picotron_ray.config.schedules import RULES, Rules
 from picotron_ray.errors import LayoutError
+from picotron_ray.parallel.tensor_overlap import Overlap
 
 AXES = ("pp", "data", "tp")
 INSIDE = ("cp", "ep", "edp", "shard", "copy")  # within the data axis
@@ -46,6 +49,8 @@ class Mesh:
             None without ZeRO.
         experts: the same for experts under expert parallelism; None too where no rank shares them.
         names: under which collectives find the groups.
+        overlap: what hides tensor parallelism's communication on this rank, in all its stages.
+        on_close: what else lets go of the groups.
     """
 
     layout: Layout
@@ -55,6 +60,8 @@ class Mesh:
     sharded: DeviceMesh | None = None
     experts: DeviceMesh | None = None
     names: list[str] = field(default_factory=list)
+    overlap: Overlap | None = None
+    on_close: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def at(self) -> Coordinates:
@@ -75,6 +82,9 @@ class Mesh:
 
     def close(self) -> None:
         """Let go of the groups; DTensor's caches may hold the mesh for as long as the process lives."""
+        self.overlap = None
+        while self.on_close:
+            self.on_close.pop()()
         for name in self.names:
             torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
         for devices in (self.devices, self.sharded, self.experts):
@@ -101,6 +111,11 @@ def check_supported(layout: Layout) -> None:
         )
     if layout.pp > 1 and rules is not None:
         check_schedule(layout, rules)
+    if len(stage_words(layout.recompute)) not in (1, layout.stages):
+        raise LayoutError(
+            f"layout.recompute: saw {layout.recompute}, expected one word, or one for each of {layout.stages}"
+            " stages"
+        )
     if layout.replicas % layout.ep:
         raise LayoutError(f"layout.ep: saw {layout.ep}, which does not divide dp x cp = {layout.replicas}")
     if layout.replicate > 1:

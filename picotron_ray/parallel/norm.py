@@ -34,11 +34,41 @@ def global_norm(
         local: reduced local gradients of this rank.
         counted: for each, whether this rank counts it; not used where every rank holds everything.
     """
-    if layout.world_size == layout.replicas and layout.ep == 1 and not layout.zero:
+    if _all_alike(layout):
         return float(squared_sum(local, device).sqrt())
     total = squared_sum([t for t, mine in zip(local, counted, strict=True) if mine], device)
     dist.all_reduce(total)
     return float(total.sqrt())
+
+
+def part_norms(
+    local: Sequence[Tensor],
+    counted: Sequence[bool],
+    parts: Sequence[int],
+    count: int,
+    layout: Layout,
+    device: torch.device,
+) -> list[float]:
+    """The norms of ``count`` parts of the gradient, the same on every rank; arguments as of `global_norm`.
+
+    Args:
+        parts: the number of the part of each, or -1.
+    """
+    alike = _all_alike(layout)
+    chosen = [i for i, part in enumerate(parts) if part >= 0 and (alike or counted[i])]
+    squares = torch.zeros(count, dtype=torch.float64, device=device)
+    if chosen:
+        found = torch.stack(torch._foreach_norm([local[i] for i in chosen])).double().square()
+        squares.index_add_(0, torch.tensor([parts[i] for i in chosen], device=device), found)
+    if not alike:
+        dist.all_reduce(squares)
+    norms: list[float] = squares.sqrt().tolist()
+    return norms
+
+
+def _all_alike(layout: Layout) -> bool:
+    """Whether every rank holds the whole gradient."""
+    return layout.world_size == layout.replicas and layout.ep == 1 and not layout.zero
 
 
 def clip_(local: Sequence[Tensor], norm: float, largest: float) -> None:

@@ -26,24 +26,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from picotron_ray.comm.lanes import Lane, host_like
+from picotron_ray.parallel.casts import Recast, made, of_a_parameter, recast
 
 SMALLEST_BYTES = 2**16
 """What is smaller stays: a copy has its price whatever its size."""
-_SAME_VALUES = frozenset(
-    f"{name}Backward0"
-    for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Select", "Slice")
-)
-"""Nodes of the graph that give a parameter in another type or shape."""
-
-
-def of_a_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, or a cast or view of one."""
-    node = tensor.grad_fn
-    if node is None:
-        return isinstance(tensor, nn.Parameter)
-    while node is not None and node.name() in _SAME_VALUES:
-        node = node.next_functions[0][0]
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 class Ticket:
@@ -79,13 +65,14 @@ class ActivationOffload:
 
     Args:
         smallest_bytes: tensors below it stay.
+        recasts: whether casts of parameters are made again rather than saved.
 
     Fields:
         moved_bytes: what has gone down since it was made.
     """
 
-    def __init__(self, smallest_bytes: int = SMALLEST_BYTES) -> None:
-        self._smallest = smallest_bytes
+    def __init__(self, smallest_bytes: int = SMALLEST_BYTES, *, recasts: bool = False) -> None:
+        self._smallest, self._recasts = smallest_bytes, recasts
         self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
         self._last: Visit | None = None
         self._held: list[Visit] = []  # whose sources are not let go yet
@@ -130,10 +117,10 @@ class ActivationOffload:
             visit.sources.clear()
         self._held.clear()
 
-    def _pack(self, visit: Visit) -> Callable[[Tensor], Tensor | Ticket]:
-        def pack(tensor: Tensor) -> Tensor | Ticket:
+    def _pack(self, visit: Visit) -> Callable[[Tensor], Tensor | Ticket | Recast]:
+        def pack(tensor: Tensor) -> Tensor | Ticket | Recast:
             if self._stays(tensor):
-                return tensor
+                return recast(tensor) if self._recasts else tensor
             # alive until the visit is let go, so that no other tensor has this key
             key = (tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride(), tensor._version)
             if key not in visit.sources:
@@ -154,9 +141,9 @@ class ActivationOffload:
         seen = self._seen.get(storage.data_ptr())
         return seen is not None and not seen.expired() and seen == StorageWeakRef(storage)
 
-    def _unpack(self, packed: Tensor | Ticket) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def _unpack(self, packed: Tensor | Ticket | Recast) -> Tensor:
+        if not isinstance(packed, Ticket):
+            return made(packed)
         self._let_go()
         visit = packed.visit
         self._bring(visit)
@@ -178,8 +165,10 @@ class ActivationOffload:
                 visit.returned = self._lanes[visit.device][1].copy(ticket.back, ticket.host)
 
 
-def apply_activation_offload(blocks: Sequence[nn.Module], smallest_bytes: int = SMALLEST_BYTES) -> None:
+def apply_activation_offload(
+    blocks: Sequence[nn.Module], smallest_bytes: int = SMALLEST_BYTES, *, recasts: bool = False
+) -> None:
     """Let what the blocks of one stage save go to the host, in place; recomputation is applied before."""
-    offload = ActivationOffload(smallest_bytes)
+    offload = ActivationOffload(smallest_bytes, recasts=recasts)
     for number, block in enumerate(blocks):
         offload.wrap(number, block)

@@ -8,7 +8,7 @@ for is applied or refused; what was applied is returned, for the log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +21,7 @@ from picotron_ray.config.layout import Layout
 from picotron_ray.config.recompute import recomputed
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import ParameterSpec, SequenceShard, Style
-from picotron_ray.parallel.attention import AttentionPlan, whole_kernel
-from picotron_ray.parallel.boxes import counts_in_norm, is_primary, local_box
+from picotron_ray.parallel.boxes import chunk, counts_in_norm, is_primary, local_box
 from picotron_ray.parallel.context import apply_context_parallel
 from picotron_ray.parallel.data import Units, apply_fsdp
 from picotron_ray.parallel.expert import apply_expert_parallel
@@ -32,6 +31,11 @@ from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.offload import apply_activation_offload
 from picotron_ray.parallel.recompute import apply_recompute
 from picotron_ray.parallel.tensor import apply_tensor_parallel, named_modules
+from picotron_ray.parallel.tensor_overlap import Kind, Overlap, hidden
+from picotron_ray.parallel.tensor_ring import Ring
+from picotron_ray.parallel.whole_rows import AttentionPlan, whole_kernel
+
+CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -87,6 +91,11 @@ class Plan:
         functions: what is compiled by itself, by name: (modules, their field).
         loss_chunk: tokens of which the head makes losses at a time; None: it makes logits.
         fp8: whether the linear layers of blocks compute in fp8.
+        overlap: what hides tensor parallelism's communication in blocks.
+        device: on which the model will compute.
+        tie: shares again what the model shares, once its parameters were cut. FSDP has to see that: of two
+            parameters that became one later, it would gather one from where the other no longer lies.
+        stage: the number of the pipeline stage.
     """
 
     styles: Sequence[tuple[str, Style]]
@@ -101,6 +110,10 @@ class Plan:
     functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     loss_chunk: int | None = None
     fp8: bool = False
+    overlap: Kind = "none"
+    device: torch.device = CPU
+    tie: Callable[[nn.Module], None] = lambda model: None
+    stage: int = 0
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
@@ -112,11 +125,12 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     layout, attention = mesh.layout, plan.attention
     if plan.fp8:
         applied.append(f"{apply_fp8(plan.blocks)} linear layers in fp8")
-    tp = mesh.group("tp")
-    if tp is not None:
-        count = apply_tensor_parallel(model, tp, plan.styles)
-        kind = "tensor" if any(style == "sum_rowwise" for _, style in plan.styles) else "tensor and sequence"
-        applied.append(f"{kind} parallel over {layout.tp}, {count} modules")
+    fused = named_modules(model, plan.joint)
+    if fused:
+        for module in fused:
+            module.fuse()
+        applied.append(f"projections of {len(fused)} modules fused")
+    applied += _apply_tensor_parallel(model, mesh, plan)
     mixtures = named_modules(model, plan.mixtures)
     apply_expert_parallel(mixtures, mesh.group("ep") if layout.ep > 1 else None, mesh.group("cp"), layout.tp)
     if mixtures:
@@ -127,24 +141,24 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
         applied.append("grouped experts")
     modules = named_modules(model, attention.modules)
     if modules:
-        kernel = whole_kernel(attention.backend)
+        kernel = whole_kernel(attention.backend, compiled=plan.compiled)
         for module in modules:
             module.kernel = kernel
-        applied.append(f"{attention.backend} attention")
+        applied.append(str(attention))
     cp = mesh.group("cp")
     if cp is not None:
         count = apply_context_parallel(model, cp, attention, layout.context)
         for module in named_modules(model, plan.positions):
             module.shard = SequenceShard(attention.length, cp.size(), cp.rank())
         applied.append(f"context parallel over {layout.cp}, {layout.context}, {count} modules")
-    applied += _apply_kernels(model, plan, tp)
-    kinds = recomputed(layout.recompute, len(plan.blocks))
+    applied += _apply_kernels(model, plan, mesh.group("tp"))
+    kinds = recomputed(layout.recompute, len(plan.blocks), plan.stage)
     inside = [[m.router for m in mixtures if any(m is part for part in b.modules())] for b in plan.blocks]
     count = apply_recompute(plan.blocks, kinds, inside)
     if layout.recompute != "none":
         applied.append(f"recompute {layout.recompute}: {count} of {len(kinds)} blocks")
     if layout.offload_activations:
-        apply_activation_offload(plan.blocks)
+        apply_activation_offload(plan.blocks, recasts=layout.zero == 3)
         applied.append(f"activations of {len(plan.blocks)} blocks offloaded")
     if mesh.sharded is not None:
         whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
@@ -157,17 +171,42 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     return tuple(applied)
 
 
+def _apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[str]:
+    """Cut the model over tp; what was applied, one phrase each."""
+    tp = mesh.group("tp")
+    if tp is None:
+        if plan.overlap != "none":
+            yield f"no tensor parallelism that {plan.overlap} could overlap"
+        return
+    overlap = _overlap(mesh, tp, plan)
+    means = None if overlap is None else hidden(overlap, plan.compiled)
+    count, overlapped = apply_tensor_parallel(model, tp, plan.styles, means)
+    plan.tie(model)
+    kind = "tensor" if any(style == "sum_rowwise" for _, style in plan.styles) else "tensor and sequence"
+    yield f"{kind} parallel over {mesh.layout.tp}, {count} modules"
+    if plan.overlap != "none":
+        yield f"communication of {overlapped} of them overlapped by {plan.overlap}"
+
+
+def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: Plan) -> Overlap | None:
+    """What hides tensor parallelism's communication; the stages of a rank share it."""
+    if mesh.overlap is None and plan.overlap == "ring":
+        mesh.overlap = Ring(tp)
+    elif mesh.overlap is None and plan.overlap == "symmetric-memory":
+        from picotron_ray.parallel.symmetric import Symmetric
+
+        mesh.overlap = found = Symmetric(tp, plan.device)
+        mesh.on_close.append(found.close)
+    return mesh.overlap
+
+
 def _apply_kernels(model: nn.Module, plan: Plan, tp: dist.ProcessGroup | None) -> Iterator[str]:
     """Let the modules compute as the plan says; what was applied, one phrase each."""
-    fused = named_modules(model, plan.joint)
-    if fused:
-        for module in fused:
-            module.fuse()
-        yield f"projections of {len(fused)} modules fused"
     heads = named_modules(model, [glob for glob, style in plan.styles if style == "vocab_head"])
     if plan.loss_chunk is not None and heads:
         for head in heads:
-            head.losses = LinearCrossEntropy(plan.loss_chunk, tp)
+            first = chunk(head.out_features, tp.size(), tp.rank())[0] if tp is not None else 0
+            head.losses = LinearCrossEntropy(plan.loss_chunk, tp, first)
         yield f"linear cross-entropy of {plan.loss_chunk} tokens at a time"
     for name, (glob, attribute) in plan.functions.items():
         modules = named_modules(model, [glob])
@@ -190,14 +229,16 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def local_parameters(
-    model: nn.Module, table: Iterable[ParameterSpec], mesh: Mesh
+    model: nn.Module, specs: Mapping[str, ParameterSpec], mesh: Mesh
 ) -> Iterator[LocalParameter]:
     """Every parameter of which this rank holds something, in the order of ``named_parameters``.
+
+    Args:
+        specs: by the name that ``named_parameters`` says.
 
     Raises LayoutError where the module's storage is not what the layout says: the one check that keeps
     a changed torch from writing wrong boxes into checkpoints.
     """
-    specs = {spec.name: spec for spec in table}
     layout, rank = mesh.layout, mesh.rank
     for name, parameter in model.named_parameters():
         spec = specs[name]

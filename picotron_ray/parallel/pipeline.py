@@ -17,28 +17,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
-    Schedule1F1B,
     ScheduleDualPipeV,
-    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from picotron_ray.config.actions import action_list
 from picotron_ray.config.layout import Layout
+from picotron_ray.config.one_stage import one_stage_rows
 from picotron_ray.config.schedules import Schedule, rules_of, schedule_problem
 from picotron_ray.errors import LayoutError
 from picotron_ray.parallel import mesh
+from picotron_ray.parallel.listed import ListedSchedule, receive_early
 
 Named = Mapping[str, Tensor]
 """What ``forward`` takes besides its input, by name: the same on every stage, which all load the rows."""
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(what the last stage puts out, targets [rows, seq], weights [rows]) -> scalar sum."""
 
-ONE_STAGE: Mapping[Schedule, Any] = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}
 SEVERAL_STAGES: Mapping[Schedule, Any] = {
     "looped-bfs": ScheduleLoopedBFS,
     "interleaved-1f1b": ScheduleInterleaved1F1B,
@@ -46,28 +44,6 @@ SEVERAL_STAGES: Mapping[Schedule, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-
-
-class ListedSchedule(_PipelineScheduleRuntime):
-    """Runs a list of actions.
-
-    Torch makes its own looped schedules in this way, from rows of actions like these; the way is private, so
-    a test compares a list with the schedule of torch's that it spells out. Torch keeps losses in the order in
-    which they came and looks for them by number: micro-batches are numbered as the last stage takes them.
-    """
-
-    def __init__(
-        self, stages: list[PipelineStage], micro_batches: int, actions: tuple[str, ...], **options: Any
-    ) -> None:
-        super().__init__(stages, micro_batches, **options)
-        rows, last = action_list(actions).rows, stages[0].num_stages - 1
-        taken = [a.micro_batch for row in rows for a in row if (a.stage, a.kind) == (last, "F")]
-        number = {micro_batch: place for place, micro_batch in enumerate(taken)}
-        self.pipeline_order = {
-            rank: [_Action.from_str(str(a._replace(micro_batch=number[a.micro_batch]))) for a in row]
-            for rank, row in enumerate(rows)
-        }
-        self._prepare_schedule_with_comms(self.pipeline_order)
 
 
 class Pipeline:
@@ -148,11 +124,13 @@ class Pipeline:
             stages = [self._stage(index) for index in sorted(self._models)]
             options: dict[str, Any] = {"loss_fn": self._micro_loss, "scale_grads": False}
             if layout.schedule == "custom":
-                made: Any = ListedSchedule(stages, micro_batches, self._actions, **options)
-            elif layout.schedule in ONE_STAGE:
-                made = ONE_STAGE[layout.schedule](stages[0], micro_batches, **options)
+                made: Any = ListedSchedule(stages, micro_batches, action_list(self._actions).rows, **options)
+            elif layout.schedule not in SEVERAL_STAGES:
+                rows = one_stage_rows(layout.schedule, layout.pp, micro_batches)
+                made = ListedSchedule(stages, micro_batches, rows, **options)
             else:
                 made = SEVERAL_STAGES[layout.schedule](stages, micro_batches, **options)
+            receive_early(made, self._owners)
             self._schedules[micro_batches] = made
         return self._schedules[micro_batches]
 

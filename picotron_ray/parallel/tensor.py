@@ -30,6 +30,7 @@ from picotron_ray.comm.sequence import gather_sequence, reduce_scatter_sequence
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import Style
 from picotron_ray.parallel.boxes import chunk
+from picotron_ray.parallel.tensor_overlap import Hidden
 
 
 class _Gather(torch.autograd.Function):
@@ -96,11 +97,16 @@ def linear_dims(module: nn.Module) -> tuple[int, int] | None:
 
 
 class TensorParallel:
-    """Applies one style to one module, for one rank of a tp group."""
+    """Applies one style to one module, for one rank of a tp group.
 
-    def __init__(self, group: Group) -> None:
+    Args:
+        overlap: hides the communication of blocks behind their products; None: each follows the other.
+    """
+
+    def __init__(self, group: Group, overlap: Hidden | None = None) -> None:
         self.group: Any
         self.group, self.parts, self.index = group, group.size(), group.rank()
+        self.overlap, self.overlapped = overlap, 0
         self.styles: dict[Style, Callable[[Any], None]] = {
             "vocab_embed": self.vocab_embed,
             "positions": self.positions,
@@ -117,15 +123,19 @@ class TensorParallel:
             "whole": self.sequence,
         }
 
-    def _cut(self, module: Any, dim: int, name: str = "weight") -> None:
-        """Replace one of the module's parameters by this rank's part of it (without values)."""
+    def _cut(self, module: Any, dim: int, name: str = "weight", *, even: bool = True) -> None:
+        """Replace one of the module's parameters by this rank's part of it (without values).
+
+        Args:
+            even: whether all parts must be of one size; a vocabulary's need not (`boxes.chunk`).
+        """
         whole = getattr(module, name)
         shape = list(whole.shape)
-        if shape[dim] % self.parts:
+        if even and shape[dim] % self.parts:
             raise LayoutError(
                 f"layout.tp: {shape[dim]} rows or columns of a weight do not divide by {self.parts}"
             )
-        shape[dim] //= self.parts
+        _, shape[dim] = chunk(shape[dim], self.parts, self.index)
         setattr(module, name, nn.Parameter(whole.new_empty(shape)))
 
     def sequence(self, module: Any) -> None:
@@ -136,6 +146,15 @@ class TensorParallel:
         module.part = (self.index, self.parts)
 
     def gather_input(self, module: Any) -> None:
+        if self.overlap is None:
+            self._gather_before(module)
+            return
+        if module.joint is None:
+            module.fuse(as_one=False)
+        module.joint.products = self.overlap.products
+        self.overlapped += 1
+
+    def _gather_before(self, module: Any) -> None:
         module.register_forward_pre_hook(
             lambda _, inputs: (_Gather.apply(inputs[0], self.group), *inputs[1:])
         )
@@ -149,16 +168,21 @@ class TensorParallel:
         """The bias is added once, by each rank to the sums of its own tokens."""
         self._cut(module, 1)
         product = getattr(module, "product", None) or (lambda x: F.linear(x, module.weight))
+        overlap = self.overlap
+        self.overlapped += overlap is not None
 
         def forward(x: Tensor) -> Tensor:
-            total = _ReduceScatter.apply(product(x), self.group)
+            if overlap is None:
+                total = _ReduceScatter.apply(product(x), self.group)
+            else:
+                total = overlap.scattered(x, module.weight)
             return total if module.bias is None else total + module.bias.to(total.dtype)
 
         module.forward = forward
 
     def mixture(self, module: Any) -> None:
         """Every rank routes all tokens alike and holds a part of every expert's width."""
-        self.gather_input(module)
+        self._gather_before(module)
         module.register_forward_hook(lambda _, inputs, output: _ReduceScatter.apply(output, self.group))
 
     def experts(self, module: Any) -> None:
@@ -169,12 +193,12 @@ class TensorParallel:
         self._cut(module, 1)
 
     def vocab_head(self, module: Any) -> None:
-        self._cut(module, 0)
-        self.gather_input(module)
+        self._cut(module, 0, even=False)
+        self._gather_before(module)
 
     def vocab_embed(self, module: Any) -> None:
         first, count = chunk(module.weight.size(0), self.parts, self.index)
-        self._cut(module, 0)
+        self._cut(module, 0, even=False)
 
         def forward(tokens: Tensor) -> Tensor:
             local = tokens - first
@@ -224,13 +248,17 @@ def named_modules(model: nn.Module, globs: Sequence[str]) -> list[Any]:
     return [module for name, module in model.named_modules() if any(matches(name, glob) for glob in globs)]
 
 
-def apply_tensor_parallel(model: nn.Module, group: Group, plan: Sequence[tuple[str, Style]]) -> int:
-    """Cut ``model`` (on the meta device) in place over ``group``; returns the number of modules touched.
+def apply_tensor_parallel(
+    model: nn.Module, group: Group, plan: Sequence[tuple[str, Style]], overlap: Hidden | None = None
+) -> tuple[int, int]:
+    """Cut ``model`` (on the meta device) in place over ``group``.
+
+    Returns the numbers of modules touched, and of those whose communication ``overlap`` hides.
 
     Raises LayoutError for a style that is unknown or a weight that does not divide. That every parameter
     came out as the plan says is checked by ``parallelize.local_parameters``.
     """
-    parallel, touched = TensorParallel(group), 0
+    parallel, touched = TensorParallel(group, overlap), 0
     for name, module in list(model.named_modules()):
         for glob, style in plan:
             if matches(name, glob):
@@ -240,4 +268,4 @@ def apply_tensor_parallel(model: nn.Module, group: Group, plan: Sequence[tuple[s
                     )
                 parallel.styles[style](module)
                 touched += 1
-    return touched
+    return touched, parallel.overlapped

@@ -8,7 +8,6 @@ function's place.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,16 +20,15 @@ from picotron_ray.config.fit import (
     listed,
     misfits,
     placement,
-    splits,
     virtual_stages,
 )
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout, Zero
 from picotron_ray.errors import LayoutError
-from picotron_ray.planner.cost import step_cost
-from picotron_ray.planner.counts import stage_bounds
+from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
 from picotron_ray.planner.profile import CPU, DeviceProfile
+from picotron_ray.planner.recompute import within
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +77,26 @@ def _cheapest(
 ) -> tuple[Choice | None, int]:
     """The first of `_ranked`, and the number of candidates.
 
-    Recomputation to save memory only adds cost, so candidates are judged in the order of what they cost
-    without, until none that is left can win: memory is estimated for few of them.
+    Recomputation to save memory adds cost, so candidates are judged in the order of what they cost at least,
+    until none that is left can win: memory is estimated for few of them.
     """
     budget, best = budget_bytes(job, profile.memory_bytes), None
-    costs = [(step_cost(job, c, profile, node_sizes).total_s, c) for c in _candidates(job, workers)]
+    costs = [(_least_s(step_cost(job, c, profile, node_sizes), c), c) for c in _candidates(job, workers)]
     for least_s, candidate in sorted(costs):
         if best is not None and least_s > best.cost_s:
             break
-        layout = within(job, candidate, budget)
+        layout = within(job, candidate, budget, profile, node_sizes)
         if layout is None:
             continue
         choice = Choice(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
         if best is None or _order(choice) < _order(best):
             best = choice
     return best, len(costs)
+
+
+def _least_s(cost: StepCost, layout: Layout) -> float:
+    """What a candidate costs whatever it computes again, which leaves less to offload."""
+    return cost.total_s - (cost.offload_s if layout.offload_activations else 0.0)
 
 
 @lru_cache(maxsize=256)
@@ -103,7 +106,7 @@ def _ranked(
     best: dict[tuple[int, ...], Choice] = {}
     budget = budget_bytes(job, profile.memory_bytes)
     for candidate in _candidates(job, workers):
-        layout = within(job, candidate, budget)
+        layout = within(job, candidate, budget, profile, node_sizes)
         if layout is None:
             continue
         choice = Choice(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
@@ -111,34 +114,6 @@ def _ranked(
         if key not in best or _order(choice) < _order(best[key]):
             best[key] = choice
     return tuple(sorted(best.values(), key=_order))
-
-
-def within(job: JobConfig, layout: Layout, budget: float) -> Layout | None:
-    """The layout with as little recomputation as keeps its estimate within ``budget`` bytes; None: none does.
-
-    The policy that the job names is kept. The cheapest set under ``auto`` is the smallest K of ``blocks-K``:
-    blocks of a stage are alike, so that only their number counts.
-    """
-    estimate = memory_estimate(job, layout)
-    if estimate.total_bytes <= budget:
-        return layout
-    if estimate.state_bytes > budget or job.layout.recompute != "auto" or splits(job, layout):
-        return None
-
-    def fits(policy: str) -> Layout | None:
-        found = replace(layout, recompute=policy)
-        return found if memory_estimate(job, found).total_bytes <= budget else None
-
-    depth = max(end - start for start, end in stage_bounds(job.model, layout.stages))
-    # neither of these goes with what selective keeps, nor do some layouts
-    unseen = job.kernels.compile or layout.offload_activations
-    barred = unseen or misfits(job, replace(layout, recompute="selective"))
-    selective = None if barred else fits("selective")
-    if selective or not fits(f"blocks-{depth}"):
-        return selective
-    # more blocks never need more memory
-    count = 1 + bisect_left(range(1, depth), True, key=lambda blocks: fits(f"blocks-{blocks}") is not None)
-    return fits(f"blocks-{count}")
 
 
 def _order(choice: Choice) -> tuple[float, Layout]:

@@ -1,7 +1,8 @@
 """Seconds per optimizer step of a layout, by a simple stated cost: arithmetic, bubble and communication.
 
-    step = (m + w) · (slowest rank's arithmetic and tensor-parallel traffic per micro-batch
-                      + the stage-to-stage hops there and back)  +  gradient reduction  +  one exchange
+    step = (m + w) · (slowest rank's arithmetic, twice where it is repeated, and collectives in its blocks
+                      per micro-batch, + the stage-to-stage hops there and back)
+           +  gradient reduction  +  one exchange
 
 with m micro-batches and w = (pp - 1) / stages per rank of waiting, a third of pp - 1 where the schedule fills
 the wait with gradients of weights (``config.schedules``), and what running through it in unit times gives for
@@ -17,17 +18,27 @@ from dataclasses import dataclass
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
-from picotron_ray.config.recompute import recomputed
+from picotron_ray.config.precision import COMPUTE_BYTES
+from picotron_ray.config.recompute import Kind
 from picotron_ray.config.schedules import rules_of, waits
+from picotron_ray.planner.blocks import blocks_again
 from picotron_ray.planner.counts import (
     sizes_of,
     stage_bounds,
-    stage_depth,
     stage_flops_per_token,
     stage_parameters,
+    tied_copy,
 )
-from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES, memory_estimate, offloaded_activations
+from picotron_ray.planner.memory import STATE_BYTES, memory_estimate, offloaded_activations
 from picotron_ray.planner.profile import DeviceProfile
+from picotron_ray.planner.traffic import (
+    context_passes,
+    expert_passes,
+    hidden_bytes,
+    link,
+    micro_batch_tokens,
+    tensor_passes,
+)
 
 BUCKET_BYTES = 25e6  # gradients reduced per collective
 # Arithmetic lost to thinner matrices per doubling of tp. Megatron-LM (Shoeybi et al. 2019) kept 77 % at
@@ -57,10 +68,14 @@ class StepCost:
     """the one exchange between all ranks at the end of a step"""
     offload_s: float = 0.0
     """to host memory and back, and what the host's cores compute there"""
+    again_s: float = 0.0
+    """forward passes that blocks repeat: what they add to the slowest stage"""
 
     @property
     def total_s(self) -> float:
-        inside = self.compute_s + self.bubble_s + self.tensor_s + self.context_s + self.expert_s
+        inside = (
+            self.compute_s + self.again_s + self.bubble_s + self.tensor_s + self.context_s + self.expert_s
+        )
         return inside + self.pipeline_s + self.data_s + self.sync_s + self.offload_s
 
 
@@ -74,15 +89,18 @@ def step_cost(
             crosses nodes, and gradients between nodes, go over the slower link.
     """
     micro_batches = layout.micro_batches(job.data.global_batch)
-    compute = _stage_compute(job, layout, profile)
-    tensor = _tensor(job, layout, profile, node_sizes)
-    context = _context(job, layout, profile, node_sizes)
-    expert = _expert(job, layout, profile, node_sizes)
+    depth = _depth(job, layout)
+    arithmetic, again = _busy(job, layout, profile, node_sizes)
+    compute = arithmetic + depth * profile.kernel_s
+    tensor, context, expert = (
+        depth * passes(job, layout, profile, node_sizes).both
+        for passes in (tensor_passes, context_passes, expert_passes)
+    )
     hop = _hop(job, layout, profile, node_sizes)
     waiting = waits(rules_of(layout.schedule, job.layout.actions), layout.pp, layout.virtual_stages)
     return StepCost(
         compute_s=micro_batches * compute,
-        bubble_s=waiting * (compute + tensor + context + expert),
+        bubble_s=waiting * (compute + again + tensor + context + expert),
         tensor_s=micro_batches * tensor,
         context_s=micro_batches * context,
         expert_s=micro_batches * expert,
@@ -90,6 +108,7 @@ def step_cost(
         data_s=_data(job, layout, profile, node_sizes, micro_batches),
         sync_s=profile.latency_s * math.log2(layout.world_size),
         offload_s=_offload(job, layout, profile),
+        again_s=micro_batches * again,
     )
 
 
@@ -99,14 +118,10 @@ def _depth(job: JobConfig, layout: Layout) -> int:
     return max(sum(depths[stage] for stage in layout.rank_stages(rank)) for rank in range(layout.pp))
 
 
-def _stage_compute(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
-    """Seconds of arithmetic per micro-batch on the slowest pipeline rank."""
-    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
-    flops = max(_flops(job, layout, rank) for rank in range(layout.pp))
-    flops += max(_flops_again(job, layout, rank) for rank in range(layout.pp))
-    blocks = _depth(job, layout)
+def _arithmetic(job: JobConfig, layout: Layout, profile: DeviceProfile, flops: float) -> float:
+    """Seconds of so many FLOPs per token of a micro-batch."""
     loss = 1 + TENSOR_LOSS * math.log2(layout.tp)
-    return loss * tokens * flops / profile.flops + blocks * profile.kernel_s
+    return loss * micro_batch_tokens(job, layout) * flops / profile.flops
 
 
 def _flops(job: JobConfig, layout: Layout, rank: int) -> float:
@@ -121,83 +136,51 @@ def _flops(job: JobConfig, layout: Layout, rank: int) -> float:
     return total
 
 
-def _flops_again(job: JobConfig, layout: Layout, rank: int) -> float:
-    """FLOPs per token of forward passes that a pipeline rank repeats: a third of a block's each."""
+def block_again(
+    job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...] = ()
+) -> dict[Kind, float]:
+    """Seconds per micro-batch that a block adds, by what becomes of its activations.
+
+    A forward pass that runs again repeats its operations on single elements, counted by the bytes that they
+    move, its launches (a third of ``DeviceProfile.kernel_s``) and its collectives; in full also its
+    arithmetic, a third of a block's.
+    """
+    sizes, cut = sizes_of(job.model), layout.tp if sizes_of(job.model).sequence_cut else 1
+    moved = micro_batch_tokens(job, layout) * sizes.pointwise * COMPUTE_BYTES[job.precision] / cut
+    traffic = (tensor_passes, context_passes, expert_passes)
+    seconds = sum(passes(job, layout, profile, node_sizes).again for passes in traffic)
+    seconds += moved / profile.memory_bytes_s + profile.kernel_s / 3
+    attention = 4 * sizes.scores * job.data.sequence_length
+    flops = (2 * (sizes.block - sizes.idle) + attention) / layout.tp
+    return {
+        "kept": 0.0,
+        "selective": seconds,
+        "full": seconds + _arithmetic(job, layout, profile, flops),
+    }
+
+
+def _busy(
+    job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
+) -> tuple[float, float]:
+    """Seconds per micro-batch on the slowest rank: of arithmetic, and of what is computed again on top."""
+    plain = [_arithmetic(job, layout, profile, _flops(job, layout, rank)) for rank in range(layout.pp)]
     if layout.recompute == "none":
-        return 0.0
-    sizes = sizes_of(job.model)
-    attention = 12 * sizes.scores * job.data.sequence_length
-    block = (6 * (sizes.block - sizes.idle) + attention) / layout.tp
-    kinds = [
-        kind
-        for stage in layout.rank_stages(rank)
-        for kind in recomputed(layout.recompute, stage_depth(job.model, layout.stages, stage))
-    ]
-    return block / 3 * kinds.count("full")
-
-
-def _tensor(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
-    """Seconds of tensor-parallel traffic per micro-batch and stage.
-
-    With sequence parallelism each block all-gathers and reduce-scatters twice forward and twice backward: 8
-    collectives of (tp - 1)/tp of the hidden states (Korthikanti et al. 2022). The four all-reduces without it
-    move as much.
-    """
-    if layout.tp == 1:
-        return 0.0
-    hidden = _hidden_bytes(job, layout)
-    crosses = any(size % layout.tp for size in node_sizes)
-    seconds = hidden * (layout.tp - 1) / layout.tp / _link(profile, crosses) + profile.latency_s
-    return 8 * _depth(job, layout) * seconds
-
-
-def _context(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
-    """Seconds of context-parallel traffic per micro-batch and stage.
-
-    Per block the keys and values of the other ranks pass by once forward and once backward, and their
-    gradients (in fp32 or wider) come back. The ring sends part by part and calls its kernel once per part, in
-    both directions; the all-gather pays for its collectives.
-    """
-    if layout.cp == 1:
-        return 0.0
-    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
-    width = 2 * job.model.key_width / layout.tp
-    moved = 2 * COMPUTE_BYTES[job.precision] + STATE_BYTES[job.precision]
-    crosses = any(size % (layout.cp * layout.tp) for size in node_sizes)
-    others = layout.cp - 1
-    seconds = others * tokens * width * moved / _link(profile, crosses)
-    calls = 3 * others if layout.context == "ring" else 3 * math.log2(layout.cp)
-    return _depth(job, layout) * (seconds + calls * profile.latency_s + 2 * others * profile.kernel_s)
-
-
-def _expert(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
-    """Seconds of expert-parallel traffic per micro-batch and stage.
-
-    Per block the chosen tokens go to their experts and come back, forward and backward: 4 all-to-alls of
-    which (ep - 1)/ep leave the rank, and one of the counts.
-    """
-    sizes = sizes_of(job.model)
-    if layout.ep == 1 or not sizes.routed:
-        return 0.0
-    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
-    moved = tokens * sizes.routed * COMPUTE_BYTES[job.precision] * (layout.ep - 1) / layout.ep
-    crosses = any(size % (layout.ep * layout.tp) for size in node_sizes)
-    calls = 5 * math.log2(layout.ep) * profile.latency_s
-    return _depth(job, layout) * (4 * moved / _link(profile, crosses) + calls)
-
-
-def _hidden_bytes(job: JobConfig, layout: Layout) -> int:
-    """Bytes of the hidden states of one micro-batch on one context-parallel rank."""
-    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
-    return tokens * sizes_of(job.model).hidden * COMPUTE_BYTES[job.precision]
+        return max(plain), 0.0
+    of = block_again(job, layout, profile, node_sizes)
+    again = [blocks_again(job, layout, rank) for rank in range(layout.pp)]
+    slowest = max(
+        seconds + here.full * of["full"] + here.selective * of["selective"]
+        for seconds, here in zip(plain, again, strict=True)
+    )
+    return max(plain), slowest - max(plain)
 
 
 def _hop(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
     """Seconds to pass one micro-batch's hidden states to the next stages and their gradients back."""
     if layout.pp == 1:
         return 0.0
-    hidden = _hidden_bytes(job, layout) / (layout.tp if sizes_of(job.model).sequence_cut else 1)
-    return 2 * layout.hops * (hidden / _link(profile, len(node_sizes) > 1) + profile.latency_s)
+    hidden = hidden_bytes(job, layout) / (layout.tp if sizes_of(job.model).sequence_cut else 1)
+    return 2 * layout.hops * (hidden / link(profile, len(node_sizes) > 1) + profile.latency_s)
 
 
 def _data(
@@ -211,10 +194,15 @@ def _data(
 
     Replicated: one all-reduce of the stage's gradients, 2·(dp - 1)/dp of their bytes. ZeRO works block by
     block: weights are gathered once per step, by ZeRO-3 twice per micro-batch, gradients reduced with every
-    micro-batch, under ZeRO-1 or a pipeline once. Copies (HSDP) all-reduce their shards once.
+    micro-batch, under ZeRO-1 or a pipeline once. Copies (HSDP) all-reduce their shards once, and the ends of
+    a pipeline the gradient of a tied embedding.
     """
+    ends = 0.0
+    if layout.first_stage_rank != layout.last_stage_rank:
+        tied = STATE_BYTES[job.precision] * tied_copy(job.model, layout) / layout.shards
+        ends = 2 * _pass(tied, 2, 1, profile, len(node_sizes) > 1) if tied else 0.0
     if layout.replicas == 1:
-        return 0.0
+        return ends
     size = STATE_BYTES[job.precision] * max(
         sum(
             stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep)
@@ -231,7 +219,7 @@ def _data(
         reductions = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches
         blocks = _depth(job, layout) + 2
         total += (gathers + reductions) * _pass(size, layout.shards, blocks, profile, apart)
-    return total
+    return total + ends
 
 
 def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
@@ -246,7 +234,10 @@ def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
         rate = profile.host_bytes_s * max(1, int(job.cluster.cpus_per_worker))
         seconds += moments / profile.host_link_bytes_s + 3.5 * moments / rate
     if layout.offload_activations:
-        most = max(offloaded_activations(job, layout, rank) for rank in range(layout.pp))
+        most = max(
+            offloaded_activations(job, layout, rank, blocks_again(job, layout, rank))
+            for rank in range(layout.pp)
+        )
         seconds += 2 * layout.micro_batches(job.data.global_batch) * most / profile.host_link_bytes_s
     return seconds
 
@@ -257,8 +248,4 @@ def _pass(size: float, ranks: int, calls: float, profile: DeviceProfile, between
         return 0.0
     moved = size * (ranks - 1) / ranks
     latency = max(1.0, calls) * math.log2(ranks) * profile.latency_s
-    return moved / _link(profile, between_nodes) + latency
-
-
-def _link(profile: DeviceProfile, between_nodes: bool) -> float:
-    return (between_nodes and profile.node_link_bytes_s) or profile.link_bytes_s
+    return moved / link(profile, between_nodes) + latency

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from picotron_ray.config.builder import BuiltModel
+from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.planner.memo import of_the_latest
@@ -24,12 +25,14 @@ class ModelSizes:
         layers: repeated blocks.
         hidden: width of what leaves a block.
         embed, block, head: parameters before the blocks, of one block, and after the blocks.
-        tied: parameters before the blocks that the head uses too.
+        tied: parameters before the blocks that the head uses too; in a pipeline its stage has a copy.
         whole_block, whole_embed, whole_head: of those, what every tensor-parallel rank holds whole (0 for the
             Llama-style decoder, where that is only the norms; GPT-2's positions are told apart).
         activations: elements that one block keeps for backward, per token.
         products: of those, inputs and results of matrix products and attention, what selective recomputation
             keeps.
+        at_work: elements of gradients, and of what else lives meanwhile, while a block's backward pass runs.
+        pointwise: elements that the other operations of a block's forward pass read and write, per token.
         sequence_cut: whether tensor parallelism cuts activations too (sequence parallelism).
         vocabulary: rows of the output.
         scores: width over which attention scores are formed, all heads together.
@@ -50,6 +53,8 @@ class ModelSizes:
     whole_head: int
     activations: int
     products: int
+    at_work: int
+    pointwise: int
     sequence_cut: bool
     vocabulary: int
     scores: int
@@ -93,6 +98,10 @@ def _llama_sizes(model: ModelConfig) -> ModelSizes:
         activations=4 * hidden + 2 * width + 2 * key_value + _hidden_activations(model),
         # Block input and what the output projection gives, q, attention output, k and v, gate and up.
         products=2 * hidden + 2 * width + 2 * key_value + _hidden_products(model),
+        # Of the hidden layer one, and a few of the residual stream (tests/gloo/test_recompute.py).
+        at_work=6 * hidden + _inner(model),
+        # Two norms read and write, the residual sum reads twice; positions turn q and k; the hidden layer.
+        pointwise=7 * hidden + 2 * width + 2 * key_value + _hidden_pointwise(model),
         sequence_cut=True,
         vocabulary=model.vocab_size,
         scores=width,
@@ -101,6 +110,12 @@ def _llama_sizes(model: ModelConfig) -> ModelSizes:
         idle=expert_parameters(model) * (model.moe.experts - model.moe.top_k) // max(1, model.moe.experts),
         routed=model.moe.top_k * model.hidden_size if model.moe.experts else 0,
     )
+
+
+def _inner(model: ModelConfig) -> int:
+    """Width of what a token goes through in a block's hidden layer."""
+    moe = model.moe
+    return moe.top_k * moe.intermediate_size if moe.experts else model.intermediate_size
 
 
 def _hidden_activations(model: ModelConfig) -> int:
@@ -123,6 +138,19 @@ def _hidden_products(model: ModelConfig) -> int:
         return (1 if model.is_gpt2 else 2) * model.intermediate_size + model.hidden_size
     expert = model.hidden_size + 2 * moe.intermediate_size
     return moe.top_k * expert + 2 * moe.shared_intermediate_size + moe.experts
+
+
+def _hidden_pointwise(model: ModelConfig) -> int:
+    """Elements that operations of a hidden layer other than products read and write, per token.
+
+    SwiGLU's activation reads and writes, its product reads twice (5·I); GELU alone 2·I. Tokens are copied on
+    their way to experts, and results weighted and summed on the way back.
+    """
+    moe = model.moe
+    if not moe.experts:
+        return (2 if model.is_gpt2 else 5) * model.intermediate_size
+    expert = 6 * model.hidden_size + 5 * moe.intermediate_size
+    return moe.top_k * expert + 5 * moe.shared_intermediate_size + 6 * moe.experts
 
 
 def expert_parameters(model: ModelConfig) -> int:
@@ -153,6 +181,8 @@ def _built_sizes(built: BuiltModel, vocabulary: int) -> ModelSizes:
         whole_head=whole_head,
         activations=built.activations,
         products=built.activations,  # not told apart
+        at_work=2 * built.hidden_size,
+        pointwise=2 * built.activations,  # each is written, after as much was read
         sequence_cut=False,
         vocabulary=vocabulary,
         scores=built.hidden_size,
@@ -216,8 +246,8 @@ def stage_depth(model: ModelConfig, stages: int, stage: int) -> int:
 def stage_parameters(model: ModelConfig, stages: int, stage: int, tp: int = 1, ep: int = 1) -> float:
     """Parameters that one rank of one of ``stages`` pipeline stages holds without ZeRO.
 
-    The embedding is on the first stage, norm and head on the last. What tensor parallelism leaves whole of a
-    mixture (its router) is not told apart.
+    The embedding is on the first stage, norm and head on the last, and there a copy of a tied embedding. What
+    tensor parallelism leaves whole of a mixture (its router) is not told apart.
     """
     sizes = sizes_of(model)
     block = sizes.block - sizes.experts + sizes.experts // ep
@@ -228,8 +258,28 @@ def stage_parameters(model: ModelConfig, stages: int, stage: int, tp: int = 1, e
     if stage == stages - 1:
         total, whole = total + sizes.head, whole + sizes.whole_head
         if stages > 1:
-            total += sizes.tied  # would be a copy of its own; refused, but sizes are asked for
-    return whole + (total - whole) / tp
+            total += sizes.tied  # a copy of its own
+    return whole + (total - whole) / tp + _uneven(sizes, stages, stage, tp)
+
+
+def tied_copy(model: ModelConfig, layout: Layout) -> float:
+    """Parameters of the head's copy of a tied embedding that one rank holds without ZeRO."""
+    sizes = sizes_of(model)
+    if not sizes.tied or layout.stages == 1:
+        return 0.0
+    return sizes.tied / layout.tp + _table_surplus(sizes, layout.tp)
+
+
+def _uneven(sizes: ModelSizes, stages: int, stage: int, tp: int) -> float:
+    """What the first tensor-parallel rank holds more than a tp-th of tables over an uneven vocabulary."""
+    if not sizes.sequence_cut:
+        return 0.0
+    tables = (stage == 0) + (stage == stages - 1 and (stages > 1 or not sizes.tied))
+    return tables * _table_surplus(sizes, tp)
+
+
+def _table_surplus(sizes: ModelSizes, tp: int) -> float:
+    return (-(-sizes.vocabulary // tp) - sizes.vocabulary / tp) * sizes.hidden
 
 
 def active_parameters(model: ModelConfig) -> int:

@@ -10,14 +10,18 @@ from dataclasses import dataclass
 
 from picotron_ray.config.actions import action_list
 from picotron_ray.config.job import JobConfig
+from picotron_ray.config.kernels import attention_masks
 from picotron_ray.config.layout import Layout
-from picotron_ray.config.recompute import Kind, recomputed
+from picotron_ray.config.precision import COMPUTE_BYTES
+from picotron_ray.config.recompute import Again, Kind
 from picotron_ray.config.schedules import in_flight
+from picotron_ray.planner.blocks import blocks_again
 from picotron_ray.planner.counts import (
     joined_parameters,
     sizes_of,
     stage_depth,
     stage_parameters,
+    tied_copy,
 )
 
 # auto, before launch has settled it, is thought of as the widest that it may come to
@@ -30,8 +34,11 @@ STATE_BYTES = {
     "fp8": 4,
     "auto": 4,
 }  # weights, gradients, moments
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "auto": 4}  # activations
 MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}  # per parameter; muon has one of each matrix inside a block
+QUANTISED_BYTES = 1 + 4 / 256
+"""Of a moment in 8 bits: its code, and its part of a scale; that small tensors have wide ones is left out."""
+DECODED_BYTES = 30  # per parameter of the bucket whose moments in 8 bits are updated (train.adamw)
+DECODED_AT_ONCE = 4 * 2**20
 OFFLOAD_STAGING_BYTES = 4 * 32 * 2**20  # two buckets of gradients and two of updates (train.offload)
 USABLE = 0.9  # share of the device's memory that an estimate may fill
 
@@ -60,11 +67,12 @@ class MemoryEstimate:
 
 def memory_estimate(job: JobConfig, layout: Layout) -> MemoryEstimate:
     """The fullest pipeline stage's memory, in bytes per worker."""
-    ranks = (_rank_memory(job, layout, rank) for rank in range(layout.pp))
+    ranks = (rank_memory(job, layout, rank, blocks_again(job, layout, rank)) for rank in range(layout.pp))
     return max(ranks, key=lambda estimate: estimate.total_bytes)
 
 
-def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
+def rank_memory(job: JobConfig, layout: Layout, rank: int, again: Again) -> MemoryEstimate:
+    """The memory of one pipeline rank, in bytes, if ``again`` of its blocks are computed again."""
     size = STATE_BYTES[job.precision]
     sizes = sizes_of(job.model)
     stages = layout.rank_stages(rank)
@@ -73,7 +81,10 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
     )
     depth = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
     mine = _sharded(job, layout, parameters, depth) if layout.zero else parameters
-    state, host = size * (2 + MOMENTS[job.optimizer.name]) * mine, 0.0  # weight and gradient, moments
+    state, host = size * 2 * mine, 0.0  # weight and gradient
+    if {0, layout.stages - 1} <= set(stages):  # the head's copy follows the embedding (parallel.tied)
+        mine -= tied_copy(job.model, layout) / layout.shards
+    state += size * MOMENTS[job.optimizer.name] * mine
     if job.optimizer.offload:
         host = size * MOMENTS[job.optimizer.name] * mine
         state += min(OFFLOAD_STAGING_BYTES, 2 * size * mine) - host
@@ -82,6 +93,8 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
         matrices = depth * (held - sizes.block + sizes.matrices) / layout.tp
         matrices = _sharded(job, layout, matrices, depth) if layout.zero else matrices
         state, mine = state - size * matrices, mine - matrices
+    if job.optimizer.moments == "8bit":
+        state -= 2 * (size - QUANTISED_BYTES) * mine
     block = sizes.whole_block + (held - sizes.whole_block) / layout.tp
     gathered = 0.0
     if layout.zero:
@@ -90,9 +103,12 @@ def _rank_memory(job: JobConfig, layout: Layout, rank: int) -> MemoryEstimate:
         # gradients of a whole step, or of one block; torch's pipelines reduce once per step
         gradients = parameters if layout.zero == 1 or layout.pp > 1 else block
         gathered = (weights + gradients) * size
-    update = mine * size if job.kernels.optimizer == "foreach" else 0.0  # roots of the second moments, of all
-    away = offloaded_activations(job, layout, rank) * _in_flight(job, layout, rank)
-    return MemoryEstimate(state, gathered, _activations(job, layout, rank), update, host, away)
+    at_once = min(mine, DECODED_AT_ONCE) if job.optimizer.moments == "8bit" else mine
+    update = at_once * size if job.kernels.optimizer == "foreach" else 0.0  # roots of the second moments
+    if job.optimizer.moments == "8bit":
+        update += at_once * DECODED_BYTES
+    away = offloaded_activations(job, layout, rank, again) * _in_flight(job, layout, rank)
+    return MemoryEstimate(state, gathered, _activations(job, layout, rank, again), update, host, away)
 
 
 def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:
@@ -102,91 +118,151 @@ def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> f
     return (parameters - experts) / layout.shards + experts / layout.expert_shards
 
 
-def _activations(job: JobConfig, layout: Layout, rank: int) -> float:
+def _activations(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
     """Bytes kept for backward: of every block in flight, and on the last stage logits and their gradient.
 
-    Of those there are a chunk's at a time under the linear cross-entropy.
+    Of those there are a chunk's at a time under the linear cross-entropy. They are gone when a block's
+    backward pass has gradients of its own.
 
     How many micro-batches are in flight is the schedule's (``config.schedules.in_flight``). Tensor
     parallelism cuts all of it where it comes with sequence parallelism; else it is counted whole.
     """
     sizes = sizes_of(job.model)
     tokens = layout.micro_batch * job.data.sequence_length // layout.cp
-    kept = _kept_elements(job, layout, rank) * COMPUTE_BYTES[job.precision]
+    kept = _kept_bytes(job, layout, rank, again)
+    gradients = sizes.at_work * COMPUTE_BYTES[job.precision]
     logits = 2 * sizes.vocabulary * STATE_BYTES[job.precision] if rank == layout.last_stage_rank else 0
     cut = layout.tp if sizes.sequence_cut else 1
     at_once = min(tokens, job.kernels.loss_chunk) if job.kernels.loss == "linear" else tokens
-    here = (tokens * kept + at_once * logits) / cut
-    return here + _masks(job, layout, rank) + _joined(job, layout, rank)
+    here = (tokens * kept + max(at_once * logits, tokens * gradients)) / cut
+    weights = _joined(job, layout, rank, again) + _cast(job, layout, rank, again)
+    return here + weights + _masks(job, layout, rank)
 
 
-def _joined(job: JobConfig, layout: Layout, rank: int) -> float:
+def _joined(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
     """Bytes of weights that fused projections copy, kept for backward by every micro-batch in flight.
 
     Nothing is copied that lies together, which needs no ZeRO and no stack of experts. Copies that autocast
     makes either way are not counted, nor those of blocks that are computed again.
     """
-    cast = job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
-    if job.kernels.projections != "fused" or cast:
+    if job.kernels.projections != "fused" or _casts(job):
         return 0.0
     dense, experts = joined_parameters(job.model)
     one = ((dense if layout.zero else 0) + experts / layout.ep) / layout.tp * STATE_BYTES[job.precision]
-    return one * _kinds(job, layout, rank).count("kept") * _in_flight(job, layout, rank)
-
-
-def _kinds(job: JobConfig, layout: Layout, rank: int) -> list[Kind]:
-    """What becomes of the activations of each of a rank's blocks."""
-    depths = (stage_depth(job.model, layout.stages, stage) for stage in layout.rank_stages(rank))
-    return [kind for depth in depths for kind in recomputed(layout.recompute, depth)]
+    return one * again.kept * _in_flight(job, layout, rank)
 
 
 def _masks(job: JobConfig, layout: Layout, rank: int) -> float:
-    """Bytes of document masks kept for backward: whole rows squared, of every micro-batch in flight.
+    """Bytes of attention masks kept for backward: whole rows squared, one for all blocks of a stage.
 
-    The blocks of a stage share one, unless a window makes each its own. Where cp cuts rows, masks are made of
-    one part at a time and none is kept.
+    Those of documents are there for every row and every micro-batch in flight, that of a window once. Kernels
+    that are told where documents start need none. Where cp cuts rows, masks are of parts and none is kept.
     """
-    if not job.data.document_masks or layout.cp > 1:
+    if not attention_masks(job, layout.cp):
         return 0.0
-    length, window, stages = job.data.sequence_length, job.model.sliding_window, layout.rank_stages(rank)
-    masks = len(stages)
-    if window is not None and window < length:
-        masks = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
-    one = layout.micro_batch * length**2 * COMPUTE_BYTES[job.precision]
-    return one * masks * _in_flight(job, layout, rank)
+    one = job.data.sequence_length**2 * COMPUTE_BYTES[job.precision]
+    if not job.data.document_masks:
+        return float(one)
+    return one * layout.micro_batch * len(layout.rank_stages(rank)) * _in_flight(job, layout, rank)
 
 
-def _kept_elements(job: JobConfig, layout: Layout, rank: int) -> float:
-    """Elements per token that a rank's blocks keep for backward, of all micro-batches in flight.
+def _casts(job: JobConfig) -> bool:
+    """Whether autocast makes copies of all weights for matrix products."""
+    return job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
+
+
+def _cast(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
+    """Bytes of the weights that autocast copies: one set per forward pass, until its blocks' backward passes.
+
+    Blocks that are computed again let go of theirs when the forward pass ends. Under ZeRO-3 there are those
+    of the block at work alone, but for what fused projections copy (``parallel.casts``).
+    """
+    if not _casts(job):
+        return 0.0
+    sizes = sizes_of(job.model)
+    matrices = sizes.matrices - sizes.experts + sizes.experts // layout.ep
+    kept = again.kept * _in_flight(job, layout, rank)
+    copies = matrices * (kept + again.repeated)
+    if layout.zero == 3:
+        dense, experts = joined_parameters(job.model)
+        joined = dense + experts // layout.ep if job.kernels.projections == "fused" else 0
+        copies = matrices + joined * kept
+    head = sizes.vocabulary * sizes.hidden if rank == layout.last_stage_rank else 0
+    return (copies + head) / layout.tp * COMPUTE_BYTES[job.precision]
+
+
+def _kept_bytes(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
+    """Bytes per token that a rank's blocks keep for backward, of all micro-batches in flight.
 
     A block that is computed again keeps its input, or the results of its matrix products; while its backward
     pass runs, it has all of one micro-batch once more.
     """
-    of, kinds = _kept_by_kind(job), _kinds(job, layout, rank)
-    again = of["kept"] if any(kind != "kept" for kind in kinds) else 0
+    of, numbers = _kept_by_kind(job), _by_kind(again)
+    at_work = of["kept"] if again.repeated else 0.0
     if layout.offload_activations:  # the block at work and the one that travels
-        return 2 * max((of[kind] for kind in kinds), default=0) + again
-    return sum(of[kind] for kind in kinds) * _in_flight(job, layout, rank) + again
+        return 2 * max((of[kind] for kind, number in numbers.items() if number), default=0.0) + at_work
+    held = sum(of[kind] * number for kind, number in numbers.items())
+    return held * _in_flight(job, layout, rank) + at_work
 
 
-def _kept_by_kind(job: JobConfig) -> dict[Kind, int]:
-    """Elements per token that a block keeps for backward, by what becomes of its activations."""
-    sizes = sizes_of(job.model)
+def _kept_by_kind(job: JobConfig) -> dict[Kind, float]:
+    """Bytes per token that a block keeps for backward, by what becomes of its activations.
+
+    Under autocast the residual stream stays wide, and every projection casts its input for itself.
+    """
+    sizes, item = sizes_of(job.model), COMPUTE_BYTES[job.precision]
+    wider = (STATE_BYTES[job.precision] - item) * sizes.hidden
     whole = sizes.activations
     if job.kernels.activation == "compiled":  # silu of the gate is computed again
         whole -= job.model.intermediate_size
-    return {"kept": whole, "full": sizes.hidden, "selective": sizes.products}
+    if _casts(job) and job.model.builder is None and job.kernels.projections == "separate":
+        whole += sizes.hidden * (2 if job.model.is_gpt2 else 3)
+    return {
+        "kept": whole * item + 2 * wider + _routing(job) + _unfused(job),
+        "full": sizes.hidden * item + wider,
+        "selective": sizes.products * item + wider,
+    }
 
 
-def offloaded_activations(job: JobConfig, layout: Layout, rank: int) -> float:
+def _routing(job: JobConfig) -> int:
+    """Bytes per token that a mixture keeps besides.
+
+    Where tokens go, what comes back once more, weighted, and under autocast a wide input of the router.
+    """
+    moe = job.model.moe
+    if not moe.experts:
+        return 0
+    indices = 8 * (4 * moe.top_k + moe.experts)
+    wide = job.model.hidden_size * (moe.top_k + _casts(job))
+    return indices + wide * STATE_BYTES[job.precision]
+
+
+def _unfused(job: JobConfig) -> float:
+    """Bytes per token that a block keeps on CPUs besides.
+
+    RMSNorm has no kernel of its own there and keeps what it scales, and what attention gives is copied into
+    rows for the output projection.
+    """
+    model = job.model
+    if job.cluster.device != "cpu" or model.builder is not None:
+        return 0.0
+    normed = 0 if model.is_gpt2 else 2 * model.hidden_size
+    return normed * STATE_BYTES[job.precision] + model.query_width * COMPUTE_BYTES[job.precision]
+
+
+def _by_kind(again: Again) -> dict[Kind, int]:
+    return {"kept": again.kept, "full": again.full, "selective": again.selective}
+
+
+def offloaded_activations(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
     """Bytes that a pipeline rank's blocks send to the host, and get back, per micro-batch."""
     if not layout.offload_activations:
         return 0.0
     of = _kept_by_kind(job)
     tokens = layout.micro_batch * job.data.sequence_length // layout.cp
     cut = layout.tp if sizes_of(job.model).sequence_cut else 1
-    elements = sum(of[kind] for kind in _kinds(job, layout, rank))
-    return tokens * elements * COMPUTE_BYTES[job.precision] / cut
+    held = sum(of[kind] * number for kind, number in _by_kind(again).items())
+    return tokens * held / cut
 
 
 def budget_bytes(job: JobConfig, device_bytes: float) -> float:

@@ -12,6 +12,7 @@ class DeviceProfile:
     Fields:
         flops: floating-point operations per second in large matrix products.
         memory_bytes: device memory that training may use.
+        memory_bytes_s: device memory that operations on single elements read and write per second.
         link_bytes_s: bandwidth between two workers of one node, bytes per second and direction.
         latency_s: seconds that one collective or message costs besides its bytes.
         node_link_bytes_s: bandwidth per worker between nodes; 0: as inside a node.
@@ -29,6 +30,7 @@ class DeviceProfile:
     kernel_s: float = 0.0
     host_link_bytes_s: float = 1e10
     host_bytes_s: float = 1e10
+    memory_bytes_s: float = 1e10
 
 
 # One CPU core with gloo over loopback. Arithmetic and bandwidth are the order of what small matrices reach;
@@ -45,6 +47,7 @@ GPU = DeviceProfile(
     node_link_bytes_s=4e10,
     kernel_s=3e-4,
     host_link_bytes_s=5e10,  # PCIe 5.0 x16 has 63e9 each way
+    memory_bytes_s=2.4e12,  # HBM3 has 3.35e12
 )
 
 

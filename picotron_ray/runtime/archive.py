@@ -29,6 +29,7 @@ from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
 from picotron_ray.errors import AlreadyExistsError, FencedError, StorageError
 from picotron_ray.runtime import chaos
+from picotron_ray.runtime.imported import take_over
 from picotron_ray.runtime.origin import open_origin
 from picotron_ray.runtime.run import saved_config
 
@@ -107,6 +108,7 @@ class Archive:
         spec = GenerationSpec(identity, (), Layout.from_dict(layout), Source("init"), reason)
         moments = self._job.init_from.optimizer_state
         pair = (identity.term, identity.n)
+        take_over(source, self._storage)
         key, digest = adopt(source, origin["manifest"], origin["digest"], self._storage, pair, moments)
         self._log.append("generation", generation_body(spec))
         body = {"term": identity.term, "n": identity.n, "step": 0, "manifest": key, "digest": digest}

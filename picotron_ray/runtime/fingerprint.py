@@ -11,6 +11,7 @@ from pathlib import Path
 
 import blake3
 
+from picotron_ray.config.extras import needed_extras
 from picotron_ray.config.job import JobConfig
 
 
@@ -53,8 +54,9 @@ def node_versions(job: JobConfig) -> dict[str, str]:
         "torch": version("torch"),
         "python": platform.python_version(),
     }
-    if job.precision == "fp8":
-        versions["torchao"] = version("torchao") if find_spec("torchao") else "not installed"
+    for extra in needed_extras(job):
+        there = find_spec(extra.module) is not None
+        versions[extra.distribution] = version(extra.distribution) if there else "not installed"
     if job.model.builder is not None:
         versions[f"model.builder {job.model.builder}"] = builder_fingerprint(job.model.builder)
     return versions

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ from picotron_ray.runtime.page import Page
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
 from picotron_ray.train.snapshot import Snapshotter, Writer
+from picotron_ray.train.swings import GradientSwings
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Home:
     storage: Callable[[], Storage]
     fetch_slot: Callable[[SlotInfo], bytes]  # a slot that lies on another node
     pool: SlotPool | None = None  # made by the first generation, which knows how large the state is
+    swings: GradientSwings = field(default_factory=GradientSwings)  # of the parts' gradients, so far
     limited: bool = False  # its memory, from the first generation's first step on
 
 
@@ -123,7 +125,7 @@ class GenerationRun:
         page.phase("rendezvous")
         self._groups.connect()
         page.phase("build")
-        self._engine = build_engine(home.job, spec.layout, self.rank, self._groups, home.device)
+        self._engine = build_engine(home.job, spec.layout, self.rank, self._groups, home.device, home.swings)
         page.put(built_at_s=time.time())
         applied = "; ".join(self._engine.applied) or "one process"
         print(f"generation {spec.id} rank {self.rank}: {spec.layout}: {applied}", flush=True)

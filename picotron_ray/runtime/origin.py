@@ -10,10 +10,12 @@ import json
 from typing import Any
 
 from picotron_ray.checkpoint import adopt
+from picotron_ray.checkpoint.log import RunLog
 from picotron_ray.checkpoint.storage import Storage, open_storage
 from picotron_ray.config.export import flatten, public_dict
 from picotron_ray.config.job import JobConfig
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError, StorageError
+from picotron_ray.runtime.imported import load, source_note
 
 FREE = frozenset({"model.init_std"})
 """Keys of the model that a commit's weights do not depend on."""
@@ -47,6 +49,26 @@ def settle(job: JobConfig, storage: Storage, verify: bool = False) -> tuple[JobC
     if job.init_from.step is None and saved.get("run") == job.init_from.run:
         return _with_step(job, saved["step"]), None
     return job, None
+
+
+def imported_note(job: JobConfig, storage: Storage) -> str | None:
+    """What to say of a run whose weights come from Hugging Face, or of the one that it starts from.
+
+    Raises ConfigError where the data is not of their tokenizer, or the import was cut off before its commit:
+    the run would begin with random weights.
+    """
+    found, other = load(storage), job.init_from.run
+    if found is None and other is not None:
+        found = load(open_origin(job))
+    elif found is not None and other is None:
+        log = RunLog(storage)
+        log.refresh()
+        if not log.commits():
+            raise ConfigError(
+                f"name: the import into run {job.name!r} in {storage.where} was cut off, there is no commit;"
+                " import again under another name"
+            )
+    return source_note(job, found)
 
 
 def _with_step(job: JobConfig, step: int) -> JobConfig:

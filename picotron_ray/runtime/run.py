@@ -19,10 +19,11 @@ from picotron_ray.checkpoint.log import RunLog
 from picotron_ray.checkpoint.pool import choose_folder
 from picotron_ray.checkpoint.storage import Storage, open_storage, probe
 from picotron_ray.config.export import public_dict
+from picotron_ray.config.extras import needed_extras
+from picotron_ray.config.graphs import device_problems
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_problem
+from picotron_ray.config.kernels import attention_problem, overlap_problem
 from picotron_ray.config.offload import offload_problems
-from picotron_ray.config.precision import TORCHAO
 from picotron_ray.config.resume import check_resume
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, NotFoundError, SlotError
@@ -71,8 +72,9 @@ def check(job: JobConfig) -> list[str]:
     storage = open_storage(job.storage, job.name)
     probe(storage)
     job, _ = origin.settle(job, storage, verify=True)
+    fed = origin.imported_note(job, storage)
     check_resume_step(job, storage)
-    return [line for line in (note, *check_same_run(job, storage)) if line]
+    return [line for line in (note, fed, *check_same_run(job, storage)) if line]
 
 
 def _slot_bytes(job: JobConfig, workers: int) -> int:
@@ -118,10 +120,14 @@ def check_cluster(job: JobConfig) -> None:
     total = sum(node.capacity(needs) for node in able)
     short = total < job.cluster.min_workers
     waits = job.cluster.autoscale and device == "cuda"  # nodes that have it may come
+    missing = _missing_extras(job)
     found = {
-        "precision": (unable if short and not waits else "") or _missing_extra(job),
-        "kernels.attention": attention_problem(job, device, cp),
+        "precision": (unable if short and not waits else "") or missing.get("precision", ""),
+        "optimizer.moments": missing.get("optimizer.moments", ""),
+        "kernels.attention": attention_problem(job, device, cp) or missing.get("kernels.attention"),
+        "kernels.tp_overlap": overlap_problem(job, device),
         **offload_problems(job, device),
+        **device_problems(job, device),
     }
     problems = [f"{key}: {problem}" for key, problem in found.items() if problem]
     if problems:
@@ -134,9 +140,9 @@ def check_cluster(job: JobConfig) -> None:
         )
 
 
-def _missing_extra(job: JobConfig) -> str:
-    """What the job's precision needs and this environment, which workers share, has not."""
-    return f"saw fp8, {TORCHAO}" if job.precision == "fp8" and not find_spec("torchao") else ""
+def _missing_extras(job: JobConfig) -> dict[str, str]:
+    """By key, what the job needs and this environment, which workers share, has not."""
+    return {extra.key: extra.missing for extra in needed_extras(job) if find_spec(extra.module) is None}
 
 
 def ensure_coordinator(

@@ -28,9 +28,9 @@ from picotron_ray.runtime.chaos import WorkerChaos
 from picotron_ray.runtime.generation import GenerationRun, Home
 from picotron_ray.runtime.names import NAMESPACE, agent_name, cache_folder
 from picotron_ray.runtime.page import Page
-from picotron_ray.train.engine import preload
 from picotron_ray.train.exchange import SNAPSHOT, STOP
 from picotron_ray.train.precision import check_precision
+from picotron_ray.train.preload import preload
 
 log = logging.getLogger(__name__)
 FLAGS = {"boundary": STOP, "snapshot": SNAPSHOT, "hard": None}

@@ -11,7 +11,8 @@ Order per step: ``gradients_of`` (``forward_backward`` → ``reduce`` → ``clip
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron_ray.checkpoint.canonical import Box, Shard
-from picotron_ray.checkpoint.dcp import StateTensor
+from picotron_ray.checkpoint.dcp import Encoded, StateTensor
 from picotron_ray.comm.groups import ProcessGroups
 from picotron_ray.comm.reduce import sum_
 from picotron_ray.config.job import JobConfig
@@ -27,27 +28,28 @@ from picotron_ray.config.layout import Layout
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.definition import definition_of
-from picotron_ray.models.documents import document_numbers
-from picotron_ray.models.plan import SequenceShard
+from picotron_ray.parallel.boxes import chunk
 from picotron_ray.parallel.data import before_backward, let_go
 from picotron_ray.parallel.loss import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.parallel.norm import clip_, global_norm
 from picotron_ray.parallel.parallelize import LocalParameter, cut, local_gradient, local_parameters
 from picotron_ray.parallel.replicated import replicated
-from picotron_ray.train.adaptive import AdaptivePrecision, Policy, choose, parts_of
+from picotron_ray.parallel.tied import TiedEnds
+from picotron_ray.train.adaptive import AdaptivePrecision, Policy
 from picotron_ray.train.balance import Balance, Load
+from picotron_ray.train.graphs import HELD_BACK, StepGraph, clear
+from picotron_ray.train.inputs import Inputs, MicroBatch
 from picotron_ray.train.optimizer import build_optimizer
 from picotron_ray.train.precision import check_precision, master_dtype
 from picotron_ray.train.scaling import LossScaler
 from picotron_ray.train.stages import build_stages, mixtures_of
+from picotron_ray.train.swings import GradientSwings
 
 if TYPE_CHECKING:
     from picotron_ray.parallel.pipeline import Pipeline
 
 OnPhase = Callable[[str], None]
-MicroBatch = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
-"""Inputs, targets, weights, and by name what forward takes besides."""
 
 
 def silent(phase: str) -> None:
@@ -62,7 +64,9 @@ class Engine:
         applied: what the layout made of the model, one phrase each.
     """
 
-    def __init__(self, job: JobConfig, mesh: Mesh, device: torch.device) -> None:
+    def __init__(
+        self, job: JobConfig, mesh: Mesh, device: torch.device, swings: GradientSwings | None = None
+    ) -> None:
         self.job, self.layout, self.device = job, mesh.layout, device
         self.step = 0
         # moments taken over from another run have seen its updates: the bias correction must know
@@ -72,27 +76,36 @@ class Engine:
         self._first_group = self.layout.state_group(mesh.rank) == 0
         self._owns_loss = at.pp == self.layout.last_stage_rank and at.tp == 0
         self._definition = definition_of(job.model, job.seed)
-        self._tp_group, self._tp_index = mesh.group("tp"), at.tp
+        self._tp_group = mesh.group("tp")
+        self._first_token, _ = chunk(job.model.vocab_size, self.layout.tp, at.tp)
         self._loss_group = self._tp_group if self._definition.sequence_parallel else None
         self._losses_in_head = job.kernels.loss == "linear"
-        self._kept = self._kept_tokens(mesh)
-        self._document_end = job.data.document_end if job.data.document_masks else None
+        weighted = bool(self._definition.mixtures)
+        self._inputs = Inputs(job, self.layout, at.cp, device, weighted=weighted)
         self._models, self.applied = build_stages(job, mesh, self._definition, device)
         self._parameters = [
             parameter
             for model in self._models.values()
-            for parameter in local_parameters(model, self._definition.table, mesh)
+            for parameter in local_parameters(model, self._definition.specs, mesh)
         ]
-        self._trained = [parameter for parameter in self._parameters if parameter.spec.trained]
-        self._replicated = replicated((p.parameter, self._sum_group(p, mesh)) for p in self._trained)
+        ends = (mesh.group("pp"), self.layout.other_end(at.pp))
+        self._ends = TiedEnds(self._parameters, self._definition.copies.values(), *ends)
+        summed = [parameter for parameter in self._parameters if parameter.spec.trained]
+        self._trained = [parameter for parameter in summed if not self._ends.follows(parameter)]
+        self._graph = StepGraph(self._passes, device) if job.kernels.cuda_graphs else None
+        with nullcontext() if self._graph is None else self._graph.stream():
+            self._replicated = replicated((p.parameter, self._sum_group(p, mesh)) for p in summed)
         names = {name for model in self._models.values() for name, _ in model.named_parameters()}
         table = [spec for spec in self._definition.table if spec.name in names]
         self._optimizer = build_optimizer(job, self._trained, table, mesh.layout, mesh.rank, device)
+        self.applied += self._optimizer.applied
         self._scaler = LossScaler(device) if job.precision == "fp16" else None
         self._balance = Balance(mixtures_of(self._models, self._definition), mesh.group("data"))
-        self._adaptive = self._switches()
+        self._adaptive = self._adaptation(swings or GradientSwings())
         self._gradients: list[Tensor] = []
         self._pipeline = self._build_pipeline(mesh) if self.layout.pp > 1 else None
+        if self._graph is not None:
+            self.applied += ("micro-batches replayed from a CUDA graph",)
 
     def _sum_group(self, parameter: LocalParameter, mesh: Mesh) -> dist.ProcessGroup | None:
         """The ranks over which a gradient is summed where FSDP does not do it."""
@@ -101,18 +114,14 @@ class Engine:
             return mesh.group("copy") if own and mesh.experts is None else None
         return mesh.group("edp" if own else "data")
 
-    def _switches(self) -> AdaptivePrecision | None:
-        if self.job.adaptive_precision.error_bound is None:
+    def _adaptation(self, swings: GradientSwings) -> AdaptivePrecision | None:
+        config = self.job.adaptive_precision
+        if config.error_bound is None:
             return None
-        parts = parts_of(self._definition.table)
-        return AdaptivePrecision(self._models.values(), parts, self.device, master_dtype(self.job))
-
-    def _kept_tokens(self, mesh: Mesh) -> Tensor | None:
-        """Positions of a row that this rank computes; None: all."""
-        if self.layout.cp == 1:
-            return None
-        shard = SequenceShard(self.job.data.sequence_length, self.layout.cp, mesh.at.cp)
-        return torch.tensor(shard.positions(), device=self.device)
+        table = self._definition.table
+        found = AdaptivePrecision(config, table, self._trained, self.layout, self.device, swings)
+        found.install(self._models.values(), master_dtype(self.job))
+        return found
 
     def _build_pipeline(self, mesh: Mesh) -> Pipeline:
         from picotron_ray.parallel.pipeline import Pipeline
@@ -123,47 +132,16 @@ class Engine:
         parts = self.layout.tp if self._definition.sequence_parallel else 1
         shape = (self.layout.micro_batch, sequence // parts, self._definition.hidden_size)
         hidden = torch.empty(shape, dtype=master_dtype(self.job), device="meta", requires_grad=True)
-        return Pipeline(
-            self._models,
-            self.layout,
-            group,
-            hidden,
-            sequence,
-            self._loss_sum,
-            self.device,
-            self.job.layout.actions,
-        )
+        held, actions = (self._models, self.layout, group), self.job.layout.actions
+        return Pipeline(*held, hidden, sequence, self._loss_sum, self.device, actions)
 
     # --- a step --------------------------------------------------------------------------------------
 
     def _loss_sum(self, output: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Args: output: logits, or the targets' losses where the head makes them."""
         if not self._losses_in_head:
-            output = token_losses(output, targets, self._loss_group, self._tp_index)
+            output = token_losses(output, targets, self._loss_group, self._first_token)
         return weighted_sum(output, weights)
-
-    def _on_device(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Inputs and targets ``[micro_batches, micro_batch, local tokens]``, weights without the last.
-
-        And by name what forward takes besides: documents are numbered over whole rows, before cp cuts them.
-        """
-        tokens = torch.from_numpy(batch.tokens).to(self.device, non_blocking=True)
-        weights = torch.from_numpy(batch.weights).to(self.device, master_dtype(self.job), non_blocking=True)
-        inputs, targets = tokens[..., :-1], tokens[..., 1:]
-        named = {"weights": weights} if self._definition.mixtures else {}
-        if self._document_end is not None:
-            named["documents"] = document_numbers(inputs, self._document_end)
-        if self._kept is not None:
-            inputs, targets = inputs[..., self._kept], targets[..., self._kept]
-        if self._losses_in_head:
-            named["targets"] = targets
-        return inputs, targets, weights, named
-
-    def _micro_batches(self, batch: StepBatch) -> Iterator[MicroBatch]:
-        inputs, targets, weights, named = self._on_device(batch)
-        for number in range(len(inputs)):
-            mine = {name: values[number] for name, values in named.items()}
-            yield inputs[number], targets[number], weights[number], mine
 
     def gradients_of(self, batch: StepBatch, on_phase: OnPhase = silent) -> tuple[float, float]:
         """Make the gradients of a batch, ready for `optimizer_step`.
@@ -188,32 +166,58 @@ class Engine:
         (all but tp rank 0 of the last stage), so that a sum over all ranks is the batch's.
         """
         scale = (self._scaler.scale if self._scaler is not None else 1.0) / batch.global_tokens
-        self._gradients = []
-        for parameter in self._parameters:
-            parameter.parameter.grad = None
-        for copies in self._replicated:
-            copies.begin(len(batch.tokens))
+        self._clear_gradients(len(batch.tokens))
         self._balance.begin(scale)
         on_phase("forward")
         if self._pipeline is not None:
-            total = self._pipeline.step(*self._on_device(batch), scale)
+            total = self._pipeline.step(*self._inputs.whole(batch), scale)
         else:
-            total = self._accumulate(list(self._micro_batches(batch)), scale, on_phase)
+            total = self._accumulate(list(self._inputs.micro_batches(batch)), scale, on_phase)
         return float(total) if self._owns_loss else 0.0
 
+    def _clear_gradients(self, passes: int) -> None:
+        """Begin a step in which ``passes`` micro-batches add to the gradients."""
+        self._gradients = []
+        if self._graph is not None:
+            clear(parameter.parameter for parameter in self._trained)
+        else:
+            for parameter in self._parameters:
+                parameter.parameter.grad = None
+        for copies in self._replicated:
+            copies.begin(passes if self._graph is None else HELD_BACK)
+
     def _accumulate(self, micro_batches: Sequence[MicroBatch], scale: float, on_phase: OnPhase) -> Tensor:
+        if self._graph is not None:
+            return self._replay(self._graph, micro_batches, scale)
         sums = []
         (model,) = self._models.values()
-        for number, (inputs, targets, weights, named) in enumerate(micro_batches, 1):
-            if number > 1:
-                on_phase("forward")
-            loss = self._loss_sum(self._output(inputs, named), targets, weights)
+
+        def between() -> None:
             on_phase("backward")
             if self.layout.zero and len(micro_batches) > 1 and number in (1, len(micro_batches)):
                 before_backward(model, self.layout.zero, last=number > 1)
-            (loss * scale).backward()
-            sums.append(loss.detach())
+
+        for number, micro_batch in enumerate(micro_batches, 1):
+            if number > 1:
+                on_phase("forward")
+            sums.append(self._passes(micro_batch, scale, between))
         return torch.stack(sums).sum()
+
+    def _replay(self, graph: StepGraph, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        if not graph.recorded:
+            graph.record(micro_batches[0], scale)
+            self._clear_gradients(len(micro_batches))
+        return torch.stack([graph.replay(micro_batch, scale) for micro_batch in micro_batches]).sum()
+
+    def _passes(
+        self, micro_batch: MicroBatch, scale: float | Tensor, between: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """Forward and backward of a micro-batch; returns its loss."""
+        inputs, targets, weights, named = micro_batch
+        loss = self._loss_sum(self._output(inputs, named), targets, weights)
+        between()
+        (loss * scale).backward()
+        return loss.detach()
 
     def _output(self, inputs: Tensor, named: dict[str, Tensor]) -> Tensor:
         (model,) = self._models.values()
@@ -221,13 +225,14 @@ class Engine:
         return found
 
     def reduce(self, on_phase: OnPhase = silent) -> None:
-        """Finish the gradients: the sums over dp and cp that are under way, and over tp what is partial."""
+        """Finish the sums: those under way over dp and cp, of tied ends, over tp of what is partial."""
         on_phase("reduce")
         for copies in self._replicated:
             copies.finish()
         cut = self._definition.sequence_parallel
         found = [local_gradient(parameter, self.layout, cut) for parameter in self._trained]
         self._gradients = [gradient for gradient, _ in found]
+        self._ends.sum_(self._trained, self._gradients)
         partial = [gradient for gradient, is_partial in found if is_partial]
         if partial:
             assert self._tp_group is not None
@@ -241,6 +246,8 @@ class Engine:
         on_phase("clip")
         counted = [parameter.counted for parameter in self._trained]
         norm = global_norm(self._gradients, counted, self.layout, self.device)
+        if self._adaptive is not None:
+            self._adaptive.observe(self._gradients)
         if self.job.optimizer.clip_norm is not None and math.isfinite(norm):
             clip_(self._gradients, norm, self.job.optimizer.clip_norm)
         return norm
@@ -248,7 +255,10 @@ class Engine:
     def optimizer_step(self, rate: float) -> None:
         """Update weights and moments in place with learning rate ``rate``."""
         self._optimizer.step(self._gradients, rate, self._inherited_updates + self.step + 1)
+        self._ends.follow()
         self._balance.step()
+        if self._adaptive is not None:
+            self._adaptive.step()
         if self._scaler is not None:
             self._scaler.step()
         self.step += 1
@@ -263,9 +273,9 @@ class Engine:
         total, tokens_seen = 0.0, 0
         for batch in batches:
             if self._pipeline is not None:
-                total += float(self._pipeline.evaluate(self._micro_batches(batch)))
+                total += float(self._pipeline.evaluate(self._inputs.micro_batches(batch)))
             else:
-                for inputs, targets, weights, named in self._micro_batches(batch):
+                for inputs, targets, weights, named in self._inputs.micro_batches(batch):
                     total += float(self._loss_sum(self._output(inputs, named), targets, weights))
             tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
         for model in self._models.values():
@@ -273,33 +283,17 @@ class Engine:
         return (total, tokens_seen) if self._owns_loss else (0.0, 0)
 
     def adapt(self, batches: Sequence[StepBatch]) -> Policy | None:
-        """Decide which parts compute in low precision, from the weights as they are; all ranks together.
-
-        Args:
-            batches: this rank's part of held-out batches, of which ``adaptive_precision.batches`` are used.
+        """Decide which parts compute in low precision (`AdaptivePrecision.decide`); all ranks together.
 
         Returns None where the job does not ask for it.
         """
-        config, switches = self.job.adaptive_precision, self._adaptive
-        if config.error_bound is None or switches is None:
+        if self._adaptive is None:
             return None
-        used = batches[: config.batches]
-
-        def losses(low: frozenset[str]) -> list[float]:
-            switches.set(low)
-            sums = [self.evaluate([batch])[0] for batch in used]
-            total = torch.tensor(sums, dtype=torch.float64, device=self.device)
-            if self.layout.world_size > 1:
-                dist.all_reduce(total)
-            return total.tolist()
-
-        policy = choose(parts_of(self._definition.table), losses, config.error_bound)
-        switches.set(policy.low)
-        return policy
+        return self._adaptive.decide(batches, lambda some: self.evaluate(some)[0])
 
     # --- state ---------------------------------------------------------------------------------------
 
-    def _state_tensor(self, name: str, parameter: LocalParameter, tensor: Tensor) -> StateTensor:
+    def _state_tensor(self, name: str, parameter: LocalParameter, tensor: Tensor | Encoded) -> StateTensor:
         dtype = str(tensor.dtype).removeprefix("torch.")
         shard = Shard(name, dtype, parameter.spec.shape, parameter.box)
         return StateTensor(shard, tensor, parameter.primary)
@@ -359,29 +353,31 @@ class Engine:
             self._pipeline.close()
         for copies in self._replicated:
             copies.close()
+        if self._graph is not None:
+            self._graph.close()
         if self._mesh is not None:
             self._mesh.close()
-        self._pipeline = self._mesh = None
+        self._pipeline = self._mesh = self._graph = None
         self._models.clear()
         self._replicated.clear()
         self._tp_group = self._loss_group = None
         self._parameters, self._trained, self._gradients = [], [], []
-        del self._optimizer, self._balance, self._adaptive
-
-
-def preload(job: JobConfig) -> None:
-    """Import now what a layout of this job may need, so that no recovery waits for it."""
-    if job.layout.pp != 1:
-        import picotron_ray.parallel.pipeline  # noqa: F401
+        del self._optimizer, self._balance, self._adaptive, self._ends
 
 
 def build_engine(
-    job: JobConfig, layout: Layout, rank: int, groups: ProcessGroups | None, device: torch.device
+    job: JobConfig,
+    layout: Layout,
+    rank: int,
+    groups: ProcessGroups | None,
+    device: torch.device,
+    swings: GradientSwings | None = None,
 ) -> Engine:
     """Build one rank's engine; all ranks of the generation together.
 
     Args:
         groups: connected process groups; None only for a layout of one process.
+        swings: what this process saw of the gradients in earlier generations, for adaptive precision.
 
     Raises LayoutError where layout or precision cannot be applied, PeerLostError where a peer is gone.
     """
@@ -389,9 +385,9 @@ def build_engine(
     if groups is None:
         if layout.world_size != 1:
             raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw one without groups")
-        return Engine(job, make_mesh(layout, rank, device.type), device)
+        return Engine(job, make_mesh(layout, rank, device.type), device, swings)
     if groups.world_size != layout.world_size:
         raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw {groups.world_size}")
     with groups.guard("build"), groups.forming():
         mesh = make_mesh(layout, rank, device.type, groups.timeout)
-    return Engine(job, mesh, device)
+    return Engine(job, mesh, device, swings)

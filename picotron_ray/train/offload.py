@@ -39,7 +39,7 @@ class Alike(NamedTuple):
     """Parameters that decay alike: their names, this rank's weights, and where their gradients stand."""
 
     names: Sequence[str]
-    weights: Sequence[Tensor]
+    weights: list[Tensor]
     numbers: Sequence[int]
     decay: float
 
@@ -50,6 +50,30 @@ class Part(NamedTuple):
     number: int
     start: int
     weights: Tensor
+
+
+def runs(alike: Alike, bucket_bytes: int) -> Iterator[Alike]:
+    """The parameters in order, as many at a time as fit a bucket; a larger one alone."""
+    taken = 0
+    for weights in buckets(alike.weights, bucket_bytes):
+        which = slice(taken, taken + len(weights))
+        yield Alike(alike.names[which], weights, alike.numbers[which], alike.decay)
+        taken += len(weights)
+
+
+def cuts(run: Alike, most: int) -> Iterator[tuple[slice, list[Part]]]:
+    """The buckets of a run: where they lie among its elements, and what they hold.
+
+    Args:
+        most: elements of a bucket.
+    """
+    first, total = run.weights[0].view(-1), sum(weight.numel() for weight in run.weights)
+    if len(run.weights) > 1 or total <= most:
+        yield slice(0, total), [Part(n, 0, w.view(-1)) for n, w in zip(run.numbers, run.weights, strict=True)]
+        return
+    for start in range(0, total, most):
+        where = slice(start, min(start + most, total))
+        yield where, [Part(run.numbers[0], start, first[where])]
 
 
 class Bucket:
@@ -113,11 +137,8 @@ class OffloadedAdamW:
         self._buckets: list[Bucket] = []
         self.moments: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
         for alike in groups:
-            taken = 0
-            for weights in buckets(alike.weights, bucket_bytes):
-                which = slice(taken, taken + len(weights))
-                self._add(Alike(alike.names[which], weights, alike.numbers[which], alike.decay), bucket_bytes)
-                taken += len(weights)
+            for run in runs(alike, bucket_bytes):
+                self._add(run, bucket_bytes)
         most = max((bucket.elements for bucket in self._buckets), default=0)
         count = min(SLOTS, len(self._buckets))
         self._slots = [Slot(self._buckets[0].weights[0], most) for _ in range(count)]
@@ -130,15 +151,8 @@ class OffloadedAdamW:
         for moment, flat in zip(MOMENTS, flats, strict=True):
             views = [p.view(w.shape) for p, w in zip(flat.split(sizes), alike.weights, strict=True)]
             self.moments[moment] |= zip(alike.names, views, strict=True)
-        most = max(1, bucket_bytes // dtype.itemsize)
-        if len(sizes) > 1 or sizes[0] <= most:
-            parts = [Part(n, 0, w.view(-1)) for n, w in zip(alike.numbers, alike.weights, strict=True)]
-            self._buckets.append(Bucket(parts, alike.decay, *flats))
-            return
-        for start in range(0, sizes[0], most):
-            weights, *moments = (x.view(-1)[start : start + most] for x in (alike.weights[0], *flats))
-            part = Part(alike.numbers[0], start, weights)
-            self._buckets.append(Bucket([part], alike.decay, *moments))
+        for where, parts in cuts(alike, max(1, bucket_bytes // dtype.itemsize)):
+            self._buckets.append(Bucket(parts, alike.decay, *(flat[where] for flat in flats)))
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
         """One update. When it returns, moments are written; the weights' part is in the device's queue.

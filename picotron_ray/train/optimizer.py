@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
@@ -21,9 +20,11 @@ from picotron_ray.config.optimizer import OptimizerConfig
 from picotron_ray.models.plan import ParameterSpec
 from picotron_ray.parallel.matrices import share_out
 from picotron_ray.parallel.parallelize import LocalParameter
+from picotron_ray.train.adamw import AdamW, QuantisedAdamW
 from picotron_ray.train.muon import Muon
 from picotron_ray.train.offload import MOMENTS, Alike, OffloadedAdamW
 from picotron_ray.train.precision import orthogonalisation_dtype
+from picotron_ray.train.quantised import Quantised
 
 MOMENTUM = "momentum"  # Muon's
 
@@ -69,7 +70,9 @@ class Optimizer:
         host: the device, and threads of the host, where AdamW's moments are kept off the device.
 
     Fields:
-        moments: per moment name, a tensor by the name of each parameter that has it (none for sgd).
+        moments: per moment name, by the name of each parameter that has it (none for sgd), a tensor, or what
+            keeps it in 8 bits.
+        applied: what became of the moments that is not plain, one phrase each.
     """
 
     def __init__(
@@ -81,26 +84,35 @@ class Optimizer:
         fused: bool = True,
         host: tuple[torch.device, int] | None = None,
     ) -> None:
-        self.config, self._muon, self._fused = config, muon, fused
+        self.config, self._muon = config, muon
         self._names = [parameter.spec.name for parameter in parameters]
         self._locals = [parameter.local for parameter in parameters]
         others = [i for i, p in enumerate(parameters) if muon is None or p.spec.name not in muon.momentum]
         self._groups = [
-            (chosen, config.weight_decay if decay else 0.0)
+            self._alike(chosen, config.weight_decay if decay else 0.0)
             for decay in (True, False)
             if (chosen := [i for i in others if decays(parameters[i].spec, config) is decay])
         ]
-        self._offloaded = None
+        self._adamw: AdamW | QuantisedAdamW | OffloadedAdamW | None = None
         if host is not None:
-            self._offloaded = OffloadedAdamW(config, [self._alike(*group) for group in self._groups], *host)
-            self.moments = self._offloaded.moments
-            return
-        names = () if config.name == "sgd" else MOMENTS
-        self.moments = {
-            name: {self._names[i]: torch.zeros_like(self._locals[i]) for i in others} for name in names
-        }
+            self._adamw = OffloadedAdamW(config, self._groups, *host)
+        elif config.moments == "8bit":
+            self._adamw = QuantisedAdamW(config, self._groups, fused)
+        elif config.name != "sgd":
+            self._adamw = AdamW(config, self._groups, fused)
+        self.moments: dict[str, dict[str, Tensor | Quantised]] = {}
+        if self._adamw is not None:
+            self.moments |= {moment: dict(kept) for moment, kept in self._adamw.moments.items()}
         if muon is not None:
-            self.moments[MOMENTUM] = muon.momentum
+            self.moments[MOMENTUM] = dict(muon.momentum)
+        self.applied = self._applied()
+
+    def _applied(self) -> tuple[str, ...]:
+        if self.config.moments != "8bit":
+            return ()
+        kept = self.moments[MOMENTS[0]].values()
+        count = sum(isinstance(moment, Quantised) for moment in kept)
+        return (f"moments of {count} of {len(kept)} tensors in 8 bits",)
 
     def _alike(self, chosen: Sequence[int], decay: float) -> Alike:
         return Alike([self._names[i] for i in chosen], [self._locals[i] for i in chosen], chosen, decay)
@@ -111,48 +123,13 @@ class Optimizer:
 
         Under Muon all ranks of a pipeline stage together; RuntimeError when one of them is gone.
         """
-        if self._offloaded is not None:
-            self._offloaded.step(gradients, rate, step)
-            return
-        for chosen, decay in self._groups:
-            self._update(chosen, gradients, rate, step, decay)
+        if self._adamw is not None:
+            self._adamw.step(gradients, rate, step)
+        else:
+            for alike in self._groups:
+                torch._foreach_mul_(alike.weights, 1.0 - rate * alike.decay)
+                torch._foreach_add_(alike.weights, [gradients[i] for i in alike.numbers], alpha=-rate)
         if self._muon is not None:
             named = zip(self._names, gradients, strict=True)
             mine = {name: gradient for name, gradient in named if name in self._muon.momentum}
             self._muon.step(mine, rate, self.config.weight_decay)
-
-    def _update(
-        self, chosen: Sequence[int], gradients: Sequence[Tensor], rate: float, step: int, decay: float
-    ) -> None:
-        weights = [self._locals[i] for i in chosen]
-        slopes = [gradients[i] for i in chosen]
-        if self.config.name == "sgd":
-            torch._foreach_mul_(weights, 1.0 - rate * decay)
-            torch._foreach_add_(weights, slopes, alpha=-rate)
-            return
-        averages, squares = ([self.moments[name][self._names[i]] for i in chosen] for name in MOMENTS)
-        adamw(
-            weights,
-            slopes,
-            averages,
-            squares,
-            [],
-            self._steps(weights, step),
-            fused=self._fused,
-            foreach=not self._fused,
-            amsgrad=False,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            lr=rate,
-            weight_decay=decay,
-            eps=self.config.eps,
-            maximize=False,
-        )
-
-    def _steps(self, weights: Sequence[Tensor], step: int) -> list[Tensor]:
-        """A counter per tensor, which torch counts up by one before using it.
-
-        The fused kernel reads it on the device, foreach on the host: else it would wait for the device.
-        """
-        devices = (w.device if self._fused else torch.device("cpu") for w in weights)
-        return [torch.full((), step - 1, dtype=torch.float32, device=device) for device in devices]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.precision import precision_problem
 from picotron_ray.errors import LayoutError
+from picotron_ray.parallel.casts import saving_no_casts
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -46,15 +47,21 @@ def orthogonalisation_dtype(job: JobConfig, device: torch.device) -> torch.dtype
     return torch.bfloat16 if job.precision in ("bf16", "fp8") and device.type == "cuda" else master_dtype(job)
 
 
-def apply_precision(model: nn.Module, job: JobConfig, device: torch.device) -> None:
-    """Make ``model``'s forward compute in the job's precision, in place."""
+def apply_precision(model: nn.Module, job: JobConfig, device: torch.device, zero: int) -> None:
+    """Make ``model``'s forward compute in the job's precision, in place.
+
+    Args:
+        zero: under ZeRO-3 no casts of weights outlive their use (``parallel.casts``).
+    """
     dtype = AUTOCAST.get(job.precision)
     if dtype is None:
         return
-    inner = model.forward
+    gathers = zero == 3
+    inner = saving_no_casts(model.forward) if gathers else model.forward
 
     def forward(*inputs: Tensor, **named: Tensor) -> Tensor:
-        with torch.autocast(device.type, dtype=dtype):
-            return inner(*inputs, **named)
+        with torch.autocast(device.type, dtype=dtype, cache_enabled=not gathers):
+            found: Tensor = inner(*inputs, **named)
+            return found
 
     model.forward = forward

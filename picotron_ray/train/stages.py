@@ -13,16 +13,18 @@ from picotron_ray.config.kernels import (
     attention_backends,
     attention_problem,
     groups_experts,
+    overlap_problem,
+    windowed,
 )
 from picotron_ray.config.layout import Layout
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.models.joint import lay_together
 from picotron_ray.models.moe import MixtureOfExperts
-from picotron_ray.parallel.attention import AttentionPlan
 from picotron_ray.parallel.data import settle
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.parallelize import Plan, parallelize
+from picotron_ray.parallel.whole_rows import AttentionPlan
 from picotron_ray.train.precision import apply_precision, master_dtype, set_matrix_products
 
 
@@ -43,35 +45,52 @@ def build_stages(
     set_matrix_products(job)
     for stage in stages:
         model = definition.stage(layout.stages, stage).to(master_dtype(job))
-        said = parallelize(model, mesh, _plan(job, definition, model, device, layout))
+        said = parallelize(model, mesh, _plan(job, definition, model, device, layout, stage))
         definition.materialise(model, device)
         if not layout.zero:  # FSDP gathers each parameter into storage of its own
             lay_together(model)
         settle(model)
-        apply_precision(model, job, device)
+        apply_precision(model, job, device, layout.zero)
         models[stage] = model
     return models, (*applied, *said)
 
 
 def _plan(
-    job: JobConfig, definition: ModelDefinition, model: nn.Module, device: torch.device, layout: Layout
+    job: JobConfig,
+    definition: ModelDefinition,
+    model: nn.Module,
+    device: torch.device,
+    layout: Layout,
+    stage: int,
 ) -> Plan:
     backend = attention_backend(job, device, layout)
+    problem = overlap_problem(job, device.type)
+    if problem:
+        raise LayoutError(f"kernels.tp_overlap: {problem}")
     return Plan(
         definition.styles,
         definition.blocks(model),
-        AttentionPlan(definition.attention, backend, job.data.sequence_length),
+        AttentionPlan(
+            definition.attention,
+            backend,
+            job.data.sequence_length,
+            job.model.sliding_window if windowed(job) else None,
+        ),
         mixtures=definition.mixtures,
         positions=definition.positions,
         untrained=frozenset(spec.name for spec in definition.table if not spec.trained),
         compiled=job.kernels.compile,
-        grouped=groups_experts(job, device.type),
+        grouped=groups_experts(job, device.type, layout.tp),
         joint=definition.joint if job.kernels.projections == "fused" else (),
         functions={
             name: at for name, at in definition.functions.items() if getattr(job.kernels, name) == "compiled"
         },
         loss_chunk=job.kernels.loss_chunk if job.kernels.loss == "linear" else None,
         fp8=job.precision == "fp8",
+        overlap=job.kernels.tp_overlap,
+        device=device,
+        tie=definition.tie,
+        stage=stage,
     )
 
 

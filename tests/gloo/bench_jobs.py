@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from picotron_ray.bench.mfu.settings import Setting, base_setting, peer
+from picotron_ray.bench.mfu.peers import peer
+from picotron_ray.bench.mfu.settings import Setting, base_setting
 from picotron_ray.bench.mfu.worker import Place, Segments
 from tests.gloo.pool import Job
 
@@ -21,7 +22,7 @@ def segments(job: Job, overrides: list[str]) -> list[dict[str, Any]]:
         "settings": [setting.to_dict() for setting in settings],
         "steps": 2,
         "warmup": 1,
-        "picotron": None,
+        "checkouts": {},
     }
     runner = Segments(plan, Place(job.rank, job.world_size, torch.device("cpu")))
     prefix = f"{job.prefix}/bench"

@@ -8,7 +8,8 @@ from typing import Any
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.train.engine import build_engine
-from tests.gloo.matrix_jobs import CPU, batch, planted, replace
+from tests.gloo.faults import planted, replace
+from tests.gloo.matrix_jobs import CPU, batch
 from tests.gloo.pool import Job
 
 

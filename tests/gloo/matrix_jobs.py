@@ -6,16 +6,13 @@ boxes: a hole or an overlap that disagrees is an error.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from picotron_ray.checkpoint.dcp import StateTensor
 from picotron_ray.config.compute import LayoutConfig
@@ -26,6 +23,7 @@ from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.optimizer import OptimizerConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.train.engine import build_engine
+from tests.gloo.faults import planted
 from tests.gloo.pool import Job
 
 STEPS = 3
@@ -57,6 +55,7 @@ def make_job(
     global_batch: int,
     model: ModelConfig = MODEL,
     actions: tuple[str, ...] = (),
+    length: int = SEQUENCE,
     **options: Any,
 ) -> JobConfig:
     """Actions are of the layouts with schedule ``custom``; others take no notice."""
@@ -65,7 +64,7 @@ def make_job(
     return JobConfig(
         precision=options.pop("precision", "fp64"),
         model=model,
-        data=options.pop("data", None) or DataConfig(sequence_length=SEQUENCE, global_batch=global_batch),
+        data=options.pop("data", None) or DataConfig(sequence_length=length, global_batch=global_batch),
         optimizer=OptimizerConfig(
             name=optimizer, learning_rate=0.05 if optimizer == "sgd" else 0.01, clip_norm=0.5
         ),
@@ -99,21 +98,21 @@ def batch(job: JobConfig, layout: Layout, dp_index: int, step: int) -> StepBatch
 
     The tokens of fill rows are not zero here: nothing may depend on them.
     """
-    size = job.data.global_batch
-    rows = np.random.default_rng(step).integers(0, job.model.vocab_size, (size, SEQUENCE + 1))
+    size, length, vocabulary = job.data.global_batch, job.data.sequence_length, job.model.vocab_size
+    rows = np.random.default_rng(step).integers(0, vocabulary, (size, length + 1))
     first, last = layout.rows(dp_index, size)
     count = layout.micro_batches(size)
     places = count * layout.micro_batch
-    tokens = np.random.default_rng(1000 + dp_index).integers(0, job.model.vocab_size, (places, SEQUENCE + 1))
+    tokens = np.random.default_rng(1000 + dp_index).integers(0, vocabulary, (places, length + 1))
     tokens[: last - first] = (with_documents(rows) if job.data.document_masks else rows)[first:last]
     weights = np.zeros(places)
     weights[: last - first] = 1.0
     shape = (count, layout.micro_batch)
     return StepBatch(
         step=step,
-        tokens=tokens.reshape(*shape, SEQUENCE + 1),
+        tokens=tokens.reshape(*shape, length + 1),
         weights=weights.reshape(shape),
-        global_tokens=size * SEQUENCE,
+        global_tokens=size * length,
         rows=((step - 1) * size + first, (step - 1) * size + last),
         digest=bytes(16),
     )
@@ -128,10 +127,24 @@ def pieces(state: list[StateTensor]) -> list[Piece]:
             item.shard.box.offset,
             item.shard.box.size,
             item.primary,
-            item.tensor.detach().clone().numpy(),
+            item.values().clone().numpy(),
         )
         for item in state
     ]
+
+
+def address(item: StateTensor) -> int:
+    """Where the live storage begins."""
+    return (item.tensor if isinstance(item.tensor, torch.Tensor) else item.tensor.codes).data_ptr()
+
+
+def spoil(item: StateTensor) -> None:
+    """Overwrite the live storage: what is not restored shows."""
+    if isinstance(item.tensor, torch.Tensor):
+        item.tensor.fill_(float("nan"))
+    else:
+        item.tensor.codes.fill_(3)
+        item.tensor.scales.fill_(float("nan"))
 
 
 @dataclass
@@ -154,7 +167,7 @@ def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
     engine = build_engine(job, layout, rank, groups, CPU)
     engine.initialise(job.seed)
     result.applied = engine.applied
-    before = [item.tensor.data_ptr() for item in engine.state()]
+    before = [address(item) for item in engine.state()]
     dp_index = layout.coordinates(rank).dp
     for step in range(1, STEPS + 1):
         if step == STEPS and job.optimizer.name != "sgd":  # once per layout will do
@@ -166,7 +179,7 @@ def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
             result.gradients = pieces(engine.gradients())
         result.norm.append(engine.clip(result.phases.append))
         engine.optimizer_step(job.optimizer.learning_rate)
-    result.stable = before == [item.tensor.data_ptr() for item in engine.state()]
+    result.stable = before == [address(item) for item in engine.state()]
     result.state = pieces(engine.state())
     engine.close()
     return result
@@ -187,187 +200,6 @@ def run_layout(job: Job, configs: list[JobConfig], layout: Layout, plant: str = 
             undo()
         groups.close()
         gc.collect()
-
-
-def planted(kind: str, rank: int) -> Any:
-    """Double one reduction in this process, or break something else; returns the function that undoes it."""
-    import picotron_ray.parallel.loss as loss
-    import picotron_ray.parallel.norm as norm
-    import picotron_ray.parallel.pipeline as pipeline
-    import picotron_ray.train.engine as engine
-
-    if kind == "documents":  # rank 1 alone takes every row for one document
-        kept_numbers = engine.document_numbers
-        return replace(engine, "document_numbers", lambda x, end: kept_numbers(x, end) * (rank != 1))
-    if kind == "tp-partial":
-        kept_sum = engine.sum_
-
-        def doubled(tensors: Any, group: Any) -> None:
-            kept_sum(tensors, group)
-            torch._foreach_mul_(tensors, 2.0)
-
-        return replace(engine, "sum_", doubled)
-    if kind == "dp":
-        return double_buckets(lambda parameter: True)
-    if kind == "copies":
-        kept_before = engine.before_backward
-
-        def alone(model: Any, zero: int, last: bool) -> None:
-            kept_before(model, zero, last)
-            model.set_requires_all_reduce(False)
-
-        return replace(engine, "before_backward", alone)
-    if kind == "fsdp":
-        import picotron_ray.parallel.data as data
-        import picotron_ray.train.stages as stages
-
-        kept_apply = stages.parallelize
-
-        def applied(model: Any, *rest: Any) -> Any:
-            found = kept_apply(model, *rest)
-            for module in model.modules():
-                if isinstance(module, data.FSDPModule):
-                    module.set_gradient_divide_factor(0.5)
-            return found
-
-        return replace(stages, "parallelize", applied)
-    if kind == "fp8":
-        import picotron_ray.parallel.fp8 as fp8
-
-        undo = replace(engine, "check_precision", lambda job, device: None)
-        undo_emulate = replace(fp8, "EMULATE", True)
-        return lambda: (undo(), undo_emulate())
-    if kind.startswith("offload-"):
-        from tests.gloo.offload_jobs import PLANTS as OFFLOADS
-
-        return OFFLOADS[kind.removeprefix("offload-")]()
-    if kind == "norm":
-        return double_all_reduce(norm)
-    if kind == "vocab":
-        return double_all_reduce(loss, dist.ReduceOp.SUM)
-    if kind == "pipeline":
-        kept = pipeline.Pipeline._micro_loss
-        pipeline.Pipeline._micro_loss = lambda self, output, target: kept(self, output, target) * 2.0
-        return lambda: setattr(pipeline.Pipeline, "_micro_loss", kept)
-    if kind == "actions":
-        return exchange_micro_batches(rank)
-    if kind in ("ring", "gathered"):
-        return double_key_gradients(kind)
-    if kind in MOE_PLANTS:
-        return MOE_PLANTS[kind]()
-    if kind.startswith("muon-"):
-        from tests.gloo.muon_jobs import PLANTS
-
-        return PLANTS[kind.removeprefix("muon-")]()
-    raise ValueError(kind)
-
-
-def exchange_micro_batches(rank: int) -> Any:
-    """Rank 0 alone takes micro-batches 0 and 1 in its row of a list of actions for each other."""
-    import picotron_ray.parallel.pipeline as pipeline
-
-    kept = pipeline.action_list
-
-    def exchanged(actions: tuple[str, ...]) -> Any:
-        found = kept(actions)
-        first, *rest = found.rows
-        wrong = tuple(a._replace(micro_batch={0: 1, 1: 0}.get(a.micro_batch, a.micro_batch)) for a in first)
-        return dataclasses.replace(found, rows=(wrong if rank == 0 else first, *rest))
-
-    return replace(pipeline, "action_list", exchanged)
-
-
-def replace(owner: Any, name: str, value: Any) -> Any:
-    """Set an attribute; returns the function that sets it back."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, original)
-
-
-def double_buckets(chosen: Callable[[torch.Tensor], bool]) -> Any:
-    """What is summed over ranks that hold the same comes out doubled, where all of a bucket is chosen."""
-    from picotron_ray.parallel.replicated import Bucket
-
-    kept = Bucket.wait
-
-    def doubled(self: Bucket) -> None:
-        kept(self)
-        if all(chosen(parameter) for parameter in self.parameters):
-            torch._foreach_mul_([parameter.grad for parameter in self.parameters], 2.0)
-
-    return replace(Bucket, "wait", doubled)
-
-
-def double_expert_replicas() -> Any:
-    return double_buckets(lambda parameter: parameter.dim() == 3)
-
-
-def lose_returning_gradients() -> Any:
-    import picotron_ray.parallel.expert as expert
-
-    kept = expert._Start.backward
-    return replace(expert._Start, "backward", staticmethod(lambda ctx, g: (kept(ctx, g)[0] * 0.5, None)))
-
-
-def double_auxiliary() -> Any:
-    import picotron_ray.models.moe as moe
-
-    kept = moe._Auxiliary.backward
-
-    def doubled(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, loss, rest = kept(ctx, gradient)
-        return x, loss * 2.0, rest
-
-    return replace(moe._Auxiliary, "backward", staticmethod(doubled))
-
-
-def count_local_tokens_only() -> Any:
-    import picotron_ray.parallel.expert as expert
-
-    return replace(expert.RowSpread, "totals", lambda self, counts: counts)
-
-
-MOE_PLANTS = {
-    "edp": double_expert_replicas,
-    "dispatch": lose_returning_gradients,
-    "auxiliary": double_auxiliary,
-    "load": count_local_tokens_only,
-}
-
-
-def double_key_gradients(kind: str) -> Any:
-    """What other context-parallel ranks found for this rank's keys comes home doubled."""
-    import picotron_ray.parallel.context as context
-
-    if kind == "gathered":
-        original = context.reduce_scatter_sequence
-        context.reduce_scatter_sequence = lambda x, group: original(x, group) * 2.0
-        return lambda: setattr(context, "reduce_scatter_sequence", original)
-    shift = context.Shift
-
-    class Doubled(shift):  # type: ignore[misc, valid-type]
-        def __init__(self, x: torch.Tensor, group: Any, tag: int = 0) -> None:
-            super().__init__(x * 2.0 if tag else x, group, tag)
-
-    context.Shift = Doubled  # type: ignore[misc]
-    return lambda: setattr(context, "Shift", shift)
-
-
-def double_all_reduce(module: Any, only: Any = None) -> Any:
-    """Replace ``dist`` in one module by one whose sums come out doubled."""
-    original = module.dist
-
-    class Doubled:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(original, name)
-
-        def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **rest: Any) -> None:
-            original.all_reduce(tensor, op=op, **rest)
-            if only is None or op == only:
-                tensor.mul_(2.0)
-
-    module.dist = Doubled()
-    return lambda: setattr(module, "dist", original)
 
 
 def assemble(parts: list[list[Piece]]) -> dict[str, np.ndarray]:

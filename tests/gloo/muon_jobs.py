@@ -12,7 +12,8 @@ from picotron_ray.checkpoint.sources import SlotSource
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.train.engine import build_engine
-from tests.gloo.matrix_jobs import CPU, Piece, batch, pieces, replace
+from tests.gloo.faults import replace
+from tests.gloo.matrix_jobs import CPU, Piece, batch, pieces, spoil
 from tests.gloo.pool import Job
 
 
@@ -24,7 +25,7 @@ def leg(job: Job, config: JobConfig, layout: Layout, steps: tuple[int, int], fol
     first, last = steps
     if first:
         for entry in engine.state():
-            entry.tensor.fill_(float("nan"))
+            spoil(entry)
         restore(engine.state(), SlotSource([(path.name, path) for path in folder.glob(f"*.{first}.slot")]))
         engine.set_step(first)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tests.gloo.matrix_jobs import replace
+from tests.gloo.faults import replace
 
 
 def everything() -> Any:

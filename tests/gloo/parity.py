@@ -13,7 +13,17 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.models.plan import parameter_table
-from tests.gloo.matrix_jobs import MODEL, STEPS, Result, assemble, documents_job, make_job, run_layout, train
+from tests.gloo.matrix_jobs import (
+    MODEL,
+    SEQUENCE,
+    STEPS,
+    Result,
+    assemble,
+    documents_job,
+    make_job,
+    run_layout,
+    train,
+)
 from tests.gloo.pool import Pool
 
 TOLERANCE = 1e-10
@@ -23,10 +33,18 @@ NOTHING = 1e-9  # below it what should be zero is taken for rounding
 
 @functools.cache
 def reference(
-    optimizer: str, global_batch: int, model: ModelConfig = MODEL, documents: bool = False
+    optimizer: str,
+    global_batch: int,
+    model: ModelConfig = MODEL,
+    documents: bool = False,
+    length: int = SEQUENCE,
 ) -> Result:
     """The same job in this process, one micro-batch of the whole global batch."""
-    job = (documents_job if documents else make_job)(optimizer, global_batch, model)
+    job = (
+        documents_job(optimizer, global_batch, model)
+        if documents
+        else make_job(optimizer, global_batch, model, length=length)
+    )
     return train(job, Layout(micro_batch=global_batch), 0, None)
 
 
@@ -67,7 +85,10 @@ def thinned(
 
 def compare(job: JobConfig, layout: Layout, ranks: list[Result]) -> list[str]:
     """Everything in which a layout differs from one process, one line each."""
-    expected = reference(job.optimizer.name, job.data.global_batch, job.model, job.data.document_masks)
+    data = job.data
+    expected = reference(
+        job.optimizer.name, data.global_batch, job.model, data.document_masks, data.sequence_length
+    )
     wrong = []
     for step in range(STEPS):
         loss = sum(rank.loss[step] for rank in ranks)

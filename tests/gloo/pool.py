@@ -153,9 +153,12 @@ def serve(pipe: Connection) -> None:
     import faulthandler
     import gc
     import importlib
+    import warnings
 
     import torch
 
+    # as in the process of the tests, but for the compiler's
+    warnings.filterwarnings("error", module=r"picotron_ray|tests|torch\.distributed")
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what lives for ever need not be looked at by every collection

@@ -6,10 +6,11 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.checkpoint.storage import Storage
+from picotron_ray.checkpoint.storage import open_storage
 from picotron_ray.config.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, SlotInfo
 from picotron_ray.data.dataset import build_dataset
@@ -39,14 +40,10 @@ def home_of(config: JobConfig, folder: Path) -> Home:
             device=CPU,
             data=build_dataset(config.data, config.model.vocab_size, config.seed, folder),
             page=Page(folder / f"{name}.page", config.elastic),
-            storage=no_storage,
+            storage=partial(open_storage, config.storage, config.name),
             fetch_slot=no_slot,
         )
     return HOMES[config.name]
-
-
-def no_storage() -> Storage:
-    raise AssertionError("these runs have no storage")
 
 
 def no_slot(info: SlotInfo) -> bytes:

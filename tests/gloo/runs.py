@@ -17,6 +17,7 @@ from tests.gloo.remesh_jobs import generation, worker_name
 from tests.gloo.test_recover import wait_for_state
 
 NOBODY = (-1, 0, "")
+FRESH = Source("init")
 terms = count(1)
 
 
@@ -32,20 +33,30 @@ def slots_in(folder: Path) -> list[SlotInfo]:
 class Run:
     """One run in the pool; this class decides what a coordinator would."""
 
-    def __init__(self, pool: Pool, job: JobConfig, folder: Path) -> None:
-        self.pool, self.job, self.folder, self.term = pool, job, folder, next(terms)
+    def __init__(
+        self, pool: Pool, job: JobConfig, folder: Path, origin: Source = FRESH, term: int | None = None
+    ) -> None:
+        """
+        Args:
+            origin: what the first generation starts from.
+            term: where a log has claimed one.
+        """
+        self.pool, self.job, self.folder, self.origin = pool, job, folder, origin
+        self.term = next(terms) if term is None else term
         self.layouts: dict[GenerationId, Layout] = {}
+        self.specs: list[GenerationSpec] = []
         self.last: GenerationSpec | None = None
 
     def begin(self, layout: Layout, kill: tuple[int, int, str] = NOBODY) -> list[Worker]:
         """Start a generation from the newest state there is."""
-        source = newest_slots(slots_in(self.folder), self.layouts, self.last) or Source("init")
+        source = newest_slots(slots_in(self.folder), self.layouts, self.last) or self.origin
         workers = self.pool.need(layout.world_size)
         members = tuple(Member(worker_name(worker.pid), "node") for worker in workers)
         identity = GenerationId(self.term, len(self.layouts) + 1)
         lineage = descend(self.last, source)
         self.last = GenerationSpec(identity, members, layout, source, "test", lineage)
         self.layouts[identity] = layout
+        self.specs.append(self.last)
         told = str(self.folder / f"abort-{identity.n}")
         self.pool.start(workers, generation, self.job, self.last, str(self.folder), kill, told)
         return workers

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import pytest
 
+from picotron_ray.config.compute import KernelsConfig
 from picotron_ray.config.layout import Layout
-from tests.gloo.matrix_jobs import make_job
+from tests.gloo.matrix_jobs import MODEL, make_job
 from tests.gloo.pool import Pool
+from tests.gloo.test_matrix import WIDE
 from tests.gloo.train_jobs import aborted_at_random
 
 ROUNDS = 8
+PLAIN, RING = KernelsConfig(), KernelsConfig(tp_overlap="ring")
 LAYOUTS = [
-    Layout(dp=4, micro_batch=2),
-    Layout(dp=2, tp=2, zero=2, micro_batch=2),
-    Layout(tp=2, pp=2, micro_batch=2),
-    Layout(dp=2, pp=2, zero=3, micro_batch=2),
+    (Layout(dp=4, micro_batch=2), PLAIN),
+    (Layout(dp=2, tp=2, zero=2, micro_batch=2), PLAIN),
+    (Layout(tp=2, pp=2, micro_batch=2), PLAIN),
+    (Layout(dp=2, pp=2, zero=3, micro_batch=2), PLAIN),
+    (Layout(tp=4, micro_batch=2), RING),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_rank_leaves_at_once(pool: Pool, layout: Layout) -> None:
-    per_rank = pool.run(4, aborted_at_random, make_job("adamw", 10), layout, ROUNDS)
+@pytest.mark.parametrize(("layout", "kernels"), LAYOUTS, ids=lambda x: getattr(x, "tp_overlap", str(x)))
+def test_every_rank_leaves_at_once(pool: Pool, layout: Layout, kernels: KernelsConfig) -> None:
+    job = make_job("adamw", 10, WIDE if layout.tp == 4 else MODEL, kernels=kernels)
+    per_rank = pool.run(4, aborted_at_random, job, layout, ROUNDS)
     for number, moments in enumerate(zip(*per_rank, strict=True)):
         ordered = min(order for order, _ in moments)
         left = max(left for _, left in moments)

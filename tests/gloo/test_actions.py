@@ -15,7 +15,8 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.parallel import mesh
 from picotron_ray.train.engine import build_engine
 from tests.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, Rows, layout_of, made
-from tests.gloo.matrix_jobs import CPU, batch, make_job, replace, run_layout
+from tests.gloo.faults import replace
+from tests.gloo.matrix_jobs import CPU, batch, make_job, run_layout
 from tests.gloo.parity import check, compare, primaries, thinned
 from tests.gloo.pool import Job, Pool, WorkerError
 from tests.gloo.test_schedules import DEEP

@@ -14,17 +14,10 @@ import torch.nn.functional as F
 
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.plan import SequenceShard
-from picotron_ray.parallel.attention import (
-    AttentionPlan,
-    CpuFlash,
-    CudaFlash,
-    LseKernel,
-    MathKernel,
-    Seen,
-    lse_kernel,
-    whole_kernel,
-)
+from picotron_ray.parallel.attention import CpuFlash, LseKernel, MathKernel, Seen
 from picotron_ray.parallel.context import ContextAttention, apply_context_parallel
+from picotron_ray.parallel.cuda_attention import CudaCudnn, CudaEfficient, CudaFlash, lse_kernel
+from picotron_ray.parallel.whole_rows import AttentionPlan, whole_kernel
 from tests.gloo.pool import Job, Pool
 
 pytestmark = pytest.mark.gloo
@@ -61,7 +54,9 @@ def test_the_kernel_asked_for_computes_or_none_does() -> None:
     with pytest.raises(LayoutError, match="flash-attn, which is not installed"):
         whole_kernel("flash-attn")
     assert isinstance(lse_kernel("flash", torch.device("cpu")), CpuFlash)
-    assert isinstance(lse_kernel("flash", torch.device("cuda")), CudaFlash)
+    on_cuda = {"flash": CudaFlash, "efficient": CudaEfficient, "cudnn": CudaCudnn, "math": MathKernel}
+    for backend, kernel in on_cuda.items():
+        assert type(lse_kernel(backend, torch.device("cuda"))) is kernel  # type: ignore[arg-type]
 
 
 def attend(job: Job, variant: Any, dtype: str) -> list[np.ndarray]:

@@ -66,11 +66,12 @@ LAYOUTS = [
     ("chain", Layout(tp=4, micro_batch=4), 12),
     ("chain", Layout(dp=2, pp=2, zero=3, micro_batch=2), 10),
     ("chain", Layout(tp=2, pp=2, micro_batch=2), 7),
+    ("in_place", Layout(dp=2, zero=3, micro_batch=2), 7),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(("name", "layout", "global_batch"), thinned(LAYOUTS, (4, 6, 9, 10, 11, 13)))
+@pytest.mark.parametrize(("name", "layout", "global_batch"), thinned(LAYOUTS, (4, 6, 9, 10, 11, 13, 15)))
 def test_layout_equals_one_process(pool: Pool, name: str, layout: Layout, global_batch: int) -> None:
     config = built(name)
     ranks = check(pool, layout, global_batch, config)

@@ -13,9 +13,11 @@ from torch import Tensor
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.documents import causal_within, document_numbers, same_document
+from picotron_ray.models.documents import document_numbers, same_document, seen_in_row
 from picotron_ray.models.llama import Transformer
-from picotron_ray.parallel.attention import CpuFlash, CudaFlash, LseKernel, MathKernel, Seen, whole_kernel
+from picotron_ray.parallel.attention import CpuFlash, LseKernel, MathKernel, Seen
+from picotron_ray.parallel.cuda_attention import CudaCudnn, CudaFlash
+from picotron_ray.parallel.whole_rows import whole_kernel
 from picotron_ray.train.engine import build_engine
 from tests.gloo.matrix_jobs import CPU, END, MIXTURE, MODEL, SEQUENCE, batch, documents_job, run_layout
 from tests.gloo.parity import compare, thinned
@@ -36,7 +38,7 @@ def test_an_end_token_belongs_to_the_document_that_it_ends() -> None:
     tokens = torch.tensor([[5, 9, 1, 2, 9, 9, 3], [1, 2, 3, 4, 5, 6, 7]])
     found = document_numbers(tokens, 9)
     assert found.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0] * 7]
-    assert causal_within(found)[0, 0].int().tolist() == [
+    assert seen_in_row(7, found, None, CPU)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0],
         [0, 0, 1, 0, 0, 0, 0],
@@ -131,10 +133,11 @@ def test_kernels_take_masks_and_queries_that_see_nothing(kernel: LseKernel) -> N
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-def test_kernels_that_take_no_mask_refuse_one() -> None:
+@pytest.mark.parametrize(("kernel", "name"), [(CudaFlash(), "flash"), (CudaCudnn(), "cudnn")])
+def test_kernels_that_take_no_mask_refuse_one(kernel: LseKernel, name: str) -> None:
     x = torch.zeros(1, 1, 2, 8)
-    with pytest.raises(LayoutError, match="saw flash, which takes no document masks"):
-        CudaFlash().forward(x, x, x, Seen(False, torch.ones(1, 1, 2, 2, dtype=torch.bool)))
+    with pytest.raises(LayoutError, match=f"saw {name}, which takes no document masks"):
+        kernel.forward(x, x, x, Seen(False, torch.ones(1, 1, 2, 2, dtype=torch.bool)))
 
 
 LAYOUTS = [

@@ -118,6 +118,14 @@ def test_other_models(pool: Pool, layout: Layout, global_batch: int, model: Mode
     check(pool, layout, global_batch, model)
 
 
+def test_every_stage_has_its_own_recomputation(pool: Pool) -> None:
+    layout = Layout(dp=2, pp=2, micro_batch=2, recompute="blocks-1-1,none")
+    ranks = check(pool, layout, 8, MODEL)
+    first, last = (" ".join(ranks[rank].applied) for rank in (0, 2))
+    assert "blocks-1-1,none: 2 of " in first
+    assert "blocks-1-1,none: 0 of " in last
+
+
 PLANTS = {
     "dp": Layout(dp=2, micro_batch=3),
     "tp-partial": Layout(tp=2, micro_batch=6),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.models.init import initialise_
 from picotron_ray.models.llama import Block, Rope, Transformer, rotate, sdpa
-from picotron_ray.models.plan import parameter_table, tensor_parallel_plan
+from picotron_ray.models.plan import parameter_table, tensor_parallel_plan, tied_copies
 from picotron_ray.planner.counts import parameter_count, stage_bounds, stage_flops_per_token
 
 TINY = ModelConfig(vocab_size=48, hidden_size=24, intermediate_size=40, layers=3, heads=6, kv_heads=2)
@@ -108,7 +109,7 @@ def test_planner_counts_what_the_module_does(tie: bool) -> None:
     """Parameters exactly; FLOPs as torch counts the matrix products of one forward and backward pass."""
     config = TINY.model_copy(update={"tie_embeddings": tie})
 
-    def products(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:  # SDPA is not counted on CPU
+    def products(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:  # SDPA is not counted on CPU
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
         return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
@@ -150,17 +151,24 @@ def test_stages_compose_to_the_whole() -> None:
     assert sorted(names) == sorted(values)
 
 
-def test_tied_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match="same pipeline stage"):
-        Transformer(TINY.model_copy(update={"tie_embeddings": True}), head=False)
+def test_a_stage_with_one_end_has_a_copy_of_a_tied_embedding() -> None:
+    tied = TINY.model_copy(update={"tie_embeddings": True})
+    first = dict(Transformer(tied, last_layer=1, head=False).named_parameters())
+    last = dict(Transformer(tied, first_layer=1, embed=False).named_parameters())
+    assert "head.weight" not in first
+    assert "embed.weight" not in last
+    assert tied_copies(tied).keys() == last.keys() - {spec.name for spec in parameter_table(tied)}
+    assert tied_copies(tied)["head.weight"].name == "embed.weight"
+    assert first["embed.weight"].shape == last["head.weight"].shape
+    assert tied_copies(TINY) == {}
 
 
 def test_injected_kernel_is_the_one_used() -> None:
     calls: list[tuple[torch.Size, torch.Size]] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *seen: Any) -> Tensor:
         calls.append((q.shape, k.shape))
-        return sdpa(q, k, v, documents)
+        return sdpa(q, k, v, *seen)
 
     Transformer(TINY, attention=kernel)(torch.zeros(2, 5, dtype=torch.int64))
     assert calls == [(torch.Size([2, 6, 5, 4]), torch.Size([2, 2, 5, 4]))] * TINY.layers

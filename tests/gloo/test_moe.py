@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from picotron_ray.config.compute import KernelsConfig
+from picotron_ray.config.fit import misfits
+from picotron_ray.config.kernels import groups_experts
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.moe import MoeConfig
@@ -58,6 +60,34 @@ def test_grouped_products_equal_one_expert_after_the_other(counts: list[int]) ->
     torch.testing.assert_close(found[0], found[1])
     for a, b in zip(*slopes, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("hidden", "inner"), [(16, 30), (16, 12), (16, 16), (16, 8), (12, 16), (14, 16)])
+def test_what_no_grouped_product_takes_is_known(precision: str, tp: int, hidden: int, inner: int) -> None:
+    """The rule, by what torch does with such widths; auto groups where it may, and only there."""
+    model = ModelConfig(
+        **{**ALIGNED.model_dump(), "hidden_size": hidden, "heads": 2, "kv_heads": 2}
+        | {"moe": {"experts": 4, "intermediate_size": inner}}
+    )
+    job = make_job("sgd", 4, model, precision=precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    rows, local = torch.randn(9, hidden, dtype=dtype, requires_grad=True), inner // tp
+    shapes = ((local, hidden), (local, hidden), (hidden, local))
+    weights = [torch.randn(4, *shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    try:
+        grouped(rows, torch.tensor([3, 0, 5, 1]), *weights).square().sum().backward()
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    taken = not said
+    assert taken or "multiple of 16 bytes" in said
+    assert groups_experts(job, "cuda", tp) is taken
+    assert not groups_experts(job, "cpu", tp)
+    asked = make_job("sgd", 4, model, precision=precision, kernels=KernelsConfig(experts="grouped"))
+    found = [misfit.key for misfit in misfits(asked, Layout(tp=tp))]
+    assert found == ([] if taken else ["kernels.experts"])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -13,18 +13,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from picotron_ray.config.compute import KernelsConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.recompute import recomputed
+from picotron_ray.models.joint import lay_together
 from picotron_ray.models.llama import Transformer
+from picotron_ray.models.plan import joint_modules
 from picotron_ray.parallel import offload as offload_module
 from picotron_ray.parallel.offload import ActivationOffload
 from picotron_ray.parallel.recompute import apply_recompute
+from picotron_ray.parallel.tensor import named_modules
 from picotron_ray.planner.counts import sizes_of
 from tests.gloo.late_lane import LateLane
 from tests.gloo.matrix_jobs import MIXTURE, MODEL, make_job, run_layout
 from tests.gloo.parity import compare, thinned
-from tests.gloo.pool import Pool
+from tests.gloo.pool import Pool, WorkerError
 
 ROWS, LENGTH = 3, 128
 WIDE = ModelConfig(vocab_size=64, hidden_size=64, intermediate_size=256, layers=4, heads=4)
@@ -49,6 +53,21 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+FUSED = KernelsConfig(projections="fused")
+COMPILED = KernelsConfig(norm="compiled", activation="compiled")
+FUSED_AND_NORM = KernelsConfig(projections="fused", norm="compiled")
+IN_KERNELS = [
+    (MODEL, Layout(dp=2, micro_batch=3, recompute="every-2", offload_activations=True), COMPILED),
+    (MODEL, Layout(dp=2, zero=3, micro_batch=3, offload_activations=True), COMPILED),
+    (MODEL, Layout(tp=2, micro_batch=6, offload_activations=True), COMPILED),
+    (MODEL, Layout(dp=2, zero=2, micro_batch=3, offload_activations=True), FUSED_AND_NORM),
+    (MODEL, Layout(pp=2, micro_batch=2, offload_activations=True), COMPILED),
+    (MODEL, Layout(pp=2, micro_batch=2, schedule="zbv", virtual_stages=2, offload_activations=True), FUSED),
+    (MIXTURE, Layout(dp=2, ep=2, micro_batch=3, offload_activations=True), FUSED),
+    (MODEL, Layout(tp=2, micro_batch=6, offload_activations=True), KernelsConfig(tp_overlap="ring")),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "global_batch"),
     thinned(CASES, (0, 1, 4, 5, 7), lambda model, layout, _: f"{'mixture-' * (model is MIXTURE)}{layout}"),
@@ -60,23 +79,48 @@ def test_layout_equals_one_process(pool: Pool, model: ModelConfig, layout: Layou
     assert all("blocks offloaded" in " ".join(results[0].applied) for results in ranks)
 
 
+@pytest.mark.timeout(300)  # a compiler runs
+@pytest.mark.parametrize(
+    ("model", "layout", "kernels"), thinned(IN_KERNELS, (0, 6, 7), lambda model, layout, _: str(layout))
+)
+def test_with_other_kernels(pool: Pool, model: ModelConfig, layout: Layout, kernels: KernelsConfig) -> None:
+    job = make_job("adamw", 12, model, kernels=kernels)
+    ranks = pool.run(layout.world_size, run_layout, [job], layout, "offload-everything")
+    assert compare(job, layout, [results[0] for results in ranks]) == []
+    assert all("blocks offloaded" in " ".join(results[0].applied) for results in ranks)
+
+
+@pytest.mark.slow
+def test_why_a_compiled_gate_of_a_fused_product_is_refused(pool: Pool) -> None:
+    layout = Layout(micro_batch=12, offload_activations=True)
+    kernels = KernelsConfig(projections="fused", activation="compiled")
+    with pytest.raises(WorkerError, match=r"expected size .* stride"):
+        pool.run(1, run_layout, [make_job("adamw", 12, kernels=kernels)], layout, "offload-everything")
+
+
 def test_what_comes_back_damaged_is_noticed(pool: Pool) -> None:
     layout, job = Layout(dp=2, micro_batch=3, offload_activations=True), make_job("adamw", 12)
     ranks = pool.run(2, run_layout, [job], layout, "offload-damaged")
     assert any("gradient of" in line for line in compare(job, layout, [results[0] for results in ranks]))
 
 
-def model_and_blocks() -> tuple[Transformer, list[nn.Module]]:
+def model_and_blocks(*, fused: bool = False) -> tuple[Transformer, list[nn.Module]]:
     torch.manual_seed(0)
     model = Transformer(WIDE)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
+    if fused:
+        for module in named_modules(model, joint_modules(WIDE)):
+            module.fuse()
+        lay_together(model)
     return model, list(model.layers.values())
 
 
-def gradients(policy: str, offload: ActivationOffload | None, dtype: torch.dtype | None) -> list[Tensor]:
+def gradients(
+    policy: str, offload: ActivationOffload | None, dtype: torch.dtype | None, *, fused: bool = False
+) -> list[Tensor]:
     """Of two micro-batches."""
-    model, blocks = model_and_blocks()
+    model, blocks = model_and_blocks(fused=fused)
     apply_recompute(blocks, recomputed(policy, len(blocks)), [[] for _ in blocks])
     for number, block in enumerate(blocks if offload is not None else []):
         assert offload is not None
@@ -99,9 +143,11 @@ def test_copies_are_waited_for(monkeypatch: pytest.MonkeyPatch, policy: str) -> 
 
 @pytest.mark.parametrize("policy", ["none", "full", "every-2"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_gradients_are_the_same_bit_for_bit(policy: str, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_the_same_bit_for_bit(policy: str, dtype: torch.dtype | None, fused: bool) -> None:
     offload = ActivationOffload(smallest_bytes=0)
-    expected, found = gradients(policy, None, dtype), gradients(policy, offload, dtype)
+    expected = gradients(policy, None, dtype, fused=fused)
+    found = gradients(policy, offload, dtype, fused=fused)
     assert len(found) == len(expected) > 30
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert offload.moved_bytes
@@ -167,8 +213,12 @@ def test_what_several_blocks_use_leaves_once_in_each_micro_batch() -> None:
     torch.testing.assert_close(x.grad, 3 * (2.0 * shared) ** 5)
 
 
-def test_casts_of_parameters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast a linear layer saves its weight's cast, which is no activation."""
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_casts_of_parameters_stay(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, fused: bool
+) -> None:
+    """A linear layer saves its weight, its cast or, fused, several as one, which is no activation."""
     moved: list[torch.Size] = []
     kept = ActivationOffload._stays
 
@@ -179,8 +229,10 @@ def test_casts_of_parameters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(ActivationOffload, "_stays", stays)
-    gradients("none", ActivationOffload(smallest_bytes=0), torch.bfloat16)
+    gradients("none", ActivationOffload(smallest_bytes=0), dtype, fused=fused)
     shapes = {tuple(p.shape) for p in model_and_blocks()[0].parameters()}
+    if fused:
+        shapes |= {(3 * WIDE.hidden_size, WIDE.hidden_size), (2 * WIDE.intermediate_size, WIDE.hidden_size)}
     transposed = {shape[::-1] for shape in shapes}
     assert moved
     assert not [size for size in moved if tuple(size) in shapes | transposed]

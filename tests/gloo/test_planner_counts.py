@@ -52,7 +52,7 @@ def test_moments_of_the_optimizer(config: ModelConfig, name: str, of_matrices: i
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("config", [ModelConfig(), ModelConfig(family="gpt2", kv_heads=4, max_positions=64)])
+@pytest.mark.parametrize("config", MODELS[:2] + MODELS[4:6])
 def test_parameters_of_a_stage(pp: int, config: ModelConfig) -> None:
     for stage in range(pp):
         first, last = stage_bounds(config, pp)[stage]
@@ -63,9 +63,7 @@ def test_parameters_of_a_stage(pp: int, config: ModelConfig) -> None:
         assert sum(p.numel() for p in part.parameters()) == stage_parameters(config, pp, stage)
 
 
-def _plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: torch.Tensor | None
-) -> torch.Tensor:
+def _plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
     """Attention as two visible matrix products over the full square, in sdpa's shapes."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))

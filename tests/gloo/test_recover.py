@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from picotron_ray.config.compute import KernelsConfig
 from picotron_ray.config.layout import Layout
 from tests.gloo.matrix_jobs import MIXTURE, MODEL, make_job
 from tests.gloo.parity import check
 from tests.gloo.pool import Pool
+from tests.gloo.test_matrix import WIDE
 from tests.gloo.train_jobs import FAULT_STEP, SIGNALS, until_lost
 
 LAYOUTS = [
@@ -23,17 +25,25 @@ LAYOUTS = [
     Layout(dp=4, ep=2, zero=2, micro_batch=2),
     Layout(dp=2, cp=2, zero=3, micro_batch=2, context="all-gather"),
 ]
+RING = Layout(tp=4, micro_batch=2)
 
 
 @pytest.mark.parametrize(
     ("layout", "how"),
-    [*((layout, "kill") for layout in LAYOUTS), *((layout, "stop") for layout in LAYOUTS[2::2])],
+    [
+        *((layout, "kill") for layout in LAYOUTS),
+        *((layout, "stop") for layout in LAYOUTS[2::2]),
+        (RING, "kill"),
+        (RING, "stop"),
+    ],
 )
 def test_survivors_get_out_and_go_on(pool: Pool, tmp_path: Path, layout: Layout, how: str) -> None:
     members = pool.need(4)
     victim, told = 2, tmp_path / "abort"
-    model = MIXTURE if layout.ep > 1 else MODEL
-    pool.start(members, until_lost, make_job("adamw", 10, model), layout, victim, SIGNALS[how], str(told))
+    model = MIXTURE if layout.ep > 1 else WIDE if layout == RING else MODEL
+    at = "backward" if layout == RING else "reduce"  # the others are in the ring, or will be
+    job = make_job("adamw", 10, model, kernels=KernelsConfig(tp_overlap="ring" if layout == RING else "none"))
+    pool.start(members, until_lost, job, layout, victim, SIGNALS[how], str(told), at)
     wait_for_state(members[victim].pid, "Z" if how == "kill" else "T")
     struck = time.monotonic()
     told.touch()

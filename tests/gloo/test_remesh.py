@@ -14,7 +14,7 @@ from picotron_ray.config.layout import Layout
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from tests.gloo.action_lists import V_SPLIT, layout_of
-from tests.gloo.layouts import CASES, FEW, fewest_micro_batches, model_of
+from tests.gloo.layouts import CASES, FEW, MODELS, fewest_micro_batches, model_of
 from tests.gloo.matrix_jobs import make_job
 from tests.gloo.pool import Pool
 from tests.gloo.runs import Run, losses
@@ -53,7 +53,7 @@ def job_of(kind: str, folder: Path, actions: tuple[str, ...] = ()) -> JobConfig:
 def draw() -> list[tuple[str, Layout, Layout]]:
     """Random pairs of different layouts of one model."""
     pick = random.Random(1)
-    fitting: dict[str, list[Layout]] = {"dense": [], "loss": [], "bias": []}
+    fitting: dict[str, list[Layout]] = {kind: [] for kind in MODELS}
     for case in CASES:
         if 1 < case.layout.world_size <= FEW:
             layout = fewest_micro_batches(case.layout, case.kind, BATCH).layout

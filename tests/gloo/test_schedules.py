@@ -8,7 +8,9 @@ from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.schedules import RULES
 from picotron_ray.parallel import mesh
-from tests.gloo.matrix_jobs import MODEL, make_job, replace, run_layout
+from tests.gloo.faults import replace
+from tests.gloo.matrix_jobs import MODEL, make_job, run_layout
+from tests.gloo.overlap_jobs import pipeline_log
 from tests.gloo.parity import check, compare, primaries, thinned
 from tests.gloo.pool import Job, Pool
 
@@ -46,3 +48,15 @@ def test_why_a_split_backward_pass_refuses_zero_3(pool: Pool, schedule: str) -> 
     per_rank = pool.run(layout.world_size, without_refusal, [job], layout)
     wrong = compare(job, layout, [results[0] for results in per_rank])
     assert any("gradient" in line for line in wrong), "it is right now: allow it"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "afab"])
+def test_what_a_stage_needs_next_travels_while_it_computes(pool: Pool, schedule: str) -> None:
+    """A forward pass's input is on its way during the pass before, but for the first."""
+    layout = Layout(pp=2, schedule=schedule, micro_batch=3)
+    _, last = pool.run(2, pipeline_log, make_job("sgd", 12), layout)
+    step = last[: last.index("B3") + 1]
+    computed = [entry for entry in step if not entry.startswith("recv")]
+    for number in range(1, 4):
+        before = computed[computed.index(f"F{number}") - 1]
+        assert step.index(f"recv F{number}") < step.index(before), step

@@ -22,9 +22,15 @@ FAULT_STEP = 3
 
 
 def until_lost(
-    job: Job, config: JobConfig, layout: Layout, victim: int, how: int, told: str
+    job: Job,
+    config: JobConfig,
+    layout: Layout,
+    victim: int,
+    how: int,
+    told: str,
+    at: str = "reduce",
 ) -> dict[str, Any]:
-    """Train until a peer is gone. The victim signals itself in the middle of a step.
+    """Train until a peer is gone. The victim signals itself in the middle of a step, as phase ``at`` begins.
 
     ``told`` is a file that stands for the coordinator's order to abort: its appearance ends waits for
     peers that are stopped, or that wait themselves.
@@ -37,7 +43,7 @@ def until_lost(
     watch(groups, Path(told))
 
     def on_phase(phase: str) -> None:
-        if job.rank == victim and engine.step == FAULT_STEP and phase == "reduce":
+        if job.rank == victim and engine.step == FAULT_STEP and phase == at:
             os.kill(os.getpid(), how)
 
     kind, steps = "", 0

@@ -12,13 +12,12 @@ from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.config.optimizer import OptimizerConfig
 from picotron_ray.data.batch import StepBatch
-from picotron_ray.train.engine import Engine, build_engine
-from tests.gloo.matrix_jobs import batch
+from picotron_ray.train.engine import build_engine
+from tests.gpu.training import CUDA, trained
 
 MODEL = ModelConfig(
     vocab_size=1024, hidden_size=1024, intermediate_size=2816, layers=6, heads=8, kv_heads=8, init_std=0.1
 )
-CUDA = torch.device("cuda", 0)
 
 
 def job(length: int = 8, **options: object) -> JobConfig:
@@ -36,17 +35,6 @@ def long_batch(config: JobConfig) -> StepBatch:
     tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, (1, 4, length + 1))
     weights = np.ones((1, 4))
     return StepBatch(1, tokens, weights, global_tokens=4 * length, rows=(0, 4), digest=bytes(16))
-
-
-def trained(config: JobConfig, layout: Layout) -> tuple[Engine, list[float]]:
-    engine = build_engine(config, layout, 0, None, CUDA)
-    engine.initialise(0)
-    losses = []
-    for step in range(1, 4):
-        losses.append(engine.gradients_of(batch(config, layout, 0, step))[0])
-        engine.optimizer_step(0.01)
-    torch.cuda.synchronize()
-    return engine, losses
 
 
 def test_moments_lie_in_pinned_memory_and_train_alike() -> None:

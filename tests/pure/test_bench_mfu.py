@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from picotron_ray import cli
 from picotron_ray.bench.mfu import report
 from picotron_ray.bench.mfu.figures import breakdown, formula, known_peak, measured, mfu, speed_up
+from picotron_ray.bench.mfu.peers import chosen_peers, peer
 from picotron_ray.bench.mfu.result import peak_of, result
 from picotron_ray.bench.mfu.run import Options, _precision, segments
 from picotron_ray.bench.mfu.settings import (
@@ -19,8 +20,6 @@ from picotron_ray.bench.mfu.settings import (
     Refusal,
     Setting,
     base_setting,
-    chosen_peers,
-    peer,
     switched,
 )
 from picotron_ray.config.load import load_job
@@ -120,6 +119,9 @@ def test_a_switch_changes_what_it_names_and_nothing_else(workers: int) -> None:
     assert {"kernels.projections=fused", "kernels.loss=linear", "kernels.optimizer=foreach"} < names
     assert {"kernels.norm=compiled", "kernels.activation=compiled"} < names
     assert ("layout.tp=2 layout.dp=auto" in names) == (workers == 2)
+    assert ("layout.tp=2 layout.dp=auto kernels.tp_overlap=ring" in names) == (workers == 2)
+    two = [] if workers == 1 else switched(base_setting("tiny", ["layout.tp=2"], workers, "cpu"))
+    assert ("kernels.tp_overlap=ring" in [x.name for x in two if isinstance(x, Setting)]) == (workers == 2)
     assert not names & {"precision=fp32", "kernels.attention=flash", "layout.recompute=none"}  # the base
 
 
@@ -149,9 +151,57 @@ def test_peers_train_what_we_train_or_say_why_not(tmp_path: Path) -> None:
         assert isinstance(peer(base_setting("tiny", [override], 2, "cpu"), "plain"), Refusal)
     half = base_setting("tiny", ["precision=bf16"], 1, "cpu")
     assert "it trains in fp32 on cpu, saw precision=bf16" in str(peer(half, "picotron"))
-    assert chosen_peers("none", None) == []
+    odd = base_setting("tiny", ["model.vocab_size=265", "layout.tp=2", "layout.dp=1"], 2, "cpu")
+    assert "cuts a vocabulary into equal parts, saw model.vocab_size=265" in str(peer(odd, "picotron"))
+    assert chosen_peers("none", {}) == []
+    with pytest.raises(ConfigError, match=r"--torchtitan: saw .*without torchtitan/trainer.py"):
+        chosen_peers("plain,torchtitan", {"torchtitan": tmp_path})
     with pytest.raises(ConfigError, match=r"--picotron: saw .*without picotron/model.py"):
-        chosen_peers("plain,picotron", tmp_path)
+        chosen_peers("plain,picotron", {"picotron": tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["precision=fp64"], "it trains in fp32 or bf16, saw precision=fp64"),
+        (["model.qkv_bias=true"], "its Llama 3 has no such heads, biases, norms or window"),
+        (["model.sliding_window=8"], "its Llama 3 has no such heads"),
+        (["model.head_dim=4"], "its Llama 3 has no such heads"),
+        (
+            ["layout.recompute=selective"],
+            "it recomputes as ours does by none or full, saw layout.recompute=sel",
+        ),
+        (["layout.pp=2", "layout.micro_batch=4"], "compared under dp and tp with equal micro-batches, saw"),
+        (
+            ["data.global_batch=6", "layout.micro_batch=2", "layout.dp=2"],
+            "compared under dp and tp with equal micro-batches",
+        ),
+        (
+            ["data.sequence_length=9", "layout.micro_batch=2", "kernels.loss=linear"],
+            "it computes the loss of 8 equal parts, saw 18 tokens in a micro-batch",
+        ),
+        (["data.document_masks=true"], "its attention sees whole rows"),
+        (["optimizer.name=muon"], "written for AdamW, saw optimizer.name=muon"),
+    ],
+)
+def test_torchtitan_says_what_it_cannot_be_compared_in(overrides: list[str], reason: str) -> None:
+    found = peer(base_setting("tiny", overrides, 2, "cpu"), "torchtitan")
+    assert isinstance(found, Refusal)
+    assert found.reason.startswith(reason)
+
+
+def test_torchtitan_trains_more_of_our_models_than_picotron() -> None:
+    for override in ("model.tie_embeddings=true", "model.rope_scaling.factor=4", "precision=bf16"):
+        base = base_setting("tiny", [override], 2, "cpu")
+        assert isinstance(peer(base, "torchtitan"), Setting)
+        assert isinstance(peer(base, "picotron"), Refusal)
+    on_cuda = base_setting("tiny", ["precision=bf16"], 1, "cuda")
+    assert isinstance(peer(on_cuda, "torchtitan"), Setting)
+    for override in ("kernels.cuda_graphs=true", "layout.offload_activations=true", "optimizer.offload=true"):
+        found = peer(base_setting("tiny", ["precision=bf16", override], 1, "cuda"), "torchtitan")
+        assert "compared with" in str(found), override
+    narrow = peer(base_setting("tiny", ["precision=bf16", "model.heads=4"], 1, "cuda"), "torchtitan")
+    assert "takes heads of 16 and more on CUDA, saw 8" in str(narrow)
 
 
 def test_rounds_go_there_and_back_and_end_with_the_phases() -> None:
@@ -189,7 +239,7 @@ def test_result_and_report() -> None:
     assert found["peak_bytes"] == 2 * 2**30
     tokens_per_s = 8 * 32 / 1.0
     assert found["mfu"] == tokens_per_s * found["formula"]["flops_per_token"] / (2 * 989e12)
-    options = asdict(Options(2, 2, 0, 1, True, "plain", None, None))
+    options = asdict(Options(2, 2, 0, 1, True, "plain", None, None, None))
     machine = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
     text = "\n".join(report.lines({**found, "options": options, "machine": machine}))
     for part in (
@@ -212,7 +262,10 @@ def test_result_and_report() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--peers", "horovod"], "--peers: saw 'horovod', expected some of plain, picotron, or none"),
+        (
+            ["--peers", "horovod"],
+            "--peers: saw 'horovod', expected some of plain, picotron, torchtitan, or none",
+        ),
         (["--peers", "picotron"], "--picotron: saw none, expected a checkout"),
         (["--peak-tflops", "0"], "--peak-tflops: saw 0, expected a number above 0"),
         (["layout.dp=3"], "layout.dp: saw dp=3"),
@@ -241,3 +294,11 @@ def test_what_needs_a_gpu_is_named_among_the_refused_on_cpus() -> None:
     assert len(offloads) == 3
     assert all("workers run on CPUs" in refused[name] for name in offloads)
     assert "saw fp8, which CPUs do not have" in refused["precision=fp8"]
+
+
+def test_moments_in_8_bits_are_a_switch_and_no_peer_has_them() -> None:
+    base = base_setting("tiny", [], 1, "cpu")
+    assert "optimizer.moments=8bit" in [item.name for item in switched(base) if isinstance(item, Setting)]
+    refused = peer(base_setting("tiny", ["optimizer.moments=8bit"], 1, "cpu"), "plain")
+    assert isinstance(refused, Refusal)
+    assert refused.reason == "its moments are full, saw optimizer.moments=8bit"

@@ -165,13 +165,27 @@ BAD: dict[str, tuple[str, str, str]] = {
     "document masks and a kernel that takes none": (
         "precision: bf16\ncluster: {device: cuda}\ndata: {document_masks: true}\nkernels: {attention: cudnn}",
         "kernels.attention",
-        "saw cudnn, expected auto or one of efficient, math on cuda with precision bf16 and document masks",
+        "saw cudnn, expected auto or one of flash, flash-attn, efficient, math on cuda with precision bf16"
+        " and document masks",
+    ),
+    "a window and a kernel that takes none": (
+        "precision: bf16\ncluster: {device: cuda}\nmodel: {sliding_window: 8}\nkernels: {attention: cudnn}",
+        "kernels.attention",
+        "saw cudnn, expected auto or one of flash, flash-attn, efficient, math on cuda with precision bf16"
+        " and a sliding window",
     ),
     "document masks, context parallelism and a kernel": (
         "precision: bf16\ncluster: {device: cuda}\ndata: {document_masks: true}\n"
         "kernels: {attention: flash}\nlayout: {cp: 2}",
         "kernels.attention",
-        "one of math on cuda with precision bf16 and context parallelism and document masks",
+        "saw flash, expected auto or one of efficient, math on cuda with precision bf16 and context"
+        " parallelism and document masks",
+    ),
+    "document masks, context parallelism and cudnn": (
+        "precision: fp16\ncluster: {device: cuda}\ndata: {document_masks: true}\n"
+        "kernels: {attention: cudnn}\nlayout: {cp: 2}",
+        "kernels.attention",
+        "saw cudnn, expected auto or one of efficient, math on cuda with precision fp16 and context",
     ),
     # layout
     "tp and kv heads": (
@@ -195,9 +209,25 @@ BAD: dict[str, tuple[str, str, str]] = {
         "saw cudnn, expected auto or one of flash, math on cpu",
     ),
     "kernel and context parallelism": (
-        "kernels: {attention: efficient}\nlayout: {cp: 2}",
+        "precision: fp64\nkernels: {attention: efficient}\nlayout: {cp: 2}",
         "kernels.attention",
-        "saw efficient, expected auto or one of math on cuda with precision fp32 and context parallelism",
+        "saw efficient, expected auto or one of math on cuda with precision fp64 and context parallelism",
+    ),
+    "flash-attn and context parallelism": (
+        "precision: bf16\nkernels: {attention: flash-attn}\nlayout: {cp: 2}",
+        "kernels.attention",
+        "saw flash-attn, whose backward pass over a part of a row is private, expected auto or one of flash,"
+        " cudnn, efficient, math on cuda",
+    ),
+    "kernel and width of heads": (
+        "precision: bf16\ncluster: {device: cuda}\nmodel: {head_dim: 12}\nkernels: {attention: efficient}",
+        "kernels.attention",
+        "saw efficient, expected auto or one of math on cuda with precision bf16 and heads of 12",
+    ),
+    "kernel and width of heads in fp32": (
+        "precision: fp32\ncluster: {device: cuda}\nmodel: {head_dim: 10}\nkernels: {attention: efficient}",
+        "kernels.attention",
+        "saw efficient, expected auto or one of math on cuda with precision fp32 and heads of 10",
     ),
     "cp and tp": (
         "data: {sequence_length: 12}\nmodel: {heads: 4, kv_heads: 4}\nlayout: {cp: 2, tp: 4}\n"
@@ -205,10 +235,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "layout.cp",
         "saw 2 with tp=4, which does not divide 6 tokens per rank",
     ),
-    "tp and the vocabulary": (
-        "model: {vocab_size: 257}\nlayout: {tp: 2}",
+    "tp and the vocabulary": (  # 5 ids in parts of 2: three ranks have them all
+        "data: {source: memmap, path: made-up, end_token: 1}\nmodel: {vocab_size: 5, kv_heads: 4}\n"
+        "layout: {tp: 4}",
         "layout.tp",
-        "model.vocab_size=257",
+        "saw 4 with model.vocab_size=5, which leaves the last rank without a row",
     ),
     "pp and layers": (
         "cluster: {max_workers: 6}\nlayout: {pp: 6}",
@@ -249,7 +280,8 @@ BAD: dict[str, tuple[str, str, str]] = {
     "a window and context parallelism": (
         "model: {sliding_window: 8}\nlayout: {cp: 2}",
         "layout.cp",
-        "saw 2 with model.sliding_window=8",
+        "saw 2 with model.sliding_window=8 below data.sequence_length=128: attention over parts of a row"
+        " knows no windows; use cp=1",
     ),
     "experts that do not divide": (
         "model: {moe: {experts: 6}}\nlayout: {ep: 4}",
@@ -265,6 +297,23 @@ BAD: dict[str, tuple[str, str, str]] = {
         "precision: fp64\nmodel: {moe: {experts: 4}}\nkernels: {experts: grouped}",
         "kernels.experts",
         "saw grouped with precision=fp64",
+    ),
+    "grouped experts and widths": (
+        "precision: bf16\nmodel: {moe: {experts: 4, intermediate_size: 30}}\nkernels: {experts: grouped}",
+        "kernels.experts",
+        "saw grouped in bf16, which multiplies multiples of 8, but model.moe.intermediate_size: 30; use loop",
+    ),
+    "grouped experts and what tp leaves": (
+        "precision: fp32\nmodel: {moe: {experts: 4, intermediate_size: 12}}\nkernels: {experts: grouped}\n"
+        "layout: {tp: 2}",
+        "kernels.experts",
+        "saw grouped in fp32 with tp=2, which multiplies multiples of 4, but model.moe.intermediate_size: 6;",
+    ),
+    "grouped experts and the hidden size": (
+        "precision: auto\nkernels: {experts: grouped}\n"
+        "model: {hidden_size: 36, heads: 2, kv_heads: 2, moe: {experts: 4, intermediate_size: 30}}",
+        "kernels.experts",
+        "saw grouped in bf16, which multiplies multiples of 8, but model.hidden_size: 36, model.moe",
     ),
     "grouped experts of a dense model": (
         "kernels: {experts: grouped}",
@@ -290,6 +339,36 @@ BAD: dict[str, tuple[str, str, str]] = {
         "kernels: {projections: fused}\nmodel: {builder: 'a:b'}",
         "kernels.projections",
         "saw fused; a model of your own",
+    ),
+    "overlapped tensor parallelism over one rank": (
+        "kernels: {tp_overlap: ring}\nlayout: {tp: 1}",
+        "kernels.tp_overlap",
+        "saw ring with layout.tp=1, which sends nothing that it could hide",
+    ),
+    "overlapped tensor parallelism of a model of your own": (
+        "kernels: {tp_overlap: ring}\nmodel: {builder: 'a:b'}",
+        "kernels.tp_overlap",
+        "saw ring; a model of your own calls its linear layers by itself",
+    ),
+    "overlapped tensor parallelism in fp8": (
+        "precision: fp8\nkernels: {tp_overlap: ring}\ndata: {sequence_length: 128}",
+        "kernels.tp_overlap",
+        "saw ring with precision=fp8, which scales whole tensors",
+    ),
+    "overlapped tensor parallelism and a split backward pass": (
+        "kernels: {tp_overlap: ring}\nlayout: {schedule: zbv, pp: 2, tp: 2}\nmodel: {layers: 4}",
+        "kernels.tp_overlap",
+        "saw ring with layout.schedule=zbv, each half of whose backward pass would send",
+    ),
+    "symmetric memory on CPUs": (
+        "kernels: {tp_overlap: symmetric-memory}\ncluster: {device: cpu}",
+        "kernels.tp_overlap",
+        "saw symmetric-memory, but workers run on CPUs, where torch has none",
+    ),
+    "an overlap that is none": (
+        "kernels: {tp_overlap: async}",
+        "kernels.tp_overlap",
+        "one of none, ring, symmetric-memory",
     ),
     "operations of an optimizer that was not chosen": (
         "kernels: {optimizer: foreach}\noptimizer: {name: sgd}",
@@ -371,11 +450,6 @@ BAD: dict[str, tuple[str, str, str]] = {
         "saw 4 stages but 2 micro-batches per step",
     ),
     "micro-batch and the batch": ("layout: {micro_batch: 64}", "layout.micro_batch", "data.global_batch=32"),
-    "tied embeddings in a pipeline": (
-        "model: {tie_embeddings: true}\nlayout: {pp: 2}",
-        "layout.pp",
-        "model.tie_embeddings=true",
-    ),
     # cluster, schedule, snapshots, commits
     "workers": ("cluster: {min_workers: 5}", "cluster.min_workers", "at most cluster.max_workers=4"),
     "CPU slots": ("cluster: {min_workers: 4, local_cpus: 2}", "cluster.local_cpus", "too few for"),
@@ -398,6 +472,41 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer: {schedule: {decay_steps: 5}}",
         "optimizer.schedule.decay_steps",
         "use kind=wsd",
+    ),
+    "the bias of a balance by loss": (
+        "model: {moe: {experts: 4, intermediate_size: 32, bias_rate: 0.1}}",
+        "model.moe.bias_rate",
+        "saw 0.1 with model.moe.balance=loss, which has none; drop it or use balance=bias",
+    ),
+    "the loss of a balance by bias": (
+        "model: {moe: {experts: 4, intermediate_size: 32, balance: bias, loss_coefficient: 0.5}}",
+        "model.moe.loss_coefficient",
+        "saw 0.5 with model.moe.balance=bias, which has none; drop it or use balance=loss",
+    ),
+    "the end of a constant rate": (
+        "optimizer: {schedule: {kind: constant, final_ratio: 0.5}}",
+        "optimizer.schedule.final_ratio",
+        "saw 0.5 with kind=constant, whose rate stays; drop it or use cosine or wsd",
+    ),
+    "recomputation of nothing": (
+        "layout: {recompute: middle-0}\nmodel: {layers: 4}",
+        "layout.recompute",
+        "saw middle-0, which computes none of 4 blocks again; use none, or another number",
+    ),
+    "recomputation of every hundredth block": (
+        "layout: {recompute: every-100}\nmodel: {layers: 4}",
+        "layout.recompute",
+        "saw every-100, which computes none of 4 blocks again; use none, or another number",
+    ),
+    "recomputation of nothing in one stage of two": (
+        "layout: {recompute: 'every-2,every-100', pp: 2}\nmodel: {layers: 4}",
+        "layout.recompute",
+        "saw every-100, which computes none of 4 blocks again; use none, or another number",
+    ),
+    "virtual stages of one rank": (
+        "layout: {pp: 1, virtual_stages: 4}",
+        "layout.virtual_stages",
+        "saw 4 with layout.pp=1, which has no stages; drop it or use pp",
     ),
     "momentum without muon": (
         "optimizer: {momentum: 0.9}",
@@ -446,20 +555,82 @@ BAD: dict[str, tuple[str, str, str]] = {
         "layout.recompute",
         "saw selective with zero=3 and ep=2 over 4 replicas, where a block gathers its experts within",
     ),
+    "a mixture of recomputations around experts that are gathered": (
+        "model: {moe: {experts: 4, intermediate_size: 32}}\ncluster: {max_workers: 4}\n"
+        "layout: {dp: 4, tp: 1, pp: 1, ep: 2, zero: 3, recompute: blocks-1-2}",
+        "layout.recompute",
+        "saw blocks-1-2 with zero=3 and ep=2 over 4 replicas, where a block gathers its experts within",
+    ),
+    "recomputation of other stages than there are": (
+        "layout: {pp: 2, recompute: 'none,full,blocks-1'}",
+        "layout.recompute",
+        "saw a list of 3, expected one word, or one for each of 2 stages",
+    ),
+    "compiled blocks in a mixture of recomputations": (
+        "kernels: {compile: true}\nlayout: {pp: 2, recompute: 'full,blocks-0-1'}",
+        "kernels.compile",
+        "saw true with layout.recompute=full,blocks-0-1, which does not see into compiled blocks; use full",
+    ),
+    "offloaded activations in a mixture of recomputations": (
+        "layout: {offload_activations: true, recompute: blocks-1-1}",
+        "layout.offload_activations",
+        "saw true with layout.recompute=blocks-1-1, whose kept results stay on the device",
+    ),
     "offloaded moments and foreach": (
         "optimizer: {offload: true}\nkernels: {optimizer: foreach}",
         "kernels.optimizer",
         "saw foreach with optimizer.offload=true",
     ),
-    "offloaded activations and fused projections": (
-        "layout: {offload_activations: true}\nkernels: {projections: fused}",
-        "kernels.projections",
-        "saw fused with layout.offload_activations=true; use separate, or drop the offload",
+    "CUDA graphs on CPUs": (
+        "kernels: {cuda_graphs: true}\ncluster: {device: cpu}",
+        "kernels.cuda_graphs",
+        "saw true, but workers run on CPUs, which have no CUDA graphs; drop it",
     ),
-    "offloaded activations and a compiled norm": (
-        "layout: {offload_activations: true}\nkernels: {norm: compiled}",
-        "kernels.norm",
-        "saw compiled with layout.offload_activations=true; use eager",
+    "CUDA graphs of experts": (
+        "kernels: {cuda_graphs: true}\nmodel: {moe: {experts: 4, intermediate_size: 32}}",
+        "kernels.cuda_graphs",
+        "saw true with model.moe.experts=4, which get other numbers of rows each time; use false",
+    ),
+    "CUDA graphs of offloaded activations": (
+        "kernels: {cuda_graphs: true}\nlayout: {offload_activations: true}",
+        "kernels.cuda_graphs",
+        "saw true with layout.offload_activations=true, which waits for copies",
+    ),
+    "CUDA graphs of document masks": (
+        "kernels: {cuda_graphs: true}\ndata: {document_masks: true}",
+        "kernels.cuda_graphs",
+        "saw true with data.document_masks=true, whose masks are other ones in every row",
+    ),
+    "CUDA graphs and fp8": (
+        "kernels: {cuda_graphs: true}\nprecision: fp8\ndata: {sequence_length: 128}",
+        "kernels.cuda_graphs",
+        "saw true with precision=fp8, which was not tried together",
+    ),
+    "CUDA graphs of cut weights": (
+        "kernels: {cuda_graphs: true}\ncluster: {max_workers: 4}\nlayout: {dp: 2, tp: 2, pp: 1, zero: 1}",
+        "kernels.cuda_graphs",
+        "saw true with layout.tp=2, layout.zero=1, which communicates within the passes; use dp alone",
+    ),
+    "moments in 8 bits of plain sgd": (
+        "optimizer: {name: sgd, moments: 8bit}",
+        "optimizer.moments",
+        "saw 8bit with optimizer.name=sgd, which has no moments; drop it or use adamw",
+    ),
+    "offloaded moments in 8 bits": (
+        "optimizer: {offload: true, moments: 8bit}",
+        "optimizer.moments",
+        "saw 8bit with optimizer.offload=true, whose moments take nothing of the device",
+    ),
+    "moments in 8 bits of fp64": (
+        "precision: fp64\noptimizer: {moments: 8bit}",
+        "optimizer.moments",
+        "saw 8bit with precision=fp64, which is for exact moments; use full or fp32",
+    ),
+    "moments in 4 bits": ("optimizer: {moments: 4bit}", "optimizer.moments", "one of full, 8bit"),
+    "a compiled gate of a fused product that left the device": (
+        "layout: {offload_activations: true}\nkernels: {projections: fused, activation: compiled}",
+        "kernels.activation",
+        "saw compiled with kernels.projections=fused and layout.offload_activations=true: gate and up",
     ),
     "fp8 and fused projections": (
         "precision: fp8\nkernels: {projections: fused}\ndata: {sequence_length: 128}",

@@ -52,6 +52,21 @@ def test_state_groups_cover_the_state_once(layout: Layout) -> None:
         assert len(replicas) == (layout.replicate if layout.zero else layout.dp * layout.cp)
 
 
+def test_where_the_ends_of_a_pipeline_lie() -> None:
+    for layout, ends in (
+        (Layout(), (0, 0)),
+        (Layout(pp=3), (0, 2)),
+        (Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2), (0, 1)),
+        (Layout(pp=2, schedule="dualpipev", virtual_stages=2), (0, 0)),
+        (Layout(pp=3, schedule="custom", placement=((2,), (0,), (1,))), (1, 0)),
+    ):
+        assert (layout.first_stage_rank, layout.last_stage_rank) == ends
+        others = {} if len(set(ends)) == 1 else {ends[0]: ends[1], ends[1]: ends[0]}
+        assert [layout.other_end(rank) for rank in range(3)] == [others.get(rank) for rank in range(3)]
+        for rank, stage in zip(ends, (0, layout.stages - 1), strict=True):
+            assert stage in layout.rank_stages(rank)
+
+
 def test_copies_of_a_cut_state_lie_apart() -> None:
     """Neighbours share a copy, so that a node which is lost takes no part that others have not."""
     layout = Layout(dp=4, tp=2, zero=3, replicate=2)

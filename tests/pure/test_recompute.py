@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import parse_job
-from picotron_ray.config.recompute import recomputed
+from picotron_ray.config.recompute import Again, is_selective, policy_of, recomputed
 from picotron_ray.errors import LayoutError
 from picotron_ray.planner.choose import choose_layout
 from picotron_ray.planner.cost import step_cost
@@ -33,6 +35,11 @@ pytestmark = pytest.mark.pure
         ("blocks-2", 5, "FF..."),
         ("blocks-9", 3, "FFF"),
         ("blocks-0", 3, "..."),
+        ("blocks-1-2", 5, "FSS.."),
+        ("blocks-0-2", 3, "SS."),
+        ("blocks-2-0", 3, "FF."),
+        ("blocks-2-9", 4, "FFSS"),
+        ("blocks-9-9", 2, "FF"),
     ],
 )
 def test_what_becomes_of_each_block(policy: str, depth: int, expected: str) -> None:
@@ -40,7 +47,43 @@ def test_what_becomes_of_each_block(policy: str, depth: int, expected: str) -> N
     assert "".join(letters[kind] for kind in recomputed(policy, depth)) == expected
 
 
-@pytest.mark.parametrize("policy", ["", "some", "every-0", "middle-101", "middle-050", "blocks--1", "full "])
+def test_a_list_has_a_word_per_stage() -> None:
+    found = [recomputed("none,blocks-1-1,selective", 3, stage) for stage in range(3)]
+    assert found == [recomputed(word, 3) for word in ("none", "blocks-1-1", "selective")]
+    assert recomputed("full", 2, 7) == ("full", "full")
+    with pytest.raises(ValueError, match="saw a list of 2 stages"):
+        recomputed("none,full", 3, 2)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=1, max_size=4))
+def test_numbers_become_a_policy_and_back(numbers: list[tuple[int, int, int]]) -> None:
+    """The shortest string, of the same meaning in every stage; what is selective is known by it."""
+    stages = [Again(full, selective, full + selective + kept) for full, selective, kept in numbers]
+    policy = policy_of(stages)
+    for stage, again in enumerate(stages):
+        kinds = recomputed(policy, again.depth, stage)
+        assert Again(kinds.count("full"), kinds.count("selective"), len(kinds)) == again
+    some = any(again.selective for again in stages if again.depth)
+    assert is_selective(policy) is some or not all(again.depth for again in stages)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "none,",
+        ",none",
+        "blocks-1-2-3",
+        "blocks--1-1",
+        "full, none",
+        "",
+        "some",
+        "every-0",
+        "middle-101",
+        "middle-050",
+        "blocks--1",
+        "full ",
+    ],
+)
 def test_other_words_are_refused(policy: str) -> None:
     with pytest.raises(ValueError, match="expected a policy"):
         recomputed(policy, 4)
@@ -79,11 +122,19 @@ def test_policies_need_less_and_cost_more_in_this_order() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
-    [("none", "none"), ("selective", "selective"), ("blocks-5", "blocks-5"), ("full", "blocks-8")],
+    [
+        ("none", "none"),
+        ("selective", "selective"),
+        ("blocks-0-3", "blocks-0-3"),
+        ("blocks-5", "blocks-3-5"),
+        ("full", "full"),
+    ],
 )
 def test_a_budget_takes_the_cheapest_policy_that_keeps_it(policy: str, expected: str) -> None:
     choice = choose_layout(job(needs(policy) * 1.0001), 1)
     assert choice.layout.recompute == expected
+    asked, found = (step_cost(job(None), Layout(micro_batch=8, recompute=p), CPU) for p in (policy, expected))
+    assert found.total_s <= asked.total_s
 
 
 def test_a_budget_that_nothing_keeps_is_refused() -> None:

@@ -106,6 +106,28 @@ def test_a_kill_under_other_optimizers_precisions_and_masks(wider: str, tmp_path
     assert losses(job) == pytest.approx(in_one_process(job), rel=1e-9 if exact else 1e-3)
 
 
+def test_moments_become_8_bits_at_a_second_launch_and_survive_a_kill(tmp_path: Path) -> None:
+    """From a commit with full moments; its restores and the kill's are those of tests/gloo, through Ray."""
+    sections: dict[str, Any] = {
+        "precision": "fp32",
+        "model": {"hidden_size": 64, "intermediate_size": 128},
+        "layout": {"dp": 2, "zero": 2, "micro_batch": 6},
+        "cluster": {"max_workers": 2},
+    }
+    faults = ({"fault": "kill", "target": "worker:1", "step": 15, "phase": "optimizer"},)
+    for steps, moments, chaos in ((8, "full", ()), (24, "8bit", faults)):
+        more = {"steps": steps, "optimizer": {"moments": moments}, "chaos": chaos}
+        job = tiny_job("moments", tmp_path, **sections, **more)
+        summary = run(job)
+    (failure,) = summary["failures"]
+    assert failure["lost_steps"] <= 1
+    check_ledger(job)
+    exact = in_one_process(tiny_job("alone", tmp_path, **sections, steps=24))
+    assert losses(job)[:8] == pytest.approx(exact[:8], rel=1e-5)
+    assert losses(job) == pytest.approx(exact, rel=1e-2)
+    assert losses(job)[12:] != pytest.approx(exact[12:], rel=1e-5), "it was 8 bits"
+
+
 def test_fp32_stays_close_for_a_hundred_steps_after_a_change(tmp_path: Path) -> None:
     """At the default rate: at thrice of it the loss has a spike, and rounding alone grows past the bound."""
     faults = ({"fault": "kill", "target": "worker:1", "step": 18, "phase": "backward"},)

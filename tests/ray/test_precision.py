@@ -14,6 +14,7 @@ from picotron_ray.checkpoint.local import LocalStorage
 from picotron_ray.config.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime import precision
+from picotron_ray.runtime import run as run_module
 from picotron_ray.runtime.cluster import Cluster
 from picotron_ray.runtime.huggingface import import_hf
 from picotron_ray.runtime.placement import NodeView, WorkerNeeds
@@ -121,6 +122,7 @@ def test_a_run_on_cpus_keeps_fp32_and_says_so(connected: None, tmp_path: Path) -
             {"layout": {"offload_activations": True}},
             "layout.offload_activations: saw true, but",
         ),
+        ({"kernels": {"cuda_graphs": True}}, "kernels.cuda_graphs: saw true, but workers run on CPUs"),
     ],
 )
 def test_what_needs_a_gpu_is_refused_once_the_machines_are_known(
@@ -129,6 +131,35 @@ def test_what_needs_a_gpu_is_refused_once_the_machines_are_known(
     job = tiny_job("needs-gpu", tmp_path, **{"cluster": {"device": "auto"}, **sections})
     with pytest.raises(ConfigError, match=said):
         check_cluster(job)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"precision": "fp8", "data": {"sequence_length": 32}}, "precision: saw fp8, which needs torchao"),
+        (
+            {"precision": "fp32", "optimizer": {"moments": "8bit"}},
+            r"optimizer.moments: saw 8bit, which needs torchao; install picotron-ray\[8bit\] on every node",
+        ),
+    ],
+)
+def test_what_needs_an_extra_is_refused_without_it(
+    connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_module, "able_nodes", lambda job, nodes, device: (nodes, ""))
+    job = tiny_job("needs-extra", tmp_path, **{"cluster": {"device": "auto"}, **sections})
+    with pytest.raises(ConfigError, match=said):
+        check_cluster(job)
+    if job.precision == "fp32":
+        full = job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"moments": "full"})})
+        check_cluster(full)
+
+
+def test_flash_attention_is_missed_before_anything_starts(tmp_path: Path) -> None:
+    job = tiny_job("needs-flash", tmp_path, precision="bf16", kernels={"attention": "flash-attn"})
+    assert "picotron-ray[flash]" in run_module._missing_extras(job)["kernels.attention"]
+    assert not run_module._missing_extras(tiny_job("needs-nothing", tmp_path))
 
 
 def test_a_checkpoint_is_imported_into_a_named_precision(tmp_path: Path) -> None:

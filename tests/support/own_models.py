@@ -44,6 +44,31 @@ def encoder(
     return EncoderModel(vocabulary, hidden, heads, inner, layers, longest, dropout)
 
 
+class InPlace(nn.Module):
+    """Adds to what its blocks put out where it lies; theirs are views, as torch's linear layers give them."""
+
+    def __init__(self, vocabulary: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, hidden)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden)) for _ in range(layers)
+        )
+        self.head = nn.Linear(hidden, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            out = block(x)
+            out += x
+            x = out
+        return self.head(x)
+
+
+def in_place(vocabulary: int = 24, hidden: int = 16, layers: int = 3) -> nn.Module:
+    """A model whose forward pass writes into its blocks' outputs."""
+    return InPlace(vocabulary, hidden, layers)
+
+
 class Mix(nn.Module):
     """Tokens mixed with those before them, by separate projections whose heads are read off their width."""
 

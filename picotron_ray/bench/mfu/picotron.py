@@ -11,30 +11,27 @@ it is not installed, with FLASH_ATTEN=0) are stood in for by names that refuse t
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 
+from picotron_ray.bench.mfu.checkout import imported
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.data.batch import StepBatch
-from picotron_ray.errors import PicotronError
 from picotron_ray.train.engine import OnPhase, silent
 
-NOT_CALLED = (
-    "wandb",
-    "datasets",
-    "flash_attn.flash_attn_interface",
-    "flash_attn.layers.rotary",
-    "flash_attn.ops.triton.layer_norm",
-)
+NOT_CALLED = {
+    "wandb": "wandb",
+    "datasets": "datasets",
+    "flash_attn.flash_attn_interface": "flash_attn",
+    "flash_attn.layers.rotary": "flash_attn",
+    "flash_attn.ops.triton.layer_norm": "flash_attn",
+}
 
 
 class PicotronTraining:
@@ -103,10 +100,6 @@ def _modules(checkout: Path, device: torch.device, flash: bool) -> SimpleNamespa
         DEVICE=device.type,
         DTYPE="bfloat16" if device.type == "cuda" else "float32",
     )
-    for name in NOT_CALLED:
-        _stand_in(name)
-    if str(checkout) not in sys.path:
-        sys.path.insert(0, str(checkout))
     names = {
         "groups": "picotron.process_group_manager",
         "model": "picotron.model",
@@ -115,29 +108,4 @@ def _modules(checkout: Path, device: torch.device, flash: bool) -> SimpleNamespa
         "utils": "picotron.utils",
         "train": "train",
     }
-    try:
-        return SimpleNamespace(**{key: importlib.import_module(name) for key, name in names.items()})
-    except ImportError as error:
-        raise PicotronError(f"picotron: {checkout} cannot be imported: {error}") from error
-
-
-def _stand_in(name: str) -> None:
-    """Make ``import name`` succeed where its package is not installed; whatever it names cannot be called."""
-    package = name.partition(".")[0]
-    if package not in sys.modules and importlib.util.find_spec(package) is not None:
-        return
-
-    def attribute(wanted: str) -> Any:
-        def refuse(*arguments: Any, **named: Any) -> None:
-            raise PicotronError(f"picotron: calls {name}.{wanted}, which is not installed")
-
-        return refuse
-
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        whole = ".".join(parts[:depth])
-        if whole not in sys.modules:
-            module: Any = ModuleType(whole)
-            module.__path__ = []
-            module.__getattr__ = attribute
-            sys.modules[whole] = module
+    return imported("picotron", checkout, names, NOT_CALLED)

@@ -20,14 +20,13 @@ from typing import Any
 from picotron_ray.bench.events import Event, Events
 from picotron_ray.bench.launched import Launched, torchrun
 from picotron_ray.bench.machine import machine, versions
+from picotron_ray.bench.mfu.peers import CHECKOUTS, chosen_peers, peer
 from picotron_ray.bench.mfu.result import result
 from picotron_ray.bench.mfu.settings import (
     Refusal,
     Setting,
     alone,
     base_setting,
-    chosen_peers,
-    peer,
     switched,
 )
 from picotron_ray.bench.signals import sigterm_exits
@@ -52,7 +51,14 @@ class Options:
     ablate: bool
     peers: str
     picotron: Path | None
+    torchtitan: Path | None
     peak_tflops: float | None
+
+    @property
+    def checkouts(self) -> dict[str, Path]:
+        """Where the code of peers is, as far as it was given."""
+        given = {name: getattr(self, name) for name in CHECKOUTS}
+        return {name: path for name, path in given.items() if path is not None}
 
 
 def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> 
     """
     if options.peak_tflops is not None and not options.peak_tflops > 0:
         raise ConfigError(f"--peak-tflops: saw {options.peak_tflops:g}, expected a number above 0")
-    peers = chosen_peers(options.peers, options.picotron)
+    peers = chosen_peers(options.peers, options.checkouts)
     device = _device(config, overrides, options.workers)
     overrides = [*overrides, *_precision(config, overrides, device)]
     base = base_setting(config, overrides, options.workers, device)
@@ -77,7 +83,7 @@ def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> 
         "machine": {**machine(), **versions()},
         "options": {
             **asdict(options),
-            "picotron": str(options.picotron) if options.picotron else None,
+            **{name: str(path) for name, path in options.checkouts.items()},
         },
         **result(settings, refused, events, options.peak_tflops),
     }
@@ -128,7 +134,7 @@ def _measure(settings: Sequence[Setting], options: Options, folder: Path, say: S
         "segments": order,
         "steps": options.steps,
         "warmup": options.warmup,
-        "picotron": str(options.picotron.resolve()) if options.picotron else None,
+        "checkouts": {name: str(path.resolve()) for name, path in options.checkouts.items()},
         "peak_tflops": options.peak_tflops,
     }
     file, events = folder / "plan.json", Events(folder / "events")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from picotron_ray.bench.events import EventLog
-from picotron_ray.bench.mfu import picotron
+from picotron_ray.bench.mfu import picotron, torchtitan
 from picotron_ray.bench.mfu.figures import known_peak, rated_precision
 from picotron_ray.bench.mfu.meters import (
     PRODUCT_SIZE,
@@ -35,6 +35,7 @@ from picotron_ray.bench.mfu.meters import (
     reset_peak,
     stages_timed,
 )
+from picotron_ray.bench.mfu.peers import CHECKOUTS
 from picotron_ray.bench.mfu.settings import Setting
 from picotron_ray.bench.peers.replica import Replica
 from picotron_ray.bench.training import EngineTraining, PlainTraining, Training
@@ -86,7 +87,7 @@ class Segments:
     def __init__(self, plan: dict[str, Any], place: Place) -> None:
         self._settings = [Setting.from_dict(setting) for setting in plan["settings"]]
         self._steps, self._warmup = plan["steps"], plan["warmup"]
-        self._checkout, self._place = plan["picotron"], place
+        self._checkouts, self._place = plan["checkouts"], place
         job = self._settings[0].job
         self._data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder()).train
 
@@ -112,7 +113,7 @@ class Segments:
         setting, place = self._settings[index], self._place
         reset_peak(place.device)
         try:
-            with place.groups(prefix, setting.kind == "picotron") as groups:
+            with place.groups(prefix, setting.kind in CHECKOUTS) as groups:
                 training = self._training(setting, groups)
                 loader = _loader(setting, place.rank, self._data)
                 try:
@@ -129,8 +130,11 @@ class Segments:
         place, layout = self._place, setting.layout
         if setting.kind == "engine":
             return EngineTraining(build_engine(setting.job, layout, place.rank, groups, place.device))
-        if setting.kind == "picotron":
-            return picotron.PicotronTraining(Path(self._checkout), setting.job, layout, place.device)
+        if setting.kind in CHECKOUTS:
+            checkout = Path(self._checkouts[setting.kind])
+            if setting.kind == "picotron":
+                return picotron.PicotronTraining(checkout, setting.job, layout, place.device)
+            return torchtitan.TorchtitanTraining(checkout, setting.job, layout, place.device)
         cache, rows = cache_folder(), layout.micro_batch
         return PlainTraining(Replica(setting.job, place.rank, layout.dp, cache, place.device, rows))
 

@@ -1,0 +1,211 @@
+"""Every attention kernel on a CUDA device against the formulas in fp64, on the same rounded inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from picotron_ray.config.compute import KernelsConfig
+from picotron_ray.config.data import DataConfig
+from picotron_ray.config.job import JobConfig
+from picotron_ray.config.layout import Layout
+from picotron_ray.config.model import ModelConfig
+from picotron_ray.data.batch import StepBatch
+from picotron_ray.errors import LayoutError
+from picotron_ray.models.documents import document_numbers, same_document
+from picotron_ray.models.llama import sdpa
+from picotron_ray.parallel.attention import LseKernel, MathKernel, Seen
+from picotron_ray.parallel.cuda_attention import lse_kernel
+from picotron_ray.parallel.whole_rows import whole_kernel
+from picotron_ray.train.engine import build_engine
+from tests.gloo.merged_parts import merged
+
+CUDA = torch.device("cuda", 0)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BF16: 2e-2, FP16: 3e-3, FP32: 2e-5}  # of norms
+HALF = [("flash", BF16), ("flash", FP16), ("cudnn", BF16), ("cudnn", FP16)]
+EFFICIENT = [("efficient", BF16), ("efficient", FP16), ("efficient", FP32)]
+END = 0
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(CUDA)
+
+
+def near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """Relative to its norm, or to one of 0.1 per element: a query of one key has no gradient at all."""
+    assert torch.isfinite(found).all()
+    least = 0.1 * wanted.numel() ** 0.5
+    assert (found.double() - wanted).norm() <= TOLERANCE[dtype] * max(float(wanted.norm()), least)
+
+
+# --- kernels with log-sum-exp ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "dtype"), HALF + EFFICIENT + [("math", FP32)], ids=str)
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"),
+    [(256, 256, True), (128, 256, False), (256, 128, False), (100, 100, True), (50, 100, False)],
+)
+def test_parts(backend: Any, dtype: torch.dtype, queries: int, keys: int, causal: bool) -> None:
+    check_parts(lse_kernel(backend, CUDA), dtype, queries, keys, Seen(causal))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), EFFICIENT, ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(256, 256), (128, 256), (100, 100), (37, 91)])
+def test_masked_parts(backend: Any, dtype: torch.dtype, queries: int, keys: int) -> None:
+    numbers = torch.arange(max(queries, keys), device=CUDA)[None] // 19
+    mask = same_document(numbers[:, :queries], numbers[:, :keys]).repeat(2, 1, 1, 1)
+    mask[1, :, :5] = False  # queries that see nothing
+    check_parts(lse_kernel(backend, CUDA), dtype, queries, keys, Seen(False, mask))
+
+
+def check_parts(kernel: LseKernel, dtype: torch.dtype, queries: int, keys: int, seen: Seen) -> None:
+    """Output, log-sum-exp and gradients, and nothing where nothing is seen."""
+    q, k, v, grad = (
+        random(i, 2, 4, length, 64, dtype=dtype) for i, length in enumerate((queries, keys, keys, queries))
+    )
+    wide, formulas = [x.double() for x in (q, k, v)], MathKernel()
+    wanted, level = formulas.forward(*wide, seen)
+    out, lse = kernel.forward(q, k, v, seen)
+    near(out, wanted, dtype)
+    blind = level == float("-inf")
+    assert torch.equal(lse == float("-inf"), blind)
+    assert (out[blind] == 0).all()
+    assert lse.dtype == FP32
+    torch.testing.assert_close(lse[~blind].double(), level[~blind], rtol=1e-3, atol=2e-3)
+    level = level.masked_fill(blind, 1.0)  # the whole row's in a merge, where every query sees something
+    found = kernel.backward(grad, q, k, v, wanted.to(dtype), level.float(), seen)
+    expected = formulas.backward(grad.double(), *wide, wanted, level, seen)
+    for a, b in zip(found, expected, strict=True):
+        near(a, b, dtype)
+    assert (found[0][blind] == 0).all()
+
+
+@pytest.mark.parametrize("variant", ["ring", "all-gather"])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "masked"),
+    [(*each, False) for each in HALF + EFFICIENT] + [(*each, True) for each in EFFICIENT],
+    ids=str,
+)
+def test_merged_parts(backend: Any, dtype: torch.dtype, masked: bool, variant: str) -> None:
+    """Rows of 6 x 16 and 6 x 50 tokens, the latter of no multiple of 32."""
+    for row in (96, 300):
+        far = merged(lse_kernel(backend, CUDA), variant, masked, dtype, CUDA, row)
+        assert max(far) <= TOLERANCE[dtype]
+
+
+# --- whole rows ------------------------------------------------------------------------------------------
+
+
+def packed(rows: int, row: int) -> Tensor:
+    """Numbers of documents: many short ones in the first row, one in the last."""
+    tokens = torch.randint(1, 40, (rows, row), generator=torch.Generator().manual_seed(1))
+    tokens[0, ::7] = END
+    tokens[1, [row // 3, row - 2]] = END
+    return document_numbers(tokens, END).to(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [*HALF, ("flash-attn", BF16), *EFFICIENT, ("math", FP32)], ids=str
+)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("documents", "window"), [(False, None), (True, None), (False, 1), (False, 33), (True, 33)], ids=str
+)
+def test_whole_rows(
+    backend: Any, dtype: torch.dtype, kv_heads: int, documents: bool, window: int | None
+) -> None:
+    if backend == "flash-attn":
+        pytest.importorskip("flash_attn")
+    row = 200
+    shapes = [(3, heads, row, 64) for heads in (4, kv_heads, kv_heads)]
+    inputs = [random(i, *shape, dtype=dtype).requires_grad_() for i, shape in enumerate(shapes)]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    numbers = packed(3, row) if documents else None
+    attend = whole_kernel(backend)
+    if backend == "cudnn" and (documents or window):
+        with pytest.raises(LayoutError, match="takes neither"):
+            attend(*inputs, numbers, window)
+        return
+    wanted, found = sdpa(*wide, numbers, window), attend(*inputs, numbers, window)
+    assert (found.dtype, found.shape) == (dtype, shapes[0])
+    near(found, wanted, dtype)
+    gradient = random(9, *shapes[0], dtype=dtype)
+    expected = torch.autograd.grad(wanted, wide, gradient.double())
+    for a, b in zip(torch.autograd.grad(found, inputs, gradient), expected, strict=True):
+        near(a, b, dtype)
+
+
+@pytest.mark.parametrize("backend", ["flash", "efficient"])
+def test_the_host_waits_once_for_a_micro_batch(backend: Any) -> None:
+    attend, numbers = whole_kernel(backend), packed(3, 200)
+    q = random(0, 3, 4, 200, 64, dtype=BF16)
+    attend(q, q, q, numbers, None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            attend(q, q, q, numbers, None)
+        attend(q, q, q, None, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+MODEL = ModelConfig(vocab_size=512, hidden_size=128, intermediate_size=256, layers=3, heads=4, kv_heads=2)
+
+
+def trained(precision: str, window: int | None, recompute: str, **kernels: Any) -> tuple[list[float], Tensor]:
+    """Losses of three steps over packed rows, and the first gradients."""
+    length, model = 128, MODEL.model_copy(update={"sliding_window": window})
+    data = DataConfig(
+        source="memmap",
+        path="made-up",
+        sequence_length=length,
+        global_batch=4,
+        document_masks=True,
+        end_token=END,
+    )
+    config = JobConfig(precision=precision, model=model, data=data, kernels=KernelsConfig(**kernels))
+    engine = build_engine(config, Layout(micro_batch=2, recompute=recompute), 0, None, CUDA)
+    within = f", window of {window}" if window else ""
+    assert f"{kernels['attention']} attention{within}" in engine.applied
+    engine.initialise(0)
+    losses, first = [], torch.empty(0)
+    for step in range(3):
+        tokens = np.random.default_rng(step).integers(0, 24, (2, 2, length + 1))
+        feed = StepBatch(1, tokens, np.ones((2, 2)), global_tokens=4 * length, rows=(0, 4), digest=bytes(16))
+        losses.append(engine.gradients_of(feed)[0])
+        if not step:
+            first = torch.cat([entry.tensor.double().flatten() for entry in engine.gradients()])
+        engine.optimizer_step(0.01)
+    engine.close()
+    return losses, first
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("precision", "kernels"),
+    [
+        ("bf16", {"attention": "flash"}),
+        ("bf16", {"attention": "flash", "compile": True}),
+        ("bf16", {"attention": "efficient"}),
+        ("fp32", {"attention": "efficient"}),
+    ],
+    ids=str,
+)
+def test_packed_rows_train_as_by_the_formulas(
+    precision: str, kernels: dict[str, Any], recompute: str, window: int | None
+) -> None:
+    if kernels.get("compile") and recompute == "selective":
+        pytest.skip("refused")
+    plain, expected = trained("fp64", window, "none", attention="math")
+    losses, found = trained(precision, window, recompute, **kernels)
+    far = 2e-2 if precision == "bf16" else 1e-4
+    assert losses == pytest.approx(plain, rel=far)
+    assert (found - expected).norm() <= 3 * far * expected.norm()

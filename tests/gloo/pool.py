@@ -15,6 +15,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +54,8 @@ class Worker:
 
     def __init__(self) -> None:
         self.pipe, theirs = FORKS.Pipe()
-        self.process = FORKS.Process(target=serve, args=(theirs,), daemon=True)
+        self.stacks = tempfile.NamedTemporaryFile("r", prefix="stacks-")  # noqa: SIM115 - closed in close
+        self.process = FORKS.Process(target=serve, args=(theirs, self.stacks.name), daemon=True)
         self.process.start()
         theirs.close()
         self.busy = False
@@ -69,14 +72,21 @@ class Worker:
     def receive(self, timeout_s: float = REPLY_S) -> Any:
         """The function's value; raises WorkerError, or EOFError where the process died."""
         if not self.pipe.poll(timeout_s):
-            raise WorkerError(f"process {self.pid} did not answer within {timeout_s} s")
+            raise WorkerError(f"process {self.pid} did not answer within {timeout_s} s:\n{self.where()}")
         ok, value = self.pipe.recv()
         self.busy = False
         if not ok:
             raise WorkerError(value)
         return value
 
+    def where(self) -> str:
+        """The stacks of the process's threads, newest call first."""
+        os.kill(self.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return self.stacks.read()
+
     def close(self) -> None:
+        self.stacks.close()
         self.pipe.close()
         self.process.join(10)
         if self.process.is_alive():
@@ -125,7 +135,10 @@ class Pool:
             waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(members)}
             values: list[Any] = [None] * count
             while waiting:  # in the order of arrival: the first error is the cause of the others
-                for pipe in wait(list(waiting), REPLY_S) or list(waiting):
+                arrived = wait(list(waiting), REPLY_S)
+                if not arrived:
+                    raise WorkerError(silence({rank: members[rank] for rank in waiting.values()}))
+                for pipe in arrived:
                     rank = waiting.pop(pipe)
                     values[rank] = members[rank].receive(0)
             return values
@@ -148,7 +161,14 @@ class Pool:
         self.store.stdout.close()
 
 
-def serve(pipe: Connection) -> None:
+def silence(members: dict[int, Worker]) -> str:
+    """Says of each rank that did not answer where it is stuck."""
+    parts = [f"no answer for {REPLY_S:g} s from the ranks {', '.join(map(str, members))}"]
+    parts += [f"rank {rank}, process {worker.pid}:\n{worker.where()}" for rank, worker in members.items()]
+    return "\n\n".join(parts)
+
+
+def serve(pipe: Connection, stacks: str) -> None:
     """The life of a worker process."""
     import faulthandler
     import gc
@@ -162,7 +182,8 @@ def serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what lives for ever need not be looked at by every collection
-    faulthandler.register(signal.SIGUSR1)  # shows where a process is stuck
+    shown = open(stacks, "w")  # noqa: SIM115 - for the life of the process
+    faulthandler.register(signal.SIGUSR1, shown)  # shows where a process is stuck
     pipe.send((True, "ready"))
     while True:
         try:

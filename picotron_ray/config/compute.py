@@ -130,10 +130,11 @@ class KernelsConfig(Section):
     loss_chunk: int = Field(
         default=1024, ge=1, description="tokens whose logits exist at a time under loss=linear"
     )
-    norm: Literal["eager", "compiled"] = Field(
-        default="eager",
-        description="a block's second norm with the residual sum before it: torch's operators, or one kernel"
-        " of torch.compile",
+    norm: Literal["auto", "eager", "closed-form", "compiled"] = Field(
+        default="auto",
+        description="RMSNorm: eager, torch's operator; closed-form, with its gradient written down, which"
+        " takes less time and memory where torch has no kernel; compiled, a block's second norm and the"
+        " residual sum before it in one kernel of torch.compile; auto: closed-form on CPUs, else eager",
     )
     activation: Literal["eager", "compiled"] = Field(
         default="eager",

@@ -42,6 +42,7 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
         text = f"saw {job.kernels.optimizer} with optimizer.offload=true, which updates by the host's fused"
         yield Problem("kernels.optimizer", f"{text} kernel; drop one", ("optimizer.offload",))
     yield from _graphs(job)
+    yield from _closed_norms(job)
     yield from _compiled_functions(job)
     yield from _projections(job)
     yield from _overlap(job)
@@ -58,14 +59,28 @@ def _graphs(job: JobConfig) -> Iterator[Problem]:
     yield from graph_problems(job)
 
 
+def _closed_norms(job: JobConfig) -> Iterator[Problem]:
+    if job.kernels.norm != "closed-form":
+        return
+    own = job.model.builder is not None
+    against = {
+        "model.builder": own and "a model of your own, which computes as it was built",
+        "model.family": not own and job.model.is_gpt2 and "model.family=gpt2, which has LayerNorm",
+        "kernels.compile": job.kernels.compile and "kernels.compile=true, which compiles all of a block",
+    }
+    for key, text in against.items():
+        if text:
+            yield Problem("kernels.norm", f"saw closed-form with {text}; leave it at auto", (key,))
+
+
 def _compiled_functions(job: JobConfig) -> Iterator[Problem]:
     model, schedule = job.model, job.layout.schedule
     for name in ("norm", "activation"):
         if getattr(job.kernels, name) != "compiled":
             continue
-        key = f"kernels.{name}"
+        key, plain = f"kernels.{name}", "auto" if name == "norm" else "eager"
         if model.builder is not None:
-            text = "saw compiled; a model of your own computes as it was built: leave it at eager"
+            text = f"saw compiled; a model of your own computes as it was built: leave it at {plain}"
             yield Problem(key, text, ("model.builder",))
         elif name == "activation" and (model.is_gpt2 or model.moe.experts):
             other = (
@@ -80,7 +95,7 @@ def _compiled_functions(job: JobConfig) -> Iterator[Problem]:
             yield Problem(key, text, ("kernels.compile",))
         if name == "norm" and _splits(job):
             text = f"saw compiled with layout.schedule={schedule}, which splits the backward pass, and"
-            text += " that of a compiled norm runs once; use another schedule or eager"
+            text += " that of a compiled norm runs once; use another schedule or auto"
             yield Problem(key, text, ("layout.schedule", "layout.pp", "layout.actions"))
 
 

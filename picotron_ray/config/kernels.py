@@ -82,6 +82,13 @@ def overlap_problem(job: JobConfig, device: str) -> str | None:
     return None
 
 
+def closes_norms(job: JobConfig, device: str) -> bool:
+    """Whether RMSNorm's gradient is in closed form on a device; by auto where torch has no kernel for it."""
+    asked, model = job.kernels.norm, job.model
+    able = model.builder is None and not model.is_gpt2 and not job.kernels.compile
+    return asked == "closed-form" or (asked == "auto" and able and device == "cpu")
+
+
 GROUPED_ROW_BYTES = 16
 """Of which every row of a grouped product's matrices is a multiple (torch, GroupedMMUtils.h: strides)."""
 

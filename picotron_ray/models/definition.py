@@ -28,6 +28,7 @@ from picotron_ray.models.plan import (
     tensor_parallel_plan,
     tied_copies,
 )
+from picotron_ray.models.rms_norm import close
 from picotron_ray.planner.counts import stage_bounds
 
 InitialValue = Callable[[ParameterSpec], Tensor]
@@ -90,6 +91,10 @@ class ModelDefinition(ABC):
     def tie(self, module: nn.Module) -> None:
         """Share again what the model shares, after parameters were replaced."""
 
+    def close_norms(self, module: nn.Module) -> int:
+        """Give its RMSNorms their gradient in closed form (`models.rms_norm`); returns how many there are."""
+        return 0
+
     @abstractmethod
     def initial(self, seed: int) -> InitialValue:
         """The weights of step 0: a function of seed and name alone."""
@@ -128,6 +133,9 @@ class LlamaDefinition(ModelDefinition):
     def tie(self, module: nn.Module) -> None:
         assert isinstance(module, Transformer)
         module.tie()
+
+    def close_norms(self, module: nn.Module) -> int:
+        return close(module)
 
     def initial(self, seed: int) -> InitialValue:
         return lambda spec: initialise_(spec.name, spec.shape, seed, init_std=spec.init_std)

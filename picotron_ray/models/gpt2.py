@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.models.joint import Joint
 from picotron_ray.models.plan import SequenceShard
+from picotron_ray.models.rms_norm import RMSNorm
 
 
-def norm_of(config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
+def norm_of(config: ModelConfig) -> nn.LayerNorm | RMSNorm:
     """The norm over the residual stream: LayerNorm (Ba et al. 2016) or RMSNorm."""
-    kind = nn.LayerNorm if config.is_gpt2 else nn.RMSNorm
-    return kind(config.hidden_size, eps=config.norm_eps)
+    if config.is_gpt2:
+        return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+    return RMSNorm(config.hidden_size, config.norm_eps)
 
 
 class GeluMlp(nn.Module):

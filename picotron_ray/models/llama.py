@@ -39,6 +39,7 @@ from picotron_ray.models.joint import Joint
 from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.models.plan import SequenceShard
 from picotron_ray.models.pointwise import AddedNorm, added_norm
+from picotron_ray.models.rms_norm import RMSNorm
 from picotron_ray.models.swiglu import SwiGLU
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
@@ -156,8 +157,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(hidden, config.key_width, bias=bias)
         self.wv = nn.Linear(hidden, config.key_width, bias=bias)
         self.wo = nn.Linear(config.query_width, hidden, bias=config.is_gpt2)
-        self.q_norm = nn.RMSNorm(self.head_size, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(self.head_size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_size, config.norm_eps) if config.qk_norm else None
 
     def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """``[batch, seq, local heads x head]`` → ``[batch, local heads, seq, head]``, each head normed."""

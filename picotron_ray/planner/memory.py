@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from picotron_ray.config.actions import action_list
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_masks
+from picotron_ray.config.kernels import attention_masks, closes_norms
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.precision import COMPUTE_BYTES
 from picotron_ray.config.recompute import Again, Kind
@@ -240,13 +240,13 @@ def _routing(job: JobConfig) -> int:
 def _unfused(job: JobConfig) -> float:
     """Bytes per token that a block keeps on CPUs besides.
 
-    RMSNorm has no kernel of its own there and keeps what it scales, and what attention gives is copied into
+    Torch's RMSNorm has no kernel there and keeps what it scales, and what attention gives is copied into
     rows for the output projection.
     """
     model = job.model
     if job.cluster.device != "cpu" or model.builder is not None:
         return 0.0
-    normed = 0 if model.is_gpt2 else 2 * model.hidden_size
+    normed = 0 if model.is_gpt2 or closes_norms(job, "cpu") else 2 * model.hidden_size
     return normed * STATE_BYTES[job.precision] + model.query_width * COMPUTE_BYTES[job.precision]
 
 

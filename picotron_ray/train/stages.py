@@ -12,6 +12,7 @@ from picotron_ray.config.kernels import (
     Backend,
     attention_backends,
     attention_problem,
+    closes_norms,
     groups_experts,
     overlap_problem,
     windowed,
@@ -45,7 +46,9 @@ def build_stages(
     set_matrix_products(job)
     for stage in stages:
         model = definition.stage(layout.stages, stage).to(master_dtype(job))
-        said = parallelize(model, mesh, _plan(job, definition, model, device, layout, stage))
+        norms = definition.close_norms(model) if closes_norms(job, device.type) else 0
+        said = (f"{norms} norms with gradients in closed form",) if norms else ()
+        said += parallelize(model, mesh, _plan(job, definition, model, device, layout, stage))
         definition.materialise(model, device)
         if not layout.zero:  # FSDP gathers each parameter into storage of its own
             lay_together(model)

@@ -86,7 +86,7 @@ def limit(share: float) -> float:
     return whole.state_bytes + share * whole.activation_bytes
 
 
-BUDGETS = {0.9: "mixed", 0.7: "selective", 0.6: "mixed", 0.4: "mixed", 0.23: "full"}
+BUDGETS = {0.9: "mixed", 0.75: "selective", 0.6: "mixed", 0.4: "mixed", 0.25: "full"}
 """Shares of the activations, and what they come to."""
 
 

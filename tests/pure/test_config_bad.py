@@ -390,6 +390,21 @@ BAD: dict[str, tuple[str, str, str]] = {
         "kernels.norm",
         "saw compiled; a model of your own",
     ),
+    "a closed form of a model of your own": (
+        "kernels: {norm: closed-form}\nmodel: {builder: 'a:b'}",
+        "kernels.norm",
+        "saw closed-form with a model of your own, which computes as it was built",
+    ),
+    "a closed form of LayerNorm": (
+        "kernels: {norm: closed-form}\nmodel: {family: gpt2, kv_heads: 4, max_positions: 128}",
+        "kernels.norm",
+        "saw closed-form with model.family=gpt2, which has LayerNorm; leave it at auto",
+    ),
+    "a closed form in a compiled block": (
+        "kernels: {norm: closed-form, compile: true}",
+        "kernels.norm",
+        "saw closed-form with kernels.compile=true",
+    ),
     "a compiled norm of a compiled block": (
         "kernels: {norm: compiled, compile: true}",
         "kernels.norm",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_backends
+from picotron_ray.config.kernels import attention_backends, closes_norms
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, parse_job
 from picotron_ray.config.source import apply_overrides
@@ -40,6 +40,8 @@ SWITCHES = (
     "kernels.tp_overlap=ring",
     "kernels.tp_overlap=symmetric-memory",
     "kernels.loss=linear",
+    "kernels.norm=eager",
+    "kernels.norm=closed-form",
     "kernels.norm=compiled",
     "kernels.activation=compiled",
     "kernels.optimizer=foreach",
@@ -145,9 +147,19 @@ def switched(base: Setting, switches: Sequence[str] = SWITCHES) -> list[Setting 
         except ConfigError as error:
             found.append(Refusal(switch, "; ".join(error.problems)))
         else:
-            if (setting.job, setting.layout) != (base.job, base.layout):
+            if _what_runs(setting) != _what_runs(base):
                 found.append(setting)
     return found
+
+
+def _what_runs(setting: Setting) -> tuple[JobConfig, Layout]:
+    """With the norm that ``auto`` comes to: where it is pinned, other switches would contradict it."""
+    job = setting.job
+    if job.kernels.norm == "compiled":
+        return job, setting.layout
+    norm = "closed-form" if closes_norms(job, job.cluster.device) else "eager"
+    kernels = job.kernels.model_copy(update={"norm": norm})
+    return job.model_copy(update={"kernels": kernels}), setting.layout
 
 
 def _switch(base: Setting, switch: str) -> Setting:

@@ -34,7 +34,7 @@ class _ClosedForm(torch.autograd.Function):
         (gradient,) = gradients
         x, weight, root = ctx.saved_tensors
         width = x.size(-1)
-        found = gradient * x
+        found = torch.mul(gradient, x, out=torch.empty_like(x))  # in rows, whatever the gradient lies in
         turned = torch.mv(found.view(-1, width), weight).view_as(root)
         turned.mul_(root).mul_(root).div_(-width)
         of_weight = found.mul_(root).view(-1, width).sum(dim=0)

@@ -58,6 +58,10 @@ def test_rows_that_do_not_lie_together_and_no_rows() -> None:
     x, weight = operands(torch.float64, 4, 6)
     turned = x.transpose(0, 1)
     torch.testing.assert_close(closed_form(turned, weight, EPS), closed_form(x, weight, EPS).transpose(0, 1))
+    up = torch.randn(WIDTH, 6, 4, dtype=torch.float64).permute(2, 1, 0)
+    (ours,) = torch.autograd.grad(closed_form(x, weight, EPS), x, up)
+    (theirs,) = torch.autograd.grad(F.rms_norm(x, [WIDTH], weight, EPS), x, up)
+    torch.testing.assert_close(ours, theirs)
     none = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
     closed_form(none, weight, EPS).sum().backward()
     assert none.grad is not None

@@ -8,6 +8,7 @@ from picotron_ray.config.job import JobConfig
 from picotron_ray.config.precision import COMPUTE_BYTES
 
 Backend = Literal["flash", "efficient", "cudnn", "flash-attn", "math"]
+Norm = Literal["eager", "closed-form", "compiled"]
 
 
 def windowed(job: JobConfig) -> bool:
@@ -82,11 +83,13 @@ def overlap_problem(job: JobConfig, device: str) -> str | None:
     return None
 
 
-def closes_norms(job: JobConfig, device: str) -> bool:
-    """Whether RMSNorm's gradient is in closed form on a device; by auto where torch has no kernel for it."""
+def norm_kernel(job: JobConfig, device: str) -> Norm:
+    """What computes RMSNorm on a device; by auto the closed form where torch has no kernel for it."""
     asked, model = job.kernels.norm, job.model
+    if asked != "auto":
+        return asked
     able = model.builder is None and not model.is_gpt2 and not job.kernels.compile
-    return asked == "closed-form" or (asked == "auto" and able and device == "cpu")
+    return "closed-form" if able and device == "cpu" else "eager"
 
 
 GROUPED_ROW_BYTES = 16

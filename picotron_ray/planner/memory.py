@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from picotron_ray.config.actions import action_list
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_masks, closes_norms
+from picotron_ray.config.kernels import attention_masks, norm_kernel
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.precision import COMPUTE_BYTES
 from picotron_ray.config.recompute import Again, Kind
@@ -246,7 +246,8 @@ def _unfused(job: JobConfig) -> float:
     model = job.model
     if job.cluster.device != "cpu" or model.builder is not None:
         return 0.0
-    normed = 0 if model.is_gpt2 or closes_norms(job, "cpu") else 2 * model.hidden_size
+    closed = norm_kernel(job, "cpu") == "closed-form"
+    normed = 0 if model.is_gpt2 or closed else 2 * model.hidden_size
     return normed * STATE_BYTES[job.precision] + model.query_width * COMPUTE_BYTES[job.precision]
 
 

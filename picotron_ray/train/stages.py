@@ -12,8 +12,8 @@ from picotron_ray.config.kernels import (
     Backend,
     attention_backends,
     attention_problem,
-    closes_norms,
     groups_experts,
+    norm_kernel,
     overlap_problem,
     windowed,
 )
@@ -46,7 +46,8 @@ def build_stages(
     set_matrix_products(job)
     for stage in stages:
         model = definition.stage(layout.stages, stage).to(master_dtype(job))
-        norms = definition.close_norms(model) if closes_norms(job, device.type) else 0
+        closed = norm_kernel(job, device.type) == "closed-form"
+        norms = definition.close_norms(model) if closed else 0
         said = (f"{norms} norms with gradients in closed form",) if norms else ()
         said += parallelize(model, mesh, _plan(job, definition, model, device, layout, stage))
         definition.materialise(model, device)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.kernels import closes_norms
+from picotron_ray.config.kernels import norm_kernel
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.model import ModelConfig
@@ -127,15 +127,15 @@ def test_the_engine_says_what_it_took(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "device", "closed"),
+    ("kernels", "device", "kernel"),
     [
-        ({"norm": "auto"}, "cpu", True),
-        ({"norm": "auto"}, "cuda", False),
-        ({"norm": "closed-form"}, "cuda", True),
-        ({"norm": "eager"}, "cpu", False),
-        ({"norm": "compiled"}, "cpu", False),
-        ({"compile": True}, "cpu", False),
+        ({"norm": "auto"}, "cpu", "closed-form"),
+        ({"norm": "auto"}, "cuda", "eager"),
+        ({"norm": "closed-form"}, "cuda", "closed-form"),
+        ({"norm": "eager"}, "cpu", "eager"),
+        ({"norm": "compiled"}, "cpu", "compiled"),
+        ({"compile": True}, "cpu", "eager"),
     ],
 )
-def test_what_auto_comes_to(kernels: dict[str, Any], device: str, closed: bool) -> None:
-    assert closes_norms(parse_job({"kernels": kernels}), device) is closed
+def test_what_auto_comes_to(kernels: dict[str, Any], device: str, kernel: str) -> None:
+    assert norm_kernel(parse_job({"kernels": kernels}), device) == kernel

@@ -20,7 +20,7 @@ def _base(found: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{found['formula']['parameters']:,} parameters, {job['precision']}, global batch"
         f" {job['global_batch']} x {job['sequence_length']:,} tokens, {job['layout']},"
-        f" {job['attention']} attention"
+        f" {job['attention']} attention, {job['norms']} norms"
     )
     yield f"{job['workers']} {_plural('worker', job['workers'])} of {job['device']} {machine_line(found)}"
     rate, step, rounds = found["tokens_per_s"], found["step_s"], found["options"]["rounds"]

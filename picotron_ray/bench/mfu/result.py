@@ -12,6 +12,7 @@ from picotron_ray.bench.events import Event
 from picotron_ray.bench.mfu.figures import breakdown, formula, measured, mfu, rated_precision, speed_up
 from picotron_ray.bench.mfu.settings import Setting
 from picotron_ray.config.job import JobConfig
+from picotron_ray.config.kernels import norm_kernel
 from picotron_ray.errors import PicotronError
 
 
@@ -65,6 +66,7 @@ def result(
             "sequence_length": job.data.sequence_length,
             "precision": job.precision,
             "attention": job.kernels.attention,
+            "norms": norm_kernel(job, job.cluster.device),
             "layout": str(base.layout),
             "workers": base.layout.world_size,
             "device": next(event["device"] for event in events if event["what"] == "place"),

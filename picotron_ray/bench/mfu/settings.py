@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_backends, closes_norms
+from picotron_ray.config.kernels import attention_backends, norm_kernel
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, parse_job
 from picotron_ray.config.source import apply_overrides
@@ -155,10 +155,7 @@ def switched(base: Setting, switches: Sequence[str] = SWITCHES) -> list[Setting 
 def _what_runs(setting: Setting) -> tuple[JobConfig, Layout]:
     """With the norm that ``auto`` comes to: where it is pinned, other switches would contradict it."""
     job = setting.job
-    if job.kernels.norm == "compiled":
-        return job, setting.layout
-    norm = "closed-form" if closes_norms(job, job.cluster.device) else "eager"
-    kernels = job.kernels.model_copy(update={"norm": norm})
+    kernels = job.kernels.model_copy(update={"norm": norm_kernel(job, job.cluster.device)})
     return job.model_copy(update={"kernels": kernels}), setting.layout
 
 

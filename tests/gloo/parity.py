@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from picotron_ray.config.compute import KernelsConfig
 from picotron_ray.config.job import JobConfig
 from picotron_ray.config.layout import Layout
 from picotron_ray.config.model import ModelConfig
@@ -39,13 +40,14 @@ def reference(
     documents: bool = False,
     length: int = SEQUENCE,
 ) -> Result:
-    """The same job in this process, one micro-batch of the whole global batch."""
+    """The same job in this process by torch's operators, one micro-batch of the whole global batch."""
     job = (
         documents_job(optimizer, global_batch, model)
         if documents
         else make_job(optimizer, global_batch, model, length=length)
     )
-    return train(job, Layout(micro_batch=global_batch), 0, None)
+    eager = job.model_copy(update={"kernels": KernelsConfig(norm="eager")})
+    return train(eager, Layout(micro_batch=global_batch), 0, None)
 
 
 def distance(found: np.ndarray, expected: np.ndarray) -> float:

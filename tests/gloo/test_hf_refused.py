@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from picotron_ray.checkpoint.log import RunLog
@@ -24,6 +23,8 @@ from picotron_ray.runtime.origin import settle
 from picotron_ray.runtime.run import check
 from tests.gloo.hf_kit import change_config, job_for, make
 
+safetensors = pytest.importorskip("safetensors.torch", reason="of the hf extra")
+load_file, save_file = safetensors.load_file, safetensors.save_file
 pytestmark = pytest.mark.filterwarnings("default")
 INDEX = "model.safetensors.index.json"
 Change = Callable[[Path], Any]

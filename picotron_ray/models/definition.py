@@ -28,7 +28,6 @@ from picotron_ray.models.plan import (
     tensor_parallel_plan,
     tied_copies,
 )
-from picotron_ray.models.rms_norm import close
 from picotron_ray.planner.counts import stage_bounds
 
 InitialValue = Callable[[ParameterSpec], Tensor]
@@ -135,7 +134,8 @@ class LlamaDefinition(ModelDefinition):
         module.tie()
 
     def close_norms(self, module: nn.Module) -> int:
-        return close(module)
+        assert isinstance(module, Transformer)
+        return module.close_norms()
 
     def initial(self, seed: int) -> InitialValue:
         return lambda spec: initialise_(spec.name, spec.shape, seed, init_std=spec.init_std)

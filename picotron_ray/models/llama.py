@@ -39,7 +39,7 @@ from picotron_ray.models.joint import Joint
 from picotron_ray.models.moe import MixtureOfExperts
 from picotron_ray.models.plan import SequenceShard
 from picotron_ray.models.pointwise import AddedNorm, added_norm
-from picotron_ray.models.rms_norm import RMSNorm
+from picotron_ray.models.rms_norm import RMSNorm, closed_added_norm
 from picotron_ray.models.swiglu import SwiGLU
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
@@ -249,6 +249,16 @@ class Transformer(nn.Module):
         """Make the head read the embedding's parameter, where the config ties them."""
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
+
+    def close_norms(self) -> int:
+        """Give every RMSNorm its gradient in closed form (`models.rms_norm`); returns how many there are."""
+        for layer in self.layers.values():
+            assert isinstance(layer, Block)
+            layer.added_norm = closed_added_norm
+        norms = [module for module in self.modules() if isinstance(module, RMSNorm)]
+        for norm in norms:
+            norm.closed = True
+        return len(norms)
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.model import ModelConfig
 from picotron_ray.models.llama import Transformer
-from picotron_ray.models.rms_norm import close, closed_form
+from picotron_ray.models.rms_norm import closed_form
 from picotron_ray.planner.memory import memory_estimate
 from tests.gloo.matrix_jobs import MODEL, make_job, run_layout
 from tests.gloo.parity import compare
@@ -108,7 +108,7 @@ def test_every_norm_of_a_model_is_meant(per_block: int, monkeypatch: pytest.Monk
     built = Transformer(model).double()
     tokens = torch.arange(8).view(2, 4)
     expected = built(tokens)
-    assert close(built) == per_block * model.layers + 1
+    assert built.close_norms() == per_block * model.layers + 1
     monkeypatch.setattr(F, "rms_norm", None)  # nobody asks torch for one any more
     torch.testing.assert_close(built(tokens), expected)
 

@@ -117,11 +117,12 @@ def test_a_switch_changes_what_it_names_and_nothing_else(workers: int) -> None:
     names = {setting.name for setting in settings}
     assert {"precision=bf16", "kernels.attention=math", "layout.recompute=full"} < names
     assert {"kernels.projections=fused", "kernels.loss=linear", "kernels.optimizer=foreach"} < names
-    assert {"kernels.norm=compiled", "kernels.activation=compiled"} < names
+    assert {"kernels.norm=eager", "kernels.norm=compiled", "kernels.activation=compiled"} < names
     assert ("layout.tp=2 layout.dp=auto" in names) == (workers == 2)
     assert ("layout.tp=2 layout.dp=auto kernels.tp_overlap=ring" in names) == (workers == 2)
     two = [] if workers == 1 else switched(base_setting("tiny", ["layout.tp=2"], workers, "cpu"))
     assert ("kernels.tp_overlap=ring" in [x.name for x in two if isinstance(x, Setting)]) == (workers == 2)
+    assert "kernels.norm=closed-form" not in names  # what auto comes to
     assert not names & {"precision=fp32", "kernels.attention=flash", "layout.recompute=none"}  # the base
 
 

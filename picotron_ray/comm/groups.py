@@ -24,7 +24,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from picotron_ray.config.actions import Action, action_list
-from picotron_ray.config.layout import Layout
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedule_actions import Action, action_list
 
 Rows = tuple[str, ...]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import picotron_ray.parallel.replicated as replicated
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+import picotron_ray.parallel.data.ddp as replicated
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine, build_engine
 from tests.gloo.matrix_jobs import CPU, Piece, batch, pieces
 from tests.gloo.pool import Job

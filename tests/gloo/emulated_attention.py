@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from picotron_ray.parallel.attention import MathKernel, Seen
+from picotron_ray.parallel.attention.lse_kernels import MathKernel, Seen
 
 MATH = MathKernel()
 ALIGNED = 4

@@ -39,7 +39,7 @@ def replace(owner: Any, name: str, value: Any) -> Undo:
 
 def one_document_on_rank_1(rank: int) -> Undo:
     """Rank 1 alone takes every row for one document."""
-    import picotron_ray.train.inputs as inputs
+    import picotron_ray.train.micro_batches as inputs
 
     kept = inputs.document_numbers
     return replace(inputs, "document_numbers", lambda x, end: kept(x, end) * (rank != 1))
@@ -70,8 +70,8 @@ def copies_that_never_meet(_: int) -> Undo:
 
 
 def double_shards(_: int) -> Undo:
-    import picotron_ray.parallel.data as data
-    import picotron_ray.train.stages as stages
+    import picotron_ray.parallel.data.fsdp as data
+    import picotron_ray.train.build_stages as stages
 
     kept = stages.parallelize
 
@@ -96,7 +96,7 @@ def emulated_fp8(_: int) -> Undo:
 
 
 def wider_scales(_: int) -> Undo:
-    import picotron_ray.train.quantised as quantised
+    import picotron_ray.train.optim.quantized_state as quantised
 
     kept = quantised.encode
 
@@ -108,27 +108,27 @@ def wider_scales(_: int) -> Undo:
 
 
 def double_pipeline_losses(_: int) -> Undo:
-    from picotron_ray.parallel.pipeline import Pipeline
+    from picotron_ray.parallel.pipeline.pipeline import Pipeline
 
     kept = Pipeline._micro_loss
     return replace(Pipeline, "_micro_loss", lambda self, output, target: kept(self, output, target) * 2.0)
 
 
 def double_norm(_: int) -> Undo:
-    import picotron_ray.parallel.norm as norm
+    import picotron_ray.parallel.data.grad_norm as norm
 
     return double_all_reduce(norm)
 
 
 def double_vocabulary(_: int) -> Undo:
-    import picotron_ray.parallel.loss as loss
+    import picotron_ray.parallel.loss.cross_entropy as loss
 
     return double_all_reduce(loss, dist.ReduceOp.SUM)
 
 
 def exchange_micro_batches(rank: int) -> Any:
     """Rank 0 alone takes micro-batches 0 and 1 in its row of a list of actions for each other."""
-    import picotron_ray.parallel.pipeline as pipeline
+    import picotron_ray.parallel.pipeline.pipeline as pipeline
 
     kept = pipeline.action_list
 
@@ -143,7 +143,7 @@ def exchange_micro_batches(rank: int) -> Any:
 
 def first_micro_batch_for_ever() -> Undo:
     """A replay computes again what was recorded."""
-    from picotron_ray.train.graphs import StepGraph
+    from picotron_ray.train.cuda_graphs import StepGraph
 
     kept = StepGraph.replay
     return replace(StepGraph, "replay", lambda self, _, scale: kept(self, self._fed, scale))
@@ -151,7 +151,7 @@ def first_micro_batch_for_ever() -> Undo:
 
 def double_buckets(chosen: Callable[[torch.Tensor], bool]) -> Any:
     """What is summed over ranks that hold the same comes out doubled, where all of a bucket is chosen."""
-    from picotron_ray.parallel.replicated import Bucket
+    from picotron_ray.parallel.data.ddp import Bucket
 
     kept = Bucket.wait
 
@@ -168,14 +168,14 @@ def double_expert_replicas() -> Any:
 
 
 def lose_returning_gradients() -> Any:
-    import picotron_ray.parallel.expert as expert
+    import picotron_ray.parallel.expert.expert_parallel as expert
 
     kept = expert._Start.backward
     return replace(expert._Start, "backward", staticmethod(lambda ctx, g: (kept(ctx, g)[0] * 0.5, None)))
 
 
 def double_auxiliary() -> Any:
-    import picotron_ray.models.moe as moe
+    import picotron_ray.models.layers.moe as moe
 
     kept = moe._Auxiliary.backward
 
@@ -187,14 +187,14 @@ def double_auxiliary() -> Any:
 
 
 def count_local_tokens_only() -> Any:
-    import picotron_ray.parallel.expert as expert
+    import picotron_ray.parallel.expert.expert_parallel as expert
 
     return replace(expert.RowSpread, "totals", lambda self, counts: counts)
 
 
 def double_key_gradients(kind: str) -> Any:
     """What other context-parallel ranks found for this rank's keys comes home doubled."""
-    import picotron_ray.parallel.context as context
+    import picotron_ray.parallel.context.context_parallel as context
 
     if kind == "gathered":
         original = context.reduce_scatter_sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from tests.gloo.faults import planted, replace
 from tests.gloo.matrix_jobs import CPU, batch

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from picotron_ray.config.job import JobConfig
 from picotron_ray.config.load import parse_job
-from picotron_ray.runtime.huggingface import model_section
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.runtime.run_storage.hf_import import model_section
 
 transformers = pytest.importorskip("transformers", reason="of the hf extra")
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations, cycle, product
 from typing import Any
 
-from picotron_ray.config.fit import misfits
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.schedules import RULES
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.validation.layout import misfits
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedules import RULES
 from tests.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, Rows, layout_of, made
 from tests.gloo.matrix_jobs import MODEL, make_job
 

@@ -7,9 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from picotron_ray.models.documents import document_numbers
-from picotron_ray.parallel.attention import LseKernel, MathKernel
-from picotron_ray.parallel.parts import ALL, Attend, Merge, Numbers, Part, gathered_parts, ring_part
+from picotron_ray.models.layers.document_mask import document_numbers
+from picotron_ray.parallel.attention.lse_kernels import LseKernel, MathKernel
+from picotron_ray.parallel.context.ring_attention import (
+    ALL,
+    Attend,
+    Merge,
+    Numbers,
+    Part,
+    gathered_parts,
+    ring_part,
+)
 
 
 def parts_of(ranks: int, tokens: int, variant: str) -> Iterator[tuple[int, Part, int | None]]:

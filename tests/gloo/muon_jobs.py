@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.checkpoint.dcp import buffers, restore
-from picotron_ray.checkpoint.share import share
-from picotron_ray.checkpoint.slots import SlotFile, SlotHeader, slot_bytes
-from picotron_ray.checkpoint.sources import SlotSource
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, slot_bytes
+from picotron_ray.checkpoint.store.shard_sources import SlotSource
+from picotron_ray.checkpoint.torch_state import buffers, restore
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from tests.gloo.faults import replace
 from tests.gloo.matrix_jobs import CPU, Piece, batch, pieces, spoil
@@ -48,7 +48,7 @@ def leg(job: Job, config: JobConfig, layout: Layout, steps: tuple[int, int], fol
 
 def double_messages() -> Any:
     """What other ranks send arrives doubled."""
-    import picotron_ray.train.muon as muon
+    import picotron_ray.train.optim.muon as muon
 
     kept = muon.swap
 
@@ -61,8 +61,8 @@ def double_messages() -> Any:
 
 def orthogonalise_shards() -> Any:
     """Every rank takes its own box of a matrix for the matrix."""
-    import picotron_ray.train.optimizer as optimizer
-    from picotron_ray.parallel.matrices import Matrix
+    import picotron_ray.train.optim.optimizer as optimizer
+    from picotron_ray.train.optim.matrix_exchange import Matrix
 
     kept = optimizer.share_out
 

@@ -18,7 +18,7 @@ def everything() -> Any:
 
 def damaged() -> Any:
     """What comes back is half of what left."""
-    from picotron_ray.parallel.offload import ActivationOffload
+    from picotron_ray.parallel.memory.activation_offload import ActivationOffload
 
     undo, kept = everything(), ActivationOffload._bring
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
 from tests.gloo.faults import Undo, replace
 from tests.gloo.matrix_jobs import run_layout
 from tests.gloo.pool import Job
@@ -42,8 +42,8 @@ def logged(job: Job, config: JobConfig, layout: Layout, marks: list[tuple[Any, s
 
 def ring_log(job: Job, config: JobConfig, layout: Layout) -> list[str]:
     """``send`` and ``wait`` of keys or their gradients, ``forward`` and ``backward`` of a part."""
-    from picotron_ray.comm.sequence import Shift
-    from picotron_ray.parallel.parts import Attend
+    from picotron_ray.comm.sequence_collectives import Shift
+    from picotron_ray.parallel.context.ring_attention import Attend
 
     marks = [(Shift, "__init__", "send"), (Shift, "wait", "wait")]
     marks += [(Attend, "forward", "forward"), (Attend, "backward", "backward")]
@@ -53,8 +53,8 @@ def ring_log(job: Job, config: JobConfig, layout: Layout) -> list[str]:
 def expert_log(job: Job, config: JobConfig, layout: Layout) -> list[str]:
     """``start`` and ``finish`` of transfers; ``shared`` where the expert that stays computes, ``down`` and
     ``inner`` where its backward pass is through its last matrix and comes to its first ones."""
-    from picotron_ray.models.swiglu import SwiGLU
-    from picotron_ray.parallel.expert import _Transfer
+    from picotron_ray.models.layers.swiglu import SwiGLU
+    from picotron_ray.parallel.expert.expert_parallel import _Transfer
 
     log: list[str] = []
     seen: set[SwiGLU] = set()

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.models.plan import parameter_table
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.parameters import parameter_table
 from tests.gloo.matrix_jobs import (
     MODEL,
     SEQUENCE,

@@ -39,7 +39,7 @@ class Job:
     world_size: int
 
     def groups(self, **options: Any) -> Any:
-        from picotron_ray.comm.groups import ProcessGroups
+        from picotron_ray.comm.process_groups import ProcessGroups
 
         options.setdefault("timeout_s", 30.0)
         return ProcessGroups(self.host, self.port, self.prefix, self.rank, self.world_size, **options)
@@ -100,7 +100,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.store = subprocess.Popen(
-            [sys.executable, "-m", "picotron_ray.comm.store", "--parent-pid", str(os.getpid())],
+            [sys.executable, "-m", "picotron_ray.comm.rendezvous_store", "--parent-pid", str(os.getpid())],
             stdout=subprocess.PIPE,
             text=True,
         )

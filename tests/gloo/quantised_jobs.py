@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.train.quantised import Map, map_of, middles_of
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.train.optim.quantized_state import Map, map_of, middles_of
 from tests.gloo.matrix_jobs import make_job
 
 WIDE = ModelConfig(

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.checkpoint.storage import open_storage
-from picotron_ray.config.job import JobConfig
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, SlotInfo
 from picotron_ray.data.dataset import build_dataset
-from picotron_ray.runtime.generation import GenerationRun, Home
-from picotron_ray.runtime.page import Page
+from picotron_ray.runtime.heartbeat import Page
+from picotron_ray.runtime.worker.generation import GenerationRun, Home
 from tests.gloo.matrix_jobs import CPU
 from tests.gloo.pool import Job
 

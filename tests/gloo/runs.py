@@ -6,12 +6,12 @@ import json
 from itertools import count
 from pathlib import Path
 
-from picotron_ray.checkpoint.pool import list_slots
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.lineage import descend
 from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, Member, SlotInfo, Source
-from picotron_ray.coordinator.restore import newest_slots
+from picotron_ray.coordinator.policies.restore_point import newest_slots
+from picotron_ray.layout.layout import Layout
 from tests.gloo.pool import Pool, Worker
 from tests.gloo.remesh_jobs import generation, worker_name
 from tests.gloo.test_recover import wait_for_state

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_ray.comm.sequence import Shift
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.parallel import symmetric, tensor_ring
-from picotron_ray.parallel.symmetric import Symmetric
-from picotron_ray.parallel.tensor import _Gather, _ReduceScatter
-from picotron_ray.parallel.tensor_overlap import hidden
-from picotron_ray.parallel.tensor_ring import Ring
-from picotron_ray.train import stages
+from picotron_ray.comm.sequence_collectives import Shift
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.parallel.tensor import ring_overlap, symmetric_memory
+from picotron_ray.parallel.tensor.overlap import hidden
+from picotron_ray.parallel.tensor.ring_overlap import Ring
+from picotron_ray.parallel.tensor.symmetric_memory import Symmetric
+from picotron_ray.parallel.tensor.tensor_parallel import _Gather, _ReduceScatter
+from picotron_ray.train import build_stages
 from picotron_ray.train.engine import build_engine
 from tests.gloo.faults import replace
 from tests.gloo.matrix_jobs import CPU, Result, batch, run_layout
@@ -62,7 +62,7 @@ def made(kind: str, group: Any) -> tuple[Any, Callable[[], None]]:
     """An overlap, and what ends it; symmetric memory in torch's test mode, taken for fused."""
     if kind == "ring":
         return Ring(group), lambda: None
-    undo, undo_fused = unfused(), replace(symmetric, "FUSED", frozenset())
+    undo, undo_fused = unfused(), replace(symmetric_memory, "FUSED", frozenset())
     overlap = Symmetric(group, CPU)
     return overlap, lambda: (overlap.close(), undo_fused(), undo())  # type: ignore[func-returns-value]
 
@@ -134,7 +134,7 @@ class Events(TorchDispatchMode):
                 seen.append(f"wait {id(self)}")
                 return super().wait()
 
-        return replace(tensor_ring, "Shift", Noted)
+        return replace(ring_overlap, "Shift", Noted)
 
 
 def order(job: Job) -> list[list[str]]:
@@ -199,9 +199,9 @@ def shifts(job: Job, configs: list[JobConfig], layout: Layout) -> tuple[Result, 
 
 def run_unfused(job: Job, configs: list[JobConfig], layout: Layout, refuse: bool) -> list[Result]:
     """Training over symmetric memory in torch's test mode; ``refuse``: as on a device that did not fuse."""
-    undos = [unfused(), replace(stages, "overlap_problem", lambda job, device: None)]
+    undos = [unfused(), replace(build_stages, "overlap_problem", lambda job, device: None)]
     if not refuse:
-        undos.append(replace(symmetric, "FUSED", frozenset()))
+        undos.append(replace(symmetric_memory, "FUSED", frozenset()))
     try:
         return run_layout(job, configs, layout)
     finally:
@@ -211,36 +211,36 @@ def run_unfused(job: Job, configs: list[JobConfig], layout: Layout, refuse: bool
 
 def drop_part() -> Callable[[], None]:
     """Of what comes last round the ring nothing arrives."""
-    plain = tensor_ring.Ring._parts
+    plain = ring_overlap.Ring._parts
 
     def parts(self: Any, x: Tensor) -> Any:
         for step, (source, part) in enumerate(plain(self, x)):
             yield source, part * (step < self._ranks - 1)
 
-    return replace(tensor_ring.Ring, "_parts", parts)
+    return replace(ring_overlap.Ring, "_parts", parts)
 
 
 def exchange_parts() -> Callable[[], None]:
     """Parts are put where those of the next rank belong."""
-    plain = tensor_ring.Ring._parts
+    plain = ring_overlap.Ring._parts
 
     def parts(self: Any, x: Tensor) -> Any:
         for source, part in plain(self, x):
             yield (source + 1) % self._ranks, part
 
-    return replace(tensor_ring.Ring, "_parts", parts)
+    return replace(ring_overlap.Ring, "_parts", parts)
 
 
 def forget_sum() -> Callable[[], None]:
     """A rank passes on its own share alone."""
-    return replace(tensor_ring, "_added", lambda coming, share: share + (coming.wait() * 0 if coming else 0))
+    return replace(ring_overlap, "_added", lambda coming, share: share + (coming.wait() * 0 if coming else 0))
 
 
 def exchange_targets() -> Callable[[], None]:
     """A rank adds its share of another rank's tokens."""
-    plain = tensor_ring.Ring._share
+    plain = ring_overlap.Ring._share
     return replace(
-        tensor_ring.Ring,
+        ring_overlap.Ring,
         "_share",
         lambda self, xs, factors, target: plain(self, xs, factors, (target + 1) % self._ranks),
     )

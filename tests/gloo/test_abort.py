@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.layout.layout import Layout
 from tests.gloo.matrix_jobs import MODEL, make_job
 from tests.gloo.pool import Pool
 from tests.gloo.test_matrix import WIDE

@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv
 
-from picotron_ray.config.actions import action_list
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedule_actions import action_list
 from picotron_ray.parallel import mesh
 from picotron_ray.train.engine import build_engine
 from tests.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, Rows, layout_of, made

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_ray.config.compute import AdaptivePrecisionConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.models.plan import parameter_table
-from picotron_ray.train.adaptive import Policy, choose, parts_of
+from picotron_ray.config.schema.compute import AdaptivePrecisionConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.parameters import parameter_table
 from picotron_ray.train.engine import Engine, build_engine
-from picotron_ray.train.swings import MEMORY_STEPS, GradientSwings
+from picotron_ray.train.precision.adaptive import Policy, choose, parts_of
+from picotron_ray.train.precision.gradient_variability import MEMORY_STEPS, GradientSwings
 from tests.gloo.matrix_jobs import CPU, MIXTURE, MODEL, batch, make_job
 from tests.gloo.pool import Job, Pool
 

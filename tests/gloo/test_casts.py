@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.parallel import casts
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.parallel.memory import weight_casts
 from picotron_ray.train.engine import build_engine
 from tests.gloo.faults import replace
 from tests.gloo.matrix_jobs import CPU, MIXTURE, MODEL, batch, make_job
@@ -45,7 +45,7 @@ def trained(job: Job, config: JobConfig, layout: Layout) -> tuple[list[torch.Ten
 
 def with_casts_saved(job: Job, config: JobConfig, layout: Layout) -> Any:
     """As torch does it by itself."""
-    undo = replace(casts, "recast", lambda tensor: tensor)
+    undo = replace(weight_casts, "recast", lambda tensor: tensor)
     try:
         return trained(job, config, layout)
     finally:

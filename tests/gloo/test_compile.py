@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.schedules import RULES, Schedule
-from picotron_ray.models.swiglu import SwiGLU
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedules import RULES, Schedule
+from picotron_ray.models.layers.swiglu import SwiGLU
 from picotron_ray.planner.memory import memory_estimate
 from tests.gloo.matrix_jobs import MIXTURE, MODEL, SEQUENCE, make_job, run_layout
 from tests.gloo.parity import compare
@@ -127,7 +127,7 @@ def test_under_every_parallelism(pool: Pool, layout: Layout) -> None:
 
 def test_a_worker_that_does_not_compile_does_not_import_the_compiler() -> None:
     """Which would make every replacement of a worker take longer."""
-    code = "import sys, picotron_ray.runtime.worker; sys.exit('torch._dynamo' in sys.modules)"
+    code = "import sys, picotron_ray.runtime.worker.worker; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.plan import SequenceShard
-from picotron_ray.parallel.attention import CpuFlash, LseKernel, MathKernel, Seen
-from picotron_ray.parallel.context import ContextAttention, apply_context_parallel
-from picotron_ray.parallel.cuda_attention import CudaCudnn, CudaEfficient, CudaFlash, lse_kernel
-from picotron_ray.parallel.whole_rows import AttentionPlan, whole_kernel
+from picotron_ray.models.parameters import SequenceShard
+from picotron_ray.parallel.attention.backends import AttentionPlan, whole_kernel
+from picotron_ray.parallel.attention.lse_kernels import CpuFlash, LseKernel, MathKernel, Seen
+from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaEfficient, CudaFlash, lse_kernel
+from picotron_ray.parallel.context.context_parallel import ContextAttention, apply_context_parallel
 from tests.gloo.pool import Job, Pool
 
 pytestmark = pytest.mark.gloo

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from picotron_ray.models.documents import same_document
-from picotron_ray.parallel.attention import LseKernel, MathKernel, Seen
-from picotron_ray.parallel.cuda_attention import CudaCudnn, CudaEfficient, CudaFlash
+from picotron_ray.models.layers.document_mask import same_document
+from picotron_ray.parallel.attention.lse_kernels import LseKernel, MathKernel, Seen
+from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaEfficient, CudaFlash
 from tests.gloo.emulated_attention import emulated
 from tests.gloo.merged_parts import merged
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from picotron_ray.config.fit import misfits
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.validation.layout import misfits
 from picotron_ray.errors import ConfigError, LayoutError
+from picotron_ray.layout.layout import Layout
 from picotron_ray.models.definition import definition_of
-from picotron_ray.planner.counts import parameter_count, stage_parameters
+from picotron_ray.planner.model_sizes import parameter_count, stage_parameters
+from picotron_ray.train.custom_model.inspect import inspect
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.inspection import inspect
 from tests.gloo.matrix_jobs import CPU, Result, make_job, run_layout
 from tests.gloo.parity import check, compare, thinned
 from tests.gloo.pool import Pool
@@ -100,7 +100,7 @@ def test_a_sum_left_out_is_noticed(pool: Pool) -> None:
 
 
 def run_without_sum(job: Any, configs: list[JobConfig], layout: Layout) -> list[Result]:
-    import picotron_ray.parallel.tensor as tensor
+    import picotron_ray.parallel.tensor.tensor_parallel as tensor
 
     kept = tensor._Copy.backward
     tensor._Copy.backward = staticmethod(lambda ctx, *gradients: (gradients[0], None))

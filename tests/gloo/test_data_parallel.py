@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from picotron_ray.config.layout import Layout
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.scaling import GROWTH_STEPS, INITIAL_SCALE, LossScaler
+from picotron_ray.train.precision.loss_scaler import GROWTH_STEPS, INITIAL_SCALE, LossScaler
 from tests.gloo.data_jobs import collectives, overlapped, scaled
 from tests.gloo.matrix_jobs import CPU, MODEL, assemble, batch, make_job
 from tests.gloo.parity import reference, worst

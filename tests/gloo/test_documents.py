@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.documents import document_numbers, same_document, seen_in_row
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.layers.document_mask import document_numbers, same_document, seen_in_row
 from picotron_ray.models.llama import Transformer
-from picotron_ray.parallel.attention import CpuFlash, LseKernel, MathKernel, Seen
-from picotron_ray.parallel.cuda_attention import CudaCudnn, CudaFlash
-from picotron_ray.parallel.whole_rows import whole_kernel
+from picotron_ray.parallel.attention.backends import whole_kernel
+from picotron_ray.parallel.attention.lse_kernels import CpuFlash, LseKernel, MathKernel, Seen
+from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaFlash
 from picotron_ray.train.engine import build_engine
 from tests.gloo.matrix_jobs import CPU, END, MIXTURE, MODEL, SEQUENCE, batch, documents_job, run_layout
 from tests.gloo.parity import compare, thinned

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_ray.config.data import DataConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.plan import parameter_table
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.parameters import parameter_table
 from picotron_ray.parallel import fp8
 from picotron_ray.train import engine as engine_module
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.precision import check_precision
+from picotron_ray.train.precision.precision import check_precision
 from tests.gloo.fp8_jobs import fp8_products
 from tests.gloo.matrix_jobs import CPU, Result, assemble, make_job, run_layout
 from tests.gloo.parity import distance

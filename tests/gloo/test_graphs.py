@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.layout.layout import Layout
 from tests.gloo.matrix_jobs import make_job, run_layout
 from tests.gloo.parity import compare
 from tests.gloo.pool import Pool

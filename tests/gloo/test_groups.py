@@ -77,7 +77,7 @@ def test_a_rendezvous_can_be_aborted(pool: Pool) -> None:
 def test_the_store_dies_with_its_parent() -> None:
     script = (
         "import os, subprocess, sys, time\n"
-        "p = subprocess.Popen([sys.executable, '-m', 'picotron_ray.comm.store', '--parent-pid',"
+        "p = subprocess.Popen([sys.executable, '-m', 'picotron_ray.comm.rendezvous_store', '--parent-pid',"
         " str(os.getpid())], stdout=subprocess.PIPE, text=True)\n"
         "print(p.pid, p.stdout.readline(), flush=True)\n"
         "time.sleep(60)\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.models.hf_config import DEFAULTS, model_keys
+from picotron_ray.models.huggingface.config import DEFAULTS, model_keys
 from tests.gloo.hf_kit import transformers
 
 FAMILIES = {

@@ -11,16 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from picotron_ray.checkpoint.log import RunLog
-from picotron_ray.checkpoint.storage import open_storage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.cli import app
 from picotron_ray.config.load import parse_job, public_dict
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.archive import Archive
-from picotron_ray.runtime.hf_export import export_hf
-from picotron_ray.runtime.huggingface import import_hf
-from picotron_ray.runtime.origin import settle
-from picotron_ray.runtime.run import check
+from picotron_ray.runtime.driver.preflight import check
+from picotron_ray.runtime.run_storage.hf_export import export_hf
+from picotron_ray.runtime.run_storage.hf_import import import_hf
+from picotron_ray.runtime.run_storage.init_from import settle
+from picotron_ray.runtime.run_storage.run_store import Archive
 from tests.gloo.hf_kit import change_config, job_for, make
 
 safetensors = pytest.importorskip("safetensors.torch", reason="of the hf extra")

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_ray.checkpoint.pool import list_slots
-from picotron_ray.checkpoint.storage import open_storage
-from picotron_ray.checkpoint.upload import upload_slots
-from picotron_ray.config.fit import misfits
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.upload import upload_slots
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.layout import misfits
 from picotron_ray.coordinator.messages import GenerationId, Source
 from picotron_ray.data.batch import make_batch
 from picotron_ray.data.dataset import build_dataset
-from picotron_ray.runtime.archive import Archive
-from picotron_ray.runtime.hf_export import export_hf
-from picotron_ray.runtime.huggingface import import_hf, model_section
-from picotron_ray.train.schedule import learning_rate
+from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.run_storage.hf_export import export_hf
+from picotron_ray.runtime.run_storage.hf_import import import_hf, model_section
+from picotron_ray.runtime.run_storage.run_store import Archive
+from picotron_ray.train.optim.lr_schedule import learning_rate
 from tests.gloo.hf_kit import LENGTH, TOKENS, job_for, make, transformers
 from tests.gloo.pool import Pool
 from tests.gloo.runs import Run, terms

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from picotron_ray.checkpoint.adopt import find
-from picotron_ray.checkpoint.commit_source import CommitSource
-from picotron_ray.checkpoint.dcp import restore
-from picotron_ray.checkpoint.storage import open_storage
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.commit_source import CommitSource
+from picotron_ray.checkpoint.store.import_commit import find
+from picotron_ray.checkpoint.torch_state import restore
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.hf_export import export_hf
-from picotron_ray.runtime.huggingface import import_hf, model_section
+from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.run_storage.hf_export import export_hf
+from picotron_ray.runtime.run_storage.hf_import import import_hf, model_section
 from picotron_ray.train.engine import build_engine
 from tests.gloo.hf_kit import KINDS, TOKENS, change_config, job_for, make
 from tests.gloo.pool import Job, Pool

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from picotron_ray.config.compute import AdaptivePrecisionConfig, KernelsConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.schedules import RULES
-from picotron_ray.parallel.linear_loss import LinearCrossEntropy
+from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedules import RULES
+from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
 from picotron_ray.train.engine import build_engine
 from tests.gloo.matrix_jobs import CPU, MIXTURE, MODEL, SEQUENCE, batch, make_job, run_layout
 from tests.gloo.parity import compare, thinned

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
 from tests.gloo.layouts import CASES, FITTING, LISTED, PAIRS, REFUSED, Case
 from tests.gloo.matrix_jobs import MODEL, STEPS, make_job, run_layout
 from tests.gloo.parity import check, compare, primaries, reference, thinned

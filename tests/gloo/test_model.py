@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.models.init import initialise_
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.models.layers.init import initialise_
 from picotron_ray.models.llama import Block, Rope, Transformer, rotate, sdpa
-from picotron_ray.models.plan import parameter_table, tensor_parallel_plan, tied_copies
-from picotron_ray.planner.counts import parameter_count, stage_bounds, stage_flops_per_token
+from picotron_ray.models.parameters import parameter_table, tensor_parallel_plan, tied_copies
+from picotron_ray.planner.model_sizes import parameter_count, stage_bounds, stage_flops_per_token
 
 TINY = ModelConfig(vocab_size=48, hidden_size=24, intermediate_size=40, layers=3, heads=6, kv_heads=2)
 GPT2 = TINY.model_copy(update={"family": "gpt2", "kv_heads": 6, "max_positions": 16})

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.fit import misfits
-from picotron_ray.config.kernels import groups_experts
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.moe import MoeConfig
-from picotron_ray.models.moe import MixtureOfExperts, Router, grouped, looped
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.model import ModelConfig, MoeConfig
+from picotron_ray.config.support.kernels import groups_experts
+from picotron_ray.config.validation.layout import misfits
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.layers.moe import MixtureOfExperts, Router, grouped, looped
 from picotron_ray.train.engine import build_engine
 from tests.gloo.matrix_jobs import CPU, MIXTURE, MODEL, STEPS, batch, make_job, run_layout
 from tests.gloo.parity import check, compare, primaries, thinned

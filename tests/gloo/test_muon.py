@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from picotron_ray.checkpoint.canonical import Box
-from picotron_ray.config.data import DataConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.optimizer import OptimizerConfig
+from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.data.batch import make_batch
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.plan import ParameterSpec, parameter_table
-from picotron_ray.parallel.matrices import share_out
-from picotron_ray.parallel.parallelize import LocalParameter
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Box
+from picotron_ray.models.parameters import ParameterSpec, parameter_table
+from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.muon import COEFFICIENTS, STEPS, Muon, newton_schulz
-from picotron_ray.train.optimizer import decays
-from picotron_ray.train.precision import orthogonalisation_dtype
+from picotron_ray.train.optim.matrix_exchange import share_out
+from picotron_ray.train.optim.muon import COEFFICIENTS, STEPS, Muon, newton_schulz
+from picotron_ray.train.optim.optimizer import decays
+from picotron_ray.train.precision.precision import orthogonalisation_dtype
 from tests.gloo.matrix_jobs import CPU, MIXTURE, MODEL, Result, assemble, batch, make_job, run_layout
 from tests.gloo.muon_jobs import leg
 from tests.gloo.parity import WEIGHTS_TOLERANCE, compare, reference, thinned, worst

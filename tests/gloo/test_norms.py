@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.kernels import norm_kernel
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import parse_job
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.support.kernels import norm_kernel
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.layers.rms_norm import closed_form
 from picotron_ray.models.llama import Transformer
-from picotron_ray.models.rms_norm import closed_form
 from picotron_ray.planner.memory import memory_estimate
 from tests.gloo.matrix_jobs import MODEL, make_job, run_layout
 from tests.gloo.parity import compare

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from picotron_ray.comm.lanes import Lane
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.optimizer import OptimizerConfig
-from picotron_ray.train import offload
+from picotron_ray.comm.copy_stream import Lane
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.schema.optimizer import OptimizerConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.offload import Alike, OffloadedAdamW
+from picotron_ray.train.optim import adamw_offload
+from picotron_ray.train.optim.adamw_offload import Alike, OffloadedAdamW
 from tests.gloo.late_lane import LateLane
 from tests.gloo.matrix_jobs import CPU, MIXTURE, MODEL, assemble, batch, make_job, run_layout
 from tests.gloo.muon_jobs import leg
@@ -98,7 +98,7 @@ def test_every_cut_into_buckets_gives_torchs_adamw(
     monkeypatch: pytest.MonkeyPatch, bucket_bytes: int, lane: type
 ) -> None:
     """Copies that come late are waited for."""
-    monkeypatch.setattr(offload, "Lane", lane)
+    monkeypatch.setattr(adamw_offload, "Lane", lane)
     ours, weights = made(bucket_bytes)
     config, expected = OptimizerConfig(), [torch.nn.Parameter(w.clone()) for w in weights]
     theirs = torch.optim.AdamW(
@@ -127,7 +127,7 @@ def test_gradients_go_down_and_updates_come_back_once(
     """All that crosses, and what is taken on both sides: moments never leave the host."""
     crossed: list[tuple[int, int, int]] = []
     host: list[Tensor] = []
-    plain_copy, plain_zeros = Lane.copy, offload.host_zeros
+    plain_copy, plain_zeros = Lane.copy, adamw_offload.host_zeros
 
     def copy(self: Lane, target: Tensor, source: Tensor) -> None:
         crossed.append((target.data_ptr(), source.data_ptr(), source.nbytes))
@@ -138,7 +138,7 @@ def test_gradients_go_down_and_updates_come_back_once(
         return host[-1]
 
     monkeypatch.setattr(Lane, "copy", copy)
-    monkeypatch.setattr(offload, "host_zeros", zeros)
+    monkeypatch.setattr(adamw_offload, "host_zeros", zeros)
     ours, weights = made(bucket_bytes)
     total = sum(weight.nbytes for weight in weights)
     held = {x.untyped_storage().data_ptr() for values in ours.moments.values() for x in values.values()}

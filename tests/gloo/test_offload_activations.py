@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.recompute import recomputed
-from picotron_ray.models.joint import lay_together
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.recompute_policy import recomputed
+from picotron_ray.models.layers.fused_linear import lay_together
 from picotron_ray.models.llama import Transformer
-from picotron_ray.models.plan import joint_modules
-from picotron_ray.parallel import offload as offload_module
-from picotron_ray.parallel.offload import ActivationOffload
-from picotron_ray.parallel.recompute import apply_recompute
-from picotron_ray.parallel.tensor import named_modules
-from picotron_ray.planner.counts import sizes_of
+from picotron_ray.models.parameters import joint_modules
+from picotron_ray.parallel.memory import activation_offload as offload_module
+from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
+from picotron_ray.parallel.memory.activation_offload import ActivationOffload
+from picotron_ray.parallel.tensor.tensor_parallel import named_modules
+from picotron_ray.planner.model_sizes import sizes_of
 from tests.gloo.late_lane import LateLane
 from tests.gloo.matrix_jobs import MIXTURE, MODEL, make_job, run_layout
 from tests.gloo.parity import compare, thinned

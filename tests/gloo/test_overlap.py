@@ -5,8 +5,8 @@ Pipelines are in test_schedules, the buckets of replicated gradients in test_dat
 
 from __future__ import annotations
 
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
 from tests.gloo.matrix_jobs import MIXTURE, MODEL, make_job
 from tests.gloo.overlap_jobs import expert_log, ring_log
 from tests.gloo.pool import Pool

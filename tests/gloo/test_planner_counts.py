@@ -6,20 +6,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.moe import MoeConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig, MoeConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.models.llama import Transformer
-from picotron_ray.models.plan import parameter_table
-from picotron_ray.planner.counts import (
+from picotron_ray.models.parameters import parameter_table
+from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.model_sizes import (
     flops_per_token,
     parameter_count,
     stage_bounds,
     stage_flops_per_token,
     stage_parameters,
 )
-from picotron_ray.planner.memory import memory_estimate
 
 MODELS = [
     ModelConfig(),

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.schedules import RULES
-from picotron_ray.models.joint import Joint
-from picotron_ray.models.moe import grouped, grouped_fused, looped, looped_fused
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedules import RULES
+from picotron_ray.models.layers.fused_linear import Joint
+from picotron_ray.models.layers.moe import grouped, grouped_fused, looped, looped_fused
 from picotron_ray.train.engine import build_engine
 from tests.gloo.matrix_jobs import CPU, MIXTURE, MODEL, STEPS, assemble, batch, make_job, run_layout
 from tests.gloo.muon_jobs import leg

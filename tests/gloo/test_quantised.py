@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.optimizer import OptimizerConfig
+from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.train import adamw
-from picotron_ray.train.adamw import AdamW, QuantisedAdamW
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.offload import Alike
-from picotron_ray.train.quantised import BLOCK, Quantised, decode, encode, map_of
+from picotron_ray.train.optim import adamw
+from picotron_ray.train.optim.adamw import AdamW, QuantisedAdamW
+from picotron_ray.train.optim.adamw_offload import Alike
+from picotron_ray.train.optim.quantized_state import BLOCK, Quantised, decode, encode, map_of
 from tests.gloo.matrix_jobs import CPU
 from tests.gloo.parity import distance
 from tests.gloo.quantised_jobs import job_of, with_zeros

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_ray.config.data import DataConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.data.batch import StepBatch
-from picotron_ray.train import adamw
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine, build_engine
-from picotron_ray.train.quantised import Quantised
+from picotron_ray.train.optim import adamw
+from picotron_ray.train.optim.quantized_state import Quantised
 from tests.gloo.matrix_jobs import CPU, assemble, run_layout, train
 from tests.gloo.muon_jobs import leg
 from tests.gloo.parity import distance, thinned

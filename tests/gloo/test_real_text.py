@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
 from tests.gloo.pool import Pool
 from tests.gloo.runs import Run, losses
 

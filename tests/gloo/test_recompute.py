@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import parse_job
-from picotron_ray.config.recompute import is_selective
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.recompute_policy import is_selective
 from picotron_ray.parallel import parallelize
-from picotron_ray.planner.choose import choose_layout
 from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.search import choose_layout
 from picotron_ray.train.engine import build_engine
 from tests.gloo.matrix_jobs import CPU
 from tests.gloo.peak import LiveStorage

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel import fp8
 from picotron_ray.train import engine as engine_module
 from picotron_ray.train.engine import build_engine

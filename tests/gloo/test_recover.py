@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.layout.layout import Layout
 from tests.gloo.matrix_jobs import MIXTURE, MODEL, make_job
 from tests.gloo.parity import check
 from tests.gloo.pool import Pool

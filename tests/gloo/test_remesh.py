@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from picotron_ray.config.fit import misfits
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.layout import misfits
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
+from picotron_ray.layout.layout import Layout
 from tests.gloo.action_lists import V_SPLIT, layout_of
 from tests.gloo.layouts import CASES, FEW, MODELS, fewest_micro_batches, model_of
 from tests.gloo.matrix_jobs import make_job

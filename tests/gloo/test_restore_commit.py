@@ -9,13 +9,13 @@ import pytest
 import torch
 from checkpoint_kit import LAYOUT, held, make_state, save
 
-from picotron_ray.checkpoint.commit_source import CommitSource
-from picotron_ray.checkpoint.dcp import StateTensor, copy_to_device, restore
-from picotron_ray.checkpoint.local import LocalStorage
-from picotron_ray.checkpoint.log import RunLog
-from picotron_ray.checkpoint.manifest import load_manifest
-from picotron_ray.config.layout import Layout
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.store.commit_source import CommitSource
+from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.torch_state import StateTensor, copy_to_device, restore
 from picotron_ray.errors import CorruptError, StorageError
+from picotron_ray.layout.layout import Layout
 
 
 def blank(state: dict[str, np.ndarray], layout: Layout, rank: int) -> list[StateTensor]:

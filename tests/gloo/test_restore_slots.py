@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from picotron_ray.checkpoint.boxes import region
-from picotron_ray.checkpoint.canonical import Box, Shard
-from picotron_ray.checkpoint.dcp import StateTensor, buffers, dtype_name, restore
-from picotron_ray.checkpoint.share import share
-from picotron_ray.checkpoint.slots import SlotFile, SlotHeader, open_slot, slot_bytes
-from picotron_ray.checkpoint.sources import SlotSource
+from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, open_slot, slot_bytes
+from picotron_ray.checkpoint.store.shard_sources import SlotSource
+from picotron_ray.checkpoint.torch_state import StateTensor, buffers, dtype_name, restore
 from picotron_ray.errors import CorruptError, StorageError
+from picotron_ray.layout.shards import Box, Shard, region
 
 SHAPES = {
     "embed.weight": (23, 8),

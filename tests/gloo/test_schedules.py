@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.schedules import RULES
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedules import RULES
 from picotron_ray.parallel import mesh
 from tests.gloo.faults import replace
 from tests.gloo.matrix_jobs import MODEL, make_job, run_layout

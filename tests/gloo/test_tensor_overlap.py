@@ -7,11 +7,11 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.schedules import RULES, Schedule
-from picotron_ray.parallel.symmetric import Renumbered
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedules import RULES, Schedule
+from picotron_ray.parallel.tensor.symmetric_memory import Renumbered
 from tests.gloo.matrix_jobs import MIXTURE, MODEL, SEQUENCE, STEPS, documents_job, make_job, run_layout
 from tests.gloo.parity import compare, reference, thinned
 from tests.gloo.pool import Pool, WorkerError

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
 from tests.gloo.action_lists import V_SPLIT, Rows, layout_of, made
 from tests.gloo.data_jobs import scaled
 from tests.gloo.matrix_jobs import MODEL, assemble, make_job, run_layout, train

@@ -11,21 +11,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_ray.comm.reduce import buckets
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.optimizer import OptimizerConfig, ScheduleConfig
+from picotron_ray.comm.all_reduce import buckets
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.optimizer import OptimizerConfig, ScheduleConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.plan import ParameterSpec, parameter_table
-from picotron_ray.parallel.boxes import chunk, counts_in_norm, local_box
-from picotron_ray.parallel.loss import token_losses, weighted_sum
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.parameters import ParameterSpec, parameter_table
+from picotron_ray.parallel.data.grad_norm import clip_, global_norm
+from picotron_ray.parallel.local_shards import LocalParameter, chunk, counts_in_norm, local_box
+from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import make_mesh
-from picotron_ray.parallel.norm import clip_, global_norm
-from picotron_ray.parallel.parallelize import LocalParameter
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.optimizer import Optimizer, build_optimizer
-from picotron_ray.train.schedule import factor, learning_rate
+from picotron_ray.train.optim.lr_schedule import factor, learning_rate
+from picotron_ray.train.optim.optimizer import Optimizer, build_optimizer
 from tests.gloo.matrix_jobs import CPU, MODEL, batch, make_job, run_layout
 from tests.gloo.parity import compare
 from tests.gloo.pool import Pool

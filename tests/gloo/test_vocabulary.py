@@ -10,12 +10,12 @@ import pytest
 from torch import Tensor
 
 import picotron_ray.train.engine as engine
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.models.plan import parameter_table
-from picotron_ray.parallel.boxes import local_box
-from picotron_ray.planner.counts import stage_parameters
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.parameters import parameter_table
+from picotron_ray.parallel.local_shards import local_box
+from picotron_ray.planner.model_sizes import stage_parameters
 from tests.gloo.matrix_jobs import MODEL, Result, make_job, run_layout
 from tests.gloo.parity import compare, primaries, thinned
 from tests.gloo.pool import Job, Pool

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.documents import document_numbers, document_starts, seen_in_row
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.layers.document_mask import document_numbers, document_starts, seen_in_row
 from picotron_ray.models.llama import Block, Transformer, sdpa
-from picotron_ray.parallel import whole_rows
-from picotron_ray.parallel.whole_rows import OfDocuments, flash, whole_kernel
+from picotron_ray.parallel.attention import backends
+from picotron_ray.parallel.attention.backends import OfDocuments, flash, whole_kernel
 from picotron_ray.train.engine import build_engine
 from tests.gloo.emulated_attention import emulated
 from tests.gloo.matrix_jobs import CPU, MODEL, batch, make_job
@@ -228,8 +228,8 @@ def test_autocast_holds_for_flash() -> None:
 
 def test_windows_on_a_device_go_to_flash_not_to_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(whole_rows, "flash", lambda q, k, v, *seen: told.append(seen) or q)
-    monkeypatch.setattr(whole_rows, "document_starts", lambda numbers: numbers)
+    monkeypatch.setattr(backends, "flash", lambda q, k, v, *seen: told.append(seen) or q)
+    monkeypatch.setattr(backends, "document_starts", lambda numbers: numbers)
     attend, x = whole_kernel("flash"), torch.empty(1, 2, ROW, HEAD, device="meta")
     numbers = torch.empty(1, ROW, device="meta")
     attend(x, x, x, None, 3), attend(x, x, x, numbers, None), attend(x, x, x, numbers, 3)
@@ -248,7 +248,7 @@ def test_compiled_blocks_leave_numbers_of_documents_alone(compiled: bool) -> Non
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    block = Block(MODEL, whole_rows._apart(flash, compiled)).double()
+    block = Block(MODEL, backends._apart(flash, compiled)).double()
     plain = Block(MODEL, sdpa).double()
     plain.load_state_dict(block.state_dict())
     run = torch.compile(block.forward, dynamic=False, backend="eager")

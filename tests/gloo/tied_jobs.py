@@ -10,14 +10,14 @@ from tests.gloo.faults import replace
 
 def dropped() -> Any:
     """Each end keeps its own gradient."""
-    from picotron_ray.parallel.tied import TiedEnds
+    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
 
     return replace(TiedEnds, "sum_", lambda self, parameters, gradients: None)
 
 
 def stale() -> Any:
     """The head's copy on the embedding's rank stays what it was."""
-    from picotron_ray.parallel.tied import TiedEnds
+    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
 
     return replace(TiedEnds, "follow", lambda self: None)
 

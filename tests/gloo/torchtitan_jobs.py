@@ -19,10 +19,10 @@ from picotron_ray.bench.mfu.peers import peer
 from picotron_ray.bench.mfu.settings import Refusal, base_setting
 from picotron_ray.bench.mfu.torchtitan import TorchtitanTraining
 from picotron_ray.bench.mfu.worker import Place
-from picotron_ray.bench.peers.replica import Replica
+from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.data.batch import make_batch
-from picotron_ray.models import hf
-from picotron_ray.runtime.names import cache_folder
+from picotron_ray.models.huggingface import names
+from picotron_ray.runtime.ray_cluster.names import cache_folder
 from tests.gloo.pool import Job
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ class _Theirs:
         self._model: nn.Module = trainer.model_parts[0]
         self._adapter = Llama3StateDictAdapter(trainer.model_config, None)
         self._adapter.fqn_to_index_mapping = None
-        held = hf.tensors(config.model, hf.architecture_of(config.model))
+        held = names.tensors(config.model, names.architecture_of(config.model))
         self._names = {one.ours[0]: one.theirs[0] for one in held}
 
     def load(self, parameters: dict[str, Tensor]) -> None:

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from tests.gloo.group_jobs import open_files
 from tests.gloo.matrix_jobs import CPU, batch

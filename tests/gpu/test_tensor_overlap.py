@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.layout.layout import Layout
 from tests.gloo.matrix_jobs import make_job
 from tests.gloo.pool import Pool
 from tests.gloo.test_matrix import WIDE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from picotron_ray.config.kernels import attention_backends
 from picotron_ray.config.load import load_job
+from picotron_ray.config.support.kernels import attention_backends
 
 MASKS, WINDOW = "data.document_masks=true", "model.sliding_window=64"
 CPU, MATH = ["flash", "math"], ["math"]

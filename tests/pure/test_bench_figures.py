@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.bench.events import EventLog, Events
-from picotron_ray.bench.figures import (
+from picotron_ray.bench.common.event_log import EventLog, Events
+from picotron_ray.bench.common.report import recovery_lines, throughput_lines
+from picotron_ray.bench.common.statistics import (
     Kill,
     kill_from_events,
     lost_samples,
@@ -18,7 +19,6 @@ from picotron_ray.bench.figures import (
     step_time,
     summary,
 )
-from picotron_ray.bench.report import recovery_lines, throughput_lines
 
 BATCH = 4
 

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from picotron_ray import cli
-from picotron_ray.bench import recovery
-from picotron_ray.bench.peers import torchft
-from picotron_ray.bench.throughput import RATIOS, SIDES, chosen_sides, job_for_throughput, ratios
+from picotron_ray.bench.recovery import bench as recovery
+from picotron_ray.bench.recovery.peers import torchft
+from picotron_ray.bench.throughput.bench import RATIOS, SIDES, chosen_sides, job_for_throughput, ratios
 from picotron_ray.errors import ConfigError
 
 
@@ -79,7 +79,7 @@ def test_json_goes_to_a_file_or_to_stdout(monkeypatch: pytest.MonkeyPatch, tmp_p
         machine = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
         return {"machine": machine, "job": {"workers": 2}, "iqr": {}, "pairs": [{}] * pairs}
 
-    monkeypatch.setattr("picotron_ray.bench.throughput.bench", bench)
+    monkeypatch.setattr("picotron_ray.bench.throughput.bench.bench", bench)
     target = tmp_path / "found.json"
     runner = CliRunner()
     written = runner.invoke(cli.app, ["bench", "throughput", "--pairs", "3", "--json", str(target)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fencing import check_stopped_writer_is_refused
 
-from picotron_ray.config.service import StorageConfig
+from picotron_ray.config.schema.service import StorageConfig
 
 
 @pytest.mark.parametrize("point", ["commit", "put"])

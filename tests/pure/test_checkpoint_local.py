@@ -13,10 +13,11 @@ import pytest
 from checkpoint_kit import memory_folder
 from storage_suite import StorageConformance
 
-from picotron_ray.checkpoint import local
-from picotron_ray.checkpoint.local import LocalStorage
-from picotron_ray.checkpoint.storage import Storage, open_storage, probe
-from picotron_ray.config.service import StorageConfig
+from picotron_ray.checkpoint.storage import local
+from picotron_ray.checkpoint.storage.base import Storage, probe
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import StorageError, StorageUnavailableError
 
 memory_path = pytest.fixture(memory_folder)
@@ -68,8 +69,8 @@ def test_file_system_that_takes_no_folders() -> None:
 
 PROBE = """
 import sys
-from picotron_ray.checkpoint.storage import open_storage, probe
-from picotron_ray.config.service import StorageConfig
+from picotron_ray.checkpoint.storage.base import open_storage, probe
+from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import StorageError
 storage = open_storage(StorageConfig(url=sys.argv[1]), "r1")
 try:

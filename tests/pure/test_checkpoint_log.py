@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from checkpoint_kit import generation, memory_folder
 
-from picotron_ray.checkpoint.lineage import commits_on, lineage
-from picotron_ray.checkpoint.local import LocalStorage
-from picotron_ray.checkpoint.log import RunLog, entry_key
-from picotron_ray.checkpoint.storage import Listed
+from picotron_ray.checkpoint.storage.base import Listed
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.store.lineage import commits_on, lineage
+from picotron_ray.checkpoint.store.run_log import RunLog, entry_key
 from picotron_ray.errors import FencedError, StorageError, StorageUnavailableError
 
 memory_path = pytest.fixture(memory_folder)

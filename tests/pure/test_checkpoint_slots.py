@@ -11,11 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from picotron_ray.checkpoint.boxes import subtract, uncovered, whole
-from picotron_ray.checkpoint.canonical import Box, Shard
-from picotron_ray.checkpoint.pool import SlotPool, choose_folder, list_slots
-from picotron_ray.checkpoint.share import share
-from picotron_ray.checkpoint.slots import (
+from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.slot_file import (
     SlotFile,
     SlotHeader,
     is_pinned,
@@ -25,7 +22,9 @@ from picotron_ray.checkpoint.slots import (
     slot_bytes,
     verify,
 )
+from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool, choose_folder, list_slots
 from picotron_ray.errors import CorruptError, SlotError
+from picotron_ray.layout.shards import Box, Shard, subtract, uncovered, whole
 
 SHARDS = (
     Shard("embed.weight", "float32", (8, 6), Box((4, 0), (4, 6))),

@@ -23,17 +23,17 @@ from checkpoint_kit import (
     write_slots,
 )
 
-from picotron_ray.checkpoint import chunks
-from picotron_ray.checkpoint.commit import assemble, commit, parent_of
-from picotron_ray.checkpoint.gc import collect
-from picotron_ray.checkpoint.local import LocalStorage
-from picotron_ray.checkpoint.log import RunLog
-from picotron_ray.checkpoint.manifest import load_manifest
-from picotron_ray.checkpoint.upload import UploadPart, upload_slots
-from picotron_ray.checkpoint.verify import latest_good, read_ledger, verify_all
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.service import CheckpointConfig
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.store import chunks
+from picotron_ray.checkpoint.store.commit import assemble, commit, parent_of
+from picotron_ray.checkpoint.store.gc import collect
+from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.upload import UploadPart, upload_slots
+from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
+from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import CorruptError, FencedError, StorageError
+from picotron_ray.layout.layout import Layout
 
 memory_path = pytest.fixture(memory_folder)
 
@@ -84,7 +84,7 @@ def test_same_state_in_another_layout_stores_nothing_new(
     """With small cells, so that every tensor has several chunks."""
     for name, size in {"CELL_BYTES": 256, "SMALL_BYTES": 64, "PACK_BYTES": 512}.items():
         monkeypatch.setattr(chunks, name, size)
-        monkeypatch.setattr(f"picotron_ray.checkpoint.upload.{name}", size, raising=False)
+        monkeypatch.setattr(f"picotron_ray.checkpoint.store.upload.{name}", size, raising=False)
     state = make_state(1)
     first = save(storage, log, memory_path / "a", state, (1, 1, 5))
     count = len(files(storage, "chunks/"))

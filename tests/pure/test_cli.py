@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from picotron_ray import cli, launch
 from picotron_ray.config.load import load_job
 from picotron_ray.errors import ConfigError, PicotronError, StorageError
-from picotron_ray.runtime import report
+from picotron_ray.runtime.driver import console as report
 
 STATUS: dict[str, Any] = {
     "run": "night",

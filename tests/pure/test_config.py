@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picotron_ray.config.export import flatten
-from picotron_ray.config.job import JobConfig
+from picotron_ray.config.json_schema import allowed, key_schemas, nearest_key
 from picotron_ray.config.load import (
     fingerprint,
     job_schema,
@@ -23,11 +23,11 @@ from picotron_ray.config.load import (
     public_dict,
     to_yaml,
 )
+from picotron_ray.config.overrides import read_source
 from picotron_ray.config.resume import check_resume, compare, markdown, table, verdict
-from picotron_ray.config.schema import allowed, key_schemas, nearest_key
-from picotron_ray.config.service import StorageConfig
-from picotron_ray.config.source import read_source
-from picotron_ray.config.urls import redact
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import StorageConfig
+from picotron_ray.config.storage_urls import redact
 from picotron_ray.errors import ConfigError
 
 FAULT = 'chaos=[{fault: kill, target: "worker:0", step: 1}]'
@@ -334,7 +334,7 @@ def test_neither_torch_nor_ray_is_loaded() -> None:
         "import sys\n"
         "from picotron_ray.config.load import load_job, job_schema, to_yaml\n"
         "from picotron_ray.config.resume import check_resume\n"
-        "from picotron_ray.planner.choose import choose_layout\n"
+        "from picotron_ray.planner.search import choose_layout\n"
         "job = load_job('quickstart'); job_schema(); to_yaml(job); choose_layout(job, 4)\n"
         "heavy = {'torch', 'ray', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)\n"

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.config.actions import action_list
-from picotron_ray.config.fit import fitting_degrees, misfits
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import parse_job
-from picotron_ray.config.schedules import RULES, in_flight, rules_of, waits
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.layout import fitting_degrees, misfits
 from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Source
 from picotron_ray.errors import ConfigError, LayoutError
-from picotron_ray.planner.choose import choose_layout, layouts
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedule_actions import action_list
+from picotron_ray.layout.schedules import RULES, in_flight, rules_of, waits
 from picotron_ray.planner.cost import step_cost
+from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import memory_estimate
-from picotron_ray.planner.profile import CPU
+from picotron_ray.planner.search import choose_layout, layouts
 
 ONE_F_ONE_B = ("0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
 V_SPLIT = (

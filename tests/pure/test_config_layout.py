@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from picotron_ray.config.layout import Coordinates, Layout
-from picotron_ray.models.plan import SequenceShard
+from picotron_ray.layout.layout import Coordinates, Layout
+from picotron_ray.models.parameters import SequenceShard
 
 LAYOUTS = [
     Layout(dp=dp, tp=tp, pp=pp, cp=cp, zero=zero)

@@ -13,11 +13,11 @@ from coordinator_world import World, choose_dp, flush, job, outcomes, snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import MESSAGES, decode, decode_spec, encode, plain
 from picotron_ray.coordinator.replay import event_line, header_line, replay
+from picotron_ray.layout.layout import Layout
 
 
 def strategy(annotation: Any) -> st.SearchStrategy[Any]:

@@ -9,16 +9,16 @@ from coordinator_world import World, choose_dp, flush, job, of, outcomes, snapsh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picotron_ray.config.layout import Layout
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.appends import BACKOFF_S, AppendQueue
-from picotron_ray.coordinator.commits import Checkpoints, known_layouts
-from picotron_ray.coordinator.failures import Breaker, Remedy
-from picotron_ray.coordinator.growth import GrowthView, decide
+from picotron_ray.coordinator.append_queue import BACKOFF_S, AppendQueue
+from picotron_ray.coordinator.checkpoint_tracker import Checkpoints, known_layouts
 from picotron_ray.coordinator.lineage import descend, on_lineage
-from picotron_ray.coordinator.membership import Roster, Worker, choose_members, starts
-from picotron_ray.coordinator.restore import cover, newest_slots, restore_point
+from picotron_ray.coordinator.policies.failure import Breaker, Remedy
+from picotron_ray.coordinator.policies.membership import Roster, Worker, choose_members, starts
+from picotron_ray.coordinator.policies.restore_point import cover, newest_slots, restore_point
+from picotron_ray.coordinator.policies.scale_up import GrowthView, decide
 from picotron_ray.coordinator.states import State
+from picotron_ray.layout.layout import Layout
 
 
 def gid(n: int) -> m.GenerationId:

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from picotron_ray.config.builder import BuiltModel
 from picotron_ray.config.export import public_dict
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, to_yaml
 from picotron_ray.config.resume import compare
-from picotron_ray.config.rules import check
+from picotron_ray.config.schema.custom_model import BuiltModel
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.check import check
 from picotron_ray.errors import ConfigError
-from picotron_ray.planner.choose import choose_layout
+from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.cost import step_cost
-from picotron_ray.planner.counts import flops_per_token, parameter_count, stage_flops_per_token
+from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import memory_estimate
-from picotron_ray.planner.profile import CPU
-from picotron_ray.runtime.fingerprint import builder_fingerprint
+from picotron_ray.planner.model_sizes import flops_per_token, parameter_count, stage_flops_per_token
+from picotron_ray.planner.search import choose_layout
+from picotron_ray.runtime.ray_cluster.fingerprint import builder_fingerprint
 
 OWN = "model={vocab_size: 264, builder: 'mine:build', arguments: {layers: 2, shape: [1, 2]}}"
 BUILT = BuiltModel(

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from picotron_ray.config.layout import Layout
 from picotron_ray.data.batch import StepBatch, eval_batches, make_batch
 from picotron_ray.data.loader import Loader
-from picotron_ray.data.order import samples_between
 from picotron_ray.data.samples import Dataset
+from picotron_ray.data.shuffle import samples_between
+from picotron_ray.layout.layout import Layout
 
 SEQ = 6
 DATA = Dataset(np.random.default_rng(0).integers(1, 250, 40 * SEQ + 3).astype("<u2"), SEQ)

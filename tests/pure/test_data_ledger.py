@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from picotron_ray.config.layout import Layout
 from picotron_ray.data.batch import make_batch, token_digest
 from picotron_ray.data.ledger import LedgerReport, check
-from picotron_ray.data.order import samples_between
 from picotron_ray.data.samples import Dataset
+from picotron_ray.data.shuffle import samples_between
+from picotron_ray.layout.layout import Layout
 
 SEQ, BATCH, SEED, STEPS = 6, 10, 3, 12
 DATA = Dataset(np.random.default_rng(1).integers(0, 256, 37 * SEQ + 1).astype("<u2"), SEQ)

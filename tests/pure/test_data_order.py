@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from picotron_ray.data.order import sample_index, samples_between
+from picotron_ray.data.shuffle import sample_index, samples_between
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 64, 65, 1000, 4097, 78925])

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from picotron_ray.config.data import DataConfig
+from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data import cache as token_cache
 from picotron_ray.data import memmap, sources
-from picotron_ray.data.baseline import bigram_entropy
+from picotron_ray.data.bigram_baseline import bigram_entropy
 from picotron_ray.data.dataset import DataSplits, build_dataset
 from picotron_ray.errors import DataError
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from picotron_ray.runtime import drive
-from picotron_ray.runtime.audience import RECENT_S, Audience
-from picotron_ray.runtime.report import Progress
+from picotron_ray.runtime.coordinator.followers import RECENT_S, Audience
+from picotron_ray.runtime.driver import driver
+from picotron_ray.runtime.driver.console import Progress
 
 Answer = dict[str, Any] | None | Callable[[], None]
 
@@ -58,15 +58,15 @@ class Coordinator:
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coordinator], tuple[Any, str]]:
     """Follow a coordinator; returns the last status and everything that was printed."""
-    monkeypatch.setattr(drive, "POLL_S", 0.0)
-    monkeypatch.setattr(drive, "poll", lambda coordinator, since, follower: coordinator.poll(since))
-    monkeypatch.setattr(drive, "_request", lambda coordinator, what: coordinator.requests.append(what))
+    monkeypatch.setattr(driver, "POLL_S", 0.0)
+    monkeypatch.setattr(driver, "poll", lambda coordinator, since, follower: coordinator.poll(since))
+    monkeypatch.setattr(driver, "_request", lambda coordinator, what: coordinator.requests.append(what))
 
     def follow(coordinator: Coordinator) -> tuple[Any, str]:
         with open(os.devnull, "w") as sink:
             console = Console(file=sink, record=True, width=200)
-            with drive.signal_handlers() as signals, Progress(console) as progress:
-                final = drive.follow("night", coordinator, progress, signals)
+            with driver.signal_handlers() as signals, Progress(console) as progress:
+                final = driver.follow("night", coordinator, progress, signals)
         return final, console.export_text()
 
     return follow
@@ -115,8 +115,8 @@ def test_a_second_interrupt_leaves_the_run_but_a_second_term_does_not(shown: Any
 
 
 def test_a_silent_coordinator_is_given_up(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive, "SILENCE_S", -1.0)
-    with pytest.raises(drive.LostRunError, match="`picotron-ray logs night`") as lost:
+    monkeypatch.setattr(driver, "SILENCE_S", -1.0)
+    with pytest.raises(driver.LostRunError, match="`picotron-ray logs night`") as lost:
         shown(Coordinator(None))
     assert lost.value.exit_code == 1
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.models.hf import architecture_of, hf_config, ignored
-from picotron_ray.models.hf_config import model_keys
+from picotron_ray.models.huggingface.config import model_keys
+from picotron_ray.models.huggingface.names import architecture_of, hf_config, ignored
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from coordinator_world import job
 
-from picotron_ray.config.layout import Layout
 from picotron_ray.coordinator import messages as m
-from picotron_ray.runtime.history import History
+from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.coordinator.run_record import History
 
 BEGAN = 1_000_000.0
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.checkpoint.local import LocalStorage
-from picotron_ray.config.data import DataConfig
-from picotron_ray.config.job import JobConfig
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, CorruptError
-from picotron_ray.runtime import imported
+from picotron_ray.runtime.run_storage import hf_assets
 
 WORDS = {"a": 0, "b": 1, "c": 9}
 Contents = dict[str, Any]
@@ -26,8 +26,8 @@ def folder_of(path: Path, contents: Contents) -> Path:
     return path
 
 
-def read(folder: Path, vocabulary: int = 10) -> imported.Imported:
-    return imported.read(folder, "there", {"vocab_size": vocabulary}, vocabulary)
+def read(folder: Path, vocabulary: int = 10) -> hf_assets.Imported:
+    return hf_assets.read(folder, "there", {"vocab_size": vocabulary}, vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_largest_id_lies_below_the_vocabulary(
     kept = read(folder, 13)
     assert kept.largest_id == largest
     assert sorted(kept.files) == sorted(contents)
-    assert kept.has_tokenizer is bool(set(contents) & set(imported.VOCABULARIES))
+    assert kept.has_tokenizer is bool(set(contents) & set(hf_assets.VOCABULARIES))
     if largest is not None:
         assert read(folder, largest + 1).largest_id == largest
         text = f"saw token id {largest}, expected ids below {largest}, .*of another vocabulary; take"
@@ -83,7 +83,7 @@ def test_a_file_too_large_or_unreadable_is_one_line(tmp_path: Path, monkeypatch:
     (folder / "merges.txt").mkdir()
     with pytest.raises(ConfigError, match=r"merges.txt: cannot be read: "):
         read(folder)
-    monkeypatch.setattr(imported, "MOST_BYTES", 5)
+    monkeypatch.setattr(hf_assets, "MOST_BYTES", 5)
     with pytest.raises(ConfigError, match=r"vocab.json: saw \d+ bytes, expected at most 5 of such a file"):
         read(folder)
 
@@ -91,25 +91,25 @@ def test_a_file_too_large_or_unreadable_is_one_line(tmp_path: Path, monkeypatch:
 def test_it_is_stored_taken_over_and_written_back(tmp_path: Path) -> None:
     kept = read(folder_of(tmp_path / "hf", {"vocab.json": WORDS, "merges.txt": b"a b", "notes.txt": b"x"}))
     first, second = (LocalStorage(str(tmp_path / "runs"), name) for name in ("first", "second"))
-    assert imported.load(first) is None
-    imported.take_over(first, second)
-    assert imported.load(second) is None
-    imported.store(first, kept)
+    assert hf_assets.load(first) is None
+    hf_assets.take_over(first, second)
+    assert hf_assets.load(second) is None
+    hf_assets.store(first, kept)
     for _ in range(2):
-        imported.take_over(first, second)
+        hf_assets.take_over(first, second)
     for item in list(first.list("")):
         first.delete(item.key)
-    assert imported.load(second) == kept
+    assert hf_assets.load(second) == kept
     out = tmp_path / "out"
     out.mkdir()
-    imported.write(out, kept)
+    hf_assets.write(out, kept)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == kept.files
     second.put("imported/merges.txt", b"b a")
     with pytest.raises(CorruptError, match="does not match its digest"):
-        imported.load(second)
+        hf_assets.load(second)
     second.delete("imported/merges.txt")
     with pytest.raises(CorruptError, match="is missing"):
-        imported.load(second)
+        hf_assets.load(second)
 
 
 def test_bytes_are_not_fed_to_weights_with_a_tokenizer_of_their_own(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_bytes_are_not_fed_to_weights_with_a_tokenizer_of_their_own(tmp_path: Pa
     known = read(folder_of(tmp_path, {"vocab.json": WORDS}))
     for source in ("stdlib", "text", "jsonl"):
         job = JobConfig(data=DataConfig(source=source, path=None if source == "stdlib" else "x"))
-        assert imported.source_note(job, None) is None
+        assert hf_assets.source_note(job, None) is None
         with pytest.raises(ConfigError, match=f"^data.source: saw {source}, .* up to 9; .*=memmap$"):
-            imported.source_note(job, known)
-        assert "had no tokenizer" in str(imported.source_note(job, bare))
-    assert imported.source_note(JobConfig(data=DataConfig(source="memmap", path="x")), known) is None
+            hf_assets.source_note(job, known)
+        assert "had no tokenizer" in str(hf_assets.source_note(job, bare))
+    assert hf_assets.source_note(JobConfig(data=DataConfig(source="memmap", path="x")), known) is None

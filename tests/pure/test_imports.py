@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-LIGHT = ("errors", "config", "planner", "coordinator", "cli", "launch", "checkpoint.canonical")
+LIGHT = ("errors", "config", "planner", "coordinator", "cli", "launch", "layout", "layout.shards")
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from checkpoint_kit import generation, load, make_state, memory_folder, same, save
 
-from picotron_ray.checkpoint import adopt
-from picotron_ray.checkpoint.gc import collect
-from picotron_ray.checkpoint.local import LocalStorage
-from picotron_ray.checkpoint.log import RunLog
-from picotron_ray.checkpoint.verify import latest_good
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.store import import_commit
+from picotron_ray.checkpoint.store.gc import collect
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.verify import latest_good
 from picotron_ray.config.export import public_dict
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.service import CheckpointConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import ConfigError, CorruptError
-from picotron_ray.runtime.origin import settle
+from picotron_ray.runtime.run_storage.init_from import settle
 
 memory_path = pytest.fixture(memory_folder)
 STATE = make_state(7)
@@ -50,12 +50,12 @@ def job(memory_path: Path) -> MakeJob:
 
 
 def taken_over(old: LocalStorage, folder: Path, with_moments: bool) -> tuple[LocalStorage, RunLog]:
-    found = adopt.find(old, None)
+    found = import_commit.find(old, None)
     new = LocalStorage(str(folder), "new")
     log = RunLog(new)
     log.claim_term("test")
     log.append("generation", generation(1, 0))
-    key, digest = adopt.adopt(old, found.key, found.digest, new, (1, 0), with_moments)
+    key, digest = import_commit.adopt(old, found.key, found.digest, new, (1, 0), with_moments)
     log.append("commit", {"term": 1, "n": 0, "step": 0, "manifest": key, "digest": digest})
     return new, log
 
@@ -69,10 +69,10 @@ def test_what_is_taken_over_is_a_whole_commit_of_step_0(
     assert good is not None
     assert (good.manifest.step, good.manifest.cursor, good.manifest.ledger) == (0, 0, ())
     assert same(load(new, good.manifest), STATE if with_moments else WEIGHTS)
-    assert adopt.weights_only(good.manifest) is not with_moments
-    assert good.manifest.extra[adopt.ORIGIN]["step"] == 8
-    found = adopt.find(old, None)
-    again = adopt.adopt(old, found.key, found.digest, new, (2, 0), with_moments)
+    assert import_commit.weights_only(good.manifest) is not with_moments
+    assert good.manifest.extra[import_commit.ORIGIN]["step"] == 8
+    found = import_commit.find(old, None)
+    again = import_commit.adopt(old, found.key, found.digest, new, (2, 0), with_moments)
     assert again[0] == "manifests/0-2-0.json", "after a crash it is done again, by the next term"
 
 
@@ -95,7 +95,7 @@ def test_the_new_run_outlives_the_old_and_continues_its_own_ledger(
 
 
 def test_damage_is_found_at_the_launch_and_again_while_copying(old: LocalStorage, memory_path: Path) -> None:
-    found = adopt.find(old, 8)
+    found = import_commit.find(old, 8)
     victim = (
         Path(old.where)
         / f"chunks/{next(iter(found.manifest.chunks))[:2]}"
@@ -104,11 +104,11 @@ def test_damage_is_found_at_the_launch_and_again_while_copying(old: LocalStorage
     raw = bytearray(victim.read_bytes())
     raw[-1] ^= 1
     victim.write_bytes(raw)
-    assert adopt.find(old, 8, verify=False).manifest.step == 8
+    assert import_commit.find(old, 8, verify=False).manifest.step == 8
     with pytest.raises(CorruptError, match="commit of step 8 does not verify"):
-        adopt.find(old, 8)
+        import_commit.find(old, 8)
     with pytest.raises(CorruptError, match="do not match their address"):
-        adopt.adopt(old, found.key, found.digest, LocalStorage(str(memory_path), "new"), (1, 0), True)
+        import_commit.adopt(old, found.key, found.digest, LocalStorage(str(memory_path), "new"), (1, 0), True)
 
 
 def test_the_step_is_settled_once(old: LocalStorage, memory_path: Path, job: MakeJob) -> None:

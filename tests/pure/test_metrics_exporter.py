@@ -14,11 +14,11 @@ from coordinator_world import job
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.service import ElasticConfig, MetricsConfig
+from picotron_ray.config.schema.service import ElasticConfig, MetricsConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import State
 from picotron_ray.errors import ConfigError
+from picotron_ray.layout.layout import Layout
 from picotron_ray.observability.catalogue import CATALOGUE, STEP_BUCKETS_S
 from picotron_ray.observability.exporter import (
     Distribution,
@@ -29,9 +29,10 @@ from picotron_ray.observability.exporter import (
     address,
 )
 from picotron_ray.observability.ports import check_ports
-from picotron_ray.runtime.history import History
-from picotron_ray.runtime.metrics import AgentFigures, CoordinatorFigures, essentials
-from picotron_ray.runtime.page import Page, read_page
+from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essentials
+from picotron_ray.runtime.coordinator.run_record import History
+from picotron_ray.runtime.heartbeat import Page, read_page
+from picotron_ray.runtime.node_agent.metrics import AgentFigures
 
 RUN = {"run": "r"}
 NODE = {"run": "r", "node": "n"}

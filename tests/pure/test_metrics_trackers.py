@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.config.service import TrackerConfig
+from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability import trackers
 from picotron_ray.observability.event_file import crc32c

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from picotron_ray.config.service import ElasticConfig
-from picotron_ray.runtime.page import ENOUGH, Page, process_alive, process_start_ticks, read_page
+from picotron_ray.config.schema.service import ElasticConfig
+from picotron_ray.runtime.heartbeat import ENOUGH, Page, process_alive, process_start_ticks, read_page
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.schedules import RULES, rank_stages
+from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.planner.counts import stage_bounds
-from picotron_ray.planner.partition import partition
+from picotron_ray.layout.schedules import RULES, rank_stages
+from picotron_ray.planner.model_sizes import stage_bounds
+from picotron_ray.planner.stage_partition import partition
 
 pytestmark = pytest.mark.pure
 

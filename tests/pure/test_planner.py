@@ -10,25 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picotron_ray.config.fit import Degrees, fitting_degrees, misfits, nearest_layouts
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, parse_job
-from picotron_ray.config.optimizer import OptimizerConfig
-from picotron_ray.config.recompute import is_selective
-from picotron_ray.config.service import ClusterConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.optimizer import OptimizerConfig
+from picotron_ray.config.schema.service import ClusterConfig
+from picotron_ray.config.validation.layout import Degrees, fitting_degrees, misfits, nearest_layouts
 from picotron_ray.errors import LayoutError
-from picotron_ray.planner.choose import choose_layout, layouts, within
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.recompute_policy import is_selective
 from picotron_ray.planner.cost import step_cost
-from picotron_ray.planner.counts import (
+from picotron_ray.planner.device_profile import CPU, GPU, DeviceProfile, profile_of
+from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.model_sizes import (
     flops_per_token,
+    of_the_latest,
     parameter_count,
     stage_flops_per_token,
     stage_parameters,
 )
-from picotron_ray.planner.memo import of_the_latest
-from picotron_ray.planner.memory import memory_estimate
-from picotron_ray.planner.profile import CPU, GPU, DeviceProfile, profile_of
+from picotron_ray.planner.search import choose_layout, layouts, within
 
 
 def job(*overrides: str, recipe: str = "quickstart") -> JobConfig:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from picotron_ray.config.fit import misfits
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, recipe_names
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.layout import misfits
 from picotron_ray.errors import ConfigError
-from picotron_ray.planner.choose import within
-from picotron_ray.planner.counts import flops_per_token, parameter_count
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.device_profile import GPU
 from picotron_ray.planner.memory import budget_bytes
-from picotron_ray.planner.profile import GPU
+from picotron_ray.planner.model_sizes import flops_per_token, parameter_count
+from picotron_ray.planner.search import within
 
 # Parameters of the published checkpoints (the sizes of their tensors; a tied head counts once).
 PUBLISHED = {

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import parse_job
-from picotron_ray.config.recompute import Again, is_selective, policy_of, recomputed
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.planner.choose import choose_layout
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.recompute_policy import Again, is_selective, policy_of, recomputed
 from picotron_ray.planner.cost import step_cost
+from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import memory_estimate
-from picotron_ray.planner.profile import CPU
+from picotron_ray.planner.search import choose_layout
 
 pytestmark = pytest.mark.pure
 

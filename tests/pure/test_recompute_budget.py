@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import parse_job
-from picotron_ray.config.recompute import Kind
-from picotron_ray.planner import blocks
-from picotron_ray.planner.blocks import blocks_again
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.recompute_policy import Kind
+from picotron_ray.planner import model_sizes
 from picotron_ray.planner.cost import step_cost
-from picotron_ray.planner.counts import stage_depth
+from picotron_ray.planner.device_profile import CPU, GPU, DeviceProfile
 from picotron_ray.planner.memory import memory_estimate
-from picotron_ray.planner.profile import CPU, GPU, DeviceProfile
-from picotron_ray.planner.recompute import within
+from picotron_ray.planner.model_sizes import blocks_again, stage_depth
+from picotron_ray.planner.recompute_search import within
 
 pytestmark = pytest.mark.pure
 
@@ -78,7 +77,7 @@ CASES: dict[str, tuple[JobConfig, Layout, DeviceProfile, str]] = {
 def test_no_assignment_that_fits_is_cheaper(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, layout, profile, kinds = CASES[case]
     with monkeypatch.context() as patched:
-        patched.setattr(blocks, "recomputed", spelled)
+        patched.setattr(model_sizes, "recomputed", spelled)
         every = []
         for letters in assignments(config, layout, kinds):
             one = replace(layout, recompute=letters)

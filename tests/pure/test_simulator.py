@@ -17,17 +17,16 @@ from typing import Any
 import pytest
 
 from picotron_ray.coordinator import (
-    appends,
-    commits,
-    context,
+    append_queue,
+    checkpoint_tracker,
     events,
-    leaving,
+    generation_stop,
     machine,
-    membership,
+    machine_memory,
     recovery,
-    restore,
 )
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.policies import membership, restore_point
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS
 from picotron_ray.coordinator.simulator.rng import Rng
@@ -150,17 +149,17 @@ def mutation(plant: Plant) -> Plant:
 
 @mutation
 def a_state_with_parts_missing_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(restore, "cover", lambda slots, layout: tuple(slots))
+    patch.setattr(restore_point, "cover", lambda slots, layout: tuple(slots))
 
 
 @mutation
 def void_states_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(restore, "on_lineage", lambda *args: True)
+    patch.setattr(restore_point, "on_lineage", lambda *args: True)
 
 
 @mutation
 def the_oldest_state_is_taken(patch: pytest.MonkeyPatch) -> None:
-    real = restore.newest_slots
+    real = restore_point.newest_slots
 
     def oldest(slots: Any, layouts: Any, newest: Any) -> Any:
         slots = list(slots)
@@ -169,7 +168,7 @@ def the_oldest_state_is_taken(patch: pytest.MonkeyPatch) -> None:
         ]
         return min((source for source in found if source), key=lambda source: source.step, default=None)
 
-    patch.setattr(restore, "newest_slots", oldest)
+    patch.setattr(restore_point, "newest_slots", oldest)
 
 
 @mutation
@@ -185,27 +184,27 @@ def lineage_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def commits_overtake_their_generations(patch: pytest.MonkeyPatch) -> None:
-    real = appends.AppendQueue.push
+    real = append_queue.AppendQueue.push
 
-    def push(self: appends.AppendQueue, entry: appends.Entry) -> None:
+    def push(self: append_queue.AppendQueue, entry: append_queue.Entry) -> None:
         real(self, entry)
         if isinstance(entry, m.AppendCommit):
             self.entries.rotate(1)
             self.in_flight, self.due = False, 0.0
 
-    patch.setattr(appends.AppendQueue, "push", push)
+    patch.setattr(append_queue.AppendQueue, "push", push)
 
 
 @mutation
 def one_nodes_upload_makes_a_commit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commits.Job, "uploaded", property(lambda self: bool(self.done)))
+    patch.setattr(checkpoint_tracker.Job, "uploaded", property(lambda self: bool(self.done)))
 
 
 @mutation
 def outcomes_of_older_generations_count(patch: pytest.MonkeyPatch) -> None:
     real = events.outcome
 
-    def outcome(ctx: context.Context, event: m.Outcome) -> None:
+    def outcome(ctx: machine_memory.Context, event: m.Outcome) -> None:
         real(ctx, dataclasses.replace(event, generation=ctx.spec.id) if ctx.spec else event)
 
     patch.setitem(events.HANDLERS, m.Outcome, outcome)
@@ -215,7 +214,7 @@ def outcomes_of_older_generations_count(patch: pytest.MonkeyPatch) -> None:
 def the_fence_is_ignored(patch: pytest.MonkeyPatch) -> None:
     real = events.appended
 
-    def appended(ctx: context.Context, event: m.Appended) -> None:
+    def appended(ctx: machine_memory.Context, event: m.Appended) -> None:
         real(ctx, dataclasses.replace(event, fenced=False, error="refused") if event.fenced else event)
 
     patch.setitem(events.HANDLERS, m.Appended, appended)
@@ -225,7 +224,7 @@ def the_fence_is_ignored(patch: pytest.MonkeyPatch) -> None:
 def only_one_node_is_asked(patch: pytest.MonkeyPatch) -> None:
     real = recovery.collect
 
-    def collect(ctx: context.Context) -> None:
+    def collect(ctx: machine_memory.Context) -> None:
         real(ctx)
         ctx.awaited = dict(list(ctx.awaited.items())[:1])
 
@@ -234,16 +233,16 @@ def only_one_node_is_asked(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def the_stuck_are_never_killed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(leaving, "kill", lambda ctx, name, reason: None)
+    patch.setattr(generation_stop, "kill", lambda ctx, name, reason: None)
 
 
 @mutation
 def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
-    def unsettled(self: context.Context) -> list[m.Member]:
+    def unsettled(self: machine_memory.Context) -> list[m.Member]:
         members = () if self.spec is None else self.spec.members
         return [member for member in members if member.worker not in self.outcomes]
 
-    patch.setattr(context.Context, "unsettled", unsettled)
+    patch.setattr(machine_memory.Context, "unsettled", unsettled)
 
 
 @mutation
@@ -253,8 +252,8 @@ def silence_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def corrupt_slots_are_offered_again(patch: pytest.MonkeyPatch) -> None:
-    def forget(ctx: context.Context, worker: str, name: str) -> None:
-        leaving.blame(ctx, "corrupt", worker, culprit=True, text=f"{name} is corrupt")
+    def forget(ctx: machine_memory.Context, worker: str, name: str) -> None:
+        generation_stop.blame(ctx, "corrupt", worker, culprit=True, text=f"{name} is corrupt")
 
     patch.setattr(events, "_quarantine", forget)
 
@@ -266,7 +265,7 @@ def generation_numbers_are_used_again(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def the_end_does_not_wait_for_the_last_commit(patch: pytest.MonkeyPatch) -> None:
-    def finalising(ctx: context.Context) -> None:
+    def finalising(ctx: machine_memory.Context) -> None:
         assert ctx.final is not None
         ctx.finish(*ctx.final)  # type: ignore[arg-type]
 
@@ -277,7 +276,7 @@ def the_end_does_not_wait_for_the_last_commit(patch: pytest.MonkeyPatch) -> None
 def void_snapshots_are_released_while_others_restore(patch: pytest.MonkeyPatch) -> None:
     real = recovery._launch
 
-    def launch(ctx: context.Context, *arguments: Any) -> None:
+    def launch(ctx: machine_memory.Context, *arguments: Any) -> None:
         real(ctx, *arguments)
         ctx.emit(*ctx.saves.release_void())
 
@@ -293,7 +292,7 @@ def a_boundary_is_left_before_all_have_left(patch: pytest.MonkeyPatch) -> None:
 def workers_of_a_restart_are_taken_for_idle(patch: pytest.MonkeyPatch) -> None:
     real = events.begin
 
-    def begin(ctx: context.Context, event: m.Begin) -> None:
+    def begin(ctx: machine_memory.Context, event: m.Begin) -> None:
         real(ctx, dataclasses.replace(event, running=None, busy=()))
 
     patch.setitem(events.HANDLERS, m.Begin, begin)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from picotron_ray.config.job import JobConfig
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime import submission
-from picotron_ray.runtime.submission import Submission, with_user_paths
+from picotron_ray.runtime.driver import submission
+from picotron_ray.runtime.driver.submission import Submission, with_user_paths
 
 JOB = Submission("raysubmit_1", {"team": "a"}, uploaded=True)
 BARE = Submission("raysubmit_2", {}, uploaded=False)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, parse_job
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.planner.choose import choose_layout
-from picotron_ray.planner.profile import CPU
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.device_profile import CPU
+from picotron_ray.planner.search import choose_layout
 from tuning import plan
 from tuning.plan import Options
 

@@ -60,8 +60,8 @@ def autoscaled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     import ray
     from ray_jobs import free_port
 
-    from picotron_ray.runtime import processes
-    from picotron_ray.runtime.connect import connect_to
+    from picotron_ray.runtime.ray_cluster import processes
+    from picotron_ray.runtime.ray_cluster.connect import connect_to
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     mark, port, folder = secrets.token_hex(16), free_port(), Path(tempfile.mkdtemp(prefix="pr-"))

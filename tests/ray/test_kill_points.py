@@ -10,7 +10,7 @@ import pytest
 from replays import check_replay
 from runs import check_ledger, in_one_process, losses, run, storage_of, tiny_job
 
-from picotron_ray.runtime.run import event_folder
+from picotron_ray.runtime.driver.preflight import event_folder
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(600)]
 

@@ -10,8 +10,9 @@ from moto.server import ThreadedMotoServer
 from s3_kit import environment, new_bucket
 from storage_suite import StorageConformance
 
-from picotron_ray.checkpoint.storage import Storage, open_storage
-from picotron_ray.config.service import StorageConfig
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import StorageError
 
 

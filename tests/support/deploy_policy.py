@@ -16,10 +16,10 @@ import yaml
 from deploy_pods import POD_RULES, container_of, quantity
 from deploy_render import Object, cluster_spec, pod_templates, ray_objects
 
-from picotron_ray.config.job import JobConfig
 from picotron_ray.config.load import load_job, parse_job
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.planner.counts import parameter_count
+from picotron_ray.planner.model_sizes import parameter_count
 
 Problems = Iterator[str]
 SUBMISSION_MODES = ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.config.job import JobConfig
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode
-from picotron_ray.coordinator.context import Choose
 from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.replay import event_line, header_line, replay
-from picotron_ray.planner.choose import choose_layout
-from picotron_ray.planner.profile import profile_of
+from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.search import choose_layout
 
 KEPT = Path(__file__).resolve().parents[1] / "pure" / "event_logs"
 KEEP = bool(os.environ.get("PICOTRON_KEEP_LOGS"))

@@ -20,7 +20,7 @@ import pytest
 if TYPE_CHECKING:
     from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
-pytest_plugins = ["coverage_limits"]
+pytest_plugins = ["tests.support.coverage_limits"]
 
 TESTS = Path(__file__).resolve().parent
 TIERS = ("pure", "gloo", "ray", "server", "gpu")
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Point everything that a test or its child processes may write at one temporary folder."""
     home = Path(tempfile.mkdtemp(prefix="picotron-tests-"))
     config.add_cleanup(lambda: _remove(home))
-    paths = [str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS / "support"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     os.environ.update(
         HOME=str(home),
         XDG_STATE_HOME=str(home / "state"),
@@ -133,6 +133,6 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
 @pytest.fixture(scope="session")
 def prometheus_programs() -> Path:
     """Folder of Debian's ``prometheus`` and ``promtool``."""
-    from debian import unpacked
+    from tests.support.debian import unpacked
 
     return unpacked("prometheus", REAL_HOME) / "usr" / "bin"

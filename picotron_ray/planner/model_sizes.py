@@ -134,7 +134,7 @@ def _llama_sizes(model: ModelConfig) -> ModelSizes:
         activations=4 * hidden + 2 * width + 2 * key_value + _hidden_activations(model),
         # Block input and what the output projection gives, q, attention output, k and v, gate and up.
         products=2 * hidden + 2 * width + 2 * key_value + _hidden_products(model),
-        # Of the hidden layer one, and a few of the residual stream (tests/gloo/test_recompute.py).
+        # Of the hidden layer one, and a few of the residual stream.
         at_work=6 * hidden + _inner(model),
         # Two norms read and write, the residual sum reads twice; positions turn q and k; the hidden layer.
         pointwise=7 * hidden + 2 * width + 2 * key_value + _hidden_pointwise(model),

@@ -4,8 +4,8 @@ The blocks of a pipeline rank are alike, to the memory model and to the cost mod
 two numbers: how many keep their inputs alone, and how many are computed again selectively. Ranks share
 neither memory nor time; the step waits for the slowest one. So each rank's own cheapest set makes the
 cheapest whole, and it is found exactly: for every number in full, the fewest selective ones that fit
-(``tests/pure/test_recompute_budget.py`` tries all sets). Under 1F1B the first ranks, with most micro-batches
-in flight, come to compute more of theirs again than the last.
+(``tests/pure/planner/test_recompute_budget.py`` tries all sets). Under 1F1B the first ranks, with most
+micro-batches in flight, come to compute more of theirs again than the last.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from picotron_ray.parallel.attention.backends import whole_kernel
 from picotron_ray.parallel.attention.lse_kernels import LseKernel, MathKernel, Seen
 from picotron_ray.parallel.attention.lse_kernels_cuda import lse_kernel
 from picotron_ray.train.engine import build_engine
-from tests.gloo.merged_parts import merged
+from tests.support.gloo.merged_parts import merged
 
 CUDA = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import check_ledger, in_one_process, kill, losses, run, start, tiny_job
+
+from tests.support.runs import check_ledger, in_one_process, kill, losses, run, start, tiny_job
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(400)]
 NO_SPARE = {"replace_workers": False}  # a process that imports torch takes seconds

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import check_ledger, kill, losses, start, tiny_job
 
 from picotron_ray.config.schema.job import JobConfig
+from tests.support.runs import check_ledger, kill, losses, start, tiny_job
 
 pytestmark = [
     pytest.mark.timeout(400),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import start, tiny_job
 
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.config.schema.job import JobConfig
@@ -20,6 +19,7 @@ from picotron_ray.runtime.driver.preflight import check_cluster, find_coordinato
 from picotron_ray.runtime.driver.resolve_precision import able_nodes, settle_precision
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
 from picotron_ray.runtime.run_storage.hf_import import import_hf
+from tests.support.runs import start, tiny_job
 
 CAPABILITIES = {"new": [(9, 0), (9, 0)], "old": [(7, 0)], "silent": []}
 

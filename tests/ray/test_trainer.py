@@ -16,11 +16,11 @@ import pytest
 from ray.train import TrainingFailedError
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import CheckpointConfig, RunConfig, ScalingConfig
-from runs import kill, tiny_job
 
 import picotron_ray
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE
+from tests.support.runs import kill, tiny_job
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(400)]
 PATIENT = {"start_timeout_s": 200.0}  # several Rays may share two cores

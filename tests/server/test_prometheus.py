@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Watched, start, tiny_job
 
 from picotron_ray.observability.catalogue import CATALOGUE, series_of
+from tests.support.runs import Watched, start, tiny_job
 
 pytestmark = [
     pytest.mark.timeout(300),

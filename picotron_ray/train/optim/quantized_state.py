@@ -5,7 +5,7 @@ together the smaller they are: the dynamic map, which is torchao's (extra ``8bit
 by a search, slow unless torch.compile makes one kernel of it. Here a table tells of the first 16 bits of a
 number the code of the smallest such number, and one comparison whether the next code is nearer; nothing is
 compiled, so that no first step waits for it. On a CPU it is faster too, as this prints:
-``pytest -s -m slow tests/gloo/test_quantised.py``.
+``pytest -s -m slow tests/gloo/train/test_quantized_state.py``.
 
 Snapshots hold the values, not the codes, as another layout has other blocks. Going there and back changes no
 bit: a scale has 16 significant bits, so that it is found again from the value of either end of the map. Those

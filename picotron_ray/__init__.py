@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from picotron_ray.runtime.trainer import ElasticTrainer as ElasticTrainer
+    from picotron_ray.runtime.ray_train.trainer import ElasticTrainer as ElasticTrainer
 
 __version__ = "0.1.0"
 
@@ -15,5 +15,5 @@ def __getattr__(name: str) -> Any:
     if name == "ElasticTrainer":
         from importlib import import_module
 
-        return import_module("picotron_ray.runtime.trainer").ElasticTrainer
+        return import_module("picotron_ray.runtime.ray_train.trainer").ElasticTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -49,7 +49,7 @@ def validate(
     """Print the resolved config, or one line per mistake (exit code 2)."""
     with reported(as_json):
         from picotron_ray.config.load import load_job, public_dict, to_yaml
-        from picotron_ray.config.precision import outlook
+        from picotron_ray.config.support.precision import outlook
 
         job = load_job(config, overrides or [])
         changed, notes = _compared(job) if resume else [], list(filter(None, [outlook(job)]))
@@ -63,9 +63,9 @@ def validate(
 
 def _compared(job: Any) -> list[str]:
     """One line per key in which a stored run of that name differs; ConfigError where one may not."""
-    from picotron_ray.runtime import inspection
+    from picotron_ray.runtime.driver import storage_commands
 
-    return inspection.changed_keys(job)
+    return storage_commands.changed_keys(job)
 
 
 @app.command("config-schema")
@@ -90,8 +90,8 @@ def config_schema(
 def status(run: Run, as_json: AsJson = False) -> None:
     """Step, loss, layout, members and recent events of a run that goes on."""
     with reported(as_json):
-        from picotron_ray.runtime import control
-        from picotron_ray.runtime.report import (
+        from picotron_ray.runtime.driver import control
+        from picotron_ray.runtime.driver.console import (
             event_line,
             metrics_lines,
             progress_line,
@@ -118,7 +118,7 @@ def logs(
 ) -> None:
     """What the run's processes on this machine wrote, each line after its pid; they outlive the run."""
     with reported(as_json):
-        from picotron_ray.runtime import control
+        from picotron_ray.runtime.driver import control
 
         for pid, line in control.log_lines(run, follow):
             _emit({"pid": int(pid), "line": line}) if as_json else print(f"{pid}: {line}", flush=follow)
@@ -132,8 +132,8 @@ def stop(
 ) -> None:
     """Stop a run with a commit; also removes whatever a killed run left on this machine."""
     with reported(as_json):
-        from picotron_ray.runtime import control
-        from picotron_ray.runtime.report import console, summary_lines
+        from picotron_ray.runtime.driver import control
+        from picotron_ray.runtime.driver.console import console, summary_lines
 
         summary = control.stop(run, now, console(as_json))
         if as_json:
@@ -170,7 +170,7 @@ def checkpoint_now(
 ) -> None:
     """Commit a checkpoint at the next step and wait until it is durable."""
     with reported(as_json):
-        from picotron_ray.runtime import control
+        from picotron_ray.runtime.driver import control
 
         step = control.checkpoint_now(run, timeout_s)
         _emit({"run": run, "step": step}) if as_json else print(f"run {run}: step {step} is committed")
@@ -180,18 +180,18 @@ def checkpoint_now(
 def checkpoints_list(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Every commit that is kept, oldest first."""
     with reported(as_json):
-        from picotron_ray.runtime import inspection
+        from picotron_ray.runtime.driver import storage_commands
 
-        _table(inspection.listing(_job(config, overrides)), as_json)
+        _table(storage_commands.listing(_job(config, overrides)), as_json)
 
 
 @checkpoints.command("verify")
 def checkpoints_verify(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Read every commit and compare all digests; exit code 4 where one is damaged."""
     with reported(as_json):
-        from picotron_ray.runtime import inspection
+        from picotron_ray.runtime.driver import storage_commands
 
-        rows = inspection.verification(_job(config, overrides))
+        rows = storage_commands.verification(_job(config, overrides))
         _table(rows, as_json)
         if any(row["problems"] for row in rows):
             raise typer.Exit(4)
@@ -201,9 +201,9 @@ def checkpoints_verify(config: Config, overrides: Overrides = None, as_json: AsJ
 def checkpoints_gc(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Retire commits beyond retention and delete what nothing needs; refused while the run goes on."""
     with reported(as_json):
-        from picotron_ray.runtime import inspection
+        from picotron_ray.runtime.driver import storage_commands
 
-        _table([inspection.garbage(_job(config, overrides))], as_json)
+        _table([storage_commands.garbage(_job(config, overrides))], as_json)
 
 
 @checkpoints.command("import-hf")
@@ -219,13 +219,13 @@ def checkpoints_import(
     with reported(as_json):
         import yaml
 
-        from picotron_ray.runtime import huggingface
+        from picotron_ray.runtime.run_storage import hf_import
 
         if config is None:
-            keys = huggingface.model_section(folder)
+            keys = hf_import.model_section(folder)
             _emit(keys) if as_json else print(yaml.safe_dump({"model": keys}, sort_keys=False).rstrip())
             return
-        done = huggingface.import_hf(_job(config, overrides), folder)
+        done = hf_import.import_hf(_job(config, overrides), folder)
         text = f"run {done['run']}: step 0 is committed, {done['tensors']} tensors from {folder}"
         note = f"\nnote: {done['note']}" if "note" in done else ""
         _emit(done) if as_json else print(text + note)
@@ -244,7 +244,7 @@ def checkpoints_export(
     """Write a commit as a Hugging Face checkpoint that transformers loads."""
     with reported(as_json):
         from picotron_ray.errors import ConfigError
-        from picotron_ray.runtime import hf_export
+        from picotron_ray.runtime.run_storage import hf_export
 
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"--dtype: saw {dtype}, expected float32 or bfloat16")
@@ -257,9 +257,9 @@ def checkpoints_export(
 def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Recompute from the source data what the committed ledger says was fed; exit code 4 where it differs."""
     with reported(as_json):
-        from picotron_ray.runtime import inspection
+        from picotron_ray.runtime.driver import storage_commands
 
-        found = inspection.ledger(_job(config, overrides))
+        found = storage_commands.ledger(_job(config, overrides))
         if as_json:
             _emit(found)
         else:
@@ -288,13 +288,13 @@ def bench_recovery(
 ) -> None:
     """SIGKILL workers of a small job, ours and others'; seconds from each kill to the next new step."""
     with reported(json_file == "-"):
-        from picotron_ray.bench import recovery
-        from picotron_ray.bench.report import recovery_lines
-        from picotron_ray.runtime.drive import without_rays_messages
+        from picotron_ray.bench.common.report import recovery_lines
+        from picotron_ray.bench.recovery import bench
+        from picotron_ray.runtime.driver.driver import without_rays_messages
 
-        chosen = recovery.chosen_peers(peers)
+        chosen = bench.chosen_peers(peers)
         with without_rays_messages():
-            found = recovery.bench(runs, seed, chosen, _say)
+            found = bench.bench(runs, seed, chosen, _say)
         _result(found, recovery_lines(found), json_file)
 
 
@@ -309,11 +309,11 @@ def bench_throughput(
 ) -> None:
     """Steps per second of the service, the same loop under torchrun, and plain PyTorch, in turns."""
     with reported(json_file == "-"):
-        from picotron_ray.bench import throughput
-        from picotron_ray.bench.report import throughput_lines
+        from picotron_ray.bench.common.report import throughput_lines
+        from picotron_ray.bench.throughput import bench
 
-        chosen = throughput.chosen_sides(sides)
-        found = throughput.bench(pairs, workers or throughput.default_workers(), chosen, _say)
+        chosen = bench.chosen_sides(sides)
+        found = bench.bench(pairs, workers or bench.default_workers(), chosen, _say)
         _result(found, throughput_lines(found), json_file)
 
 

@@ -53,7 +53,7 @@ def train(
         from picotron_ray.config.load import load_job
 
         job = load_job(config, overrides or [])
-        from picotron_ray.runtime.drive import drive
+        from picotron_ray.runtime.driver.driver import drive
 
         code = drive(job, as_json=as_json, detach=detach)
     raise typer.Exit(code)

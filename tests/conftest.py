@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from picotron_ray.runtime.local_ray import LocalRay
+    from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
-pytest_plugins = ["coverage_limits"]
+pytest_plugins = ["tests.support.coverage_limits"]
 
 TESTS = Path(__file__).resolve().parent
 TIERS = ("pure", "gloo", "ray", "server", "gpu")
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Point everything that a test or its child processes may write at one temporary folder."""
     home = Path(tempfile.mkdtemp(prefix="picotron-tests-"))
     config.add_cleanup(lambda: _remove(home))
-    paths = [str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS / "support"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     os.environ.update(
         HOME=str(home),
         XDG_STATE_HOME=str(home / "state"),
@@ -75,7 +75,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def _remove(home: Path) -> None:
     """Remove the temporary home, and the logs that the local Rays of tests keep beside it."""
-    from picotron_ray.runtime.local_ray import default_temp_folder
+    from picotron_ray.runtime.ray_cluster.local_ray import default_temp_folder
 
     for lock in (home / "state" / "picotron_ray").glob("*.lock"):
         shutil.rmtree(default_temp_folder(lock.stem), ignore_errors=True)
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRay]:
     """One local Ray of 8 CPU slots in a session of its own, for tests that need any Ray."""
-    from picotron_ray.runtime import local_ray as lifecycle
+    from picotron_ray.runtime.ray_cluster import local_ray as lifecycle
 
     # Ray's socket paths must stay below 108 bytes, so not under pytest's own long folder names.
     folder = Path(tempfile.mkdtemp(prefix="pr-"))
@@ -133,6 +133,6 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
 @pytest.fixture(scope="session")
 def prometheus_programs() -> Path:
     """Folder of Debian's ``prometheus`` and ``promtool``."""
-    from debian import unpacked
+    from tests.support.debian import unpacked
 
     return unpacked("prometheus", REAL_HOME) / "usr" / "bin"

@@ -16,14 +16,14 @@ from typing import Any
 from pydantic import Field
 
 from picotron_ray.config.export import public_dict
-from picotron_ray.config.fit import misfits
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import parse_job
-from picotron_ray.config.section import Section
+from picotron_ray.config.schema.base import Section
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.layout import misfits
 from picotron_ray.errors import ConfigError, LayoutError
-from picotron_ray.planner.choose import choose_layout, layouts
-from picotron_ray.planner.profile import DeviceProfile
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.search import choose_layout, layouts
 
 FAILURES_WITHOUT_PROGRESS = 2
 """A trial that fails this often at the same step is given up: an out-of-memory error comes again."""

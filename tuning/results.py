@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.tune import ResultGrid
 
-from picotron_ray.config.layout import Layout
+from picotron_ray.layout.layout import Layout
 
 FIGURES = ("step", "tokens_per_s", "loss", "eval_loss", "wall_s", "failures")
 COLUMNS = ("stage", "trial", "status", "layout", "learning_rate", *FIGURES, "reason")

@@ -17,14 +17,15 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator, SearchAlgorithm, Searcher
 from rich.console import Console
 
-from picotron_ray.checkpoint.storage import get_or_none, open_storage, probe
+from picotron_ray.checkpoint.storage.base import get_or_none, probe
+from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.export import public_dict
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.planner.profile import CPU, DeviceProfile, profile_of
-from picotron_ray.runtime.placement import NodeView, WorkerNeeds, living_nodes, worker_needs
-from picotron_ray.runtime.ray_result import filesystem_of
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.device_profile import CPU, DeviceProfile, profile_of
+from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, living_nodes, worker_needs
+from picotron_ray.runtime.ray_train.result import filesystem_of
 from tuning import plan, results
 from tuning.errors import InterruptedSweepError, NoneFinishedError
 from tuning.plan import Options

@@ -20,7 +20,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from picotron_ray.config.job import JobConfig
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
 from tuning.plan import Options
@@ -50,8 +50,8 @@ def main(
     """Sweep layouts and micro-batches by tokens/s, then learning rates by held-out loss."""
     with reported(as_json):
         from picotron_ray.config.load import load_job
-        from picotron_ray.runtime.drive import without_rays_messages
-        from picotron_ray.runtime.submission import current, with_user_paths
+        from picotron_ray.runtime.driver.driver import without_rays_messages
+        from picotron_ray.runtime.driver.submission import current, with_user_paths
 
         job = with_user_paths(load_job(config, overrides or []), current())
         options = _options(
@@ -91,8 +91,9 @@ def run(job: JobConfig, options: Options, concurrent: int | None, console: Conso
     """
     os.environ.update(QUIET)  # before Tune is imported, which reads them
     from picotron_ray.data.dataset import build_dataset
-    from picotron_ray.runtime import connect, drive
-    from picotron_ray.runtime.names import cache_folder
+    from picotron_ray.runtime.driver import driver
+    from picotron_ray.runtime.ray_cluster import connect
+    from picotron_ray.runtime.ray_cluster.names import cache_folder
     from tuning.stages import Sweep, local_cpus
 
     Sweep.check(job, options)
@@ -105,7 +106,7 @@ def run(job: JobConfig, options: Options, concurrent: int | None, console: Conso
         return Sweep(job, options, concurrent, console).run()
     finally:
         signal.signal(signal.SIGTERM, before)
-        drive.take_down(local)
+        driver.take_down(local)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from ray import tune
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import RunConfig
 
-from picotron_ray.checkpoint.storage import decode_json, get_or_none, open_storage
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.checkpoint.storage.base import decode_json, get_or_none
+from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.load import parse_job
-from picotron_ray.runtime.trainer import ElasticTrainer
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.ray_train.trainer import ElasticTrainer
 from tuning.errors import TrialFailedError
 from tuning.plan import Options, trial_job
 

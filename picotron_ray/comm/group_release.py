@@ -1,9 +1,9 @@
 """Let go of process groups on a thread of their own, because their destructors may block.
 
 The destructor of a gloo group joins the group's threads, and so waits for every operation that still runs.
-After an abort one may run until its timeout, although no caller waits for it (waits.py). torch releases the
-GIL meanwhile, so another thread can carry the wait. Until it ends, such a group costs three sleeping
-threads, a few descriptors and the tensors of the operation; its connections are shut.
+After an abort one may run until its timeout, although no caller waits for it (abortable_wait.py). torch
+releases the GIL meanwhile, so another thread can carry the wait. Until it ends, such a group costs three
+threads that mostly sleep, a few descriptors and the tensors of the operation; its connections are shut.
 
 An exit handler prevents two accidents at the end of the process:
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.urls import redact
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.storage_urls import redact
 
 
 def public_dict(job: JobConfig) -> dict[str, Any]:

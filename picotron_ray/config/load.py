@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from picotron_ray.config.export import fingerprint, public_dict, to_yaml
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.rules import check
-from picotron_ray.config.schema import allowed, job_schema, key_schemas, nearest_key, schema_key
-from picotron_ray.config.service import ChaosFault
-from picotron_ray.config.source import apply_overrides, read_source, recipe_names
-from picotron_ray.config.urls import redact
+from picotron_ray.config.json_schema import allowed, job_schema, key_schemas, nearest_key, schema_key
+from picotron_ray.config.overrides import apply_overrides, read_source, recipe_names
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import ChaosFault
+from picotron_ray.config.storage_urls import redact
+from picotron_ray.config.validation.check import check
 from picotron_ray.errors import ConfigError
 
 __all__ = [

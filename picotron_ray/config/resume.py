@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from picotron_ray.config.export import flatten, public_dict
-from picotron_ray.config.job import JobConfig
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 
 Verdict = Literal["may", "warn", "refuse"]

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.commits import known_layouts
-from picotron_ray.coordinator.context import Context
-from picotron_ray.coordinator.leaving import blame, kill
+from picotron_ray.coordinator.checkpoint_tracker import known_layouts
+from picotron_ray.coordinator.generation_stop import blame, kill
+from picotron_ray.coordinator.housekeeping import lose_node, worker_gone
 from picotron_ray.coordinator.lineage import on_lineage
-from picotron_ray.coordinator.membership import Worker
+from picotron_ray.coordinator.machine_memory import Context
+from picotron_ray.coordinator.policies.membership import Worker
+from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.recovery import ask_again
-from picotron_ray.coordinator.restore import newest_commit
 from picotron_ray.coordinator.states import State
-from picotron_ray.coordinator.upkeep import lose_node, worker_gone
 
 
 def begin(ctx: Context, event: m.Begin) -> None:

@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.coordinator.appends import AppendQueue
-from picotron_ray.coordinator.commits import Checkpoints
-from picotron_ray.coordinator.context import Choose, Context
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.append_queue import AppendQueue
+from picotron_ray.coordinator.checkpoint_tracker import Checkpoints
 from picotron_ray.coordinator.events import HANDLERS
-from picotron_ray.coordinator.failures import Breaker
-from picotron_ray.coordinator.leaving import step_aborting, step_leaving
+from picotron_ray.coordinator.generation_stop import step_aborting, step_leaving
+from picotron_ray.coordinator.housekeeping import start_workers, step_running, upkeep, wanted
+from picotron_ray.coordinator.machine_memory import Choose, Context
 from picotron_ray.coordinator.messages import Command, Event, Finish, GenerationSpec
+from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.recovery import collect, pick, step_collecting, step_finalising
 from picotron_ray.coordinator.states import State
-from picotron_ray.coordinator.upkeep import start_workers, step_running, upkeep, wanted
 
 LONGEST_GAP_S = 2.0  # ticks come once a second; a longer gap is the coordinator's own sleep
 REPLY_FACTOR = 10.0  # x retry_deadline_s: an answer from storage that has not come by then was lost

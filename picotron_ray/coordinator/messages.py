@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from picotron_ray.config.layout import Layout
+from picotron_ray.layout.layout import Layout
 
 # --- values ----------------------------------------------------------------------------------------
 

@@ -5,11 +5,9 @@ The one place that decides what happens next; every way out of a generation lead
 
 from __future__ import annotations
 
-from picotron_ray.coordinator.context import Choice, Context
-from picotron_ray.coordinator.failures import Remedy
-from picotron_ray.coordinator.leaving import kill
+from picotron_ray.coordinator.generation_stop import kill
 from picotron_ray.coordinator.lineage import descend, on_lineage
-from picotron_ray.coordinator.membership import choose_members
+from picotron_ray.coordinator.machine_memory import Choice, Context
 from picotron_ray.coordinator.messages import (
     AppendGeneration,
     CollectInventory,
@@ -19,7 +17,9 @@ from picotron_ray.coordinator.messages import (
     RunGeneration,
     Source,
 )
-from picotron_ray.coordinator.restore import newest_commit, restore_point
+from picotron_ray.coordinator.policies.failure import Remedy
+from picotron_ray.coordinator.policies.membership import choose_members
+from picotron_ray.coordinator.policies.restore_point import newest_commit, restore_point
 from picotron_ray.coordinator.states import State
 
 MOST_ASKED = 3  # rounds after which a node's inventory is done without

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from picotron_ray.config.job import JobConfig
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode, encode, plain
-from picotron_ray.coordinator.context import Choose
 from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.messages import Command, Event
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from picotron_ray.config.layout import Layout
-from picotron_ray.data.order import samples_between
 from picotron_ray.data.samples import Dataset
+from picotron_ray.data.shuffle import samples_between
+from picotron_ray.layout.layout import Layout
 
 EVALUATION_SEED = 0  # held-out samples are the same ones whatever the run's seed is
 

@@ -22,8 +22,8 @@ from typing import BinaryIO, TextIO
 import numpy as np
 import xxhash
 
-from picotron_ray.config.data import END_OF_DOCUMENT, DataConfig
-from picotron_ray.data.baseline import bigram_entropy
+from picotron_ray.config.schema.data import END_OF_DOCUMENT, DataConfig
+from picotron_ray.data.bigram_baseline import bigram_entropy
 from picotron_ray.data.samples import Tokens
 from picotron_ray.data.sources import Document, SourceFile, find_files, read_documents, unreadable
 from picotron_ray.errors import DataError

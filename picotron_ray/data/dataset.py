@@ -7,14 +7,14 @@ from pathlib import Path
 
 import xxhash
 
-from picotron_ray.config.data import DataConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data import batch
 from picotron_ray.data.cache import VOCABULARY, byte_splits
 from picotron_ray.data.memmap import memmap_splits
-from picotron_ray.data.order import ORDER_VERSION
 from picotron_ray.data.samples import Dataset
+from picotron_ray.data.shuffle import ORDER_VERSION
 from picotron_ray.errors import DataError
+from picotron_ray.layout.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

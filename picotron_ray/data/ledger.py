@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from picotron_ray.data.batch import token_digest
+from picotron_ray.data.ledger_diagnosis import Slip, explain
 from picotron_ray.data.ledger_line import LedgerLine, parse_line
-from picotron_ray.data.order import samples_between
 from picotron_ray.data.samples import Dataset
-from picotron_ray.data.slip import Slip, explain
+from picotron_ray.data.shuffle import samples_between
 
 
 @dataclass(frozen=True, slots=True)

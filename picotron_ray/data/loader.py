@@ -10,9 +10,9 @@ import queue
 import threading
 from collections.abc import Callable
 
-from picotron_ray.config.layout import Layout
 from picotron_ray.data.batch import StepBatch, make_batch
 from picotron_ray.data.samples import Dataset
+from picotron_ray.layout.layout import Layout
 
 
 class Loader:

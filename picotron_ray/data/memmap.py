@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from picotron_ray.config.data import DataConfig
-from picotron_ray.data.baseline import bigram_entropy
+from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.data.bigram_baseline import bigram_entropy
 from picotron_ray.data.cache import TokenSplits, tail_tokens
 from picotron_ray.data.samples import Tokens
 from picotron_ray.data.sources import require_file, shown, unreadable

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from picotron_ray.config.data import DataConfig
+from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.errors import DataError
 
 PIECE_BYTES = 16 << 20

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.models.definition import InitialValue, ModelDefinition
-from picotron_ray.models.plan import ParameterSpec, Style
+from picotron_ray.models.parameters import ParameterSpec, Style
 
 STYLES: dict[str, Style] = {"colwise": "copy_colwise", "rowwise": "sum_rowwise"}
 

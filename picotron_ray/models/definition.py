@@ -13,10 +13,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.models.init import initialise_
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.models.layers.init import initialise_
 from picotron_ray.models.llama import Transformer
-from picotron_ray.models.plan import (
+from picotron_ray.models.parameters import (
     ParameterSpec,
     Style,
     attention_modules,
@@ -28,7 +28,7 @@ from picotron_ray.models.plan import (
     tensor_parallel_plan,
     tied_copies,
 )
-from picotron_ray.planner.counts import stage_bounds
+from picotron_ray.planner.model_sizes import stage_bounds
 
 InitialValue = Callable[[ParameterSpec], Tensor]
 """The full initial value (CPU) of one parameter."""

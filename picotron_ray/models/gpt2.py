@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.models.joint import Joint
-from picotron_ray.models.plan import SequenceShard
-from picotron_ray.models.rms_norm import RMSNorm
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.models.layers.fused_linear import Joint
+from picotron_ray.models.layers.rms_norm import RMSNorm
+from picotron_ray.models.parameters import SequenceShard
 
 
 def norm_of(config: ModelConfig) -> nn.LayerNorm | RMSNorm:

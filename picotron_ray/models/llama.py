@@ -30,17 +30,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.rope import RopeScaling
-from picotron_ray.models.documents import seen_in_row
+from picotron_ray.config.schema.model import ModelConfig, RopeScaling
 from picotron_ray.models.gpt2 import GeluMlp, Positions, norm_of
-from picotron_ray.models.head import Head
-from picotron_ray.models.joint import Joint
-from picotron_ray.models.moe import MixtureOfExperts
-from picotron_ray.models.plan import SequenceShard
-from picotron_ray.models.pointwise import AddedNorm, added_norm
-from picotron_ray.models.rms_norm import RMSNorm, closed_added_norm
-from picotron_ray.models.swiglu import SwiGLU
+from picotron_ray.models.layers.document_mask import seen_in_row
+from picotron_ray.models.layers.fused_linear import Joint
+from picotron_ray.models.layers.lm_head import Head
+from picotron_ray.models.layers.moe import MixtureOfExperts
+from picotron_ray.models.layers.pointwise import AddedNorm, added_norm
+from picotron_ray.models.layers.rms_norm import RMSNorm, closed_added_norm
+from picotron_ray.models.layers.swiglu import SwiGLU
+from picotron_ray.models.parameters import SequenceShard
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
 

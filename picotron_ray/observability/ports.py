@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from picotron_ray.config.service import MetricsConfig
+from picotron_ray.config.schema.service import MetricsConfig
 from picotron_ray.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"

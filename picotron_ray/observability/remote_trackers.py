@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from picotron_ray.config.service import TrackerConfig
+from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.observability.event_file import EventFile
 from picotron_ray.observability.trackers import PLOTTED, Csv, JsonLines, Progress, Row, Tracker
 

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from picotron_ray.config.service import TrackerConfig
+from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.errors import ConfigError
 
 Row = dict[str, Any]

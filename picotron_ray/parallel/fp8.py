@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from picotron_ray.config.precision import TORCHAO
+from picotron_ray.config.support.precision import TORCHAO
 from picotron_ray.errors import LayoutError
 
 EMULATE = False

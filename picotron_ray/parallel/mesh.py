@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from picotron_ray.config.layout import Coordinates, Layout
-from picotron_ray.config.recompute import stage_words
-from picotron_ray.config.schedules import RULES, Rules
 from picotron_ray.errors import LayoutError
-from picotron_ray.parallel.tensor_overlap import Overlap
+from picotron_ray.layout.layout import Coordinates, Layout
+from picotron_ray.layout.recompute_policy import stage_words
+from picotron_ray.layout.schedules import RULES, Rules
+from picotron_ray.parallel.tensor.overlap import Overlap
 
 AXES = ("pp", "data", "tp")
 INSIDE = ("cp", "ep", "edp", "shard", "copy")  # within the data axis

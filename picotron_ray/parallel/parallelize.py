@@ -13,65 +13,25 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from picotron_ray.checkpoint.canonical import Box
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.recompute import recomputed
-from picotron_ray.errors import LayoutError
-from picotron_ray.models.plan import ParameterSpec, SequenceShard, Style
-from picotron_ray.parallel.boxes import chunk, counts_in_norm, is_primary, local_box
-from picotron_ray.parallel.context import apply_context_parallel
-from picotron_ray.parallel.data import Units, apply_fsdp
-from picotron_ray.parallel.expert import apply_expert_parallel
+from picotron_ray.layout.recompute_policy import recomputed
+from picotron_ray.models.parameters import SequenceShard, Style
+from picotron_ray.parallel.attention.backends import AttentionPlan, whole_kernel
+from picotron_ray.parallel.context.context_parallel import apply_context_parallel
+from picotron_ray.parallel.data.fsdp import Units, apply_fsdp
+from picotron_ray.parallel.expert.expert_parallel import apply_expert_parallel
 from picotron_ray.parallel.fp8 import apply_fp8
-from picotron_ray.parallel.linear_loss import LinearCrossEntropy
+from picotron_ray.parallel.local_shards import chunk
+from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
+from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
+from picotron_ray.parallel.memory.activation_offload import apply_activation_offload
 from picotron_ray.parallel.mesh import Mesh
-from picotron_ray.parallel.offload import apply_activation_offload
-from picotron_ray.parallel.recompute import apply_recompute
-from picotron_ray.parallel.tensor import apply_tensor_parallel, named_modules
-from picotron_ray.parallel.tensor_overlap import Kind, Overlap, hidden
-from picotron_ray.parallel.tensor_ring import Ring
-from picotron_ray.parallel.whole_rows import AttentionPlan, whole_kernel
+from picotron_ray.parallel.tensor.overlap import Kind, Overlap, hidden
+from picotron_ray.parallel.tensor.ring_overlap import Ring
+from picotron_ray.parallel.tensor.tensor_parallel import apply_tensor_parallel, named_modules
 
 CPU = torch.device("cpu")
-
-
-@dataclass(slots=True)
-class LocalParameter:
-    """One canonical parameter as this rank holds it.
-
-    Fields:
-        spec: its name and full shape.
-        box: what this rank holds of it.
-        primary: whether this rank's state group speaks for the box.
-        counted: whether this rank adds the box to the global norm.
-        parameter: the module's own parameter, a DTensor where FSDP shards it.
-    """
-
-    spec: ParameterSpec
-    box: Box
-    primary: bool
-    counted: bool
-    parameter: nn.Parameter
-
-    @property
-    def local(self) -> Tensor:
-        """Live local storage, of the box's shape; detached."""
-        return local_tensor(self.parameter.detach())
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def cut(full: Tensor, box: Box) -> Tensor:
-    """The part of a full tensor that ``box`` names, as a view."""
-    for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
-        full = full.narrow(dim, start, length)
-    return full
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +153,7 @@ def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: Plan) -> Overlap | None:
     if mesh.overlap is None and plan.overlap == "ring":
         mesh.overlap = Ring(tp)
     elif mesh.overlap is None and plan.overlap == "symmetric-memory":
-        from picotron_ray.parallel.symmetric import Symmetric
+        from picotron_ray.parallel.tensor.symmetric_memory import Symmetric
 
         mesh.overlap = found = Symmetric(tp, plan.device)
         mesh.on_close.append(found.close)
@@ -226,42 +186,3 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
-
-
-def local_parameters(
-    model: nn.Module, specs: Mapping[str, ParameterSpec], mesh: Mesh
-) -> Iterator[LocalParameter]:
-    """Every parameter of which this rank holds something, in the order of ``named_parameters``.
-
-    Args:
-        specs: by the name that ``named_parameters`` says.
-
-    Raises LayoutError where the module's storage is not what the layout says: the one check that keeps
-    a changed torch from writing wrong boxes into checkpoints.
-    """
-    layout, rank = mesh.layout, mesh.rank
-    for name, parameter in model.named_parameters():
-        spec = specs[name]
-        box = local_box(spec, layout, rank)
-        found = tuple(local_tensor(parameter.detach()).shape)
-        if box.numel == 0 and 0 in found:
-            continue
-        if found != box.size:
-            raise LayoutError(
-                f"{name} in layout {layout}, rank {rank}: saw a local {found}, expected {box.size}"
-            )
-        yield LocalParameter(
-            spec, box, is_primary(spec, layout, rank), counts_in_norm(spec, layout, rank), parameter
-        )
-
-
-def local_gradient(parameter: LocalParameter, layout: Layout, sequence_parallel: bool) -> tuple[Tensor, bool]:
-    """The raw local gradient, and whether it is still to be summed over tp.
-
-    Under sequence parallelism each tp rank sees its own tokens only, so what tp replicates (norms) gets
-    partial gradients; the caller sums them in one bucket.
-    """
-    gradient = parameter.parameter.grad
-    spec = parameter.spec
-    partial = sequence_parallel and layout.tp > 1 and spec.tp_dim is None and spec.trained
-    return (torch.zeros_like(parameter.local) if gradient is None else local_tensor(gradient)), partial

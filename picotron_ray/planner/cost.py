@@ -16,28 +16,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.precision import COMPUTE_BYTES
-from picotron_ray.config.recompute import Kind
-from picotron_ray.config.schedules import rules_of, waits
-from picotron_ray.planner.blocks import blocks_again
-from picotron_ray.planner.counts import (
-    sizes_of,
-    stage_bounds,
-    stage_flops_per_token,
-    stage_parameters,
-    tied_copy,
-)
-from picotron_ray.planner.memory import STATE_BYTES, memory_estimate, offloaded_activations
-from picotron_ray.planner.profile import DeviceProfile
-from picotron_ray.planner.traffic import (
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.precision import COMPUTE_BYTES
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.recompute_policy import Kind
+from picotron_ray.layout.schedules import rules_of, waits
+from picotron_ray.planner.comm_cost import (
     context_passes,
     expert_passes,
     hidden_bytes,
     link,
     micro_batch_tokens,
     tensor_passes,
+)
+from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.memory import STATE_BYTES, memory_estimate, offloaded_activations
+from picotron_ray.planner.model_sizes import (
+    blocks_again,
+    sizes_of,
+    stage_bounds,
+    stage_flops_per_token,
+    stage_parameters,
+    tied_copy,
 )
 
 BUCKET_BYTES = 25e6  # gradients reduced per collective

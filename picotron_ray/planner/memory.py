@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from picotron_ray.config.actions import action_list
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_masks, norm_kernel
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.precision import COMPUTE_BYTES
-from picotron_ray.config.recompute import Again, Kind
-from picotron_ray.config.schedules import in_flight
-from picotron_ray.planner.blocks import blocks_again
-from picotron_ray.planner.counts import (
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.kernels import attention_masks, norm_kernel
+from picotron_ray.config.support.precision import COMPUTE_BYTES
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.recompute_policy import Again, Kind
+from picotron_ray.layout.schedule_actions import action_list
+from picotron_ray.layout.schedules import in_flight
+from picotron_ray.planner.model_sizes import (
+    blocks_again,
     joined_parameters,
     sizes_of,
     stage_depth,

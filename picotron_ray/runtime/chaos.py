@@ -15,8 +15,8 @@ import time
 import uuid
 from collections.abc import Callable
 
-from picotron_ray.checkpoint.storage import Storage
-from picotron_ray.config.service import ChaosFault
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.config.schema.service import ChaosFault
 from picotron_ray.errors import AlreadyExistsError
 
 

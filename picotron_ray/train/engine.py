@@ -19,35 +19,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron_ray.checkpoint.canonical import Box, Shard
-from picotron_ray.checkpoint.dcp import Encoded, StateTensor
-from picotron_ray.comm.groups import ProcessGroups
-from picotron_ray.comm.reduce import sum_
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.checkpoint.torch_state import Encoded, StateTensor
+from picotron_ray.comm.all_reduce import sum_
+from picotron_ray.comm.process_groups import ProcessGroups
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.models.definition import definition_of
-from picotron_ray.parallel.boxes import chunk
-from picotron_ray.parallel.data import before_backward, let_go
-from picotron_ray.parallel.loss import token_losses, weighted_sum
+from picotron_ray.parallel.data.ddp import replicated
+from picotron_ray.parallel.data.fsdp import before_backward, let_go
+from picotron_ray.parallel.data.grad_norm import clip_, global_norm
+from picotron_ray.parallel.local_shards import LocalParameter, chunk, cut, local_gradient, local_parameters
+from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import Mesh, make_mesh
-from picotron_ray.parallel.norm import clip_, global_norm
-from picotron_ray.parallel.parallelize import LocalParameter, cut, local_gradient, local_parameters
-from picotron_ray.parallel.replicated import replicated
-from picotron_ray.parallel.tied import TiedEnds
-from picotron_ray.train.adaptive import AdaptivePrecision, Policy
-from picotron_ray.train.balance import Balance, Load
-from picotron_ray.train.graphs import HELD_BACK, StepGraph, clear
-from picotron_ray.train.inputs import Inputs, MicroBatch
-from picotron_ray.train.optimizer import build_optimizer
-from picotron_ray.train.precision import check_precision, master_dtype
-from picotron_ray.train.scaling import LossScaler
-from picotron_ray.train.stages import build_stages, mixtures_of
-from picotron_ray.train.swings import GradientSwings
+from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
+from picotron_ray.train.build_stages import build_stages, mixtures_of
+from picotron_ray.train.cuda_graphs import HELD_BACK, StepGraph, clear
+from picotron_ray.train.expert_balance import Balance, Load
+from picotron_ray.train.micro_batches import Inputs, MicroBatch
+from picotron_ray.train.optim.optimizer import build_optimizer
+from picotron_ray.train.precision.adaptive import AdaptivePrecision, Policy
+from picotron_ray.train.precision.gradient_variability import GradientSwings
+from picotron_ray.train.precision.loss_scaler import LossScaler
+from picotron_ray.train.precision.precision import check_precision, master_dtype
 
 if TYPE_CHECKING:
-    from picotron_ray.parallel.pipeline import Pipeline
+    from picotron_ray.parallel.pipeline.pipeline import Pipeline
 
 OnPhase = Callable[[str], None]
 
@@ -124,7 +123,7 @@ class Engine:
         return found
 
     def _build_pipeline(self, mesh: Mesh) -> Pipeline:
-        from picotron_ray.parallel.pipeline import Pipeline
+        from picotron_ray.parallel.pipeline.pipeline import Pipeline
 
         group = mesh.group("pp")
         assert group is not None

@@ -17,14 +17,14 @@ from typing import Literal, Protocol
 
 import torch
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.data.loader import Loader
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
-from picotron_ray.train.exchange import SNAPSHOT, STOP, Agreement, Contribution, exchange
-from picotron_ray.train.schedule import learning_rate
+from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.snapshot import Snapshotter
+from picotron_ray.train.step_sync import SNAPSHOT, STOP, Agreement, Contribution, exchange
 
 
 class PageWriter(Protocol):

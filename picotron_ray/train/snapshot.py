@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from picotron_ray.checkpoint.dcp import StateTensor, buffers
-from picotron_ray.checkpoint.pool import SlotPool
-from picotron_ray.checkpoint.share import share
-from picotron_ray.checkpoint.slots import SlotFile, SlotHeader, SlotKey
-from picotron_ray.config.layout import Layout
+from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, SlotKey
+from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
+from picotron_ray.checkpoint.torch_state import StateTensor, buffers
+from picotron_ray.layout.layout import Layout
 
 RELEASE_WAIT_S = 30.0
 """How long the last snapshot of a generation waits for a slot that an upload still pins."""

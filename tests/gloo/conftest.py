@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gloo.pool import Pool
+from tests.support.gloo.pool import Pool
 
 
 @pytest.fixture(scope="session")

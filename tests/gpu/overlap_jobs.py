@@ -7,11 +7,11 @@ import gc
 import numpy as np
 import torch
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
-from tests.gloo.matrix_jobs import batch
-from tests.gloo.pool import Job
+from tests.support.gloo.jobs.matrix_jobs import batch
+from tests.support.gloo.pool import Job
 
 Found = tuple[list[float], dict[str, np.ndarray], tuple[str, ...]]
 

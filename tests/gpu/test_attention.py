@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.data import DataConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.documents import document_numbers, same_document
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.layers.document_mask import document_numbers, same_document
 from picotron_ray.models.llama import sdpa
-from picotron_ray.parallel.attention import LseKernel, MathKernel, Seen
-from picotron_ray.parallel.cuda_attention import lse_kernel
-from picotron_ray.parallel.whole_rows import whole_kernel
+from picotron_ray.parallel.attention.backends import whole_kernel
+from picotron_ray.parallel.attention.lse_kernels import LseKernel, MathKernel, Seen
+from picotron_ray.parallel.attention.lse_kernels_cuda import lse_kernel
 from picotron_ray.train.engine import build_engine
-from tests.gloo.merged_parts import merged
+from tests.support.gloo.merged_parts import merged
 
 CUDA = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.data import DataConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
-from tests.gloo.matrix_jobs import batch
 from tests.gpu.training import CUDA, trained
+from tests.support.gloo.jobs.matrix_jobs import batch
 
 MODEL = ModelConfig(vocab_size=512, hidden_size=128, intermediate_size=256, layers=3, heads=4, kv_heads=2)
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_ray.config.data import DataConfig
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.model import ModelConfig
-from picotron_ray.config.optimizer import OptimizerConfig
+from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.data.batch import StepBatch
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from tests.gpu.training import CUDA, trained
 

@@ -7,14 +7,14 @@ import gc
 import pytest
 import torch
 
-from picotron_ray.config.layout import Layout
-from picotron_ray.config.optimizer import OptimizerConfig
-from picotron_ray.train.adamw import QuantisedAdamW
+from picotron_ray.config.schema.optimizer import OptimizerConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.offload import Alike
-from picotron_ray.train.quantised import BLOCK, Quantised, decode, encode, map_of
-from tests.gloo.matrix_jobs import batch
-from tests.gloo.quantised_jobs import BATCH, job_of
+from picotron_ray.train.optim.adamw import QuantisedAdamW
+from picotron_ray.train.optim.adamw_offload import Alike
+from picotron_ray.train.optim.quantized_state import BLOCK, Quantised, decode, encode, map_of
+from tests.support.gloo.jobs.matrix_jobs import batch
+from tests.support.gloo.jobs.quantized_jobs import BATCH, job_of
 
 pytest.importorskip("torchao")
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

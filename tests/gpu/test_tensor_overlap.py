@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_ray.config.compute import KernelsConfig
-from picotron_ray.config.layout import Layout
-from tests.gloo.matrix_jobs import make_job
-from tests.gloo.pool import Pool
-from tests.gloo.test_matrix import WIDE
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.layout.layout import Layout
+from tests.gloo.parallel.test_matrix import WIDE
 from tests.gpu.overlap_jobs import trained, workspaces
+from tests.support.gloo.jobs.matrix_jobs import make_job
+from tests.support.gloo.pool import Pool
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 ROWS = 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine, build_engine
-from tests.gloo.matrix_jobs import batch
+from tests.support.gloo.jobs.matrix_jobs import batch
 
 CUDA = torch.device("cuda", 0)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from picotron_ray.runtime.local_ray import LocalRay
+    from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def connected(local_ray: LocalRay) -> Iterator[None]:
     """This process is a driver of the session's Ray; other tests may use other clusters in between."""
     import ray
 
-    from picotron_ray.runtime.names import NAMESPACE
+    from picotron_ray.runtime.ray_cluster.names import NAMESPACE
 
     ray.init(
         address=local_ray.address,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import check_ledger, start, tiny_job
+
+from tests.support.runs import check_ledger, start, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -58,10 +59,10 @@ CONFIG: dict[str, Any] = {
 def autoscaled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A head without CPU slots, and up to two nodes of two slots each, none of which is there yet."""
     import ray
-    from ray_jobs import free_port
 
-    from picotron_ray.runtime import processes
-    from picotron_ray.runtime.connect import connect_to
+    from picotron_ray.runtime.ray_cluster import processes
+    from picotron_ray.runtime.ray_cluster.connect import connect_to
+    from tests.support.ray_jobs import free_port
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     mark, port, folder = secrets.token_hex(16), free_port(), Path(tempfile.mkdtemp(prefix="pr-"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import check_ledger, in_one_process, losses, run, tiny_job
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from tests.support.runs import check_ledger, in_one_process, losses, run, tiny_job
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(400)]
 STEPS = 24
@@ -35,7 +35,7 @@ def encoder_job(name: str, storage: Path) -> JobConfig:
 
 
 def test_a_kill_under_data_and_tensor_parallelism_costs_nothing(tmp_path: Path) -> None:
-    from picotron_ray.runtime.own_model import with_built_model
+    from picotron_ray.runtime.driver.custom_model import with_built_model
 
     said: list[str] = []
     job = with_built_model(encoder_job("own-model", tmp_path), said.append)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import check_ledger, in_one_process, kill, losses, run, start, tiny_job
+
+from tests.support.runs import check_ledger, in_one_process, kill, losses, run, start, tiny_job
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(400)]
 NO_SPARE = {"replace_workers": False}  # a process that imports torch takes seconds
@@ -22,7 +23,7 @@ def calm(local_ray: object, tmp_path_factory: pytest.TempPathFactory) -> list[fl
     """Losses of the tiny job without any fault, fp64."""
     import ray
 
-    from picotron_ray.runtime.names import NAMESPACE
+    from picotron_ray.runtime.ray_cluster.names import NAMESPACE
 
     ray.init(address=local_ray.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     job = tiny_job("calm", tmp_path_factory.mktemp("calm"), **TWO_REPLICAS)
@@ -189,8 +190,8 @@ def test_two_workers_killed_at_once_are_replaced_and_the_run_grows_again(
 def test_the_coordinator_is_killed_and_adopts_then_the_agent_and_is_replaced(tmp_path: Path) -> None:
     import ray
 
-    from picotron_ray.runtime.leftovers import SIGNATURE
-    from picotron_ray.runtime.names import run_folder
+    from picotron_ray.runtime.ray_cluster.cleanup import SIGNATURE
+    from picotron_ray.runtime.ray_cluster.names import run_folder
 
     job = tiny_job(
         "adopt", tmp_path, steps=100_000, checkpoint={"interval_steps": 100_000}, cluster={"max_workers": 2}

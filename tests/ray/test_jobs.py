@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 import yaml
-from ray_jobs import TwoNodes
 
 import picotron_ray
-from picotron_ray.runtime.fingerprint import package_fingerprint
-from picotron_ray.runtime.page import process_alive, read_page
+from picotron_ray.runtime.heartbeat import process_alive, read_page
+from picotron_ray.runtime.ray_cluster.fingerprint import package_fingerprint
+from tests.support.ray_jobs import TwoNodes
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 CONFIG: dict[str, Any] = {

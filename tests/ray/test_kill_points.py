@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replays import check_replay
-from runs import check_ledger, in_one_process, losses, run, storage_of, tiny_job
 
-from picotron_ray.runtime.run import event_folder
+from picotron_ray.runtime.driver.preflight import event_folder
+from tests.support.replays import check_replay
+from tests.support.runs import check_ledger, in_one_process, losses, run, storage_of, tiny_job
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(600)]
 

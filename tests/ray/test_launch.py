@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.runtime import local_ray as lifecycle
-from picotron_ray.runtime import processes, supervise
-from picotron_ray.runtime.local_ray import LocalRay
+from picotron_ray.runtime.ray_cluster import local_ray as lifecycle
+from picotron_ray.runtime.ray_cluster import processes, supervisor
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
 pytestmark = pytest.mark.timeout(400)  # seconds on an idle machine; several Rays may share two cores
 LONG = ("steps=100000", "checkpoint.interval_steps=20", "evaluate.interval_steps=100000")
@@ -147,7 +147,7 @@ def test_sigkill_of_everything_resumes_from_the_last_commit_and_goes_away_by_its
         out, _ = again.communicate(timeout=200)
     assert again.returncode == 0, out
     ray = found(door.run)
-    wait_for(lambda: not processes.members(ray.mark, ray.session), 90 + supervise.LINGER_S)
+    wait_for(lambda: not processes.members(ray.mark, ray.session), 90 + supervisor.LINGER_S)
     assert "generation 2.1 rank 0: " in door.command("logs", door.run)
     summary = json.loads((door.folder / door.run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", steps)

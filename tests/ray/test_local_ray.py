@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from picotron_ray.runtime import local_ray, processes, supervise
-from picotron_ray.runtime.local_ray import LocalRay, LocalRayError
+from picotron_ray.runtime.ray_cluster import local_ray, processes, supervisor
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay, LocalRayError
 
 DRIVER = """
 import sys, ray
@@ -117,7 +117,7 @@ def command_line(pid: int) -> bytes:
 def test_goes_away_by_itself_after_the_end_of_the_run(ray: LocalRay) -> None:
     assert drive("end") == "1"
     assert not ray.alive, "a launch that comes now must start another one"
-    wait_until(lambda: not processes.members(ray.mark, ray.session), supervise.LINGER_S + 15)
+    wait_until(lambda: not processes.members(ray.mark, ray.session), supervisor.LINGER_S + 15)
     assert_nothing_left(ray)
 
 

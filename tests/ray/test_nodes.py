@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import check_ledger, kill, losses, start, tiny_job
 
-from picotron_ray.config.job import JobConfig
+from picotron_ray.config.schema.job import JobConfig
+from tests.support.runs import check_ledger, kill, losses, start, tiny_job
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -30,7 +30,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from picotron_ray.runtime.connect import connect_to
+    from picotron_ray.runtime.ray_cluster.connect import connect_to
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cluster = Cluster(initialize_head=True, head_node_args=HEAD)
@@ -44,7 +44,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def unplug(cluster: Any, job: JobConfig) -> None:
     """The worker node goes, and what it held in memory with it."""
-    from picotron_ray.runtime.names import node_folder
+    from picotron_ray.runtime.ray_cluster.names import node_folder
 
     (gone,) = cluster.worker_nodes
     cluster.remove_node(gone, allow_graceful=False)

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import start, tiny_job
 
-from picotron_ray.checkpoint.local import LocalStorage
-from picotron_ray.config.job import JobConfig
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime import precision
-from picotron_ray.runtime import run as run_module
-from picotron_ray.runtime.cluster import Cluster
-from picotron_ray.runtime.huggingface import import_hf
-from picotron_ray.runtime.placement import NodeView, WorkerNeeds
-from picotron_ray.runtime.precision import able_nodes, settle_precision
-from picotron_ray.runtime.run import check_cluster, find_coordinator
+from picotron_ray.runtime.coordinator.cluster import Cluster
+from picotron_ray.runtime.driver import preflight as run_module
+from picotron_ray.runtime.driver import resolve_precision
+from picotron_ray.runtime.driver.preflight import check_cluster, find_coordinator
+from picotron_ray.runtime.driver.resolve_precision import able_nodes, settle_precision
+from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
+from picotron_ray.runtime.run_storage.hf_import import import_hf
+from tests.support.runs import start, tiny_job
 
 CAPABILITIES = {"new": [(9, 0), (9, 0)], "old": [(7, 0)], "silent": []}
 
@@ -32,8 +32,10 @@ def node(name: str) -> NodeView:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> list[NodeView]:
     """Living nodes with GPUs, of which a test chooses; no Ray is asked."""
     found: list[NodeView] = []
-    monkeypatch.setattr(precision, "living_nodes", lambda: found)
-    monkeypatch.setattr(precision, "capabilities", lambda seen: {n.id: CAPABILITIES[n.id] for n in seen})
+    monkeypatch.setattr(resolve_precision, "living_nodes", lambda: found)
+    monkeypatch.setattr(
+        resolve_precision, "capabilities", lambda seen: {n.id: CAPABILITIES[n.id] for n in seen}
+    )
     return found
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import kill
 
 from picotron_ray.config.load import load_job
-from picotron_ray.runtime.local_ray import LocalRay
-from picotron_ray.runtime.names import NAMESPACE
-from picotron_ray.runtime.page import PageView, process_alive, read_page
+from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE
+from tests.support.runs import kill
 
 pytestmark = pytest.mark.timeout(900)  # about a minute of an idle machine; several Rays may share two cores
 SWEEP = "drill"

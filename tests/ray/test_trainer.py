@@ -16,11 +16,11 @@ import pytest
 from ray.train import TrainingFailedError
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import CheckpointConfig, RunConfig, ScalingConfig
-from runs import kill, tiny_job
 
 import picotron_ray
-from picotron_ray.checkpoint.storage import open_storage
-from picotron_ray.runtime.names import NAMESPACE
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE
+from tests.support.runs import kill, tiny_job
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(400)]
 PATIENT = {"start_timeout_s": 200.0}  # several Rays may share two cores
@@ -97,7 +97,7 @@ def check_checkpoint(result: Any, layers: int) -> None:
 
 def kill_worker(run: str) -> None:
     """SIGKILL the worker of rank 0, found by its page."""
-    from picotron_ray.runtime.page import read_page
+    from picotron_ray.runtime.heartbeat import read_page
 
     pages = [read_page(path) for path in Path(f"/dev/shm/picotron_ray/{run}").glob("*/*.page")]
     kill(next(page.pid for page in pages if page is not None and page.rank == 0))

@@ -16,10 +16,10 @@ from ray.train.v2.api.config import (
     ScalingConfig,
 )
 
-from picotron_ray.config.job import JobConfig
 from picotron_ray.config.load import load_job
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.ray_configs import NO_LIMIT, resolve
+from picotron_ray.runtime.ray_train.configs import NO_LIMIT, resolve
 
 
 def test_every_applied_field_lands_in_the_job(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Watched, start, tiny_job
 
 from picotron_ray.observability.catalogue import CATALOGUE, series_of
+from tests.support.runs import Watched, start, tiny_job
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -38,7 +38,7 @@ def discovery_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from picotron_ray.runtime.connect import connect_to
+    from picotron_ray.runtime.ray_cluster.connect import connect_to
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cluster = Cluster(

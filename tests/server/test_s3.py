@@ -14,18 +14,19 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ConnectionClosedError
-from checkpoint_kit import generation, load, make_state, same, save
-from fencing import check_stopped_writer_is_refused
-from s3_kit import Settings, environment, new_bucket, script, settings_of
-from storage_suite import StorageConformance
 
-from picotron_ray.checkpoint.gc import collect
-from picotron_ray.checkpoint.log import RunLog
-from picotron_ray.checkpoint.s3 import S3Storage
-from picotron_ray.checkpoint.storage import Storage, open_storage, probe
-from picotron_ray.checkpoint.verify import latest_good, read_ledger, verify_all
-from picotron_ray.config.service import CheckpointConfig, StorageConfig
+from picotron_ray.checkpoint.storage.base import Storage, probe
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.storage.s3 import S3Storage
+from picotron_ray.checkpoint.store.gc import collect
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
+from picotron_ray.config.schema.service import CheckpointConfig, StorageConfig
 from picotron_ray.errors import AlreadyExistsError, StorageError, StorageUnavailableError
+from tests.support.checkpoint_kit import generation, load, make_state, same, save
+from tests.support.fencing import check_stopped_writer_is_refused
+from tests.support.s3_kit import Settings, environment, new_bucket, script, settings_of
+from tests.support.storage_suite import StorageConformance
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 from moto.server import ThreadedMotoServer
-from s3_kit import environment, new_bucket
-from storage_suite import StorageConformance
 
-from picotron_ray.checkpoint.storage import Storage, open_storage
-from picotron_ray.config.service import StorageConfig
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import StorageError
+from tests.support.s3_kit import environment, new_bucket
+from tests.support.storage_suite import StorageConformance
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from picotron_ray.checkpoint.boxes import region, whole
-from picotron_ray.checkpoint.canonical import Box, Shard
-from picotron_ray.checkpoint.commit import Committed, commit
-from picotron_ray.checkpoint.commit_source import CommitSource
-from picotron_ray.checkpoint.log import RunLog
-from picotron_ray.checkpoint.manifest import Manifest
-from picotron_ray.checkpoint.slots import SlotFile, SlotHeader, slot_bytes
-from picotron_ray.checkpoint.storage import Storage
-from picotron_ray.checkpoint.upload import UploadPart, upload_slots
-from picotron_ray.config.layout import Layout
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, slot_bytes
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.store.commit import Committed, commit
+from picotron_ray.checkpoint.store.commit_source import CommitSource
+from picotron_ray.checkpoint.store.manifest import Manifest
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.upload import UploadPart, upload_slots
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Box, Shard, region, whole
 
 SHAPES = {"embed.weight": (23, 8), "layers.0.mlp.down.weight": (8, 12), "norm.weight": (8,), "scalar": ()}
 CUT = {"embed.weight": 0, "layers.0.mlp.down.weight": 1}

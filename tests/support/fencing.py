@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoint_kit import generation, load, make_state, same, save
-
-from picotron_ray.checkpoint.log import RunLog
-from picotron_ray.checkpoint.storage import open_storage
-from picotron_ray.checkpoint.verify import latest_good
-from picotron_ray.config.service import StorageConfig
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.verify import latest_good
+from picotron_ray.config.schema.service import StorageConfig
+from tests.support.checkpoint_kit import generation, load, make_state, same, save
 
 
 def check_stopped_writer_is_refused(config: StorageConfig, run: str, folder: Path, point: str) -> None:

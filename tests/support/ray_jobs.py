@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.runtime import processes
+from picotron_ray.runtime.ray_cluster import processes
 
 HEAD = ("--head", "--include-log-monitor=false", "--disable-usage-stats", "--block")
 NO_ANSWER = (urllib.error.URLError, http.client.HTTPException, OSError)

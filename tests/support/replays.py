@@ -1,8 +1,8 @@
 """Event logs of real runs: proof that they replay, and how they are kept for the pure tier.
 
-``PICOTRON_KEEP_LOGS=1`` with a Ray test copies its logs to tests/pure/event_logs (paths of this machine
-taken out); with the pure tier it writes the commands of the present machine into them: do that, and read
-the difference, where its behaviour was changed on purpose.
+``PICOTRON_KEEP_LOGS=1`` with a Ray test copies its logs to tests/pure/coordinator/event_logs (paths of this
+machine taken out). With the pure tier it writes the commands of the present machine into them: do that, and
+read the difference, where its behaviour was changed on purpose.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.config.job import JobConfig
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode
-from picotron_ray.coordinator.context import Choose
 from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.replay import event_line, header_line, replay
-from picotron_ray.planner.choose import choose_layout
-from picotron_ray.planner.profile import profile_of
+from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.search import choose_layout
 
-KEPT = Path(__file__).resolve().parents[1] / "pure" / "event_logs"
+KEPT = Path(__file__).resolve().parents[1] / "pure" / "coordinator" / "event_logs"
 KEEP = bool(os.environ.get("PICOTRON_KEEP_LOGS"))
 
 

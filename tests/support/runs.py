@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.checkpoint.log import RunLog
-from picotron_ray.checkpoint.storage import Storage, open_storage
-from picotron_ray.checkpoint.verify import latest_good, read_ledger
-from picotron_ray.config.job import JobConfig
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.verify import latest_good, read_ledger
+from picotron_ray.config.schema.job import JobConfig
 
 TINY: dict[str, Any] = {
     "steps": 40,
@@ -86,8 +87,8 @@ class Watched:
 
     def pids(self) -> dict[str, int]:
         """Pids of the living workers, by name, from their pages."""
-        from picotron_ray.runtime.names import run_folder
-        from picotron_ray.runtime.page import process_alive, read_page
+        from picotron_ray.runtime.heartbeat import process_alive, read_page
+        from picotron_ray.runtime.ray_cluster.names import run_folder
 
         pages = run_folder(self.job.snapshot.folder, self.job.name).glob("*/*.page")
         views = [view for page in pages if (view := read_page(page)) is not None]
@@ -96,7 +97,7 @@ class Watched:
 
 def start(job: JobConfig) -> Watched:
     """Start (or attach to) a run on the cluster that this process is connected to."""
-    from picotron_ray.runtime.run import ensure_coordinator
+    from picotron_ray.runtime.driver.preflight import ensure_coordinator
 
     return Watched(job, ensure_coordinator(job)[0])
 
@@ -135,12 +136,12 @@ def in_one_process(job: JobConfig) -> list[float]:
     """Loss per step of the same job without Ray, groups or faults."""
     import torch
 
-    from picotron_ray.config.layout import Layout
     from picotron_ray.data.batch import make_batch
     from picotron_ray.data.dataset import build_dataset
-    from picotron_ray.runtime.names import cache_folder
+    from picotron_ray.layout.layout import Layout
+    from picotron_ray.runtime.ray_cluster.names import cache_folder
     from picotron_ray.train.engine import build_engine
-    from picotron_ray.train.schedule import learning_rate
+    from picotron_ray.train.optim.lr_schedule import learning_rate
 
     layout = Layout(micro_batch=job.data.global_batch)
     data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder()).train
@@ -159,7 +160,7 @@ def check_ledger(job: JobConfig) -> None:
     """Every sample fed exactly once, proved by its tokens."""
     from picotron_ray.data.dataset import build_dataset
     from picotron_ray.data.ledger import check
-    from picotron_ray.runtime.names import cache_folder
+    from picotron_ray.runtime.ray_cluster.names import cache_folder
 
     splits = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
     report = check(ledger(job), splits.train, job.seed, job.data.global_batch)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import boto3
 
-from picotron_ray.config.service import StorageConfig
+from picotron_ray.config.schema.service import StorageConfig
 
 Settings = dict[str, str]
 SCRIPT = Path(__file__).resolve().parents[1] / "s3" / "start_s3.sh"

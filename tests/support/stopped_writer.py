@@ -11,13 +11,12 @@ import signal
 import sys
 from pathlib import Path
 
-from checkpoint_kit import generation, make_state, upload
-
-from picotron_ray.checkpoint.commit import commit
-from picotron_ray.checkpoint.log import RunLog
-from picotron_ray.checkpoint.storage import open_storage
-from picotron_ray.config.service import StorageConfig
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.commit import commit
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import FencedError
+from tests.support.checkpoint_kit import generation, make_state, upload
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from picotron_ray.checkpoint.storage import Storage, probe
+from picotron_ray.checkpoint.storage.base import Storage, probe
 from picotron_ray.errors import AlreadyExistsError, NotFoundError
 
 

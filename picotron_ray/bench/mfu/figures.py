@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from picotron_ray.bench.figures import quartiles
-from picotron_ray.config.job import JobConfig
-from picotron_ray.planner.counts import active_parameters, flops_per_token, sizes_of
+from picotron_ray.bench.common.statistics import quartiles
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.planner.model_sizes import active_parameters, flops_per_token, sizes_of
 
 BF16_DENSE_TFLOPS = {
     r"NVIDIA H100 80GB HBM3": 989.0,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from picotron_ray.bench.mfu.settings import Kind, Refusal, Setting
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.model import ModelConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 
 PEERS: tuple[Kind, ...] = ("plain", "picotron", "torchtitan")

@@ -20,9 +20,9 @@ from types import SimpleNamespace
 import torch
 
 from picotron_ray.bench.mfu.checkout import imported
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import OnPhase, silent
 
 NOT_CALLED = {

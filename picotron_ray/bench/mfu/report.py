@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from picotron_ray.bench.report import machine_line
+from picotron_ray.bench.common.report import machine_line
 
 NAME = 30
 

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-from picotron_ray.bench.events import Event
+from picotron_ray.bench.common.event_log import Event
 from picotron_ray.bench.mfu.figures import breakdown, formula, measured, mfu, rated_precision, speed_up
 from picotron_ray.bench.mfu.settings import Setting
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import norm_kernel
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.kernels import norm_kernel
 from picotron_ray.errors import PicotronError
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from picotron_ray.bench.events import Event, Events
-from picotron_ray.bench.launched import Launched, torchrun
-from picotron_ray.bench.machine import machine, versions
+from picotron_ray.bench.common.event_log import Event, Events
+from picotron_ray.bench.common.machine import machine, versions
+from picotron_ray.bench.common.process import Launched, torchrun
+from picotron_ray.bench.common.signals import sigterm_exits
 from picotron_ray.bench.mfu.peers import CHECKOUTS, chosen_peers, peer
 from picotron_ray.bench.mfu.result import result
 from picotron_ray.bench.mfu.settings import (
@@ -29,12 +30,11 @@ from picotron_ray.bench.mfu.settings import (
     base_setting,
     switched,
 )
-from picotron_ray.bench.signals import sigterm_exits
 from picotron_ray.config.load import load_job
-from picotron_ray.config.precision import chosen
+from picotron_ray.config.support.precision import chosen
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, PicotronError
-from picotron_ray.runtime.names import cache_folder
+from picotron_ray.runtime.ray_cluster.names import cache_folder
 
 POLL_S = 0.1
 Say = Callable[[str], None]

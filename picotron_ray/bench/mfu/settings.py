@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.kernels import attention_backends, norm_kernel
-from picotron_ray.config.layout import Layout
 from picotron_ray.config.load import load_job, parse_job
-from picotron_ray.config.source import apply_overrides
+from picotron_ray.config.overrides import apply_overrides
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.kernels import attention_backends, norm_kernel
 from picotron_ray.errors import ConfigError
-from picotron_ray.planner.choose import choose_layout
-from picotron_ray.planner.profile import profile_of
-from picotron_ray.runtime.own_model import with_built_model
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.search import choose_layout
+from picotron_ray.runtime.driver.custom_model import with_built_model
 
 Kind = Literal["engine", "plain", "picotron", "torchtitan"]
 

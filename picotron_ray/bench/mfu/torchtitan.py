@@ -30,12 +30,12 @@ from torch.distributed.tensor import DTensor
 
 from picotron_ray.bench.mfu.checkout import imported
 from picotron_ray.bench.mfu.peers import LOSS_PARTS
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import PicotronError
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import OnPhase, silent
-from picotron_ray.train.schedule import factor
+from picotron_ray.train.optim.lr_schedule import factor
 
 NOT_CALLED = {
     "torchtitan.distributed.minimal_async_ep.kernels": "triton",

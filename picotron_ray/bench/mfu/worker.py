@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from picotron_ray.bench.events import EventLog
+from picotron_ray.bench.common.event_log import EventLog
+from picotron_ray.bench.common.training import EngineTraining, PlainTraining, Training
 from picotron_ray.bench.mfu import picotron, torchtitan
 from picotron_ray.bench.mfu.figures import known_peak, rated_precision
 from picotron_ray.bench.mfu.meters import (
@@ -37,14 +38,13 @@ from picotron_ray.bench.mfu.meters import (
 )
 from picotron_ray.bench.mfu.peers import CHECKOUTS
 from picotron_ray.bench.mfu.settings import Setting
-from picotron_ray.bench.peers.replica import Replica
-from picotron_ray.bench.training import EngineTraining, PlainTraining, Training
-from picotron_ray.comm.groups import ProcessGroups
+from picotron_ray.bench.recovery.peers.replica import Replica
+from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.loader import Loader
 from picotron_ray.data.samples import Dataset
 from picotron_ray.errors import PicotronError
-from picotron_ray.runtime.names import cache_folder
+from picotron_ray.runtime.ray_cluster.names import cache_folder
 from picotron_ray.train.engine import build_engine
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.failures import Remedy
+from picotron_ray.coordinator.policies.failure import Remedy
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.training import (
     LONGEST_RENDEZVOUS_S,

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from picotron_ray.config.job import JobConfig
-from picotron_ray.config.layout import Layout
-from picotron_ray.coordinator.context import Choose
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.simulator.checks import Checks
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, ambush, coordinator, plan
@@ -16,6 +15,7 @@ from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.world import Sim
 from picotron_ray.coordinator.states import State
 from picotron_ray.errors import LayoutError
+from picotron_ray.layout.layout import Layout
 
 LIMIT_S = 400.0  # virtual seconds after the last fault within which a run must end
 EVENTS = 210.0  # a tick and each node's heartbeat per second: this many where nothing goes wrong

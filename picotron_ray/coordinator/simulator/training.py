@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from picotron_ray.config.layout import Layout
 from picotron_ray.coordinator import messages as m
+from picotron_ray.layout.layout import Layout
 
 if TYPE_CHECKING:
     from picotron_ray.coordinator.simulator.nodes import SimWorker

@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from picotron_ray.config.job import JobConfig
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.context import Choose
+from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.storage import Storage

@@ -1,0 +1,80 @@
+"""One optimizer step as our engine takes it, and as one writes it by hand in plain PyTorch.
+
+What the benchmarks compare: both train the same model on the same batches (`Replica`), and both clip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from picotron_ray.bench.recovery.peers.replica import Replica
+from picotron_ray.data.batch import StepBatch
+from picotron_ray.train.engine import Engine, OnPhase, silent
+from picotron_ray.train.optim.lr_schedule import learning_rate
+
+
+class Training(Protocol):
+    """Something that trains on one batch after the other."""
+
+    def step(self, batch: StepBatch, on_phase: OnPhase = silent) -> float | Tensor:
+        """One update; returns this rank's loss, of whatever scale. ``on_phase`` hears what begins."""
+
+    def close(self) -> None:
+        """Let go of the process groups."""
+
+
+class EngineTraining:
+    """The service's own step (`train.loop.Loop`) without exchange, ledger line and snapshot."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        engine.initialise(engine.job.seed)
+
+    def step(self, batch: StepBatch, on_phase: OnPhase = silent) -> float:
+        engine = self._engine
+        loss, _ = engine.gradients_of(batch, on_phase)
+        on_phase("optimizer")
+        engine.optimizer_step(learning_rate(engine.job.optimizer, batch.step, engine.job.steps))
+        return loss
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class PlainTraining:
+    """The replica's model, in DistributedDataParallel where there are several, and torch's AdamW."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._model: nn.Module = replica.model
+        if dist.is_initialized():
+            self._model = DistributedDataParallel(replica.model)
+
+    def step(self, batch: StepBatch, on_phase: OnPhase = silent) -> Tensor:
+        replica = self._replica
+        replica.set_rate(batch.step)
+        replica.optimizer.zero_grad()
+        losses = []
+        for number in range(len(batch.tokens)):
+            with self._unsynchronised(last=number == len(batch.tokens) - 1):
+                loss = replica.loss(self._model, batch, number)
+                loss.backward()
+            losses.append(loss.detach())
+        replica.clip()
+        replica.optimizer.step()
+        return torch.stack(losses).sum()
+
+    def _unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients are averaged with those of the last micro-batch alone."""
+        if last or not isinstance(self._model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self._model.no_sync()
+
+    def close(self) -> None:
+        del self._model

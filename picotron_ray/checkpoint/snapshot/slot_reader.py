@@ -1,0 +1,169 @@
+"""Reading snapshot slots, from any process; see ``slots.py``. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from picotron_ray.checkpoint.snapshot.slot_format import (
+    AREAS,
+    AREAS_AT,
+    MAGIC,
+    PAGE,
+    PIN_AT,
+    SEAL_AT,
+    UNSEALED,
+    SlotHeader,
+    seal_of,
+)
+from picotron_ray.errors import CorruptError, SlotError
+from picotron_ray.layout.shards import Box, Shard
+
+READING = 2
+"""Pin word of a slot that an upload reads; 1: one that waits for its upload, 0: free."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotShard:
+    """A shard in a slot: where its bytes are, and their xxh3_128."""
+
+    shard: Shard
+    offset: int  # from the start of the file
+    digest: bytes
+
+
+class SlotView:
+    """A sealed slot, mapped for reading.
+
+    ``seal`` identifies the content: ``still_sealed`` tells after reading whether it was overwritten
+    meanwhile.
+    """
+
+    def __init__(self, name: str, data: memoryview) -> None:
+        self.name = name
+        self._data = data
+        found = _open(name, data)
+        if found is None:
+            raise CorruptError(f"slot {name} is not sealed; use an older snapshot", where=name)
+        self.seal, (table, digests, header, ledger), areas = found
+        self.header = _header(header, ledger)
+        self.shards = _shards(table, digests, areas[2])
+
+    def raw(self, entry: SlotShard) -> memoryview:
+        """The shard's bytes, unchecked."""
+        return self._data[entry.offset : entry.offset + entry.shard.nbytes]
+
+    def checked(self, entry: SlotShard) -> memoryview:
+        """The shard's bytes.
+
+        Raises:
+            CorruptError: they do not match their digest.
+        """
+        data = self.raw(entry)
+        if xxhash.xxh3_128_digest(data) != entry.digest:
+            raise CorruptError(
+                f"slot {self.name}: {entry.shard.name} at {entry.shard.box.offset} does not match its digest;"
+                " use another copy or an older snapshot",
+                where=self.name,
+            )
+        return data
+
+    def still_sealed(self) -> bool:
+        return bytes(self._data[SEAL_AT : SEAL_AT + 16]) == self.seal
+
+
+def open_slot(source: str | os.PathLike[str] | bytes | bytearray | memoryview, name: str = "") -> SlotView:
+    """Map a slot file, or wrap a copy of its bytes.
+
+    Raises:
+        CorruptError: it is not sealed, torn or truncated.
+        SlotError: there is no such file.
+    """
+    if isinstance(source, bytes | bytearray | memoryview):
+        return SlotView(name or "<bytes>", memoryview(source))
+    path = Path(source)
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise SlotError(f"slot {path} does not exist; its node's slots were removed") from error
+    except ValueError as error:  # an empty file cannot be mapped
+        raise CorruptError(f"slot {path.name} is empty; use an older snapshot", where=path.name) from error
+    return SlotView(name or path.name, memoryview(mapped))
+
+
+def read_header(path: str | os.PathLike[str]) -> SlotHeader | None:
+    """The header of a sealed slot; None where it is unsealed, torn, truncated or no slot at all.
+
+    Raises:
+        SlotError: there is no such file.
+    """
+    try:
+        return open_slot(path).header
+    except CorruptError:
+        return None
+
+
+def verify(path: str | os.PathLike[str], name: str = "") -> SlotView:
+    """Check every shard's digest, and that the slot was not overwritten meanwhile.
+
+    Raises:
+        CorruptError: naming the slot and the tensor.
+    """
+    view = open_slot(path, name)
+    for entry in view.shards:
+        view.checked(entry)
+    if not view.still_sealed():
+        raise CorruptError(f"slot {view.name} was overwritten while it was read", where=view.name)
+    return view
+
+
+def is_pinned(path: str | os.PathLike[str]) -> bool:
+    """Whether the slot is kept for an upload."""
+    with Path(path).open("rb") as file:
+        return os.pread(file.fileno(), 1, PIN_AT) != b"\x00"
+
+
+def set_pinned(path: str | os.PathLike[str], pinned: bool, reading: bool = False) -> None:
+    """Pin or release a slot from another process than its writer (the node's agent).
+
+    ``reading``: an upload is at it; the writer may then not give it up for a newer checkpoint.
+    """
+    with Path(path).open("r+b") as file:
+        os.pwrite(file.fileno(), bytes([READING if pinned and reading else int(pinned)]), PIN_AT)
+
+
+def _open(name: str, data: memoryview) -> tuple[bytes, list[memoryview], tuple[int, ...]] | None:
+    if len(data) < PAGE or bytes(data[: len(MAGIC)]) != MAGIC:
+        return None
+    seal = bytes(data[SEAL_AT : SEAL_AT + 16])
+    prefix = bytes(data[AREAS_AT : AREAS_AT + AREAS.size])
+    areas = AREAS.unpack(prefix)
+    if seal == UNSEALED or any(areas[i] + areas[i + 1] > len(data) for i in range(0, 10, 2)):
+        return None
+    parts = [data[areas[i] : areas[i] + areas[i + 1]] for i in (0, 4, 6, 8)]
+    return (seal, parts, areas) if seal_of(prefix, parts) == seal else None
+
+
+def _header(encoded: memoryview, ledger: memoryview) -> SlotHeader:
+    fields = json.loads(bytes(encoded))
+    fields["fragments"] = tuple(tuple(part) for part in fields["fragments"])
+    lines = bytes(ledger).decode()
+    return SlotHeader(**fields, ledger=tuple(lines.split("\n")) if lines else ())
+
+
+def _shards(table: memoryview, digests: memoryview, body_at: int) -> tuple[SlotShard, ...]:
+    rows = json.loads(bytes(table))
+    return tuple(
+        SlotShard(
+            Shard(name, dtype, tuple(shape), Box(tuple(offset), tuple(size))),
+            body_at + at,
+            bytes(digests[16 * i : 16 * i + 16]),
+        )
+        for i, (name, dtype, shape, offset, size, at) in enumerate(rows)
+    )

@@ -1,0 +1,124 @@
+"""The store of a run's checkpoints: a flat space of keys, on a local folder or in S3.
+
+Keys are relative to ``<storage.url>/<run>``. The interface is what both kinds can do atomically:
+
+- ``put`` replaces an object as a whole: readers see the old or the new bytes, never a mixture;
+- ``put_if_absent`` has exactly one winner, whatever races it, across machines. It is the fence of the
+  log. Putting bytes that are there already succeeds, so a lost reply is settled by trying again.
+
+Both return only when the object is durable. Operations wait out an outage up to
+``storage.retry_deadline_s`` and then raise StorageUnavailableError: the object may then be there or not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from picotron_ray.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
+
+
+class Listed(NamedTuple):
+    """One object of a listing. ``mtime_s``: last write, seconds since the epoch by the store's clock."""
+
+    key: str
+    size: int
+    mtime_s: float
+
+
+class Storage(Protocol):
+    """A run's objects. Every method may raise StorageError and StorageUnavailableError."""
+
+    @property
+    def where(self) -> str:
+        """What the storage is, for messages; without credentials."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store an object, replacing one of that key."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Store an object only where there is none of that key; the same bytes count as done.
+
+        Raises:
+            AlreadyExistsError: other bytes are there.
+        """
+        ...
+
+    def get(self, key: str) -> bytes:
+        """An object's bytes; NotFoundError where there is none."""
+        ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """``length`` bytes from ``start``, fewer where the object ends; NotFoundError where there is none."""
+        ...
+
+    def size(self, key: str) -> int | None:
+        """An object's length in bytes, or None where there is none."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[Listed]:
+        """All objects whose key starts with ``prefix``, in order of their keys."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens where there is none."""
+        ...
+
+
+def probe(storage: Storage) -> None:
+    """Check that the storage can be used: write, read, list, refuse a second conditional put, delete.
+
+    Raises:
+        StorageError: one line that says what is wrong (missing, read-only, full, wrong bucket or key).
+    """
+    key, data = f"probe/{uuid.uuid4().hex}", os.urandom(64)
+    storage.put_if_absent(key, data)
+    try:
+        if storage.get(key) != data or [entry.key for entry in storage.list(key)] != [key]:
+            raise StorageError(
+                f"{storage.where}: an object just written does not read back; use another storage"
+            )
+        try:
+            storage.put_if_absent(key, b"other")
+        except AlreadyExistsError:
+            return
+        raise StorageError(
+            f"{storage.where}: conditional writes are not honoured (If-None-Match), so two coordinators"
+            " could both commit; use a storage that supports them"
+        )
+    finally:
+        storage.delete(key)
+
+
+# --- JSON objects that carry their own digest --------------------------------------------------------
+
+
+def encode_json(value: dict[str, Any]) -> bytes:
+    """Canonical JSON (sorted keys, no spaces): equal values have equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def decode_json(key: str, data: bytes) -> dict[str, Any]:
+    """Parse an object; CorruptError where it is no JSON object."""
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise CorruptError(
+            f"{key} is not readable JSON (truncated or damaged): {error}", where=key
+        ) from error
+    if not isinstance(value, dict):
+        raise CorruptError(f"{key} holds {type(value).__name__}, expected a JSON object", where=key)
+    return value
+
+
+def get_or_none(storage: Storage, key: str) -> bytes | None:
+    """An object's bytes, or None where there is none."""
+    try:
+        return storage.get(key)
+    except NotFoundError:
+        return None

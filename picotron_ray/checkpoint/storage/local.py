@@ -1,0 +1,186 @@
+"""Storage in a local (or POSIX-mounted) folder.
+
+An object is written to a temporary file, fsync'd, and published by ``rename`` (put) or by ``link``
+(put_if_absent: exactly one link of a name can succeed), then the folder is fsync'd. Temporary files
+live in ``.tmp`` and never appear in listings; ones that a killed writer left are removed after a day by
+the next process that writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from picotron_ray.checkpoint.storage.base import Listed
+from picotron_ray.errors import AlreadyExistsError, NotFoundError, StorageError, StorageUnavailableError
+
+_TMP = ".tmp"
+_STALE_TMP_S = 86_400.0
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_NO_LINKS = (errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
+T = TypeVar("T")
+
+
+class LocalStorage:
+    """Objects as files under ``<root>/<run>``."""
+
+    def __init__(self, root: str, run: str) -> None:
+        self._root = Path(root).expanduser().absolute()
+        self._base = self._root / run
+        self._ready = False
+
+    @property
+    def where(self) -> str:
+        return str(self._base)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._write(key, data, os.replace)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        try:
+            self._write(key, data, os.link)
+        except FileExistsError:
+            if self.get(key) != data:
+                raise AlreadyExistsError(f"{key} exists already in {self.where}") from None
+
+    def get(self, key: str) -> bytes:
+        return self._guarded(key, lambda: self._path(key).read_bytes())
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        def read() -> bytes:
+            with self._path(key).open("rb") as file:
+                return os.pread(file.fileno(), length, start)
+
+        return self._guarded(key, read)
+
+    def size(self, key: str) -> int | None:
+        try:
+            return self._guarded(key, lambda: self._path(key).stat().st_size)
+        except NotFoundError:
+            return None
+
+    def list(self, prefix: str) -> Iterator[Listed]:
+        folder = self._base / prefix.rpartition("/")[0]
+        found = self._guarded(prefix, lambda: sorted(self._walk(folder, prefix)))
+        yield from found
+
+    def delete(self, key: str) -> None:
+        self._guarded(key, lambda: self._path(key).unlink(missing_ok=True))
+
+    def _walk(self, folder: Path, prefix: str) -> Iterator[Listed]:
+        for parent, folders, files in os.walk(folder):
+            folders[:] = [name for name in folders if name != _TMP]
+            for name in files:
+                path = Path(parent) / name
+                key = path.relative_to(self._base).as_posix()
+                if not key.startswith(prefix):
+                    continue
+                try:
+                    stat = path.stat()
+                except FileNotFoundError:  # deleted since the listing began
+                    continue
+                yield Listed(key, stat.st_size, stat.st_mtime)
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/")
+        if not all(parts) or {".", "..", _TMP} & set(parts):
+            raise StorageError(f"{key!r} is not a key of this storage")
+        return self._base.joinpath(*parts)
+
+    def _write(self, key: str, data: bytes, publish: Callable[[str, str], object]) -> None:
+        target = self._path(key)
+
+        def write() -> None:
+            self._prepare()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._base / _TMP / uuid.uuid4().hex
+            try:
+                _write_durably(temporary, data)
+                publish(str(temporary), str(target))
+                _sync_folder(target.parent)
+            except FileNotFoundError as error:
+                raise StorageError(f"{self.where} was removed while the run was using it") from error
+            finally:
+                temporary.unlink(missing_ok=True)
+
+        self._guarded(key, write)
+
+    def _prepare(self) -> None:
+        """Make the run's folder, but never the way to it: an unmounted disk must not be written into."""
+        if self._ready:
+            return
+        if not self._root.parent.is_dir():
+            raise StorageError(
+                f"storage.url {self._root} is missing and so is its parent folder; create it or mount it"
+            )
+        for folder in (self._root, self._base):
+            if folder.exists() and not folder.is_dir():
+                raise StorageError(f"{folder} is a file; storage.url must name a folder")
+        try:
+            (self._base / _TMP).mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # a file system that takes no folders
+            raise StorageError(f"{self._base} cannot be created; set another storage.url") from error
+        _remove_stale(self._base / _TMP)
+        self._ready = True
+
+    def _guarded(self, key: str, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except FileExistsError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{key} does not exist in {self.where}") from error
+        except OSError as error:
+            raise _explained(self.where, key, error) from error
+
+
+def _explained(where: str, key: str, error: OSError) -> StorageError:
+    said = error.strerror or str(error)
+    if error.errno in _FULL:
+        return StorageError(
+            f"{where} is full ({said}) while writing {key}; free space or lower checkpoint.keep_last"
+        )
+    if error.errno in _READ_ONLY:
+        return StorageError(
+            f"{where} cannot be written ({said}); make it writable or set another storage.url"
+        )
+    if error.errno in (errno.ENOTDIR, errno.EISDIR):
+        return StorageError(f"{where}: {said} on the way to {key}; storage.url must name a folder")
+    if error.errno in _NO_LINKS:
+        return StorageError(f"{where}: the file system has no hard links ({said}); use another storage.url")
+    return StorageUnavailableError(f"{where}: {said} at {key}; check the disk or mount")
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what killed writers left; other writers' files come and go meanwhile."""
+    for left in folder.iterdir():
+        try:
+            if left.stat().st_mtime < time.time() - _STALE_TMP_S:
+                left.unlink(missing_ok=True)
+        except FileNotFoundError:  # published by its writer since the listing
+            continue
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

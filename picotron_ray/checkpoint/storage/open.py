@@ -1,0 +1,27 @@
+"""Open the storage that a config names."""
+
+from __future__ import annotations
+
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.config.schema.service import StorageConfig
+from picotron_ray.errors import StorageError
+
+
+def open_storage(config: StorageConfig, run: str) -> Storage:
+    """The storage of one run. Nothing is contacted or created yet: see ``probe``.
+
+    Raises:
+        StorageError: the URL is of no kind that is known.
+    """
+    kind, separator, rest = config.url.partition("://")
+    if not separator:
+        kind, rest = "file", config.url
+    if kind == "file":
+        from picotron_ray.checkpoint.storage.local import LocalStorage
+
+        return LocalStorage(rest, run)
+    if kind == "s3":
+        from picotron_ray.checkpoint.storage.s3 import S3Storage
+
+        return S3Storage(config, run)
+    raise StorageError(f"storage.url {kind}://… is not supported; use a folder or s3://bucket/prefix")

@@ -1,0 +1,218 @@
+"""Assembling the nodes' parts into a manifest, and committing it through the log. Torch-free.
+
+The coordinator calls ``commit``. Everything that a reader will need is durable before the log entry is
+put: ledger segment, then manifest, then (after a look at every chunk) the entry. A crash in between leaves
+objects that no entry names, which GC collects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from blake3 import blake3
+
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.store.chunks import chunk_key
+from picotron_ray.checkpoint.store.lineage import commits_on
+from picotron_ray.checkpoint.store.manifest import (
+    ChunkInfo,
+    Manifest,
+    Segment,
+    StoredShard,
+    check,
+    load_manifest,
+)
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.upload import UploadPart
+from picotron_ray.errors import AlreadyExistsError, StorageError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Box, uncovered, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A commit that is durable. ``written_bytes`` counts new chunks, ``stored_bytes`` all of them."""
+
+    seq: int
+    step: int
+    manifest: str
+    digest: str
+    stored_bytes: int
+    written_bytes: int
+
+
+def commit(
+    storage: Storage,
+    log: RunLog,
+    parts: Sequence[UploadPart],
+    on_phase: Callable[[str], None] | None = None,
+) -> Committed:
+    """Commit what the nodes uploaded of one step.
+
+    Args:
+        on_phase: called with "commit" between the manifest and the log entry (scripted faults).
+
+    Raises:
+        FencedError: a newer term was claimed; nothing was committed.
+        StorageError: parts do not make up the whole state, a chunk or ledger line is missing, or the
+            storage refused. StorageUnavailableError: calling again is safe.
+    """
+    first = parts[0]
+    manifest, lines = assemble(parts, parent_of(storage, log, first.term, first.n))
+    gone = missing_chunks(storage, manifest.chunks)
+    if gone:
+        raise StorageError(
+            f"{len(gone)} chunks of step {manifest.step} are gone, first {gone[0]}; upload it again"
+        )
+    manifest = _store_segment(storage, manifest, lines)
+    encoded = manifest.encode()
+    key = put_fresh(storage, manifest.key, encoded)
+    digest = blake3(encoded).hexdigest()
+    if on_phase:
+        on_phase("commit")
+    body = {"term": manifest.term, "n": manifest.n, "step": manifest.step, "manifest": key, "digest": digest}
+    seq = log.append("commit", body)
+    for part in parts:
+        storage.delete(part.intent)
+    written = sum(part.written_bytes for part in parts)
+    return Committed(seq, manifest.step, key, digest, manifest.stored_bytes, written)
+
+
+def assemble(parts: Sequence[UploadPart], parent: Manifest | None) -> tuple[Manifest, list[str]]:
+    """One manifest of all parts, and the ledger lines of its last segment.
+
+    That segment is not stored yet and has no key; without lines there is none.
+
+    Args:
+        parent: the newest commit on the lineage, whose ledger this one continues.
+
+    Raises:
+        StorageError: parts of different steps, a state group without all fragments, a tensor that is not
+            wholly covered, or ledger lines missing since the parent.
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        if (part.term, part.n, part.step) != (first.term, first.n, first.step):
+            raise StorageError(f"upload parts of steps {first.step} and {part.step} cannot be mixed")
+    _check_fragments(parts)
+    shards = _without_repeats(stored for part in parts for stored in part.shards)
+    chunks: dict[str, ChunkInfo] = {}
+    for part in parts:
+        chunks.update(part.chunks)
+    used = {stored.chunk for stored in shards}
+    lines = ledger_lines(parts, parent)
+    segments = list(parent.ledger) if parent else []
+    if lines:
+        begin = segments[-1].last + 1 if segments else 1
+        segments.append(Segment("", begin, first.step, blake3(_joined(lines)).hexdigest()))
+    manifest = Manifest(
+        step=first.step,
+        term=first.term,
+        n=first.n,
+        cursor=first.cursor,
+        layout=first.layout,
+        shards=tuple(shards),
+        chunks={address: info for address, info in chunks.items() if address in used},
+        ledger=tuple(segments),
+        extra=first.extra,
+    )
+    problems = check(manifest)
+    if problems:
+        raise StorageError(f"checkpoint of step {first.step} is incomplete: {problems[0]}")
+    return manifest, lines
+
+
+def ledger_lines(parts: Sequence[UploadPart], parent: Manifest | None) -> list[str]:
+    """The ledger lines after the parent's, up to the step; StorageError where one is missing."""
+    begin, end = (parent.step if parent else 0) + 1, parts[0].step
+    by_step: dict[int, str] = {}
+    for part in parts:
+        for line in part.ledger:
+            by_step.setdefault(int(json.loads(line)["step"]), line)
+    missing = [step for step in range(begin, end + 1) if step not in by_step]
+    if missing:
+        raise StorageError(
+            f"checkpoint of step {end}: the slots carry no ledger line of step {missing[0]}, expected"
+            f" {begin}..{end}"
+        )
+    return [by_step[step] for step in range(begin, end + 1)]
+
+
+def parent_of(storage: Storage, log: RunLog, term: int, n: int) -> Manifest | None:
+    """The manifest of the newest commit that generation (term, n) descends from, itself included."""
+    ancestors = commits_on(log.entries(), log.commits(), (term, n))
+    if not ancestors:
+        return None
+    newest = max(ancestors, key=lambda entry: (entry.body["step"], entry.seq))
+    return load_manifest(storage, newest.body["manifest"], newest.body["digest"])
+
+
+def missing_chunks(storage: Storage, chunks: dict[str, ChunkInfo]) -> list[str]:
+    """Addresses of chunks that are not in the store with their length."""
+
+    def there(item: tuple[str, ChunkInfo]) -> bool:
+        return storage.size(chunk_key(item[0])) == item[1].size
+
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        found = list(threads.map(there, chunks.items()))
+    return [address for address, ok in zip(chunks, found, strict=True) if not ok]
+
+
+def _check_fragments(parts: Sequence[UploadPart]) -> None:
+    counts: dict[tuple[int, int], set[int]] = {}
+    for group, index, count in (fragment for part in parts for fragment in part.fragments):
+        counts.setdefault((group, count), set()).add(index)
+    whole_groups = {group for (group, count), there in counts.items() if len(there) == count}
+    layout = parts[0].layout
+    groups = Layout.from_dict(layout).state_groups if layout else 0
+    missing = sorted(set(range(groups)) - whole_groups)
+    if missing:
+        raise StorageError(
+            f"checkpoint of step {parts[0].step}: state group {missing[0]} of {groups} was not uploaded"
+            " as a whole"
+        )
+
+
+def _without_repeats(stored: Iterable[StoredShard]) -> list[StoredShard]:
+    """Leave out boxes that larger ones cover already (replicas on other nodes)."""
+    kept: list[StoredShard] = []
+    boxes: dict[str, list[Box]] = {}
+    done: dict[str, bool] = {}
+    for part in sorted(stored, key=lambda part: -part.shard.box.numel):
+        name = part.shard.name
+        held = boxes.setdefault(name, [])
+        if done.get(name) or not uncovered(part.shard.box, held):
+            continue
+        kept.append(part)
+        held.append(part.shard.box)
+        done[name] = not uncovered(whole(part.shard.global_shape), held)
+    return sorted(kept, key=lambda part: (part.shard.name, part.shard.box.offset))
+
+
+def _joined(lines: Sequence[str]) -> bytes:
+    return "".join(line + "\n" for line in lines).encode()
+
+
+def _store_segment(storage: Storage, manifest: Manifest, lines: Sequence[str]) -> Manifest:
+    if not lines:
+        return manifest
+    last = manifest.ledger[-1]
+    key = f"ledger/{manifest.term}-{manifest.n}-{last.first}-{last.last}.jsonl"
+    stored = replace(last, key=put_fresh(storage, key, _joined(lines)))
+    return replace(manifest, ledger=(*manifest.ledger[:-1], stored))
+
+
+def put_fresh(storage: Storage, key: str, data: bytes) -> str:
+    """Put under ``key`` or, where an abandoned attempt left other bytes there, ``key`` with a number."""
+    stem, dot, suffix = key.rpartition(".")
+    for attempt in range(1, 1000):
+        name = key if attempt == 1 else f"{stem}.{attempt}{dot}{suffix}"
+        try:
+            storage.put_if_absent(name, data)
+        except AlreadyExistsError:
+            continue
+        return name
+    raise StorageError(f"{storage.where}: 1000 abandoned attempts at {key}; remove them")

@@ -1,0 +1,186 @@
+"""Retention and garbage collection of the store; the coordinator's alone. Torch-free.
+
+A chunk may be deleted only when no commit needs it *and* no save under way may count on it. Saves run
+on other machines, so:
+
+1. commits beyond retention get a ``retire`` entry in the log;
+2. chunks and manifests that nothing retained names are published in a condemned list; from then on
+   writers treat those chunks as absent and put them again;
+3. after the grace time (longer than a save may take) what is retained *and* what live intents name is
+   marked again, and the rest of the list is deleted, unless it was written again since the list;
+4. the list is removed.
+
+An intent that does not list its chunks yet (a save under way) postpones step 3; an intent older than
+the grace time is a dead save. A writer that sleeps longer than that finds its chunks gone when the
+coordinator looks for them before the commit. Nothing here runs while a commit is being made: both are the
+same coordinator's. Times are the storage's own.
+
+A collector of an old term that sleeps and wakes up is stopped by the log, and by the clock where it sleeps
+between two deletions.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from picotron_ray.checkpoint.storage.base import Listed, Storage, decode_json, encode_json
+from picotron_ray.checkpoint.store.chunks import chunk_key
+from picotron_ray.checkpoint.store.lineage import commits_on
+from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.run_log import Entry, RunLog
+from picotron_ray.config.schema.service import CheckpointConfig
+from picotron_ray.errors import CorruptError, FencedError, NotFoundError, StorageUnavailableError
+
+_LONGEST_DELETE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What one collection did; ``postponed`` says why a due list was left, "" where none was."""
+
+    retired: tuple[str, ...] = ()
+    condemned: int = 0
+    deleted: int = 0
+    deleted_bytes: int = 0
+    postponed: str = ""
+
+
+def retained(log: RunLog, config: CheckpointConfig) -> list[Entry]:
+    """The commits that retention keeps: the newest ones, multiples of keep_every_steps, and the newest
+    commit that the newest generation descends from (its ledger continues there)."""
+    commits = log.commits()
+    keep = {entry.seq for entry in commits[-config.keep_last :]}
+    if config.keep_every_steps:
+        keep |= {e.seq for e in commits if e.body["step"] % config.keep_every_steps == 0}
+    generations = [entry for entry in log.entries() if entry.kind == "generation"]
+    if generations:
+        newest = generations[-1].body
+        keep |= {e.seq for e in commits_on(log.entries(), commits, (newest["term"], newest["n"]))[-1:]}
+    return [entry for entry in commits if entry.seq in keep]
+
+
+def collect(storage: Storage, log: RunLog, config: CheckpointConfig) -> GcReport:
+    """Retire commits, delete what was condemned long enough ago, condemn what is not needed any more.
+
+    The log must hold a claimed term. With a grace time of 0 one call does all of it.
+
+    Raises:
+        FencedError: a newer term was claimed.
+        StorageError: the storage refused, or a retained manifest cannot be read (nothing is deleted).
+    """
+    log.refresh()
+    retired = _retire(log, config)
+    condemned = 0 if list(storage.list("condemned/")) else _condemn(storage, log, config)
+    now = _now(storage)
+    postponed, deleted, freed = "", 0, 0
+    for listed in list(storage.list("condemned/")):
+        if now - listed.mtime_s < config.gc_grace_s:
+            continue
+        postponed = _live_unlisted(storage, now, config.gc_grace_s)
+        if postponed:
+            break
+        count, size = _delete(storage, log, config, listed, now)
+        deleted, freed = deleted + count, freed + size
+    return GcReport(retired, condemned, deleted, freed, postponed)
+
+
+def _retire(log: RunLog, config: CheckpointConfig) -> tuple[str, ...]:
+    keep = {entry.seq for entry in retained(log, config)}
+    kept_manifests = {e.body["manifest"] for e in log.commits() if e.seq in keep}
+    manifests = {e.body["manifest"] for e in log.commits() if e.seq not in keep} - kept_manifests
+    if manifests:
+        log.append("retire", {"manifests": sorted(manifests)})
+    return tuple(sorted(manifests))
+
+
+def _marked(storage: Storage, log: RunLog, intents: Iterable[dict[str, Any]]) -> set[str]:
+    """Keys that are needed: of retained commits and of live intents."""
+    keys: set[str] = set()
+    for entry in log.commits():
+        keys.add(entry.body["manifest"])
+        try:
+            manifest = load_manifest(storage, entry.body["manifest"], entry.body["digest"])
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error}; nothing was collected: remove that commit with a smaller keep_last first",
+                where=error.where,
+            ) from error
+        keys.update(chunk_key(address) for address in manifest.chunks)
+    for intent in intents:
+        keys.update(chunk_key(address) for address in intent["chunks"] or ())
+    return keys
+
+
+def _condemn(storage: Storage, log: RunLog, config: CheckpointConfig) -> int:
+    now = _now(storage)
+    marked = _marked(storage, log, _live_intents(storage, now, config.gc_grace_s))
+    unused = [e for p in ("chunks/", "manifests/") for e in storage.list(p) if e.key not in marked]
+    if not unused:
+        return 0
+    value = {
+        "chunks": [e.key.rpartition("/")[2] for e in unused if e.key.startswith("chunks/")],
+        "manifests": [e.key for e in unused if e.key.startswith("manifests/")],
+    }
+    storage.put(f"condemned/{log.term}-{uuid.uuid4().hex}.json", encode_json(value))
+    return len(unused)
+
+
+def _delete(
+    storage: Storage, log: RunLog, config: CheckpointConfig, listed: Listed, now: float
+) -> tuple[int, int]:
+    value = decode_json(listed.key, storage.get(listed.key))
+    doomed = {chunk_key(address) for address in value["chunks"]} | set(value["manifests"])
+    doomed -= _marked(storage, log, _live_intents(storage, now, config.gc_grace_s))
+    there = [entry for prefix in ("chunks/", "manifests/") for entry in storage.list(prefix)]
+    old = [entry for entry in there if entry.key in doomed and entry.mtime_s < listed.mtime_s]
+    _check_term(log)
+    begun = time.monotonic()
+    for entry in old:
+        if time.monotonic() - begun > _LONGEST_DELETE_S:  # this process slept: what it knows may be old
+            raise StorageUnavailableError(f"{storage.where}: collection took too long and was left for later")
+        storage.delete(entry.key)
+    _drop_dead_intents(storage, now, config.gc_grace_s)
+    storage.delete(listed.key)
+    return len(old), sum(entry.size for entry in old)
+
+
+def _check_term(log: RunLog) -> None:
+    log.refresh()
+    newest = max(entry.term for entry in log.entries())
+    if newest > log.term:
+        raise FencedError(f"term {newest} was claimed, this collector has term {log.term}; stop")
+
+
+def _live_intents(storage: Storage, now: float, grace_s: float) -> list[dict[str, Any]]:
+    live = []
+    for entry in _intents(storage, now, grace_s, dead=False):
+        try:
+            live.append(decode_json(entry.key, storage.get(entry.key)))
+        except NotFoundError:  # its save ended since the listing
+            continue
+    return live
+
+
+def _live_unlisted(storage: Storage, now: float, grace_s: float) -> str:
+    unlisted = sum(intent["chunks"] is None for intent in _live_intents(storage, now, grace_s))
+    return f"{unlisted} saves are under way" if unlisted else ""
+
+
+def _intents(storage: Storage, now: float, grace_s: float, dead: bool) -> Sequence[Listed]:
+    return [e for e in storage.list("intents/") if (now - e.mtime_s > max(grace_s, 60.0)) == dead]
+
+
+def _drop_dead_intents(storage: Storage, now: float, grace_s: float) -> None:
+    for entry in _intents(storage, now, grace_s, dead=True):
+        storage.delete(entry.key)
+
+
+def _now(storage: Storage) -> float:
+    """The storage's clock, from an object just written."""
+    key = "clock/now"
+    storage.put(key, b"")
+    return next(entry.mtime_s for entry in storage.list(key))

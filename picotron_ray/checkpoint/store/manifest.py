@@ -1,0 +1,197 @@
+"""The manifest: one JSON object that says what a checkpoint consists of.
+
+It names every tensor's shards by chunk and byte range, the chunks by address and codec, and the ledger
+segments of the whole lineage by digest. Its own digest is in the commit entry of the log. Nothing here
+is unpickled, and an unknown schema version is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json
+from picotron_ray.errors import CorruptError
+from picotron_ray.layout.shards import DTYPE_BYTES, Box, Shard, uncovered, whole
+
+SCHEMA = 1
+_ADDRESS = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """A chunk's stored and raw length in bytes, and its codec."""
+
+    size: int
+    raw_size: int
+    codec: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """A box of a tensor, as ``raw_size`` bytes from ``start`` of a chunk's raw bytes; xxh3_128 in hex."""
+
+    shard: Shard
+    chunk: str
+    start: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A ledger object: the steps ``first..last`` (inclusive), its blake3 in hex."""
+
+    key: str
+    first: int
+    last: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint at ``step`` written by generation (term, n).
+
+    Fields:
+        cursor: samples consumed.
+        layout: ``Layout.to_dict()`` of the writers (for information; any layout can restore).
+        shards: together they cover every tensor.
+        chunks: by address.
+        ledger: segments from step 1 on, in order, without gaps.
+        extra: whatever else the trainer stored in its slots.
+    """
+
+    step: int
+    term: int
+    n: int
+    cursor: int
+    layout: dict[str, Any]
+    shards: tuple[StoredShard, ...]
+    chunks: dict[str, ChunkInfo]
+    ledger: tuple[Segment, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(chunk.size for chunk in self.chunks.values())
+
+    @property
+    def key(self) -> str:
+        """Where it is kept, unless that name was taken by an abandoned attempt."""
+        return f"manifests/{self.step}-{self.term}-{self.n}.json"
+
+    def tensors(self) -> dict[str, list[StoredShard]]:
+        found: dict[str, list[StoredShard]] = {}
+        for stored in self.shards:
+            found.setdefault(stored.shard.name, []).append(stored)
+        return found
+
+    def encode(self) -> bytes:
+        tensors = [
+            {
+                "name": name,
+                "dtype": stored[0].shard.dtype,
+                "shape": stored[0].shard.global_shape,
+                "shards": [
+                    {
+                        "offset": part.shard.box.offset,
+                        "size": part.shard.box.size,
+                        "chunk": part.chunk,
+                        "range": [part.start, part.shard.nbytes],
+                        "digest": part.digest,
+                    }
+                    for part in stored
+                ],
+            }
+            for name, stored in sorted(self.tensors().items())
+        ]
+        return encode_json(
+            {
+                "schema": SCHEMA,
+                "step": self.step,
+                "term": self.term,
+                "n": self.n,
+                "cursor": self.cursor,
+                "layout": self.layout,
+                "tensors": tensors,
+                "chunks": {a: [c.size, c.raw_size, c.codec] for a, c in self.chunks.items()},
+                "ledger": [[s.key, s.first, s.last, s.digest] for s in self.ledger],
+                "extra": self.extra,
+            }
+        )
+
+
+def decode_manifest(key: str, data: bytes) -> Manifest:
+    """Parse a manifest; CorruptError where it is damaged, incomplete or of an unknown schema."""
+    value = decode_json(key, data)
+    if value.get("schema") != SCHEMA:
+        raise CorruptError(
+            f"manifest {key} has schema {value.get('schema')!r}, this version reads {SCHEMA}", where=key
+        )
+    try:
+        manifest = Manifest(
+            step=value["step"],
+            term=value["term"],
+            n=value["n"],
+            cursor=value["cursor"],
+            layout=value["layout"],
+            shards=tuple(_stored(tensor, part) for tensor in value["tensors"] for part in tensor["shards"]),
+            chunks={address: ChunkInfo(*info) for address, info in value["chunks"].items()},
+            ledger=tuple(Segment(*segment) for segment in value["ledger"]),
+            extra=value["extra"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"manifest {key} is malformed: {error!r}", where=key) from error
+    problems = check(manifest)
+    if problems:
+        raise CorruptError(f"manifest {key}: {problems[0]}", where=key)
+    return manifest
+
+
+def check(manifest: Manifest) -> list[str]:
+    """What is wrong with a manifest in itself: missing boxes, ranges outside chunks, ledger gaps."""
+    problems = []
+    for name, stored in manifest.tensors().items():
+        shape = stored[0].shard.global_shape
+        missing = uncovered(whole(shape), [part.shard.box for part in stored])
+        if missing:
+            problems.append(f"{name}: {missing[0].size} at {missing[0].offset} is missing of {list(shape)}")
+    for part in manifest.shards:
+        info = manifest.chunks.get(part.chunk)
+        if info is None or part.start < 0 or part.start + part.shard.nbytes > info.raw_size:
+            problems.append(f"{part.shard.name}: its bytes lie outside chunk {part.chunk[:12]}")
+    problems += [
+        f"{address!r} is no chunk address" for address in manifest.chunks if not _ADDRESS.fullmatch(address)
+    ]
+    at = 0
+    for segment in manifest.ledger:
+        if segment.first != at + 1 or segment.last < segment.first:
+            problems.append(f"ledger segment {segment.key} begins at step {segment.first}, expected {at + 1}")
+        at = segment.last
+    if at != manifest.step:
+        problems.append(f"the ledger ends at step {at}, expected {manifest.step}")
+    return problems
+
+
+def load_manifest(storage: Storage, key: str, digest: str = "") -> Manifest:
+    """Read a manifest and check it against the digest in its commit entry ("" skips that).
+
+    Raises:
+        NotFoundError, CorruptError: naming the manifest.
+    """
+    data = storage.get(key)
+    if digest and blake3(data).hexdigest() != digest:
+        raise CorruptError(f"manifest {key} does not match the digest in the log", where=key)
+    return decode_manifest(key, data)
+
+
+def _stored(tensor: dict[str, Any], part: dict[str, Any]) -> StoredShard:
+    box = Box(tuple(part["offset"]), tuple(part["size"]))
+    shard = Shard(tensor["name"], tensor["dtype"], tuple(tensor["shape"]), box)
+    if not len(box.offset) == len(box.size) == len(shard.global_shape) or tensor["dtype"] not in DTYPE_BYTES:
+        raise ValueError(f"shard of {shard.name} has the wrong rank or dtype")
+    if part["range"][1] != shard.nbytes:
+        raise ValueError(f"shard of {shard.name} has {part['range'][1]} bytes, expected {shard.nbytes}")
+    return StoredShard(shard, part["chunk"], part["range"][0], part["digest"])

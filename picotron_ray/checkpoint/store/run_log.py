@@ -1,0 +1,222 @@
+"""The run's log: one sequence of entries, one writer at a time, fenced by the storage itself.
+
+``log/NNNNNNNN.json`` is written by conditional puts at last + 1. A coordinator starts by claiming a
+term (an entry like the others). A writer whose put is refused reads what is there: an entry of its own
+(a reply was lost) counts, a newer term means that it must stop for good (FencedError). So a writer that
+was stopped before its commit and wakes up after the next term was claimed is refused by the store, not
+by anybody's good manners.
+
+Entries carry a digest. A damaged one is reported and skipped by readers; a claim then chooses a term
+above any that the damaged entry may have held, and no writer appends after an entry that it cannot read.
+
+Entry kinds and bodies:
+
+- ``term``: ``{owner}``
+- ``generation``: ``{term, n, members, layout, reason, source}``, with at least ``{kind, step, generation:
+  {term, n} | null}`` in source
+- ``commit``: ``{term, n, step, manifest, digest}``; refused before its generation's entry is there
+- ``retire``: ``{manifests: […]}``: commits that retention gave up; their chunks may be collected
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from blake3 import blake3
+
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json
+from picotron_ray.errors import AlreadyExistsError, CorruptError, FencedError, NotFoundError, StorageError
+
+SCHEMA = 1
+Kind = Literal["term", "generation", "commit", "retire"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of the log. ``term``: of its writer (a commit's body names its generation's own)."""
+
+    seq: int
+    kind: Kind
+    term: int
+    writer: str
+    nonce: str
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+def entry_key(seq: int) -> str:
+    return f"log/{seq:08d}.json"
+
+
+def encode_entry(entry: Entry) -> bytes:
+    value = {
+        "schema": SCHEMA,
+        "seq": entry.seq,
+        "kind": entry.kind,
+        "term": entry.term,
+        "writer": entry.writer,
+        "nonce": entry.nonce,
+        "body": entry.body,
+    }
+    return encode_json({**value, "digest": blake3(encode_json(value)).hexdigest()})
+
+
+def decode_entry(seq: int, data: bytes) -> Entry:
+    """Parse an entry; CorruptError where it is truncated, damaged, misplaced or of a newer schema."""
+    key = entry_key(seq)
+    value = decode_json(key, data)
+    digest = value.pop("digest", None)
+    if digest != blake3(encode_json(value)).hexdigest():
+        raise CorruptError(f"log entry {key} does not match its digest; it is skipped", where=key)
+    if value["schema"] != SCHEMA or value["seq"] != seq:
+        raise CorruptError(
+            f"log entry {key}: schema {value['schema']}, number {value['seq']}; expected schema {SCHEMA},"
+            f" number {seq}",
+            where=key,
+        )
+    return Entry(seq, value["kind"], value["term"], value["writer"], value["nonce"], value["body"])
+
+
+class RunLog:
+    """Reads the log, and appends to it once a term is claimed."""
+
+    def __init__(self, storage: Storage, before_put: Callable[[], None] | None = None) -> None:
+        """Args:
+        before_put: called between choosing an entry's number and putting it (fault injection).
+        """
+        self._storage = storage
+        self._before_put = before_put
+        self._writer = uuid.uuid4().hex
+        self._read: dict[int, Entry | CorruptError] = {}
+        self._last = 0
+        self._claimed = 0  # number of this writer's term entry
+        self.term = 0
+
+    # --- reading -----------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Read entries that are new since the last call."""
+        seqs = [seq for seq in map(_seq_of, (e.key for e in self._storage.list("log/"))) if seq]
+        wanted = [seq for seq in seqs if seq not in self._read]
+        with ThreadPoolExecutor(max_workers=8) as threads:
+            found = list(threads.map(self._fetch, wanted))
+        self._read.update(zip(wanted, found, strict=True))
+        self._last = max([self._last, *seqs])
+
+    def entries(self) -> list[Entry]:
+        """All readable entries in order; ``complaints`` tells of the others. Does not refresh by itself."""
+        return [entry for _, entry in sorted(self._read.items()) if isinstance(entry, Entry)]
+
+    def complaints(self) -> list[str]:
+        """One line per damaged or missing entry."""
+        damaged = [str(entry) for _, entry in sorted(self._read.items()) if isinstance(entry, CorruptError)]
+        gaps = [seq for seq in range(1, self._last) if seq not in self._read]
+        return damaged + [f"log entry {entry_key(seq)} is missing" for seq in gaps]
+
+    def commits(self) -> list[Entry]:
+        """Commit entries that no retire entry has given up, oldest first."""
+        entries = self.entries()
+        retired = {key for entry in entries if entry.kind == "retire" for key in entry.body["manifests"]}
+        return [e for e in entries if e.kind == "commit" and e.body["manifest"] not in retired]
+
+    def _fetch(self, seq: int) -> Entry | CorruptError:
+        try:
+            return decode_entry(seq, self._storage.get(entry_key(seq)))
+        except CorruptError as error:
+            return error
+
+    # --- writing -----------------------------------------------------------------------------------
+
+    def claim_term(self, owner: str) -> int:
+        """Claim the next term and fence every older writer; returns the term."""
+        self.refresh()
+        while True:
+            damaged = sum(isinstance(entry, CorruptError) for entry in self._read.values())
+            term = max((e.term for e in self.entries()), default=0) + 1 + damaged + self._gaps()
+            entry = self._entry("term", term, {"owner": owner})
+            if self._put(entry):
+                self.term, self._claimed = term, entry.seq
+                return term
+            self.refresh()
+
+    def append(self, kind: Kind, body: dict[str, Any]) -> int:
+        """Append an entry; returns its number once it is durable.
+
+        After StorageUnavailableError the entry may be there or not; appending the same body again is
+        safe (at worst it is there twice).
+
+        Raises:
+            FencedError: a newer term was claimed, or the log's end cannot be read: stop for good.
+            StorageError: a commit whose generation has no entry.
+        """
+        self._check_fence()
+        if kind == "commit":
+            self._check_generation(body)
+        while True:
+            entry = self._entry(kind, self.term, body)
+            if self._put(entry):
+                return entry.seq
+            self._check_fence()  # passed: an older writer's entry, or an earlier one of ours that came late
+
+    def _check_fence(self) -> None:
+        """A writer is fenced by the first entry after its claim that is of a newer term or unreadable.
+
+        Judged from everything that was read so far, so a writer that was refused once, or that read the
+        log past a newer claim, stays refused.
+        """
+        if not self.term:
+            raise FencedError("no term is claimed; call claim_term first")
+        for seq in sorted(seq for seq in self._read if seq > self._claimed):
+            found = self._read[seq]
+            foreign = isinstance(found, CorruptError) or (
+                found.writer != self._writer and found.term >= self.term
+            )
+            if foreign:
+                seen = f"term {found.term}" if isinstance(found, Entry) else "a damaged entry"
+                raise FencedError(
+                    f"log entry {seq} holds {seen}, this writer has term {self.term}: another coordinator has"
+                    " taken over; stop"
+                )
+
+    def _entry(self, kind: Kind, term: int, body: dict[str, Any]) -> Entry:
+        return Entry(self._last + 1, kind, term, self._writer, uuid.uuid4().hex, body)
+
+    def _put(self, entry: Entry) -> bool:
+        """Put an entry at its number; False where another one is there, which is read and noted."""
+        if self._before_put:
+            self._before_put()
+        try:
+            self._storage.put_if_absent(entry_key(entry.seq), encode_entry(entry))
+        except AlreadyExistsError:
+            try:
+                self._note(entry.seq, self._fetch(entry.seq))
+            except NotFoundError as error:
+                raise StorageError(f"log entry {entry.seq} was there and is gone; who deletes it?") from error
+            return False
+        self._note(entry.seq, entry)
+        return True
+
+    def _note(self, seq: int, entry: Entry | CorruptError) -> None:
+        self._read[seq] = entry
+        self._last = max(self._last, seq)
+
+    def _gaps(self) -> int:
+        return sum(seq not in self._read for seq in range(1, self._last))
+
+    def _check_generation(self, body: dict[str, Any]) -> None:
+        wanted = (body["term"], body["n"])
+        known = {(e.body["term"], e.body["n"]) for e in self.entries() if e.kind == "generation"}
+        if wanted not in known:
+            raise StorageError(
+                f"commit of step {body['step']}: its generation {wanted[0]}.{wanted[1]} has no log entry yet;"
+                " append that first"
+            )
+
+
+def _seq_of(key: str) -> int:
+    """Number of a log key; 0 for anything else that lies there."""
+    name = key.removeprefix("log/").removesuffix(".json")
+    return int(name) if len(name) == 8 and name.isdigit() and entry_key(int(name)) == key else 0

@@ -1,0 +1,99 @@
+"""Where a restore takes shards from. Torch-free.
+
+A source lists the stored pieces of every tensor and hands out their bytes, each checked against the
+digest recorded for it. All pieces come from one (generation, step): a mixture of two steps is refused
+before a byte is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Protocol
+
+from picotron_ray.checkpoint.snapshot.slot_file import SlotShard, SlotView, open_slot
+from picotron_ray.errors import CorruptError
+from picotron_ray.layout.shards import Box, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stored box of one tensor. ``handle`` means something to its source only."""
+
+    shard: Shard
+    handle: Any
+
+
+class ShardSource(Protocol):
+    """What ``restore`` needs."""
+
+    def pieces(self, names: Iterable[str]) -> dict[str, list[Piece]]:
+        """The stored pieces of those tensors; unknown names are left out. Pieces may overlap."""
+        ...
+
+    def prepare(self, needed: Sequence[Piece]) -> None:
+        """Called once with the pieces that will be read, in that order."""
+        ...
+
+    def read(self, piece: Piece) -> Any:
+        """The bytes of a piece (buffer protocol, row-major); raises CorruptError."""
+        ...
+
+    def finish(self) -> None:
+        """Called after the last read; raises CorruptError where what was read may have changed."""
+        ...
+
+
+def without_repeats(pieces: Iterable[Piece]) -> list[Piece]:
+    """Leave out further copies of the same box: the first replica wins.
+
+    Boxes that merely overlap are kept; reading some bytes twice is cheaper than finding that out.
+    """
+    first: dict[Box, Piece] = {}
+    for piece in pieces:
+        first.setdefault(piece.shard.box, piece)
+    return list(first.values())
+
+
+class SlotSource:
+    """Sealed slots of one step: ``(name, path or bytes)``, the nearest first."""
+
+    def __init__(self, slots: Sequence[tuple[str, str | PathLike[str] | bytes | memoryview]]) -> None:
+        """Open the slots.
+
+        Raises:
+            CorruptError: a slot is unsealed or torn, or holds another step than the first one.
+            SlotError: a file does not exist.
+        """
+        self.views = [open_slot(source, name) for name, source in slots]
+        for view in self.views[1:]:
+            if view.header.key != self.views[0].header.key:
+                raise CorruptError(
+                    f"slot {view.name} holds (term, generation, step) {view.header.key}, expected"
+                    f" {self.views[0].header.key}; slots of different steps are never mixed",
+                    where=view.name,
+                )
+
+    def pieces(self, names: Iterable[str]) -> dict[str, list[Piece]]:
+        found: dict[str, list[Piece]] = {name: [] for name in names}
+        for view in self.views:
+            for entry in view.shards:
+                if entry.shard.name in found:
+                    found[entry.shard.name].append(Piece(entry.shard, (view, entry)))
+        return {name: without_repeats(pieces) for name, pieces in found.items() if pieces}
+
+    def prepare(self, needed: Sequence[Piece]) -> None:
+        """Nothing to fetch: slots are mapped."""
+
+    def read(self, piece: Piece) -> memoryview:
+        handle: tuple[SlotView, SlotShard] = piece.handle
+        return handle[0].checked(handle[1])
+
+    def finish(self) -> None:
+        for view in self.views:
+            if not view.still_sealed():
+                raise CorruptError(
+                    f"slot {view.name} was overwritten while it was read; use an older snapshot",
+                    where=view.name,
+                )

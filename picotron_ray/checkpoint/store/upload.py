@@ -1,0 +1,203 @@
+"""From sealed slots to chunks (on each node), and from the nodes' parts to a manifest. Torch-free.
+
+Order of a save, which garbage collection relies on (``gc.py``): an intent is put before the first look
+at what is there already; chunks that are condemned or quarantined count as absent and are put again; when
+all are there the intent is replaced by one that lists them. The coordinator then assembles the
+manifest from all nodes' parts, checks that every chunk is there, and commits (``commit.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json
+from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, address_of, cells, chunk_key, encode
+from picotron_ray.checkpoint.store.manifest import ChunkInfo, StoredShard
+from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
+from picotron_ray.errors import CorruptError, NotFoundError
+from picotron_ray.layout.shards import Box, Shard, as_elements, copy_common, element_type, uncovered
+
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class UploadPart:
+    """What one node contributed to a checkpoint; turns into JSON and back."""
+
+    intent: str
+    term: int
+    n: int
+    step: int
+    cursor: int
+    layout: dict[str, Any]
+    fragments: tuple[tuple[int, int, int], ...]
+    shards: tuple[StoredShard, ...]
+    chunks: dict[str, ChunkInfo]
+    ledger: tuple[str, ...]
+    extra: dict[str, Any]
+    written_bytes: int = 0  # of new chunks; the others were in the store already
+    reused: tuple[str, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> UploadPart:
+        def stored(part: dict[str, Any]) -> StoredShard:
+            shard = part["shard"]
+            box = Box(tuple(shard["box"]["offset"]), tuple(shard["box"]["size"]))
+            shape = tuple(shard["global_shape"])
+            return StoredShard(
+                Shard(shard["name"], shard["dtype"], shape, box), part["chunk"], part["start"], part["digest"]
+            )
+
+        return cls(
+            **{
+                **value,
+                "fragments": tuple(tuple(fragment) for fragment in value["fragments"]),
+                "shards": tuple(stored(part) for part in value["shards"]),
+                "chunks": {address: ChunkInfo(**info) for address, info in value["chunks"].items()},
+                "ledger": tuple(value["ledger"]),
+                "reused": tuple(value["reused"]),
+            }
+        )
+
+
+def upload_slots(
+    paths: Sequence[str | os.PathLike[str]],
+    storage: Storage,
+    term: int,
+    n: int,
+    step: int,
+    *,
+    owner: str,
+    codec: str = "none",
+) -> UploadPart:
+    """Put the state in one node's sealed slots into the store; returns the node's part of the manifest.
+
+    Args:
+        paths: slots of generation (term, n) at ``step``; keep them pinned until this returns.
+        owner: names the intent; unique per node.
+
+    Raises:
+        CorruptError: a slot is damaged, unsealed or of another step.
+        StorageError: the storage refused or was unavailable; calling again later is safe.
+    """
+    source = SlotSource([(os.path.basename(path), path) for path in paths])
+    for view in source.views:
+        if view.header.key != (term, n, step):
+            raise CorruptError(
+                f"slot {view.name} holds {view.header.key}, expected {(term, n, step)}", where=view.name
+            )
+    intent = f"intents/{step}-{term}-{n}-{owner}.json"
+    storage.put(intent, encode_json({"chunks": None}))
+    absent = unusable_chunks(storage)
+    with ThreadPoolExecutor(max_workers=_THREADS) as threads:
+        packs = threads.map(lambda pack: store_pack(storage, source, pack, codec, absent), _packs(source))
+        stored = list(packs)
+    source.finish()
+    chunks = {address: info for address, info, _, _ in stored}
+    storage.put(intent, encode_json({"chunks": sorted(chunks)}))
+    head = source.views[0].header
+    return UploadPart(
+        intent=intent,
+        term=term,
+        n=n,
+        step=step,
+        cursor=head.cursor,
+        layout=head.layout,
+        fragments=tuple(sorted({f for view in source.views for f in view.header.fragments})),
+        shards=tuple(shard for _, _, shards, _ in stored for shard in shards),
+        chunks=chunks,
+        ledger=max((view.header.ledger for view in source.views), key=len),
+        extra=head.extra,
+        written_bytes=sum(info.size for _, info, _, fresh in stored if fresh),
+        reused=tuple(sorted(address for address, _, _, fresh in stored if not fresh)),
+    )
+
+
+def unusable_chunks(storage: Storage) -> set[str]:
+    """Addresses that a writer must treat as absent: condemned by GC, or found damaged."""
+    found = {entry.key.rpartition("/")[2] for entry in storage.list("quarantine/chunks/")}
+    for entry in storage.list("condemned/"):
+        try:
+            found.update(decode_json(entry.key, storage.get(entry.key))["chunks"])
+        except NotFoundError:  # its collection ended since the listing
+            continue
+    return found
+
+
+Pack = list[tuple[Shard, list[Piece]]]
+
+
+def _packs(source: SlotSource) -> Iterator[Pack]:
+    """What goes into each chunk: shards to store, with the slot pieces that they are made of."""
+    names = sorted({entry.shard.name for view in source.views for entry in view.shards})
+    pack: Pack = []
+    packed = 0
+    for shard, pieces in (cell for name in names for cell in _cells(source.pieces([name])[name])):
+        if shard.nbytes >= SMALL_BYTES:
+            yield [(shard, pieces)]
+            continue
+        if packed + shard.nbytes > PACK_BYTES:
+            yield pack
+            pack, packed = [], 0
+        pack.append((shard, pieces))
+        packed += shard.nbytes
+    if pack:
+        yield pack
+
+
+def _cells(pieces: list[Piece]) -> Iterator[tuple[Shard, list[Piece]]]:
+    """The grid cells that the pieces cover wholly, and for the others the parts that are there."""
+    like = pieces[0].shard
+    for cell in cells(like.global_shape, like.dtype):
+        touching = [(p, common) for p in pieces if (common := cell.intersect(p.shard.box)) is not None]
+        if touching and not uncovered(cell, [common for _, common in touching]):
+            yield Shard(like.name, like.dtype, like.global_shape, cell), [p for p, _ in touching]
+        else:
+            for piece, common in touching:
+                yield Shard(like.name, like.dtype, like.global_shape, common), [piece]
+
+
+class Reader(Protocol):
+    """Hands out the bytes of pieces."""
+
+    def read(self, piece: Piece) -> memoryview: ...
+
+
+def store_pack(
+    storage: Storage, source: Reader, pack: Pack, codec: str, absent: set[str]
+) -> tuple[str, ChunkInfo, list[StoredShard], bool]:
+    """Put one chunk unless it is there; returns its address, what it is, its shards, whether it was put."""
+    raw = np.empty(sum(shard.nbytes for shard, _ in pack), dtype=np.uint8)
+    placed, at = [], 0
+    for shard, pieces in pack:
+        target = raw[at : at + shard.nbytes]
+        elements = target.view(element_type(shard.dtype)).reshape(shard.box.size)
+        for piece in pieces:
+            copy_common(elements, shard.box, as_elements(source.read(piece), piece.shard), piece.shard.box)
+        placed.append((shard, at, xxhash.xxh3_128_hexdigest(target.data)))
+        at += shard.nbytes
+    stored = encode(raw.data, codec)
+    address = address_of(stored)
+    fresh = _put_chunk(storage, address, stored, absent)
+    shards = [StoredShard(shard, address, start, digest) for shard, start, digest in placed]
+    return address, ChunkInfo(len(stored), raw.nbytes, codec), shards, fresh
+
+
+def _put_chunk(storage: Storage, address: str, stored: bytes, absent: set[str]) -> bool:
+    key = chunk_key(address)
+    if address not in absent and storage.size(key) == len(stored):
+        return False
+    storage.put(key, stored)
+    if address in absent:
+        storage.delete(f"quarantine/chunks/{address}")
+    return True

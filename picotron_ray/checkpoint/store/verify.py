@@ -1,0 +1,156 @@
+"""Finding the newest commit that is really there. Torch-free.
+
+A commit is good where its manifest matches the digest in the log and every chunk and ledger segment that
+it names matches its own. ``latest_good`` walks back from the newest commit and says in one line each why
+it passed one over. Chunks found damaged are quarantined: later saves put those bytes again instead of
+taking what lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from picotron_ray.checkpoint.storage.base import Storage, encode_json
+from picotron_ray.checkpoint.store.chunks import chunk_key
+from picotron_ray.checkpoint.store.commit_source import check_shard, fetch_chunk
+from picotron_ray.checkpoint.store.manifest import Manifest, Segment, load_manifest
+from picotron_ray.checkpoint.store.run_log import Entry, RunLog
+from picotron_ray.errors import CorruptError, NotFoundError, StorageError
+
+_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReport:
+    """One commit, and what is wrong with it (nothing: it is good)."""
+
+    entry: Entry
+    manifest: Manifest | None
+    problems: tuple[str, ...]
+    bad_chunks: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return int(self.entry.body["step"])
+
+
+@dataclass
+class Verifier:
+    """Checks commits of one run; a chunk that several commits share is read once."""
+
+    storage: Storage
+    _known: dict[str, str] = field(default_factory=dict)  # address -> problem, "" where good
+
+    def check(self, entry: Entry) -> CommitReport:
+        """Read everything that a commit names."""
+        try:
+            manifest = load_manifest(self.storage, entry.body["manifest"], entry.body["digest"])
+        except (CorruptError, NotFoundError) as error:
+            return CommitReport(entry, None, (str(error),))
+        self._check_chunks(manifest)
+        bad = [address for address in manifest.chunks if self._known[address]]
+        problems = [self._known[address] for address in bad]
+        problems += [line for line in (self._segment(s) for s in manifest.ledger) if line]
+        return CommitReport(entry, manifest, tuple(problems), tuple(bad))
+
+    def _check_chunks(self, manifest: Manifest) -> None:
+        unknown = [address for address in manifest.chunks if address not in self._known]
+
+        def look(address: str) -> str:
+            try:
+                raw = fetch_chunk(self.storage, address, manifest.chunks[address])
+                for stored in manifest.shards:
+                    if stored.chunk == address:
+                        check_shard(stored, raw)
+            except CorruptError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(max_workers=_THREADS) as threads:
+            self._known.update(zip(unknown, threads.map(look, unknown), strict=True))
+
+    def _segment(self, segment: Segment) -> str:
+        try:
+            data = self.storage.get(segment.key)
+        except NotFoundError:
+            return f"ledger segment {segment.key} is missing"
+        if blake3(data).hexdigest() != segment.digest:
+            return f"ledger segment {segment.key} does not match its digest"
+        return ""
+
+
+def verify_all(storage: Storage, log: RunLog) -> Iterator[CommitReport]:
+    """A report of every commit that is not retired, newest first."""
+    verifier = Verifier(storage)
+    for entry in reversed(log.commits()):
+        yield verifier.check(entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Good:
+    """A commit that verified, and one line for every newer one (or log entry) that did not."""
+
+    entry: Entry
+    manifest: Manifest
+    complaints: tuple[str, ...]
+
+
+def latest_good(storage: Storage, log: RunLog, step: int | None = None) -> Good | None:
+    """The newest commit in log order that verifies; None where the run has no commit at all.
+
+    Args:
+        step: take a commit of this step, and no other.
+
+    Raises:
+        StorageError: there are commits, and none of them (of that step) is good.
+    """
+    complaints = list(log.complaints())
+    commits = [e for e in log.commits() if step is None or e.body["step"] == step]
+    if not commits and step is None and not complaints:
+        return None
+    verifier = Verifier(storage)
+    for entry in reversed(commits):
+        report = verifier.check(entry)
+        if report.manifest is not None and not report.problems:
+            return Good(entry, report.manifest, tuple(complaints))
+        quarantine(storage, report)
+        more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
+        complaints.append(f"commit of step {report.step} is not used: {report.problems[0]}{more}")
+    if not commits and step is None:
+        return None
+    raise StorageError(_none_good(storage, log, step, complaints))
+
+
+def _none_good(storage: Storage, log: RunLog, step: int | None, complaints: list[str]) -> str:
+    steps = sorted({int(entry.body["step"]) for entry in log.commits()})
+    wanted = "no commit" if step is None else f"no commit of step {step}"
+    why = f": {complaints[-1]}" if complaints else ""
+    return f"{storage.where} has {wanted} that can be used{why}; commits are at steps {steps}"
+
+
+def quarantine(storage: Storage, report: CommitReport) -> None:
+    """Mark a commit's damaged chunks, so that writers put those bytes again."""
+    for address in report.bad_chunks:
+        why = encode_json({"commit": report.step, "chunk": chunk_key(address)})
+        storage.put(f"quarantine/chunks/{address}", why)
+
+
+def read_ledger(storage: Storage, manifest: Manifest, after: int = 0) -> list[str]:
+    """The ledger lines of the manifest's lineage, in order of steps; those of steps above ``after``.
+
+    Raises:
+        CorruptError, NotFoundError: naming the segment.
+    """
+    lines: list[str] = []
+    for segment in manifest.ledger:
+        if segment.last <= after:
+            continue
+        data = storage.get(segment.key)
+        if blake3(data).hexdigest() != segment.digest:
+            raise CorruptError(f"ledger segment {segment.key} does not match its digest", where=segment.key)
+        lines += data.decode().splitlines()[max(0, after + 1 - segment.first) :]
+    return lines

@@ -1,0 +1,158 @@
+"""Config of how a step is computed: parallel degrees, precision by part, kernels."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from picotron_ray.config.schema.base import Section
+from picotron_ray.layout.layout import Zero
+from picotron_ray.layout.recompute_policy import PATTERN
+from picotron_ray.layout.schedules import Schedule
+
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
+Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
+class LayoutConfig(Section):
+    """Parallel degrees to use; ``auto`` leaves a degree to the planner at every generation."""
+
+    dp: Degree = Field(default="auto", description="data-parallel replicas")
+    tp: Degree = Field(default="auto", description="tensor-parallel ranks")
+    pp: Degree = Field(default="auto", description="pipeline stages")
+    cp: Degree = Field(
+        default=1, description="context-parallel ranks, which share every row; auto: where it pays or must be"
+    )
+    ep: Degree = Field(
+        default="auto", description="ranks that share the experts of a block; folded over dp x cp"
+    )
+    context: Literal["ring", "all-gather"] = Field(
+        default="ring",
+        description="how attention sees the keys of other ranks, where cp > 1: ring holds three parts of"
+        " them at a time (its own, the one at hand, the one coming), all-gather all of them",
+    )
+    zero: Zero | Literal["auto"] = Field(
+        default="auto",
+        description="what replicas share out: 0 nothing, 1 weights and optimizer state (gathered and reduced"
+        " once per step), 2 gradients too, 3 weights also within the step (FSDP2)",
+    )
+    replicate: Degree = Field(
+        default=1,
+        description="copies of what zero 1 to 3 share out (HSDP), each over 1/replicate of dp x cp; auto:"
+        " where the planner says that it pays",
+    )
+    schedule: Schedule = Field(
+        default="1f1b",
+        description="pipeline schedule, where pp > 1; all but afab and 1f1b cut more than one stage per rank;"
+        " custom: the one that actions writes down",
+    )
+    actions: tuple[str, ...] = Field(
+        default=(),
+        description="schedule custom: a row per pipeline rank of what it computes in order, such as '0F0 0F1"
+        " 0B0 0I1 0W1': stage, F (forward), B (backward) or its halves I (gradients of inputs) and W (of"
+        " weights), micro-batch; fixes pp, virtual_stages and the number of micro-batches",
+    )
+    virtual_stages: Degree = Field(
+        default="auto", description="stages per pipeline rank; auto: as few as the schedule asks"
+    )
+    micro_batch: Degree = Field(default="auto", description="samples per micro-batch and replica")
+    recompute: str = Field(
+        default="auto",
+        pattern=f"{PATTERN}|^auto$",
+        description="which blocks compute their activations again in the backward pass: none, full, selective"
+        " (all but matrix products and attention), every-N, middle-P (percent), blocks-K (the first K of each"
+        " stage in full), blocks-K-S (and the next S selectively), or one of these per pipeline stage, with"
+        " commas between; auto: the cheapest that keeps the memory budget",
+    )
+    offload_activations: bool = Field(
+        default=False,
+        description="on CUDA: keep in pinned host memory what blocks save for the backward pass; with"
+        " recompute=full that is their inputs",
+    )
+    memory_budget_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="device memory that a worker may take, by the planner's estimate; null: 90 % of all",
+    )
+
+
+class AdaptivePrecisionConfig(Section):
+    """Which parts of the model compute in ``precision``, by measurement; the others stay in fp32."""
+
+    error_bound: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="relative error of the held-out loss that low precision may add: at the start of every"
+        " generation the most sensitive blocks' attentions, hidden layers and the head are kept in fp32 until"
+        " it holds, by forward passes that count towards elastic.first_step_timeout_s; null: everything"
+        " computes in precision",
+    )
+    batches: int = Field(
+        default=2, ge=1, description="held-out batches that each part is measured on; the worst one counts"
+    )
+
+
+class KernelsConfig(Section):
+    """Which implementations compute."""
+
+    attention: Literal["auto", "flash", "efficient", "cudnn", "flash-attn", "math"] = Field(
+        default="auto",
+        description="auto: the first that the device offers of flash, efficient, math; flash, efficient and"
+        " cudnn are torch's, flash-attn needs the extra flash, math is the formulas. On CUDA flash and"
+        " flash-attn (bf16, fp16) take data.document_masks and windows without a mask in memory, efficient"
+        " (fp32 too) and math with one, cudnn takes neither; with layout.cp > 1 flash and cudnn take no"
+        " document_masks, and flash-attn is not offered",
+    )
+    experts: Literal["auto", "loop", "grouped"] = Field(
+        default="auto",
+        description="products of a mixture's experts: one after the other, or grouped into one kernel (not in"
+        " fp64, and rows of hidden_size and of intermediate_size / tp must be multiples of 16 bytes); auto:"
+        " grouped on CUDA where it can be",
+    )
+    projections: Literal["separate", "fused"] = Field(
+        default="separate",
+        description="queries, keys and values, and gate and up: a matrix product each, or fused into one;"
+        " names, state and checkpoints are the same",
+    )
+    tp_overlap: Literal["none", "ring", "symmetric-memory"] = Field(
+        default="none",
+        description="where tp > 1, the gather before a block's first products and the sum after its last:"
+        " none, one after the other; ring, part by part, products computing while parts travel round the"
+        " ranks; symmetric-memory, torch's fused operators (CUDA, ranks that reach each other's memory)",
+    )
+    loss: Literal["logits", "linear"] = Field(
+        default="logits",
+        description="cross-entropy of the logits, or linear: with the head's product, some tokens at a time,"
+        " so that the logits of all never exist; backward computes them again",
+    )
+    loss_chunk: int = Field(
+        default=1024, ge=1, description="tokens whose logits exist at a time under loss=linear"
+    )
+    norm: Literal["auto", "eager", "closed-form", "compiled"] = Field(
+        default="auto",
+        description="RMSNorm: eager, torch's operator; closed-form, with its gradient written down, which"
+        " takes less time and memory where torch has no kernel; compiled, a block's second norm and the"
+        " residual sum before it in one kernel of torch.compile; auto: closed-form on CPUs, else eager",
+    )
+    activation: Literal["eager", "compiled"] = Field(
+        default="eager",
+        description="SwiGLU's gate: torch's operators, or one kernel of torch.compile, which keeps less for"
+        " backward",
+    )
+    optimizer: Literal["fused", "foreach"] = Field(
+        default="fused",
+        description="adamw: one kernel, or foreach: a few operations, each over all tensors, which take one"
+        " more copy of the parameters while they run",
+    )
+    cuda_graphs: bool = Field(
+        default=False,
+        description="on CUDA: record a micro-batch's forward and backward pass once and replay it, for models"
+        " whose kernels are shorter than their launches; dense models under plain data parallelism (dp)",
+    )
+    compile: bool = Field(
+        default=False,
+        description="torch.compile of every block; the first step of a generation compiles, so that"
+        " elastic.first_step_timeout_s must leave time for it",
+    )

@@ -1,0 +1,49 @@
+"""Config of the samples: where they come from and how they are cut into batches."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from picotron_ray.config.schema.base import Section
+
+END_OF_DOCUMENT = 256  # after the ids of the 256 bytes
+
+
+class DataConfig(Section):
+    """Where samples come from. A sample is ``sequence_length`` + 1 consecutive tokens of one stream."""
+
+    source: Literal["stdlib", "text", "jsonl", "memmap"] = Field(
+        default="stdlib",
+        description="stdlib: the Python standard library's own source files; text: UTF-8 files; jsonl: one"
+        " JSON object per line; memmap: raw token ids in one file per split",
+    )
+    path: str | None = Field(default=None, description="file, folder or glob; not used by stdlib")
+    text_key: str = Field(default="text", description="jsonl: the key that holds the text")
+    memmap_dtype: Literal["uint8", "uint16", "uint32"] = Field(
+        default="uint16", description="memmap: type of a token id"
+    )
+    sequence_length: int = Field(default=128, ge=1, description="tokens per sample that are predicted")
+    global_batch: int = Field(
+        default=32, ge=1, description="samples per optimizer step, the same at every layout"
+    )
+    held_out_fraction: float = Field(
+        default=0.05, gt=0, lt=1, description="share of documents kept for evaluation"
+    )
+    document_masks: bool = Field(
+        default=False,
+        description="a token attends only to tokens of its own document within the sample; loss and order of"
+        " samples stay",
+    )
+    end_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="memmap: the id that ends a document, for document_masks; other sources write their own",
+    )
+    prefetch_steps: int = Field(default=2, ge=1, description="steps loaded ahead, off the critical path")
+
+    @property
+    def document_end(self) -> int | None:
+        """The id that ends a document; None where token files do not say."""
+        return self.end_token if self.source == "memmap" else END_OF_DOCUMENT

@@ -1,0 +1,65 @@
+"""The configuration of one run: frozen pydantic models, unknown keys refused, units in field names.
+
+Importing this module loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from picotron_ray.config.schema.base import Section
+from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig, LayoutConfig, Precision
+from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.schema.optimizer import OptimizerConfig
+from picotron_ray.config.schema.service import (
+    ChaosFault,
+    CheckpointConfig,
+    ClusterConfig,
+    ElasticConfig,
+    EvaluateConfig,
+    InitFromConfig,
+    MetricsConfig,
+    RunName,
+    SnapshotConfig,
+    StorageConfig,
+    TrackerConfig,
+)
+
+
+class JobConfig(Section):
+    """Everything that defines a run."""
+
+    name: RunName = Field(default="quickstart", description="name of the run")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="seed of weights and sample order")
+    steps: int = Field(default=200, ge=1, le=10**12, description="optimizer steps")
+    precision: Precision = Field(
+        default="fp32",
+        description="arithmetic of matrix products; weights, gradients and moments stay fp32 under tf32"
+        " (CUDA), bf16 and fp16, which scales its loss and repeats a step whose gradients overflow; fp8: the"
+        " linear layers inside blocks, by torchao (extra fp8), all else as bf16; auto:"
+        " settled for the whole run at its first launch, bf16 where every device has it, else fp16 on CUDA,"
+        " fp32 on CPUs",
+    )
+    adaptive_precision: AdaptivePrecisionConfig = Field(
+        default_factory=AdaptivePrecisionConfig, description="precision part by part"
+    )
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the model")
+    data: DataConfig = Field(default_factory=DataConfig, description="the data")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer")
+    layout: LayoutConfig = Field(default_factory=LayoutConfig, description="parallel degrees")
+    kernels: KernelsConfig = Field(default_factory=KernelsConfig, description="implementations")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="machines")
+    elastic: ElasticConfig = Field(
+        default_factory=ElasticConfig, description="failure detection and recovery"
+    )
+    snapshot: SnapshotConfig = Field(default_factory=SnapshotConfig, description="host-memory snapshots")
+    storage: StorageConfig = Field(default_factory=StorageConfig, description="checkpoint storage")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="commits")
+    init_from: InitFromConfig = Field(
+        default_factory=InitFromConfig, description="start from another run's commit"
+    )
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out loss")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Prometheus endpoints")
+    trackers: tuple[TrackerConfig, ...] = Field(default=(), description="where the curves go")
+    chaos: tuple[ChaosFault, ...] = Field(default=(), description="scripted faults")

@@ -1,0 +1,74 @@
+"""Config of the optimizer and its learning rate."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from picotron_ray.config.schema.base import Section
+
+TORCHAO = "which needs torchao; install picotron-ray[8bit] on every node, or use full"
+"""What to do where moments cannot be kept in 8 bits for want of it."""
+
+
+class ScheduleConfig(Section):
+    """Learning-rate schedule; multiplies ``optimizer.learning_rate``."""
+
+    kind: Literal["constant", "cosine", "wsd"] = Field(
+        default="cosine", description="wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM)"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up from 0")
+    decay_steps: int = Field(default=0, ge=0, description="wsd: steps of linear decay at the end")
+    final_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="learning rate at the last step, as a share of the peak"
+    )
+
+
+class OptimizerConfig(Section):
+    """The optimizer; its state is canonical like the weights."""
+
+    name: Literal["adamw", "sgd", "muon"] = Field(
+        default="adamw",
+        description="adamw (Loshchilov & Hutter 2019), plain sgd, or muon (Jordan et al. 2024) for the"
+        " matrices inside blocks, each expert's by itself, with adamw for all else",
+    )
+    learning_rate: float = Field(
+        default=1e-3,
+        gt=0,
+        description="peak learning rate; muon's update is scaled to the size of adamw's (Liu et al. 2025), so"
+        " the same rate and decay suit both",
+    )
+    momentum: float = Field(
+        default=0.95, ge=0, lt=1, description="muon: decay of the momentum (Nesterov's), per step"
+    )
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="adamw: decay of the first moment, per step")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="adamw: decay of the second moment, per step")
+    eps: float = Field(default=1e-8, gt=0, description="adamw: added to the root of the second moment")
+    weight_decay: float = Field(
+        default=0.1,
+        ge=0,
+        description="decoupled decay, times the learning rate per step; not applied to norms and biases"
+        " (1-d tensors)",
+    )
+    decay_embeddings: bool = Field(
+        default=True,
+        description="apply weight_decay to embeddings too, and so to a head that shares theirs; a head of its"
+        " own always decays",
+    )
+    offload: bool = Field(
+        default=False,
+        description="adamw on CUDA: keep the moments in pinned host memory and update them there, on"
+        " cluster.cpus_per_worker threads (ZeRO-Offload, Ren et al. 2021); weights and gradients stay on the"
+        " device",
+    )
+    moments: Literal["full", "8bit"] = Field(
+        default="full",
+        description="adamw's, and of what muon leaves to it: full, like the weights, or 8bit: in blocks of"
+        " 256 with a scale each (Dettmers et al. 2022; extra 8bit), but not of tensors of which a rank holds"
+        " less than 4096 elements or no whole blocks; checkpoints hold them in fp32",
+    )
+    clip_norm: float | None = Field(
+        default=1.0, gt=0, description="largest global gradient norm; null: no clipping"
+    )
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="learning-rate schedule")

@@ -1,0 +1,210 @@
+"""Config of what surrounds the steps: machines, recovery, snapshots, storage, metrics, scripted faults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from picotron_ray.config.schema.base import Section
+
+RunName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+
+
+class ClusterConfig(Section):
+    """Which machines to use."""
+
+    min_workers: int = Field(default=1, ge=1, description="fewest workers that the run goes on with")
+    max_workers: int = Field(default=4, ge=1, description="most workers that the run uses")
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        default="auto", description="auto: cuda where Ray offers GPUs, else cpu"
+    )
+    cpus_per_worker: float = Field(
+        default=1.0, ge=0, description="CPU slots that each worker reserves in Ray"
+    )
+    worker_memory_bytes: int | None = Field(
+        default=None,
+        ge=2**20,
+        description="most private host memory that a worker may take beyond what it has at its first step,"
+        " enforced by the kernel (RLIMIT_DATA); the planner does not look at it; null: no limit",
+    )
+    start_timeout_s: float = Field(
+        default=120.0, gt=0, description="longest wait for max_workers before min_workers will do"
+    )
+    autoscale: bool = Field(
+        default=False,
+        description="Ray's autoscaler adds nodes: ask it for what is missing of max_workers, and wait for"
+        " min_workers rather than refuse a cluster that is too small now",
+    )
+    local_cpus: int | None = Field(
+        default=None, ge=1, description="CPU slots of a Ray that launch starts; null: enough"
+    )
+
+
+class ElasticConfig(Section):
+    """Failure detection and recovery."""
+
+    max_failures: int = Field(
+        default=100, ge=0, description="failures of any kind before the run gives up (exit 3)"
+    )
+    max_failures_without_progress: int = Field(
+        default=6, ge=1, description="failures in a row at the same step before exit 3"
+    )
+    heartbeat_s: float = Field(default=1.0, gt=0, description="interval of a node agent's heartbeat")
+    node_timeout_s: float = Field(default=5.0, gt=0, description="silence after which a node counts as lost")
+    hang_factor: float = Field(
+        default=3.0, ge=1, description="a phase longer than this times its learned p99 is a hang"
+    )
+    hang_floor_s: float = Field(default=1.0, gt=0, description="a hang is never called sooner than this")
+    first_step_timeout_s: float = Field(
+        default=60.0, gt=0, description="limit of a phase whose length is not yet known"
+    )
+    interrupt_timeout_s: float = Field(
+        default=2.0, gt=0, description="a member that does not stop in time is killed"
+    )
+    grow: bool = Field(
+        default=True, description="re-mesh up when workers join and the planner says that it pays"
+    )
+    replace_workers: bool = Field(
+        default=True, description="start a new worker for a dead one where resources allow"
+    )
+
+
+class SnapshotConfig(Section):
+    """Host-memory snapshots, the first rung of recovery."""
+
+    interval_steps: int | Literal["auto"] = Field(
+        default="auto", description="auto: ceil(copy and digest time / (0.5 x step time)), from measurement"
+    )
+    slots: int = Field(default=3, ge=3, description="snapshot slots per worker")
+    folder: str = Field(default="/dev/shm", description="memory file system that holds the slots")
+    overflow_folder: str | None = Field(
+        default=None, description="disk folder to use where `folder` is too small"
+    )
+
+
+class StorageConfig(Section):
+    """Where checkpoints are kept."""
+
+    url: str = Field(
+        default="./runs", description="a local folder, or s3://bucket/prefix; the run's name is appended"
+    )
+    endpoint_url: str | None = Field(default=None, description="S3 endpoint other than AWS")
+    region: str | None = Field(default=None, description="S3 region")
+    path_style: bool = Field(default=False, description="address buckets by path rather than by host name")
+    retry_deadline_s: float = Field(
+        default=60.0, gt=0, description="how long an outage of storage is waited out"
+    )
+
+
+class CheckpointConfig(Section):
+    """When state is committed to storage."""
+
+    interval_steps: int = Field(default=50, ge=1, description="steps between commits")
+    keep_last: int = Field(default=3, ge=1, description="newest commits to keep")
+    keep_every_steps: int | None = Field(
+        default=None, ge=1, description="also keep commits at multiples of this step"
+    )
+    codec: Literal["none", "zstd"] = Field(default="none", description="lossless compression of chunks")
+    gc_grace_s: float = Field(
+        default=3600.0, ge=0, description="time between condemning a chunk and deleting it"
+    )
+    resume_step: int | None = Field(
+        default=None, ge=0, description="resume from this committed step; null: the newest"
+    )
+
+
+class InitFromConfig(Section):
+    """Initial weights from a commit of another run; without ``run`` they are drawn from ``seed``."""
+
+    run: RunName | None = Field(default=None, description="name of the run whose commit to start from")
+    url: str | None = Field(
+        default=None, description="storage that holds that run, as in storage.url; null: this run's own"
+    )
+    step: int | None = Field(
+        default=None, ge=0, description="committed step to take; null: the newest one at the first launch"
+    )
+    optimizer_state: bool = Field(
+        default=False,
+        description="take the optimizer's moments too; false: weights alone, moments start at zero. Step"
+        " count, learning-rate schedule and samples start anew either way",
+    )
+
+
+class EvaluateConfig(Section):
+    """Loss on held-out data."""
+
+    interval_steps: int = Field(
+        default=50, ge=1, description="steps between evaluations; the last step is always evaluated"
+    )
+    samples: int = Field(
+        default=64, ge=1, description="held-out samples per evaluation, always the same ones"
+    )
+
+
+class MetricsConfig(Section):
+    """Prometheus endpoints of the coordinator and of every node's agent."""
+
+    enabled: bool = Field(default=True, description="serve metrics, and show the run to Ray's own endpoints")
+    host: str | None = Field(
+        default=None,
+        description="address to listen at; null: 127.0.0.1 in a Ray that launch starts, else the node's own",
+    )
+    port: int = Field(
+        default=0, ge=0, le=65535, description="port of the agents; 0: a free one, named by the run's status"
+    )
+    coordinator_port: int = Field(
+        default=0, ge=0, le=65535, description="port of the coordinator; 0: a free one, named by the status"
+    )
+
+
+class TrackerConfig(Section):
+    """One place that gets a row for every committed step, and every evaluation."""
+
+    kind: Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"] = Field(
+        description="csv, jsonl, tensorboard: files; wandb and mlflow need the extra of that name"
+    )
+    folder: str | None = Field(
+        default=None,
+        description="folder of the files, on the coordinator's node; null: `trackers` beside the event logs",
+    )
+    project: str | None = Field(
+        default=None, description="wandb: project, mlflow: experiment; null: picotron_ray"
+    )
+    url: str | None = Field(
+        default=None, description="wandb, mlflow: server; null: what the library finds in its environment"
+    )
+
+
+class ChaosFault(Section):
+    """One scripted fault, for tests, demos and drills."""
+
+    fault: Literal["kill", "stop", "hang", "remove-node"] = Field(
+        description="kill: SIGKILL; stop: SIGSTOP; hang: a thread that never returns;"
+        " remove-node: the whole node"
+    )
+    target: str = Field(
+        description="worker:<rank> of the running generation, node:<index>, or coordinator",
+        pattern=r"^(worker:\d+|node:\d+|coordinator)$",
+    )
+    step: int = Field(ge=1, description="optimizer step (1-based) at which it strikes, once per run")
+    phase: str = Field(default="forward", description="phase of the step, by its name in the heartbeat page")
+
+
+PHASES = (
+    "idle",
+    "rendezvous",  # joining the generation's process groups
+    "build",  # model, mesh, optimizer
+    "restore",  # reading state from slots or storage
+    "data",  # waiting for the prefetched batch
+    "forward",  # forward pass; under a pipeline schedule the whole of forward and backward
+    "backward",
+    "reduce",  # gradient reduction over data-parallel replicas
+    "clip",  # global gradient norm
+    "sync",  # the step's one exchange of loss, digests and flags between all ranks
+    "optimizer",  # from before the first write to after the last one; then the ledger line
+    "snapshot",  # copying to a slot (in the background of the next step)
+    "evaluate",
+    "flush",  # writing the clean live state to a slot on the way out
+    "commit",  # coordinator only: between the manifest and its log entry
+)

@@ -1,0 +1,111 @@
+"""Which kernels a device offers, for a precision, the widths of a model and a layout. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.precision import COMPUTE_BYTES
+
+Backend = Literal["flash", "efficient", "cudnn", "flash-attn", "math"]
+Norm = Literal["eager", "closed-form", "compiled"]
+
+
+def windowed(job: JobConfig) -> bool:
+    """Whether a token sees fewer than all tokens before it in its row."""
+    window = job.model.sliding_window
+    return window is not None and window < job.data.sequence_length
+
+
+def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
+    """What ``kernels.attention`` may be on a device (``cpu`` or ``cuda``), the one of ``auto`` first.
+
+    With context parallelism only kernels that give their log-sum-exp will do, and with document masks, or
+    windows, those that take them; with adaptive precision those that fp32 has too.
+    """
+    if device == "cpu":
+        return ["flash", "math"]
+    without: set[Backend] = {"flash-attn"} if cp > 1 else set()
+    if job.data.document_masks or windowed(job):
+        without.add("cudnn")
+    if job.data.document_masks and cp > 1:  # a part of a row: no sequence of its own
+        without.add("flash")
+    return [backend for backend in _on_cuda(job) if backend not in without]
+
+
+def _on_cuda(job: JobConfig) -> list[Backend]:
+    """Those that compute in the job's precision, with heads of its size."""
+    if job.precision == "fp64":
+        return ["math"]
+    low = job.precision in ("bf16", "fp16", "fp8")
+    if job.model.head_size % (8 if low else 4):  # loads are of 16 bytes
+        return ["math"]
+    if low and job.adaptive_precision.error_bound is None:
+        return ["flash", "cudnn", "flash-attn", "efficient", "math"]
+    return ["efficient", "math"]
+
+
+def attention_problem(job: JobConfig, device: str, cp: int) -> str | None:
+    """Why ``kernels.attention`` cannot be had there, in words; None where it can."""
+    asked = job.kernels.attention
+    offered = attention_backends(job, device, cp)
+    if asked == "auto" or asked in offered:
+        return None
+    cuda, heads = device == "cuda", job.model.head_size
+    said = {
+        f"{device} with precision {job.precision}": True,
+        "context parallelism": cp > 1,
+        "document masks": job.data.document_masks,
+        "a sliding window": cuda and windowed(job),
+        f"heads of {heads}": cuda and heads % 8 > 0,
+    }
+    where = " and ".join(words for words, met in said.items() if met)
+    private = ", whose backward pass over a part of a row is private" if cuda and cp > 1 else ""
+    why = private if asked == "flash-attn" else ""
+    return f"saw {asked}{why}, expected auto or one of {', '.join(offered)} on {where}"
+
+
+def attention_masks(job: JobConfig, cp: int) -> bool:
+    """Whether attention over whole rows gets masks as tensors; true where the device is not known yet."""
+    if cp > 1 or job.model.builder is not None or not (job.data.document_masks or windowed(job)):
+        return False
+    asked = job.kernels.attention
+    if asked == "auto" and job.cluster.device == "cuda":
+        asked = attention_backends(job, "cuda", cp)[0]
+    # flash-attn and CUDA's flash are told where documents start and how far a query looks back
+    return asked != "flash-attn" and (asked != "flash" or job.cluster.device != "cuda")
+
+
+def overlap_problem(job: JobConfig, device: str) -> str | None:
+    """Why ``kernels.tp_overlap`` cannot be had on a device (``cpu``, ``cuda``, ``auto``: not known yet)."""
+    if job.kernels.tp_overlap == "symmetric-memory" and device == "cpu":
+        return "saw symmetric-memory, but workers run on CPUs, where torch has none; use ring or none"
+    return None
+
+
+def norm_kernel(job: JobConfig, device: str) -> Norm:
+    """What computes RMSNorm on a device; by auto the closed form where torch has no kernel for it."""
+    asked, model = job.kernels.norm, job.model
+    if asked != "auto":
+        return asked
+    able = model.builder is None and not model.is_gpt2 and not job.kernels.compile
+    return "closed-form" if able and device == "cpu" else "eager"
+
+
+GROUPED_ROW_BYTES = 16
+"""Of which every row of a grouped product's matrices is a multiple (torch, GroupedMMUtils.h: strides)."""
+
+
+def ungrouped_widths(job: JobConfig, tp: int) -> dict[str, int]:
+    """Widths of what a tensor-parallel rank has of experts that no grouped product takes, by key."""
+    item = COMPUTE_BYTES[job.precision]
+    inner = "model.moe.intermediate_size"
+    widths = {"model.hidden_size": job.model.hidden_size, inner: job.model.moe.intermediate_size // tp}
+    return {key: width for key, width in widths.items() if width * item % GROUPED_ROW_BYTES}
+
+
+def groups_experts(job: JobConfig, device: str, tp: int) -> bool:
+    """Whether the products of experts are grouped on a device; by auto only where they can be."""
+    asked = job.kernels.experts
+    able = device == "cuda" and job.precision != "fp64" and not ungrouped_widths(job, tp)
+    return asked == "grouped" or (asked == "auto" and able)

@@ -1,0 +1,25 @@
+"""Rules between keys: what each value alone cannot show to be wrong.
+
+A rule yields problems and never raises, so that all mistakes of a config are reported at once. ``touches``
+names the keys that a rule looked at: where one of them already failed on its own, the rule's problem is
+not reported (it would speak about a default, not about what the user wrote).
+"""
+
+from __future__ import annotations
+
+from picotron_ray.config.problem import Problem
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.precision import possible
+from picotron_ray.config.validation import compute, kernels, model, service
+
+RULES = (*model.RULES, *compute.RULES, *kernels.RULES, *service.RULES)
+
+
+def check(job: JobConfig) -> list[Problem]:
+    """Every broken rule of a config whose values are each valid.
+
+    Under ``precision: auto`` what is wrong whatever it comes to; launch judges again once it is settled.
+    """
+    best, *others = ([problem for rule in RULES for problem in rule(each)] for each in possible(job))
+    keys = [{problem.key for problem in found} for found in others]
+    return [problem for problem in best if all(problem.key in found for found in keys)]

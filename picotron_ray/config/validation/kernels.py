@@ -1,0 +1,179 @@
+"""Rules between keys of the kernels and what they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from picotron_ray.config.problem import Problem
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.cuda_graphs import device_problems, graph_problems
+from picotron_ray.config.support.kernels import attention_problem, overlap_problem
+from picotron_ray.config.validation.compute import actions_problem
+from picotron_ray.layout.recompute_policy import is_selective
+from picotron_ray.layout.schedules import rules_of
+
+
+def _splits(job: JobConfig) -> bool:
+    """Whether a pipeline of the job would split its backward pass."""
+    readable = not actions_problem(job)
+    return readable and job.layout.pp != 1 and rules_of(job.layout.schedule, job.layout.actions).splits
+
+
+def _kernels(job: JobConfig) -> Iterator[Problem]:
+    yield from _attention(job)
+    schedule = job.layout.schedule
+    if job.kernels.compile and _splits(job):
+        text = (
+            f"saw true with layout.schedule={schedule}, which splits the backward pass of compiled blocks"
+            " wrongly; use another schedule or compile=false"
+        )
+        yield Problem("kernels.compile", text, ("layout.schedule", "layout.pp", "layout.actions"))
+    if job.kernels.experts == "grouped" and job.precision == "fp64":
+        text = "saw grouped with precision=fp64, which torch's grouped product does not have; use loop"
+        yield Problem("kernels.experts", text, ("precision",))
+    if job.kernels.experts != "auto" and not job.model.moe.experts:
+        text = f"saw {job.kernels.experts} with model.moe.experts=0, a dense model; drop it"
+        yield Problem("kernels.experts", text, ("model.moe.experts",))
+    if job.kernels.optimizer != "fused" and job.optimizer.name == "sgd":
+        text = f"saw {job.kernels.optimizer} with optimizer.name=sgd, which has no adamw; drop it"
+        yield Problem("kernels.optimizer", text, ("optimizer.name",))
+    if job.kernels.optimizer != "fused" and job.optimizer.offload:
+        text = f"saw {job.kernels.optimizer} with optimizer.offload=true, which updates by the host's fused"
+        yield Problem("kernels.optimizer", f"{text} kernel; drop one", ("optimizer.offload",))
+    yield from _graphs(job)
+    yield from _closed_norms(job)
+    yield from _compiled_functions(job)
+    yield from _projections(job)
+    yield from _overlap(job)
+    yield from _loss(job)
+    asked = job.layout.recompute
+    if job.kernels.compile and asked != "auto" and is_selective(asked):
+        text = f"saw true with layout.recompute={asked}, which does not see into compiled blocks; use full"
+        yield Problem("kernels.compile", text, ("layout.recompute",))
+
+
+def _graphs(job: JobConfig) -> Iterator[Problem]:
+    for key, text in device_problems(job, job.cluster.device).items():  # auto: once machines are known
+        yield Problem(key, text, ("cluster.device",))
+    yield from graph_problems(job)
+
+
+def _closed_norms(job: JobConfig) -> Iterator[Problem]:
+    if job.kernels.norm != "closed-form":
+        return
+    own = job.model.builder is not None
+    against = {
+        "model.builder": own and "a model of your own, which computes as it was built",
+        "model.family": not own and job.model.is_gpt2 and "model.family=gpt2, which has LayerNorm",
+        "kernels.compile": job.kernels.compile and "kernels.compile=true, which compiles all of a block",
+    }
+    for key, text in against.items():
+        if text:
+            yield Problem("kernels.norm", f"saw closed-form with {text}; leave it at auto", (key,))
+
+
+def _compiled_functions(job: JobConfig) -> Iterator[Problem]:
+    model, schedule = job.model, job.layout.schedule
+    for name in ("norm", "activation"):
+        if getattr(job.kernels, name) != "compiled":
+            continue
+        key, plain = f"kernels.{name}", "auto" if name == "norm" else "eager"
+        if model.builder is not None:
+            text = f"saw compiled; a model of your own computes as it was built: leave it at {plain}"
+            yield Problem(key, text, ("model.builder",))
+        elif name == "activation" and (model.is_gpt2 or model.moe.experts):
+            other = (
+                "model.family=gpt2, which has no SwiGLU"
+                if model.is_gpt2
+                else (f"model.moe.experts={model.moe.experts}, which get other numbers of rows each time")
+            )
+            text = f"saw compiled with {other}; leave it at eager"
+            yield Problem(key, text, ("model.family", "model.moe.experts"))
+        if job.kernels.compile:
+            text = "saw compiled with kernels.compile=true, which compiles all of a block; drop one"
+            yield Problem(key, text, ("kernels.compile",))
+        if name == "norm" and _splits(job):
+            text = f"saw compiled with layout.schedule={schedule}, which splits the backward pass, and"
+            text += " that of a compiled norm runs once; use another schedule or auto"
+            yield Problem(key, text, ("layout.schedule", "layout.pp", "layout.actions"))
+
+
+def _projections(job: JobConfig) -> Iterator[Problem]:
+    if job.kernels.projections == "fused" and job.model.builder is not None:
+        text = (
+            "saw fused; a model of your own has the projections that it was built with: leave it at separate"
+        )
+        yield Problem("kernels.projections", text, ("model.builder",))
+    together = job.kernels.projections == "fused" and job.kernels.activation == "compiled"
+    if together and job.layout.offload_activations:
+        text = (
+            "saw compiled with kernels.projections=fused and layout.offload_activations=true: gate and up"
+            " come back as tensors of their own, and a compiled gate wants them as pieces of one; use eager"
+        )
+        against = ("kernels.projections", "layout.offload_activations")
+        yield Problem("kernels.activation", text, against)
+    if job.kernels.projections == "fused" and job.precision == "fp8":
+        text = "saw fused with precision=fp8, which has a scale per projection; use separate"
+        yield Problem("kernels.projections", text, ("precision",))
+
+
+def _overlap(job: JobConfig) -> Iterator[Problem]:
+    key, asked, schedule = "kernels.tp_overlap", job.kernels.tp_overlap, job.layout.schedule
+    if asked == "none":
+        return
+    problem = overlap_problem(job, job.cluster.device)  # auto: once machines are known
+    if problem:
+        yield Problem(key, problem, ("cluster.device",))
+    if job.layout.tp == 1:
+        text = f"saw {asked} with layout.tp=1, which sends nothing that it could hide; use none or another tp"
+        yield Problem(key, text, ("layout.tp",))
+    if job.model.builder is not None:
+        text = f"saw {asked}; a model of your own calls its linear layers by itself: leave it at none"
+        yield Problem(key, text, ("model.builder",))
+    if job.precision == "fp8":
+        text = f"saw {asked} with precision=fp8, which scales whole tensors, not parts that travel; use none"
+        yield Problem(key, text, ("precision",))
+    if _splits(job):
+        text = (
+            f"saw {asked} with layout.schedule={schedule}, each half of whose backward pass would send and"
+            " multiply all of it; use another schedule or none"
+        )
+        yield Problem(key, text, ("layout.schedule", "layout.pp", "layout.actions"))
+
+
+def _loss(job: JobConfig) -> Iterator[Problem]:
+    kernels = job.kernels
+    if kernels.loss == "linear" and job.model.builder is not None:
+        text = "saw linear; a model of your own gives logits: leave it at logits"
+        yield Problem("kernels.loss", text, ("model.builder",))
+    if kernels.loss != "linear" and kernels.loss_chunk != KernelsConfig().loss_chunk:
+        text = (
+            f"saw {kernels.loss_chunk} with kernels.loss={kernels.loss}, which cuts nothing; drop it or use"
+        )
+        yield Problem("kernels.loss_chunk", f"{text} kernels.loss=linear", ("kernels.loss",))
+
+
+def _attention(job: JobConfig) -> Iterator[Problem]:
+    asked = job.kernels.attention
+    if asked == "auto":
+        return
+    if job.model.builder is not None:
+        yield Problem(
+            "kernels.attention",
+            f"saw {asked}; a model of your own has its own: leave it at auto",
+            ("model.builder",),
+        )
+        return
+    least = 1 if job.layout.cp == "auto" else job.layout.cp
+    # auto is judged again once the machines are known; here some device must offer the kernel
+    devices = ("cpu", "cuda") if job.cluster.device == "auto" else (job.cluster.device,)
+    problems = [attention_problem(job, device, least) for device in devices]
+    problem = problems[-1]
+    if problem and all(problems):
+        yield Problem(
+            "kernels.attention", problem, ("cluster.device", "precision", "layout.cp", "data.document_masks")
+        )
+
+
+RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (_kernels,)

@@ -1,0 +1,160 @@
+"""Rules between keys of the model and of its data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+from picotron_ray.config.problem import Problem
+from picotron_ray.config.schema.data import END_OF_DOCUMENT
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig, MoeConfig
+
+_NOT_GPT2 = ("head_dim", "qkv_bias", "qk_norm", "sliding_window", "rope_scaling", "rope_theta", "moe")
+
+BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a document
+
+
+def _builder(job: JobConfig) -> Iterator[Problem]:
+    """Keys that do not go with `model.builder`, or not without it."""
+    model, plain = job.model, ModelConfig()
+    own = ("arguments", "plan", "built")
+    skipped = {"vocab_size", "builder", *own} if model.builder else set(ModelConfig.model_fields) - set(own)
+    for key in ModelConfig.model_fields:
+        if key not in skipped and getattr(model, key) != getattr(plain, key):
+            text = "a value with model.builder, which takes only vocab_size, arguments and plan"
+            yield Problem(
+                f"model.{key}",
+                f"saw {text if model.builder else 'a value without model.builder'}; drop it",
+                ("model.builder",),
+            )
+    try:
+        json.dumps(model.arguments, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        text = (
+            f"saw something other than finite plain data: {error}; use numbers, strings, lists and mappings"
+        )
+        yield Problem("model.arguments", text)
+
+
+def _model(job: JobConfig) -> Iterator[Problem]:
+    model = job.model
+    if model.builder is not None:
+        return
+    if model.heads % model.kv_heads:
+        yield Problem(
+            "model.kv_heads",
+            f"saw {model.kv_heads}, which does not divide model.heads={model.heads}",
+            ("model.heads",),
+        )
+    if model.head_dim is None and model.hidden_size % model.heads:
+        yield Problem(
+            "model.heads",
+            f"saw {model.heads}, which does not divide model.hidden_size={model.hidden_size}; say"
+            " model.head_dim where that is meant",
+            ("model.hidden_size", "model.head_dim"),
+        )
+    elif model.head_size % 2 and not model.is_gpt2:
+        yield Problem(
+            "model.hidden_size" if model.head_dim is None else "model.head_dim",
+            f"saw {model.hidden_size} with model.heads={model.heads}, a head size of {model.head_size};"
+            " rotary positions need an even head size",
+            ("model.heads", "model.head_dim"),
+        )
+    scaling = model.rope_scaling
+    if scaling.high_frequency_factor <= scaling.low_frequency_factor:
+        yield Problem(
+            "model.rope_scaling.high_frequency_factor",
+            f"saw {scaling.high_frequency_factor:g}, expected more than"
+            f" low_frequency_factor={scaling.low_frequency_factor:g}",
+            ("model.rope_scaling.low_frequency_factor",),
+        )
+
+
+def _gpt2(job: JobConfig) -> Iterator[Problem]:
+    """What goes with one family and not with the other."""
+    model, plain, length = job.model, ModelConfig(), job.data.sequence_length
+    if model.builder is not None:
+        return
+    if not model.is_gpt2:
+        if model.max_positions is not None:
+            text = f"saw {model.max_positions} with model.family=llama, whose positions are rotary; drop it"
+            yield Problem("model.max_positions", text, ("model.family",))
+        return
+    for key in _NOT_GPT2:
+        if getattr(model, key) != getattr(plain, key):
+            yield Problem(f"model.{key}", "saw a value with model.family=gpt2, which has none; drop it")
+    if model.kv_heads != model.heads:
+        text = f"saw {model.kv_heads} with model.family=gpt2, expected model.heads={model.heads}"
+        yield Problem("model.kv_heads", text, ("model.heads", "model.family"))
+    if model.max_positions is None or model.max_positions < length:
+        saw = "nothing" if model.max_positions is None else model.max_positions
+        text = f"saw {saw} with model.family=gpt2, expected at least data.sequence_length={length}"
+        yield Problem("model.max_positions", text, ("data.sequence_length", "model.family"))
+
+
+def _moe(job: JobConfig) -> Iterator[Problem]:
+    moe, plain = job.model.moe, MoeConfig()
+    if moe.experts:
+        if moe.top_k > moe.experts:
+            text = f"saw {moe.top_k}, expected at most model.moe.experts={moe.experts}"
+            yield Problem("model.moe.top_k", text, ("model.moe.experts",))
+        for key, balance in (("loss_coefficient", "loss"), ("bias_rate", "bias")):
+            value = getattr(moe, key)
+            if moe.balance != balance and value != getattr(plain, key):
+                text = f"saw {value:g} with model.moe.balance={moe.balance}, which has none; drop it or use"
+                yield Problem(f"model.moe.{key}", f"{text} balance={balance}", ("model.moe.balance",))
+        return
+    for key in MoeConfig.model_fields:
+        if getattr(moe, key) != getattr(plain, key):
+            text = "saw a value with model.moe.experts=0, a dense model; say how many experts, or drop it"
+            yield Problem(f"model.moe.{key}", text, ("model.moe.experts",))
+
+
+def _data(job: JobConfig) -> Iterator[Problem]:
+    data, vocabulary = job.data, job.model.vocab_size
+    if data.source == "stdlib" and data.path is not None:
+        yield Problem(
+            "data.path", "saw a path with data.source=stdlib, which reads none; drop it", ("data.source",)
+        )
+    if data.source != "stdlib" and not data.path:
+        what = "a file or folder of token ids" if data.source == "memmap" else "a file, folder or glob"
+        text = f"saw nothing, expected {what} for data.source={data.source}; say data.path=..."
+        yield Problem("data.path", text, ("data.source",))
+    if data.source != "memmap" and vocabulary < BYTE_VOCABULARY:
+        yield Problem(
+            "model.vocab_size",
+            f"saw {vocabulary}, expected at least {BYTE_VOCABULARY} (256 bytes and end of document) for"
+            f" data.source={data.source}",
+            ("data.source",),
+        )
+    if data.path and "://" in data.path:
+        yield Problem("data.path", "saw a URL, expected a path that every node can read", ())
+
+
+def _documents(job: JobConfig) -> Iterator[Problem]:
+    data, end, vocabulary = job.data, job.data.end_token, job.model.vocab_size
+    if data.document_masks and job.model.builder is not None:
+        text = "saw true; a model of your own attends as it was built: leave it out"
+        yield Problem("data.document_masks", text, ("model.builder",))
+    if data.source != "memmap":
+        if end is not None:
+            text = f"saw {end} with data.source={data.source}, which ends documents by itself; drop it"
+            yield Problem("data.end_token", text, ("data.source",))
+    elif end is None:
+        if data.document_masks:
+            text = "saw null with data.document_masks=true; say which id ends a document in these token files"
+            yield Problem("data.end_token", text, ("data.source", "data.document_masks"))
+    elif end >= vocabulary:
+        text = f"saw {end}, expected an id below model.vocab_size={vocabulary}"
+        yield Problem("data.end_token", text, ("data.source", "model.vocab_size"))
+
+
+RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
+    _builder,
+    _model,
+    _gpt2,
+    _moe,
+    _data,
+    _documents,
+)

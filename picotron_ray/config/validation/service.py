@@ -1,0 +1,121 @@
+"""Rules between keys of what surrounds the steps: machines, snapshots, storage, scripted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from picotron_ray.config.problem import Problem
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import PHASES
+from picotron_ray.config.storage_urls import url_problems
+
+
+def _cluster(job: JobConfig) -> Iterator[Problem]:
+    cluster, elastic = job.cluster, job.elastic
+    if cluster.min_workers > cluster.max_workers:
+        yield Problem(
+            "cluster.min_workers",
+            f"saw {cluster.min_workers}, expected at most cluster.max_workers={cluster.max_workers}",
+            ("cluster.max_workers",),
+        )
+    elif (
+        cluster.local_cpus is not None and cluster.min_workers * cluster.cpus_per_worker > cluster.local_cpus
+    ):
+        yield Problem(
+            "cluster.local_cpus",
+            f"saw {cluster.local_cpus}, too few for cluster.min_workers={cluster.min_workers} at"
+            f" cluster.cpus_per_worker={cluster.cpus_per_worker:g}",
+            ("cluster.min_workers", "cluster.cpus_per_worker"),
+        )
+    if elastic.node_timeout_s < 2 * elastic.heartbeat_s:
+        yield Problem(
+            "elastic.node_timeout_s",
+            f"saw {elastic.node_timeout_s:g}, expected at least twice"
+            f" elastic.heartbeat_s={elastic.heartbeat_s:g}",
+            ("elastic.heartbeat_s",),
+        )
+
+
+def _snapshot(job: JobConfig) -> Iterator[Problem]:
+    snapshot = job.snapshot
+    if snapshot.interval_steps != "auto" and snapshot.interval_steps < 1:
+        yield Problem(
+            "snapshot.interval_steps", f"saw {snapshot.interval_steps}, expected auto or at least 1"
+        )
+    for key, folder in (("folder", snapshot.folder), ("overflow_folder", snapshot.overflow_folder)):
+        if folder is not None and not folder.startswith("/"):
+            yield Problem(
+                f"snapshot.{key}", f"saw {folder!r}, expected an absolute path, the same on every node"
+            )
+
+
+def _checkpoint(job: JobConfig) -> Iterator[Problem]:
+    checkpoint = job.checkpoint
+    every = checkpoint.keep_every_steps
+    if every is not None and every % checkpoint.interval_steps:
+        yield Problem(
+            "checkpoint.keep_every_steps",
+            f"saw {every}, expected a multiple of checkpoint.interval_steps={checkpoint.interval_steps},"
+            " or no commit would be kept",
+            ("checkpoint.interval_steps",),
+        )
+    if checkpoint.resume_step is not None and checkpoint.resume_step > job.steps:
+        yield Problem(
+            "checkpoint.resume_step",
+            f"saw {checkpoint.resume_step}, expected at most steps={job.steps}",
+            ("steps",),
+        )
+
+
+def _storage(job: JobConfig) -> Iterator[Problem]:
+    for key, text in url_problems(job.storage):
+        yield Problem(f"storage.{key}", text, ("storage.url",))
+
+
+def _init_from(job: JobConfig) -> Iterator[Problem]:
+    asked = job.init_from
+    if asked.run is None:
+        given = [key for key, value in asked if value not in (None, False)]
+        for key in given:
+            yield Problem(f"init_from.{key}", "saw a value without init_from.run; name the run, or drop it")
+        return
+    if asked.run == job.name and asked.url in (None, job.storage.url):
+        text = f"saw {asked.run!r}, which is this run itself; give this one another name"
+        yield Problem("init_from.run", text, ("name",))
+    if asked.url is not None:
+        theirs = job.storage.model_copy(update={"url": asked.url})
+        yield from (Problem("init_from.url", text) for key, text in url_problems(theirs) if key == "url")
+
+
+def _chaos(job: JobConfig) -> Iterator[Problem]:
+    for index, fault in enumerate(job.chaos):
+        at = f"chaos.{index}"
+        kind, _, number = fault.target.partition(":")
+        if fault.phase not in PHASES:
+            yield Problem(f"{at}.phase", f"saw {fault.phase!r}, expected one of {', '.join(PHASES)}")
+        elif fault.phase == "commit" and kind != "coordinator":
+            yield Problem(
+                f"{at}.phase", f"saw commit with target {fault.target}; only the coordinator commits"
+            )
+        if kind == "worker" and int(number) >= job.cluster.max_workers:
+            yield Problem(
+                f"{at}.target",
+                f"saw {fault.target}, expected a rank below cluster.max_workers={job.cluster.max_workers}",
+                ("cluster.max_workers",),
+            )
+        if (fault.fault == "remove-node") != (kind == "node"):
+            expected = "node:<index>" if fault.fault == "remove-node" else "worker:<rank> or coordinator"
+            text = f"saw {fault.target}, expected {expected} for fault {fault.fault}"
+            yield Problem(f"{at}.target", text, (f"{at}.fault",))
+        if fault.step > job.steps:
+            yield Problem(f"{at}.step", f"saw {fault.step}, expected at most steps={job.steps}", ("steps",))
+
+
+RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
+    _cluster,
+    _snapshot,
+    _checkpoint,
+    _storage,
+    _init_from,
+    _chaos,
+)

@@ -1,0 +1,160 @@
+"""Everything that the machine remembers, and the few verbs that its parts share.
+
+The machine is level-triggered: an event only changes what is written here; what follows from it is then
+derived from the whole (``machine.advance``). So a duplicated, late or reordered event does no harm, and
+a lost one is made good by the next tick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.append_queue import AppendQueue
+from picotron_ray.coordinator.checkpoint_tracker import Checkpoints
+from picotron_ray.coordinator.messages import (
+    Alert,
+    Command,
+    Commit,
+    Finish,
+    GenerationId,
+    GenerationSpec,
+    Member,
+    Outcome,
+    SlotInfo,
+)
+from picotron_ray.coordinator.policies.failure import Breaker, Remedy
+from picotron_ray.coordinator.policies.membership import Roster
+from picotron_ray.coordinator.states import TRANSITIONS, State
+from picotron_ray.errors import LayoutError
+from picotron_ray.layout.layout import Layout
+
+
+class Choice(Protocol):
+    """What the planner proposes for a number of workers; it may use fewer."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def cost_s(self) -> float: ...
+    @property
+    def reason(self) -> str: ...
+
+
+Choose = Callable[[int], Choice]
+
+
+@dataclass(slots=True)
+class Incident:
+    """Why a generation ended other than in order."""
+
+    kind: str
+    target: str
+    step: int  # finished steps that were seen when it struck
+    at: float
+    culprit: bool  # the target itself reported or caused it, rather than suffered from it
+    counted: bool = False  # the breaker knows of it (a launch may take more than one round)
+
+
+@dataclass
+class Context:
+    """The machine's memory. Times are seconds on its clock, which skips the coordinator's own sleep."""
+
+    job: JobConfig
+    choose: Choose
+    appends: AppendQueue
+    saves: Checkpoints
+    breaker: Breaker
+    now: float = 0.0
+    out: list[Command] = field(default_factory=list)
+    state: State = State.NEW
+    quiet: bool = False  # the event at hand changed nothing that anything follows from
+    transitions: list[tuple[State, State]] = field(default_factory=list)  # of the event at hand
+    term: int = 0
+    generations: int = 0  # started in this term
+    names: int = 0  # worker names given in this term
+    roster: Roster = field(default_factory=Roster)
+    refused: dict[str, str] = field(default_factory=dict)  # node: why it may not take part
+    deaths: int = 0  # workers lost without their node
+    choices: dict[int, Choice | None] = field(default_factory=dict)  # what `choose` said, by workers
+    # the newest generation known; it is running, leaving or over, as `state` says
+    spec: GenerationSpec | None = None
+    layouts: dict[GenerationId, Layout] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    seen_step: int = 0  # most finished steps that any member of it was seen with
+    launched_at: float = 0.0
+    progressed: bool = False
+    # leaving and recovering
+    reason: str = "start"  # of the next generation
+    incident: Incident | None = None
+    remedy: Remedy = Remedy.RETRY
+    distrust_slots: bool = False  # the next restore uses the last commit
+    cap: int | None = None  # most workers to use until there is progress
+    boundary_asked: bool = False
+    remind_at: float = 0.0  # when to repeat the interrupts
+    deadline: float | None = None  # of the present state
+    request: int = 0  # number of the latest request for an inventory
+    awaited: dict[str, int] = field(default_factory=dict)  # node that has not answered: its request
+    patient_until: float = 0.0  # how long a commit under way is awaited before the next decision
+    asked: int = 0  # how often the awaited were asked
+    inventory: dict[str, tuple[SlotInfo, ...]] = field(default_factory=dict)
+    # storage
+    commits: list[Commit] = field(default_factory=list)
+    bad_slots: set[tuple[str, str]] = field(default_factory=set)
+    bad_manifests: set[str] = field(default_factory=set)
+    rewind: int | None = None  # checkpoint.resume_step, until it has been obeyed
+    # the end
+    stop_requested: bool = False
+    final: tuple[Literal["finished", "stopped"], int] | None = None
+    result: Finish | None = None
+
+    # --- verbs --------------------------------------------------------------------------------------
+
+    def emit(self, *commands: Command) -> None:
+        self.out.extend(commands)
+
+    def alert(self, level: Literal["info", "warning", "error"], kind: str, text: str, **data: Any) -> None:
+        self.out.append(Alert(level, text, kind, data))
+
+    def go(self, state: State) -> None:
+        """Change the state; a transition that the table does not hold is a bug of the machine."""
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"no transition from {self.state} to {state}")
+        self.transitions.append((self.state, state))
+        self.state, self.deadline = state, None
+
+    def finish(
+        self, status: Literal["finished", "failed", "stopped", "storage", "fenced"], detail: str
+    ) -> None:
+        self.result = Finish(status, detail)
+        self.emit(self.result)
+        self.go(State.DONE)
+
+    # --- views --------------------------------------------------------------------------------------
+
+    @property
+    def in_generation(self) -> bool:
+        """Whether members of ``spec`` may still be at work."""
+        return self.state in (State.RUNNING, State.LEAVING, State.ABORTING)
+
+    def is_member(self, worker: str) -> bool:
+        return self.spec is not None and any(member.worker == worker for member in self.spec.members)
+
+    def unsettled(self) -> list[Member]:
+        """Members that live and have not said how their generation ended."""
+        members = () if self.spec is None else self.spec.members
+        return [m for m in members if m.worker not in self.outcomes and m.worker in self.roster.workers]
+
+    def choice(self, workers: int) -> Choice | None:
+        """The planner's proposal for up to ``workers`` workers; None where no layout fits."""
+        if workers not in self.choices:
+            try:
+                self.choices[workers] = self.choose(workers)
+            except LayoutError as error:
+                self.choices[workers] = None
+                self.alert(
+                    "warning", "layout", f"no layout for {workers} workers: {str(error).splitlines()[0]}"
+                )
+        return self.choices[workers]

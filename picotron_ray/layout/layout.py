@@ -1,0 +1,204 @@
+"""A parallel layout as a value: its degrees, its rank order, and what every rank must hold.
+
+Ranks are numbered with tensor parallelism innermost, then context, data and pipeline:
+``rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index``, so that the chattiest axis
+falls on neighbouring devices (Megatron-LM's order, Narayanan et al. 2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from picotron_ray.layout.schedules import Schedule, last_stage_rank, rank_stages
+
+Context = Literal["ring", "all-gather"]
+Zero = Literal[0, 1, 2, 3]
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on each mesh axis (0-based)."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """How one generation cuts the model and the batch.
+
+    Fields:
+        dp, tp, pp, cp, ep: degrees of data, tensor, pipeline, context and expert parallelism.
+        context: how attention sees the keys of other context-parallel ranks; it matters only where
+            ``cp > 1``.
+        zero: what is cut over dp and cp (Rajbhandari et al. 2020): 0 nothing; 1 weights and optimizer state,
+            gathered and reduced once per step; 2 gradients too, reduced with every micro-batch; 3 weights
+            also between forward and backward, gathered anew for each of them (all by FSDP2).
+        replicate: copies of the cut state, each over 1/replicate of the replicas (HSDP, Zhao et al. 2023);
+            more than 1 only with ``zero``.
+        schedule: pipeline schedule; it matters only where ``pp > 1``.
+        virtual_stages: pipeline stages per rank, as many as the schedule asks.
+        placement: the stages of each pipeline rank, ascending, where the schedule is ``custom``; else empty.
+            It is what ranks hold; in which order they compute, the job says (``layout.actions``), so that
+            logs and manifests do not repeat long lists.
+        micro_batch: rows (sequences) per micro-batch and DP replica.
+        recompute: which blocks compute their activations again in the backward pass, a policy of
+            ``config.recompute``.
+        offload_activations: whether what blocks keep for the backward pass waits in host memory.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: Zero = 0
+    replicate: int = 1
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    micro_batch: int = 1
+    recompute: str = "none"
+    context: Context = "ring"
+    placement: tuple[tuple[int, ...], ...] = ()
+    offload_activations: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks (processes) that the layout needs; experts are folded over dp."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coordinates(pp, dp, cp, tp)
+
+    def rank(self, at: Coordinates) -> int:
+        return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same part of the model, over which gradients are summed and ZeRO shards: dp x cp."""
+        return self.dp * self.cp
+
+    def replica(self, rank: int) -> int:
+        """Index of ``rank`` among its replicas, context-parallel ranks innermost."""
+        at = self.coordinates(rank)
+        return at.dp * self.cp + at.cp
+
+    @property
+    def shards(self) -> int:
+        """Parts into which ZeRO cuts what replicas would hold alike; 1 without it."""
+        return self.replicas // self.replicate if self.zero else 1
+
+    def shard(self, rank: int) -> int:
+        """Which of those parts ``rank`` holds: neighbours among the replicas hold different ones."""
+        return self.replica(rank) % self.shards
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages, of all ranks together."""
+        return self.pp * self.virtual_stages
+
+    def rank_stages(self, pp_index: int) -> tuple[int, ...]:
+        """The stages that one pipeline rank holds, ascending."""
+        if self.placement:
+            return self.placement[pp_index]
+        return rank_stages(self.schedule, self.pp, self.virtual_stages, pp_index)
+
+    @property
+    def hops(self) -> int:
+        """Stages of one pipeline rank, at most, whose output goes to another rank."""
+        held = [set(self.rank_stages(rank)) for rank in range(self.pp)]
+        return max(sum(s + 1 < self.stages and s + 1 not in stages for s in stages) for stages in held)
+
+    @property
+    def first_stage_rank(self) -> int:
+        """Pipeline rank of the first stage, which has the embedding."""
+        return next((rank for rank, stages in enumerate(self.placement) if 0 in stages), 0)
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Pipeline rank of the last stage, which has the head and the loss."""
+        if self.placement:
+            return next(rank for rank, stages in enumerate(self.placement) if self.stages - 1 in stages)
+        return last_stage_rank(self.schedule, self.pp, self.virtual_stages)
+
+    def other_end(self, pp_index: int) -> int | None:
+        """Pipeline rank of the other end, for that of the first stage or the last; else None."""
+        first, last = self.first_stage_rank, self.last_stage_rank
+        return {first: last, last: first}.get(pp_index) if first != last else None
+
+    def expert_index(self, rank: int) -> int:
+        """Which 1/ep of the experts ``rank`` holds: neighbours among the replicas hold different ones."""
+        return self.replica(rank) % self.ep if self.ep > 1 else 0
+
+    def expert_replica(self, rank: int) -> int:
+        """Index of ``rank`` among the replicas / ep that work with the same experts."""
+        return self.replica(rank) // self.ep
+
+    @property
+    def expert_shards(self) -> int:
+        """Parts into which ZeRO cuts what expert parallelism left."""
+        return max(1, self.shards // self.ep)
+
+    def expert_shard(self, rank: int) -> int:
+        return self.shard(rank) // self.ep
+
+    # --- state groups: which ranks hold the same shards of weights and optimizer state ---------------
+
+    @property
+    def state_groups(self) -> int:
+        """Number of distinct shards of the training state: all of them together are the whole state."""
+        return self.pp * (self.shards if self.zero else self.ep) * self.tp
+
+    def state_group(self, rank: int) -> int:
+        """The shard of the training state that ``rank`` holds."""
+        at = self.coordinates(rank)
+        parts = self.shards if self.zero else self.ep
+        part = self.shard(rank) if self.zero else self.expert_index(rank)
+        return (at.pp * parts + part) * self.tp + at.tp
+
+    def state_replicas(self, rank: int) -> tuple[int, ...]:
+        """All ranks, in order, that hold the same shard as ``rank`` (itself included)."""
+        group = self.state_group(rank)
+        return tuple(r for r in range(self.world_size) if self.state_group(r) == group)
+
+    # --- batch -------------------------------------------------------------------------------------
+
+    def rows(self, dp_index: int, global_batch: int) -> tuple[int, int]:
+        """Half-open range of rows of the global batch that one DP replica feeds (uneven is fine)."""
+        share, extra = divmod(global_batch, self.dp)
+        start = dp_index * share + min(dp_index, extra)
+        return start, start + share + (dp_index < extra)
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Micro-batches per step, the same on all replicas; rows of weight 0 fill the last ones."""
+        most = -(-global_batch // self.dp)
+        return max(1, -(-most // self.micro_batch))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Layout:
+        return cls(**{**data, "placement": tuple(map(tuple, data.get("placement", ())))})
+
+    def __str__(self) -> str:
+        parts = [f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}"]
+        if self.cp > 1:
+            parts.append(f"cp{self.cp}" + ("-gather" if self.context == "all-gather" else ""))
+        if self.ep > 1:
+            parts.append(f"ep{self.ep}")
+        if self.zero:
+            parts.append(f"zero{self.zero}" + (f"-hsdp{self.replicate}" if self.replicate > 1 else ""))
+        if self.pp > 1:
+            parts.append(self.schedule + (f"-v{self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        parts.append(f"mb{self.micro_batch}")
+        if self.recompute != "none":
+            parts.append(self.recompute)
+        if self.offload_activations:
+            parts.append("offload")
+        return "-".join(parts)

@@ -1,0 +1,349 @@
+"""Mixture of experts: a router, experts stacked in one tensor per matrix, an optional shared expert.
+
+Everything that balances or drops is defined per *row* (sequence), never per micro-batch: what a token
+goes through and which gradient it leaves are then the same at every layout, and rows of weight 0, which
+only fill shapes, are not routed and not counted. The bias that evens load without a loss moves once per
+step, by the load of the whole global batch.
+
+Where the experts are is not known here: a ``Transport`` brings rows to them and back, and a ``Spread`` says
+what other ranks hold of the same rows. On one rank both do nothing.
+
+Auxiliary losses are not added to the loss, which lives on the last pipeline stage: their gradient enters
+where the router's output leaves the block (`_Auxiliary`), times the factor that the engine sets per step.
+
+Sources: Shazeer et al. 2017 (top-k gating), Fedus et al. 2021 (auxiliary loss N·Σ f·P, capacity), Zoph et
+al. 2022 (z-loss), Wang et al. 2024 (loss-free balance by a bias), DeepSeek-AI 2024 (V3: sigmoid scores,
+loss per row, shared expert).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from picotron_ray.config.schema.model import MoeConfig
+from picotron_ray.models.layers.fused_linear import computed_in, joined
+from picotron_ray.models.layers.pointwise import silu_gate
+from picotron_ray.models.layers.swiglu import SwiGLU
+
+
+class Arrival(Protocol):
+    """Rows under way."""
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Rows ``[n, hidden]`` grouped by local expert, and how many each has (int64 on the CPU)."""
+        ...
+
+    def send_back(self, rows: Tensor) -> Return: ...
+
+
+class Return(Protocol):
+    """Results under way."""
+
+    def wait(self) -> Tensor:
+        """Rows in the order in which they were sent."""
+        ...
+
+
+class Transport(Protocol):
+    """Brings rows to the ranks that hold their experts."""
+
+    def send(self, rows: Tensor, counts: Tensor) -> Arrival:
+        """Args: rows ``[n, hidden]`` grouped by expert; counts ``[experts]`` int64: rows of each."""
+        ...
+
+
+class Spread(Protocol):
+    """What other ranks hold of the same rows.
+
+    Fields:
+        parts: ranks that share a row, evenly.
+        chunks: consecutive stretches of it that are here.
+    """
+
+    parts: int
+    chunks: int
+
+    def totals(self, counts: Tensor) -> Tensor:
+        """Sum of ``[rows, experts]`` over the ranks that share the rows."""
+        ...
+
+    def ahead(self, counts: Tensor) -> Tensor:
+        """``[chunks, rows, experts]`` of the local chunks → the sums over all chunks before each."""
+        ...
+
+
+class Here:
+    """All experts and whole rows on one rank: a transport and a spread that move nothing."""
+
+    parts = chunks = 1
+
+    def totals(self, counts: Tensor) -> Tensor:
+        return counts
+
+    def ahead(self, counts: Tensor) -> Tensor:
+        return torch.zeros_like(counts)
+
+    def send(self, rows: Tensor, counts: Tensor) -> Arrival:
+        return _Arrived(rows, counts)
+
+
+class _Arrived:
+    def __init__(self, rows: Tensor, counts: Tensor) -> None:
+        self._rows, self._counts = rows, counts
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        return self._rows, self._counts.cpu()
+
+    def send_back(self, rows: Tensor) -> Return:
+        return _Back(rows)
+
+
+class _Back:
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def wait(self) -> Tensor:
+        return self._rows
+
+
+class _Auxiliary(torch.autograd.Function):
+    """``x`` as it is; backward gives ``loss`` the gradient ``scale``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype = scale, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        return gradient, gradient.new_full((), ctx.scale, dtype=ctx.dtype), None
+
+
+class Routing(NamedTuple):
+    """Where the tokens of a micro-batch go.
+
+    Fields:
+        experts: ``[rows, seq, top_k]`` chosen experts.
+        gates: the same shape, weight of each.
+        kept: the same shape, bool: whether the token is really sent there.
+        loss: scalar auxiliary loss, summed over the tokens here; None where there is none.
+    """
+
+    experts: Tensor
+    gates: Tensor
+    kept: Tensor
+    loss: Tensor | None
+
+
+class Router(nn.Module):
+    """Scores, choice and balance.
+
+    Fields:
+        bias: ``[experts]`` added to the scores for the choice alone (``balance: bias``), else None.
+        spread: what other ranks hold of the same rows.
+        shares: ranks that compute the same tokens (tensor parallelism): auxiliary losses count once.
+        counting: whether a forward pass counts into ``load``; not when activations are computed again.
+        load: ``[experts + 1]`` fp64: assignments per expert in this step, chosen before any is dropped, and
+            last how many were dropped.
+    """
+
+    def __init__(self, config: MoeConfig, hidden: int) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, hidden))
+        self.bias = (
+            nn.Parameter(torch.empty(config.experts), requires_grad=False)
+            if config.balance == "bias"
+            else None
+        )
+        self.spread: Spread = Here()
+        self.shares = 1
+        self.counting = True
+        self.load: Tensor | None = None
+
+    def forward(self, x: Tensor, weights: Tensor | None) -> Routing:
+        """Args: x ``[rows, seq, hidden]``; weights ``[rows]``, None: all 1."""
+        config = self.config
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(wide), self.weight.to(wide))
+            scores = logits.softmax(dim=-1) if config.router == "softmax" else logits.sigmoid()
+            biased = scores.detach() if self.bias is None else scores.detach() + self.bias
+            experts = biased.topk(config.top_k, dim=-1).indices
+            gates = scores.gather(-1, experts)
+            if config.normalize:
+                gates = gates / gates.sum(dim=-1, keepdim=True)
+            live = torch.ones_like(x[:, 0, 0], dtype=torch.bool) if weights is None else weights > 0
+            chosen = F.one_hot(experts, config.experts).sum(dim=2) * live[:, None, None]
+            kept = self._within_capacity(experts, chosen) & live[:, None, None]
+            loss = self._loss(logits, scores, chosen, live) if torch.is_grad_enabled() else None
+            if torch.is_grad_enabled() and self.counting:
+                self._count(chosen, live, kept)
+        return Routing(experts, gates * kept, kept, loss)
+
+    def _within_capacity(self, experts: Tensor, chosen: Tensor) -> Tensor:
+        """Which assignments come early enough in their row: ``[rows, seq, top_k]`` bool."""
+        config, spread = self.config, self.spread
+        if config.capacity_factor is None:
+            return torch.ones_like(experts, dtype=torch.bool)
+        length = experts.size(1)
+        by_chunk = chosen.unflatten(1, (spread.chunks, -1))
+        ahead = spread.ahead(by_chunk.sum(dim=2).transpose(0, 1).contiguous())
+        # assignments to the same expert by earlier tokens of the row; a token never chooses one twice
+        before = by_chunk.cumsum(dim=2) - by_chunk + ahead.transpose(0, 1).unsqueeze(2)
+        even = config.top_k * length * spread.parts / config.experts
+        capacity = math.ceil(config.capacity_factor * even)
+        return before.flatten(1, 2).gather(-1, experts) < capacity
+
+    def _loss(self, logits: Tensor, scores: Tensor, chosen: Tensor, live: Tensor) -> Tensor | None:
+        """α·Σ_rows Σ_e f_e·Σ_t p_te  +  β·Σ_t logsumexp², tokens of live rows only.
+
+        f_e is the share of a row's assignments that chose expert e, times the number of experts; p_te the
+        token's scores, made to sum to 1. Divided by the number of tokens it is α·N·Σ f·P per row.
+        """
+        config, total = self.config, None
+        weight = live[:, None].to(scores.dtype)
+        if config.balance == "loss" and config.loss_coefficient:
+            counts = self.spread.totals(chosen.sum(dim=1))
+            share = counts * (config.experts / counts.sum(dim=-1, keepdim=True).clamp(min=1))
+            likely = scores / scores.sum(dim=-1, keepdim=True)
+            total = config.loss_coefficient * (share.to(scores.dtype) * weight * likely.sum(dim=1)).sum()
+        if config.z_coefficient:
+            z = config.z_coefficient * (logits.logsumexp(dim=-1).square() * weight).sum()
+            total = z if total is None else total + z
+        return None if total is None else total / self.shares
+
+    @torch.no_grad()
+    def _count(self, chosen: Tensor, live: Tensor, kept: Tensor) -> None:
+        dropped = (~kept & live[:, None, None]).sum().reshape(1)
+        found = torch.cat((chosen.sum(dim=(0, 1)), dropped)).double()
+        self.load = found if self.load is None else self.load + found
+
+
+def looped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """One expert after the other; arguments as in `Experts`."""
+    parts = rows.split(counts.tolist())
+    out = [
+        F.linear(silu_gate(F.linear(x, g), F.linear(x, u)), d)
+        for x, g, u, d in zip(parts, gate, up, down, strict=True)
+    ]
+    return torch.cat(out)
+
+
+def looped_fused(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """As `looped`, gate and up of an expert by one product."""
+    both = joined((gate, up), computed_in(gate))
+    out = []
+    for x, inner, outer in zip(rows.split(counts.tolist()), both, down, strict=True):
+        opened, passed = F.linear(x, inner).chunk(2, dim=-1)
+        out.append(F.linear(silu_gate(opened, passed), outer))
+    return torch.cat(out)
+
+
+def _grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    ends = counts.cumsum(0).to(x.device, torch.int32)
+    found: Tensor = F.grouped_mm(x, weights.to(x.dtype).transpose(-2, -1), offs=ends)
+    return found
+
+
+def grouped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """All experts by one product per matrix, torch's grouped_mm; not in fp64."""
+    opened, passed = (_grouped_product(rows, weights, counts) for weights in (gate, up))
+    return _grouped_product(silu_gate(opened, passed), down, counts)
+
+
+def grouped_fused(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """As `grouped`, gate and up by one product."""
+    both = _grouped_product(rows, joined((gate, up), rows.dtype), counts)
+    opened, passed = both.chunk(2, dim=-1)
+    return _grouped_product(silu_gate(opened, passed), down, counts)
+
+
+COMPUTE = {
+    (False, False): looped,
+    (False, True): looped_fused,
+    (True, False): grouped,
+    (True, True): grouped_fused,
+}
+"""By (grouped, fused)."""
+
+
+class Experts(nn.Module):
+    """Stacked SwiGLUs: gate and up ``[experts, inner, hidden]``, down ``[experts, hidden, inner]``.
+
+    Fields:
+        grouped: whether one product per matrix serves all experts.
+        fused: whether gate and up are one matrix.
+    """
+
+    def __init__(self, experts: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, inner, hidden))
+        self.up = nn.Parameter(torch.empty(experts, inner, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, inner))
+        self.grouped = self.fused = False
+
+    def fuse(self) -> None:
+        self.fused = True
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Args: rows ``[n, hidden]`` grouped by expert; counts ``[experts]`` on the CPU: rows of each."""
+        return COMPUTE[self.grouped, self.fused](rows, counts, self.gate, self.up, self.down)
+
+
+class MixtureOfExperts(nn.Module):
+    """What a block has instead of one SwiGLU.
+
+    Fields:
+        transport: brings rows to the ranks that hold their experts.
+        scale: gradient of the auxiliary losses, set per step: 1 / tokens of the global batch.
+    """
+
+    def __init__(self, config: MoeConfig, hidden: int) -> None:
+        super().__init__()
+        self.router = Router(config, hidden)
+        self.experts = Experts(config.experts, hidden, config.intermediate_size)
+        width = config.shared_intermediate_size
+        self.shared = SwiGLU(hidden, width) if width else None
+        self.transport: Transport = Here()
+        self.scale = 0.0
+
+    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """``[rows, seq, hidden]`` → the same; weights ``[rows]``: rows of weight 0 go to no expert."""
+        routing = self.router(x, weights)
+        tokens = x.flatten(0, 1)
+        chosen, order = _by_expert(routing)
+        counts = torch.bincount(chosen, minlength=self.router.config.experts)
+        source = order // routing.experts.size(-1)
+        arrival = self.transport.send(_as_computed(tokens[source]), counts)
+        # The shared expert's halves stand between start and end of each transfer, forward and backward.
+        hidden = None if self.shared is None else self.shared.inner(x)
+        rows, here = arrival.wait()
+        returning = arrival.send_back(self.experts(rows, here))
+        shared = None if self.shared is None or hidden is None else self.shared.down(hidden)
+        gates = routing.gates.flatten()[order].unsqueeze(-1)
+        results = returning.wait() * gates
+        out = results.new_zeros(tokens.shape).index_add(0, source, results).to(x.dtype).view_as(x)
+        if shared is not None:
+            out = out + shared
+        return out if routing.loss is None else _Auxiliary.apply(out, routing.loss, self.scale)
+
+
+def _as_computed(x: Tensor) -> Tensor:
+    """In the type that matrix products will cast to: half the bytes to move under autocast."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def _by_expert(routing: Routing) -> tuple[Tensor, Tensor]:
+    """Experts of the assignments that are sent, in their order, and where each stands in ``experts``."""
+    flat = torch.where(routing.kept, routing.experts, -1).flatten()
+    experts, order = flat.sort(stable=True)
+    dropped = int((flat < 0).sum())
+    return experts[dropped:], order[dropped:]

@@ -1,0 +1,38 @@
+"""The gated hidden layer of a block: ``down(silu(gate x) * up x)`` (Shazeer 2020)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from picotron_ray.models.layers.fused_linear import Joint
+from picotron_ray.models.layers.pointwise import Gate, silu_gate
+
+
+class SwiGLU(nn.Module):
+    """In two halves, so that a mixture of experts can hide communication behind each.
+
+    Fields:
+        activation: see `models.pointwise.silu_gate`.
+        joint: computes gate and up together; None: each computes itself.
+    """
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, inner, bias=False)
+        self.up = nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+        self.activation: Gate = silu_gate
+        self.joint: Joint | None = None
+
+    def fuse(self, as_one: bool = True) -> None:
+        """Let `joint` compute the projections, as one product or one by one."""
+        self.joint = Joint(self.gate, self.up, as_one=as_one)
+
+    def inner(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` → ``[..., inner]``: what ``down`` takes."""
+        gate, up = (self.gate(x), self.up(x)) if self.joint is None else self.joint(x)
+        return self.activation(gate, up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(self.inner(x))
+        return found

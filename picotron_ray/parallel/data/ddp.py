@@ -1,0 +1,138 @@
+"""Replicated data parallelism: gradients are summed over the replicas while the backward pass goes on.
+
+Gradients live in a few flat buckets, of which each parameter's ``grad`` is a view: nothing is packed or
+unpacked, and one collective per bucket serves many tensors. Buckets are filled in the order in which the
+backward pass finishes parameters (the reverse of their definition) and set off in that order on every rank
+(Li et al. 2020, PyTorch Distributed, section 3.2), once per step: with the last micro-batch.
+
+Sums, never means: the loss is divided once by the global token count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from picotron_ray.comm.all_reduce import buckets
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class Bucket:
+    """Parameters whose gradients are summed by one collective.
+
+    Args:
+        parameters: of one dtype and device, in the order in which they lie in the bucket.
+        group: the ranks that hold the same.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self.parameters, self._group = list(parameters), group
+        first = parameters[0]
+        sizes = [parameter.numel() for parameter in parameters]
+        self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        pieces = zip(parameters, self._flat.split(sizes), strict=True)
+        self._views = {parameter: piece.view(parameter.shape) for parameter, piece in pieces}
+        self._work: dist.Work | None = None
+        self.waiting: set[Tensor] = set()
+
+    def clear(self) -> None:
+        """Begin a step with gradients of zero, in the bucket."""
+        self._flat.zero_()
+        self._work, self.waiting = None, set(self.parameters)
+        for parameter, view in self._views.items():
+            parameter.grad = view
+
+    def take_in(self, parameter: Tensor) -> None:
+        """Bring a gradient that lies elsewhere back into the bucket.
+
+        torch's pipeline stages, before their first step, drop the gradients of all parameters of a module
+        that FSDP knows, also of those that it was told to ignore; the next ones lie in storage of their own.
+        """
+        gradient, view = parameter.grad, self._views[parameter]
+        if gradient is not None and gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            parameter.grad = view
+
+    def start(self) -> None:
+        """Set off the sum, if it is not under way."""
+        if self._work is None:
+            self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        assert self._work is not None, "started before it is waited for"
+        self._work.wait()
+        self._work = None
+
+
+class Replicated:
+    """The gradients of what one group of ranks holds alike.
+
+    Args:
+        parameters: trained ones, in the order of their definition; the same on every rank of ``group``.
+        bucket_bytes: the most that one collective sums, but for a larger single parameter.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        ordered = list(reversed(list(parameters)))
+        self._buckets = [Bucket(part, group) for part in buckets(ordered, bucket_bytes)]
+        self._bucket = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._started = 0
+        self._passes = 0
+        self._seen: dict[Tensor, int] = {}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in self._bucket
+        ]
+
+    def begin(self, passes: int) -> None:
+        """Begin a step in which ``passes`` micro-batches add to every gradient.
+
+        A parameter that gets fewer (a schedule that splits the backward pass adds some by itself, a model
+        may leave some out) holds its bucket, and those after it, back until `finish`.
+        """
+        self._passes, self._started = passes, 0
+        self._seen = dict.fromkeys(self._bucket, 0)
+        for bucket in self._buckets:
+            bucket.clear()
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        self._bucket[parameter].take_in(parameter)
+        self._seen[parameter] += 1
+        if self._seen[parameter] < self._passes:
+            return
+        self._bucket[parameter].waiting.discard(parameter)
+        while self._started < len(self._buckets) and not self._buckets[self._started].waiting:
+            self._buckets[self._started].start()
+            self._started += 1
+
+    def finish(self) -> None:
+        """Every gradient is the sum over the ranks of the group when this returns."""
+        for bucket in self._buckets[self._started :]:
+            for parameter in bucket.parameters:
+                bucket.take_in(parameter)
+            bucket.start()
+        for bucket in self._buckets:
+            bucket.wait()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._bucket.clear()
+        self._buckets.clear()
+
+
+def replicated(
+    parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup | None]],
+) -> list[Replicated]:
+    """One `Replicated` per group, in the order of their first parameter; without a group there is none."""
+    by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+    for parameter, group in parameters:
+        if group is not None:
+            by_group.setdefault(group, []).append(parameter)
+    return [Replicated(mine, group) for group, mine in by_group.items()]

@@ -1,0 +1,78 @@
+"""The global gradient norm, right on any mix of meshes.
+
+torch's ``clip_grad_norm_`` fails where gradients live on different meshes (pytorch#180346). Here each
+rank squares the local boxes that it alone counts (``boxes.counts_in_norm``: one rank of the world per
+box, whatever replicates or cuts it) and one number is summed over the world. Purely replicated layouts
+need no communication: all ranks hold the same reduced gradients, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron_ray.layout.layout import Layout
+
+
+def squared_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of all elements, fp64 scalar."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(list(tensors))
+    return torch.stack(norms).double().square().sum()
+
+
+def global_norm(
+    local: Sequence[Tensor], counted: Sequence[bool], layout: Layout, device: torch.device
+) -> float:
+    """Euclidean norm of the whole gradient, the same number on every rank.
+
+    Args:
+        local: reduced local gradients of this rank.
+        counted: for each, whether this rank counts it; not used where every rank holds everything.
+    """
+    if _all_alike(layout):
+        return float(squared_sum(local, device).sqrt())
+    total = squared_sum([t for t, mine in zip(local, counted, strict=True) if mine], device)
+    dist.all_reduce(total)
+    return float(total.sqrt())
+
+
+def part_norms(
+    local: Sequence[Tensor],
+    counted: Sequence[bool],
+    parts: Sequence[int],
+    count: int,
+    layout: Layout,
+    device: torch.device,
+) -> list[float]:
+    """The norms of ``count`` parts of the gradient, the same on every rank; arguments as of `global_norm`.
+
+    Args:
+        parts: the number of the part of each, or -1.
+    """
+    alike = _all_alike(layout)
+    chosen = [i for i, part in enumerate(parts) if part >= 0 and (alike or counted[i])]
+    squares = torch.zeros(count, dtype=torch.float64, device=device)
+    if chosen:
+        found = torch.stack(torch._foreach_norm([local[i] for i in chosen])).double().square()
+        squares.index_add_(0, torch.tensor([parts[i] for i in chosen], device=device), found)
+    if not alike:
+        dist.all_reduce(squares)
+    norms: list[float] = squares.sqrt().tolist()
+    return norms
+
+
+def _all_alike(layout: Layout) -> bool:
+    """Whether every rank holds the whole gradient."""
+    return layout.world_size == layout.replicas and layout.ep == 1 and not layout.zero
+
+
+def clip_(local: Sequence[Tensor], norm: float, largest: float) -> None:
+    """Scale the gradients so that their global norm is at most ``largest`` (as torch: eps 1e-6)."""
+    scale = largest / (norm + 1e-6)
+    if local and scale < 1.0:  # a rank may hold nothing at all
+        torch._foreach_mul_(list(local), scale)

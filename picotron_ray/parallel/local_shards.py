@@ -1,0 +1,143 @@
+"""Which box of each canonical parameter a rank holds: tensor parallelism cuts first, then FSDP.
+
+Both follow ``torch.chunk``: chunks of ceil(size / parts), the last ones shorter or empty. FSDP cuts
+dimension 0 of what tensor and expert parallelism left, over the ranks that hold the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from picotron_ray.errors import LayoutError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Box
+from picotron_ray.models.parameters import ParameterSpec
+from picotron_ray.parallel.mesh import Mesh
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Offset and length of chunk ``index`` of ``size`` elements, as torch.chunk cuts them."""
+    step = -(-size // parts)
+    start = min(size, index * step)
+    return start, min(size, start + step) - start
+
+
+def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
+    """The box of one parameter that ``rank`` holds; empty where the cut leaves it nothing."""
+    at = layout.coordinates(rank)
+    offset, size = [0] * len(spec.shape), list(spec.shape)
+    if spec.tp_dim is not None and layout.tp > 1:
+        offset[spec.tp_dim], size[spec.tp_dim] = chunk(spec.shape[spec.tp_dim], layout.tp, at.tp)
+    shards, shard = layout.shards, layout.shard(rank)
+    if spec.expert:
+        offset[0], size[0] = chunk(spec.shape[0], layout.ep, layout.expert_index(rank))
+        shards, shard = layout.expert_shards, layout.expert_shard(rank)
+    if layout.zero and spec.trained:
+        start, size[0] = chunk(size[0], shards, shard)
+        offset[0] += start
+    return Box(tuple(offset), tuple(size))
+
+
+def is_primary(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
+    """Whether this rank's state group speaks for the box.
+
+    Of ranks that hold the same for another reason than being in one group, the first does: of what tensor
+    parallelism replicates, of what is no expert under expert parallelism, of what ZeRO leaves whole. Of a
+    tied embedding the first stage's does.
+    """
+    if spec.copy:
+        return False
+    if spec.tp_dim is None and layout.coordinates(rank).tp:
+        return False
+    if layout.zero:
+        return spec.trained or layout.shard(rank) == 0
+    return spec.expert or layout.expert_index(rank) == 0
+
+
+def counts_in_norm(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
+    """Whether this rank adds its box to a global sum: exactly one rank of the world does for each box."""
+    if not spec.trained or not is_primary(spec, layout, rank):
+        return False
+    if layout.zero:
+        return layout.replica(rank) < layout.shards  # the first copy
+    return layout.expert_replica(rank) == 0
+
+
+@dataclass(slots=True)
+class LocalParameter:
+    """One canonical parameter as this rank holds it.
+
+    Fields:
+        spec: its name and full shape.
+        box: what this rank holds of it.
+        primary: whether this rank's state group speaks for the box.
+        counted: whether this rank adds the box to the global norm.
+        parameter: the module's own parameter, a DTensor where FSDP shards it.
+    """
+
+    spec: ParameterSpec
+    box: Box
+    primary: bool
+    counted: bool
+    parameter: nn.Parameter
+
+    @property
+    def local(self) -> Tensor:
+        """Live local storage, of the box's shape; detached."""
+        return local_tensor(self.parameter.detach())
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def cut(full: Tensor, box: Box) -> Tensor:
+    """The part of a full tensor that ``box`` names, as a view."""
+    for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
+        full = full.narrow(dim, start, length)
+    return full
+
+
+def local_parameters(
+    model: nn.Module, specs: Mapping[str, ParameterSpec], mesh: Mesh
+) -> Iterator[LocalParameter]:
+    """Every parameter of which this rank holds something, in the order of ``named_parameters``.
+
+    Args:
+        specs: by the name that ``named_parameters`` says.
+
+    Raises LayoutError where the module's storage is not what the layout says: the one check that keeps
+    a changed torch from writing wrong boxes into checkpoints.
+    """
+    layout, rank = mesh.layout, mesh.rank
+    for name, parameter in model.named_parameters():
+        spec = specs[name]
+        box = local_box(spec, layout, rank)
+        found = tuple(local_tensor(parameter.detach()).shape)
+        if box.numel == 0 and 0 in found:
+            continue
+        if found != box.size:
+            raise LayoutError(
+                f"{name} in layout {layout}, rank {rank}: saw a local {found}, expected {box.size}"
+            )
+        yield LocalParameter(
+            spec, box, is_primary(spec, layout, rank), counts_in_norm(spec, layout, rank), parameter
+        )
+
+
+def local_gradient(parameter: LocalParameter, layout: Layout, sequence_parallel: bool) -> tuple[Tensor, bool]:
+    """The raw local gradient, and whether it is still to be summed over tp.
+
+    Under sequence parallelism each tp rank sees its own tokens only, so what tp replicates (norms) gets
+    partial gradients; the caller sums them in one bucket.
+    """
+    gradient = parameter.parameter.grad
+    spec = parameter.spec
+    partial = sequence_parallel and layout.tp > 1 and spec.tp_dim is None and spec.trained
+    return (torch.zeros_like(parameter.local) if gradient is None else local_tensor(gradient)), partial

@@ -1,0 +1,97 @@
+"""Activation recomputation: torch's non-reentrant checkpoint around the forward of chosen blocks.
+
+It replaces ``forward`` and wraps no module, so that names stay canonical, and it lies inside ZeRO's units:
+weights are gathered before the backward pass of a block begins, hence before its activations are computed
+again. Collectives inside a block (sequence parallel, ring, experts) run again in the same order on every
+rank, because all ranks of a group hold the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from picotron_ray.layout.recompute_policy import Kind
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+KEPT = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::_grouped_mm",
+        "aten::_scaled_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_flash_attention_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+        "flash_attn::_flash_attn_forward",  # registered from flash-attn 2.7 on
+    }
+)
+"""Operators whose results are dear to compute again; everything else is. By name: some may be missing."""
+
+
+def _policy(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op.name() in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _again(routers: Sequence[Any]) -> Iterator[None]:
+    """A second forward pass: what routers count was counted in the first."""
+    for router in routers:
+        router.counting = False
+    try:
+        yield
+    finally:
+        for router in routers:
+            router.counting = True
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _contexts(kind: Kind, routers: Sequence[Any]) -> tuple[Any, Any]:
+    """Contexts of the first forward pass and of the one in the backward pass."""
+    if kind == "full":
+        return nullcontext(), _again(routers)
+    forward, recompute = create_selective_checkpoint_contexts(_policy)
+    return forward, _both(recompute, _again(routers))
+
+
+def apply_recompute(
+    blocks: Sequence[nn.Module], kinds: Sequence[Kind], routers: Sequence[Sequence[Any]]
+) -> int:
+    """Make chosen blocks compute their activations twice, in place; returns how many.
+
+    Args:
+        blocks: of one stage, in order; ``kinds``: what becomes of each.
+        routers: of each block, the modules that count what passes (``counting``).
+    """
+    count = 0
+    for block, kind, inside in zip(blocks, kinds, routers, strict=True):
+        if kind == "kept":
+            continue
+        block.forward = partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(_contexts, kind, inside),
+        )
+        count += 1
+    return count

@@ -1,0 +1,87 @@
+"""Pipeline schedules that are lists of actions: the user's own, and those with one stage per rank.
+
+Torch makes its own looped schedules in this way, from rows of actions like these; the way is private, so a
+test compares a list with the schedule of torch's that it spells out.
+
+Messages travel while something is computed. Torch's own 1F1B and GPipe wait for each message where they post
+it. Here sends are not waited for, and a receive is posted before what is computed ahead of the pass that
+needs it (`receive_early`), as far as the order of messages between the two ranks allows: both must set them
+off in the same order, or, under NCCL, each would wait for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+from picotron_ray.layout.schedule_actions import Rows
+
+_AHEAD = {_ComputationType.SEND_F: 1, _ComputationType.RECV_B: 1}
+_BEHIND = {_ComputationType.SEND_B: -1, _ComputationType.RECV_F: -1}
+_TO = _AHEAD | _BEHIND
+"""Where the other end of a message is, in stages."""
+_RECEIVES = (_ComputationType.RECV_F, _ComputationType.RECV_B)
+_COMPUTES = (
+    _ComputationType.FORWARD,
+    _ComputationType.FULL_BACKWARD,
+    _ComputationType.BACKWARD_INPUT,
+    _ComputationType.BACKWARD_WEIGHT,
+    _ComputationType.OVERLAP_F_B,
+)
+
+
+class ListedSchedule(_PipelineScheduleRuntime):
+    """Runs a list of actions.
+
+    Torch keeps losses in the order in which they came and looks for them by number: micro-batches are
+    numbered as the last stage takes them.
+
+    Args:
+        rows: what every pipeline rank computes, in order.
+    """
+
+    def __init__(self, stages: list[PipelineStage], micro_batches: int, rows: Rows, **options: Any) -> None:
+        super().__init__(stages, micro_batches, **options)
+        last = stages[0].num_stages - 1
+        taken = [a.micro_batch for row in rows for a in row if (a.stage, a.kind) == (last, "F")]
+        number = {micro_batch: place for place, micro_batch in enumerate(taken)}
+        self.pipeline_order = {
+            rank: [_Action.from_str(str(a._replace(micro_batch=number[a.micro_batch]))) for a in row]
+            for rank, row in enumerate(rows)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+def receive_early(schedule: _PipelineScheduleRuntime, rank_of: Mapping[int, int]) -> None:
+    """Let every rank post each receive before the computation ahead of it.
+
+    Args:
+        rank_of: the pipeline rank of every stage.
+    """
+    rows = schedule.pipeline_order_with_comms
+    schedule.pipeline_order_with_comms = {rank: _early(row, rank_of) for rank, row in rows.items()}
+
+
+def _early(row: Sequence[_Action], rank_of: Mapping[int, int]) -> list[_Action]:
+    found: list[_Action] = []
+    for action in row:
+        found.insert(_place(action, found, rank_of), action)
+    return found
+
+
+def _place(action: _Action, before: Sequence[_Action], rank_of: Mapping[int, int]) -> int:
+    """Where it goes among what came before it."""
+
+    def peer(of: _Action) -> int | None:
+        return rank_of[of.stage_index + _TO[of.computation_type]] if of.computation_type in _TO else None
+
+    if action.computation_type in _RECEIVES:
+        for place in reversed(range(len(before))):
+            if before[place].computation_type in _COMPUTES:
+                return place
+            if peer(before[place]) == peer(action):
+                break
+    return len(before)

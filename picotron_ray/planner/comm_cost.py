@@ -1,0 +1,104 @@
+"""Seconds that one block's collectives take per micro-batch: of tensor, context and expert parallelism."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.precision import COMPUTE_BYTES
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.memory import STATE_BYTES
+from picotron_ray.planner.model_sizes import sizes_of
+
+
+class Passes(NamedTuple):
+    """Seconds of one block and micro-batch."""
+
+    both: float
+    """forward and backward"""
+    again: float
+    """a forward pass that runs again in the backward pass: it ends with the last thing that is kept"""
+
+
+NOTHING = Passes(0.0, 0.0)
+
+
+def tensor_passes(
+    job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
+) -> Passes:
+    """Tensor-parallel traffic.
+
+    With sequence parallelism each block all-gathers and reduce-scatters twice forward and twice backward: 8
+    collectives of (tp - 1)/tp of the hidden states (Korthikanti et al. 2022). The four all-reduces without it
+    move as much. The last one forward need not run again: nothing is kept of what it gives.
+
+    What ``kernels.tp_overlap`` gathers it gathers again for backward, once per module, and each collective is
+    tp - 1 transfers; that products hide them is not counted, as no overlap is. Its last sum does run again,
+    being one operation with the product before it, of which the input is kept.
+    """
+    if layout.tp == 1:
+        return NOTHING
+    crosses = any(size % layout.tp for size in node_sizes)
+    moved = hidden_bytes(job, layout) * (layout.tp - 1) / layout.tp
+    seconds = moved / link(profile, crosses) + profile.latency_s
+    if job.kernels.tp_overlap != "none":
+        parted = seconds + (layout.tp - 2) * profile.latency_s
+        if job.model.moe.experts:  # attention alone
+            return Passes(5 * parted + 4 * seconds, 2 * parted + seconds)
+        return Passes(10 * parted, 4 * parted)
+    return Passes(8 * seconds, (3 if sizes_of(job.model).sequence_cut else 2) * seconds)
+
+
+def context_passes(
+    job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
+) -> Passes:
+    """Context-parallel traffic.
+
+    The keys and values of the other ranks pass by once forward and once backward, and their gradients (in
+    fp32 or wider) come back. The ring sends part by part and calls its kernel once per part, in both
+    directions; the all-gather pays for its collectives.
+    """
+    if layout.cp == 1:
+        return NOTHING
+    others, item = layout.cp - 1, COMPUTE_BYTES[job.precision]
+    crosses = any(size % (layout.cp * layout.tp) for size in node_sizes)
+    elements = others * micro_batch_tokens(job, layout) * 2 * job.model.key_width / layout.tp
+    calls = (others if layout.context == "ring" else math.log2(layout.cp)) * profile.latency_s
+    forward = elements * item / link(profile, crosses) + calls + others * profile.kernel_s
+    backward = elements * (item + STATE_BYTES[job.precision]) / link(profile, crosses) + 2 * calls
+    return Passes(forward + backward + others * profile.kernel_s, forward)
+
+
+def expert_passes(
+    job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
+) -> Passes:
+    """Expert-parallel traffic.
+
+    The chosen tokens go to their experts and come back, forward and backward: 4 all-to-alls of which
+    (ep - 1)/ep leave the rank, and one of the counts. What comes back is kept, to be weighted.
+    """
+    sizes = sizes_of(job.model)
+    if layout.ep == 1 or not sizes.routed:
+        return NOTHING
+    sent = micro_batch_tokens(job, layout) * sizes.routed * COMPUTE_BYTES[job.precision]
+    moved = sent * (layout.ep - 1) / layout.ep
+    crosses = any(size % (layout.ep * layout.tp) for size in node_sizes)
+    seconds, call = moved / link(profile, crosses), math.log2(layout.ep) * profile.latency_s
+    return Passes(4 * seconds + 5 * call, 2 * seconds + 3 * call)
+
+
+def micro_batch_tokens(job: JobConfig, layout: Layout) -> int:
+    """Tokens of a micro-batch on one context-parallel rank."""
+    return layout.micro_batch * job.data.sequence_length // layout.cp
+
+
+def hidden_bytes(job: JobConfig, layout: Layout) -> int:
+    """Bytes of the hidden states of one micro-batch on one context-parallel rank."""
+    return micro_batch_tokens(job, layout) * sizes_of(job.model).hidden * COMPUTE_BYTES[job.precision]
+
+
+def link(profile: DeviceProfile, between_nodes: bool) -> float:
+    """Bytes per second between workers of one node, or of several."""
+    return (between_nodes and profile.node_link_bytes_s) or profile.link_bytes_s

@@ -1,0 +1,91 @@
+"""What the coordinator and the agents measure for the endpoints of ``observability.exporter``.
+
+Called by a scrape, on the endpoint's thread: everything here reads copies or files and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from picotron_ray.coordinator.states import State
+from picotron_ray.observability.catalogue import CATALOGUE, COMMIT_BUCKETS_S, RECOVERY_BUCKETS_S
+from picotron_ray.observability.exporter import Distribution, Sample
+from picotron_ray.runtime.coordinator.run_record import GRAVITY, History, Measured
+
+NO_EVENTS = 1 << 62
+LEVELS = ("info", "warning", "error")
+
+
+class CoordinatorFigures:
+    """Measures a run as its coordinator knows it."""
+
+    def __init__(self, history: History, state: Callable[[], State]) -> None:
+        """``state``: of the coordinator's machine, as of now."""
+        self._history, self._state = history, state
+
+    def __call__(self) -> list[Sample]:
+        """All samples whose figures are known."""
+        status, measured = self._history.status(NO_EVENTS), self._history.measured()
+        return [*_training(status, measured), *self._elastic(status, measured), *_checkpoints(measured)]
+
+    def _elastic(self, status: dict[str, Any], measured: Measured) -> Iterator[Sample]:
+        failures, state = status["failures"], self._state()
+        for known in State:
+            yield Sample("picotron_elastic_state", float(known is state), {"state": str(known)})
+        for kind in GRAVITY:
+            count = sum(failure["kind"] == kind for failure in failures)
+            yield Sample("picotron_elastic_failures_total", count, {"kind": kind})
+        for level in LEVELS:
+            yield Sample("picotron_elastic_events_total", measured.noted.get(level, 0), {"level": level})
+        yield Sample("picotron_elastic_lost_steps_total", sum(failure["lost_steps"] for failure in failures))
+        recoveries = [failure["recovered_s"] for failure in failures if failure["recovered_s"] is not None]
+        distribution = Distribution.of(recoveries, RECOVERY_BUCKETS_S)
+        yield Sample("picotron_elastic_recovery_seconds", distribution)
+        yield Sample("picotron_elastic_workers", len(status["members"]))
+        yield Sample("picotron_elastic_term", status["term"])
+        yield Sample("picotron_elastic_generations_total", measured.generations)
+        if measured.generation is not None:
+            yield Sample("picotron_elastic_generation", measured.generation)
+
+
+def _training(status: dict[str, Any], measured: Measured) -> Iterator[Sample]:
+    page = measured.leader if measured.leader.get("step_time_s") else {}  # else no step is behind it
+    figures = {
+        "picotron_training_steps": status["step"] if measured.generations else None,
+        "picotron_training_target_steps": status["steps"],
+        "picotron_training_loss_nats": page.get("loss"),
+        "picotron_training_eval_loss_nats": status["eval_loss"],
+        "picotron_training_baseline_loss_nats": status["baseline_loss"] or None,
+        "picotron_training_tokens_per_second": status["tokens_per_s"],
+        "picotron_training_tokens_total": measured.tokens,
+        "picotron_training_gradient_norm": page.get("grad_norm"),
+        "picotron_training_learning_rate": page.get("learning_rate"),
+    }
+    yield from (Sample(name, value) for name, value in figures.items() if value is not None)
+
+
+def _checkpoints(measured: Measured) -> Iterator[Sample]:
+    commits = measured.checkpoints
+    seconds = [commit["commit_s"] for commit in commits if "commit_s" in commit]
+    written = sum(commit.get("written_bytes", 0) for commit in commits)
+    yield Sample("picotron_checkpoint_commits_total", len(commits))
+    yield Sample("picotron_checkpoint_written_bytes_total", written)
+    yield Sample("picotron_checkpoint_commit_seconds", Distribution.of(seconds, COMMIT_BUCKETS_S))
+    if not commits or measured.committed_at_s is None:
+        return
+    yield Sample("picotron_checkpoint_newest_steps", commits[-1]["step"])
+    yield Sample("picotron_checkpoint_age_seconds", max(0.0, time.time() - measured.committed_at_s))
+    yield Sample("picotron_checkpoint_stall_seconds", commits[-1]["stall_s"])
+    if "bytes" in commits[-1]:
+        yield Sample("picotron_checkpoint_size_bytes", commits[-1]["bytes"])
+
+
+def essentials(samples: list[Sample]) -> dict[str, float]:
+    """Value by name of the figures that Ray is given too."""
+    return {
+        sample.name: sample.value
+        for sample in samples
+        if CATALOGUE[sample.name].in_ray and not isinstance(sample.value, Distribution)
+    }

@@ -1,0 +1,104 @@
+"""The run's trackers in the coordinator: fed from the committed ledger, on a thread of their own.
+
+The ledger is read on the archive's thread, like everything of the log, and written to the trackers on this
+one. A tracker that fails (a server that is away, a full disk) costs the run nothing: it is an event, and the
+next commit brings it all rows since the last that it took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from picotron_ray.config.export import flatten, public_dict
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import TrackerConfig
+from picotron_ray.coordinator import messages as m
+from picotron_ray.observability.remote_trackers import open_tracker
+from picotron_ray.observability.trackers import Row, Tracker, row_of
+from picotron_ray.runtime.coordinator.run_record import History
+from picotron_ray.runtime.run_storage.run_store import Archive
+
+log = logging.getLogger(__name__)
+END_TIMEOUT_S = 30.0
+
+
+def tracker_folder(event_folder: Path) -> Path:
+    """Where trackers write whose config names no folder."""
+    return event_folder.parent / "trackers"
+
+
+class Tracking:
+    """``observe`` and ``finish`` are called on the coordinator's loop and never block it."""
+
+    def __init__(self, job: JobConfig, archive: Archive, history: History, event_folder: Path) -> None:
+        self._job, self._archive, self._history = job, archive, history
+        self._folder = tracker_folder(event_folder)
+        self._trackers: dict[int, Tracker] = {}  # by number in the config, once it could be opened
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trackers") if job.trackers else None
+        self._submit(self._catch_up)
+
+    def observe(self, event: m.Event, commands: list[m.Command]) -> None:
+        """Follow what the machine handled: commits bring rows, and a generation may go back behind some."""
+        if isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
+            self._submit(self._catch_up)
+        for command in commands:
+            if isinstance(command, m.RunGeneration):
+                self._submit(self._rewind, command.spec.resume_step)
+
+    async def finish(self) -> None:
+        """The last rows and the end of every tracker; gives up after ``END_TIMEOUT_S``."""
+        if self._thread is None:
+            return
+        for work in (self._catch_up, self._close):
+            done = self._submit(work)
+            if done is not None:
+                await asyncio.wait([asyncio.wrap_future(done)], timeout=END_TIMEOUT_S)
+        self._thread.shutdown(wait=False)
+
+    def _submit(self, work: Callable[..., None], *arguments: int) -> Future[None] | None:
+        if self._thread is None:
+            return None
+        done = self._thread.submit(work, *arguments)
+        done.add_done_callback(self._ended)
+        return done
+
+    def _ended(self, done: Future[None]) -> None:
+        error = done.exception()
+        if error is not None:
+            log.warning("a tracker failed", exc_info=error)
+            self._history.note("warning", "tracker", f"tracker: {type(error).__name__}: {error}")
+
+    # --- on the trackers' thread ---------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        evaluations = self._history.measured().evaluations
+        for index, config in enumerate(self._job.trackers):
+            tracker = self._trackers.get(index) or self._open(index, config)
+            reading = self._archive.executor.submit(self._archive.ledger_lines, tracker.last_step)
+            rows = [row_of(line) for line in reading.result()]
+            reached = max([tracker.last_step, *(row["step"] for row in rows)])
+            held_out: list[Row] = [
+                {"step": step, "eval_loss": loss}
+                for step, loss in sorted(evaluations.items())
+                if tracker.last_eval_step < step <= reached
+            ]
+            if rows or held_out:
+                tracker.write(rows, held_out)
+
+    def _open(self, index: int, config: TrackerConfig) -> Tracker:
+        settings = flatten(public_dict(self._job))
+        self._trackers[index] = open_tracker(config, self._job.name, settings, self._folder)
+        return self._trackers[index]
+
+    def _rewind(self, step: int) -> None:
+        for tracker in self._trackers.values():
+            if max(tracker.last_step, tracker.last_eval_step) > step:
+                tracker.rewind(step)
+
+    def _close(self) -> None:
+        for tracker in self._trackers.values():
+            tracker.close()

@@ -1,0 +1,173 @@
+"""Requests to a run that goes on: its status, stop, a commit now, its logs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.driver import driver
+from picotron_ray.runtime.driver.console import Progress
+from picotron_ray.runtime.ray_cluster import connect, local_ray
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordinator_name
+
+
+def reach(run: str) -> tuple[Any, LocalRay | None]:
+    """Connect to the Ray of a run and find its coordinator.
+
+    Raises:
+        ConfigError: no run of that name goes on there.
+        ClusterError: no Ray answers.
+    """
+    found = None
+    if os.environ.get("RAY_ADDRESS"):
+        connect.connect_to(os.environ["RAY_ADDRESS"])
+        where = f"the Ray at {os.environ['RAY_ADDRESS']}"
+    else:
+        found = local_ray.find(run)
+        known = ", ".join(local_ray.runs()) or "none"
+        where = f"this machine (local runs: {known}; set RAY_ADDRESS to look on a cluster)"
+        if found is not None and found.alive:
+            connect.attach(found)
+        else:
+            raise ConfigError(f"run: saw {run!r}, which does not run on {where}")
+    from picotron_ray.runtime.driver.preflight import find_coordinator
+
+    coordinator = find_coordinator(run)
+    if coordinator is None:
+        raise ConfigError(f"run: saw {run!r}, which does not run on {where}")
+    return coordinator, found
+
+
+def status(run: str) -> dict[str, Any]:
+    """The run's status with all events that its coordinator remembers."""
+    coordinator, _ = reach(run)
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        seen = driver.poll(coordinator, 0)
+        if seen is not None:
+            return seen
+        time.sleep(driver.POLL_S)
+    raise driver.LostRunError(f"the coordinator of run {run} does not answer; see `picotron-ray logs {run}`")
+
+
+def stop(run: str, now: bool, console: Console) -> dict[str, Any] | None:
+    """Stop a run with a commit, or ``now`` without one; remove everything of it that is left.
+
+    Returns the run's summary, or None where it ended without one.
+    """
+    if _is_local_and_dead_or_unwanted(run, now):
+        console.print(f"run {run}: ended what was left of it", markup=False)
+        return None
+    try:
+        coordinator, local = reach(run)
+    except ConfigError:
+        if not os.environ.get("RAY_ADDRESS") or not kill_actors(run):
+            raise
+        return None
+    if now:
+        kill_actors(run)
+        return None
+    coordinator.request.remote("stop")
+    with driver.without_rays_messages(), driver.signal_handlers() as signals:
+        with Progress(console) as progress:
+            final = driver.follow(run, coordinator, progress, signals)
+        if final is not None:
+            driver.take_down(local, coordinator)
+    return None if final is None else dict(final["summary"])
+
+
+def _is_local_and_dead_or_unwanted(run: str, now: bool) -> bool:
+    if os.environ.get("RAY_ADDRESS"):
+        return False
+    with local_ray.locked(run):
+        found = local_ray.find(run)
+        if found is None or (found.alive and not now):
+            return False
+        local_ray.stop(found, grace_s=0.0)
+    return True
+
+
+def kill_actors(run: str) -> int:
+    """Kill all actors of a run on the connected cluster, remove its folders; returns how many there were."""
+    import ray
+    from ray.util import list_named_actors
+
+    named = [entry for entry in list_named_actors(all_namespaces=True) if entry["namespace"] == NAMESPACE]
+    names = {entry["name"] for entry in named if entry["name"].startswith(f"{run}/")}
+    if coordinator_name(run) in names:  # first, or it would start new workers for the ones killed here
+        _kill(coordinator_name(run))
+    agents = [ray.get_actor(name, NAMESPACE) for name in names if name.startswith(agent_name(run, ""))]
+    ray.wait(
+        [agent.close.remote() for agent in agents], num_returns=len(agents), timeout=15
+    ) if agents else None
+    for name in names - {coordinator_name(run)}:
+        _kill(name)
+    return len(names)
+
+
+def _kill(name: str) -> None:
+    import ray
+
+    try:
+        ray.kill(ray.get_actor(name, NAMESPACE))
+    except ValueError:
+        return  # it ended by itself in between
+
+
+def checkpoint_now(run: str, timeout_s: float) -> int:
+    """Ask for a commit and wait until one newer than the present one is there; returns its step."""
+    coordinator, _ = reach(run)
+    before = status(run)
+    coordinator.request.remote("checkpoint")
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        seen = driver.poll(coordinator, 0)
+        if seen is not None and (seen["committed"] or 0) > (before["committed"] or 0):
+            return int(seen["committed"])
+        if seen is not None and seen["done"]:
+            break
+        time.sleep(driver.POLL_S)
+    raise driver.LostRunError(
+        f"run {run} made no new commit within {timeout_s:g} s; see `picotron-ray status {run}`"
+    )
+
+
+def log_lines(run: str, follow: bool = False) -> Iterator[tuple[str, str]]:
+    """(process, line) of the run's actors on this machine, file after file; ``follow`` keeps reading.
+
+    Raises:
+        ConfigError: no log of that run lies on this machine.
+    """
+    folder = local_ray.log_folder(run)
+    if not folder.is_dir():
+        raise ConfigError(f"run: saw {run!r}, which has no logs on this machine (on a cluster: `ray logs`)")
+    offsets: dict[Path, int] = {}
+    while True:
+        for path in sorted(folder.glob("worker-*.err")) + sorted(folder.glob("worker-*.out")):
+            yield from _new_lines(path, offsets)
+        if not follow:
+            return
+        time.sleep(driver.POLL_S)
+
+
+_ACTOR = ":actor_name:"
+
+
+def _new_lines(path: Path, offsets: dict[Path, int]) -> Iterator[tuple[str, str]]:
+    process = path.stem.rpartition("-")[2]
+    with path.open("rb") as file:
+        file.seek(offsets.get(path, 0))
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            offsets[path] = offsets.get(path, 0) + len(line)
+            text = line.decode(errors="replace").rstrip("\n")
+            if not text.startswith((":job_id:", _ACTOR, ":task_name:")):
+                yield process, text

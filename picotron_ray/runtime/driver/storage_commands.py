@@ -1,0 +1,137 @@
+"""Looking at a run's storage from outside: commits, their soundness, collection, the ledger."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any
+
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.gc import collect
+from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
+from picotron_ray.config.resume import check_resume
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.data.dataset import build_dataset
+from picotron_ray.data.ledger import check
+from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
+from picotron_ray.runtime.driver.submission import with_user_paths
+from picotron_ray.runtime.ray_cluster import local_ray
+from picotron_ray.runtime.ray_cluster.names import cache_folder
+from picotron_ray.runtime.run_storage.init_from import settle
+
+
+def _open(job: JobConfig) -> tuple[Storage, RunLog]:
+    """The run's storage and log; ConfigError where nothing of that run is there."""
+    storage = open_storage(job.storage, job.name)
+    log = RunLog(storage)
+    log.refresh()
+    if not log.entries() and not log.complaints():
+        raise ConfigError(
+            f"name: there is no run {job.name!r} in {storage.where}; check name and storage.url"
+        )
+    return storage, log
+
+
+def listing(job: JobConfig) -> list[dict[str, Any]]:
+    """Every commit that is kept, oldest first, with the size of its training state in bytes."""
+    storage, log = _open(job)
+    rows = []
+    for entry in log.commits():
+        row = {"seq": entry.seq, "step": entry.body["step"], "generation": _generation(entry.body)}
+        try:
+            manifest = load_manifest(storage, entry.body["manifest"], entry.body["digest"])
+        except (CorruptError, NotFoundError) as error:
+            rows.append({**row, "tensors": 0, "bytes": 0, "chunks": 0, "manifest": str(error)})
+            continue
+        tensors = {stored.shard.name for stored in manifest.shards}
+        size = sum(stored.shard.nbytes for stored in manifest.shards)
+        counts = {"tensors": len(tensors), "bytes": size, "chunks": len(manifest.chunks)}
+        rows.append({**row, **counts, "manifest": entry.body["manifest"]})
+    return rows
+
+
+def verification(job: JobConfig) -> list[dict[str, Any]]:
+    """Every commit, newest first, with what is wrong with it, and the log's own damage."""
+    storage, log = _open(job)
+    rows = [{"step": "-", "generation": "-", "problems": [line]} for line in log.complaints()]
+    for report in verify_all(storage, log):
+        body = report.entry.body
+        problems = list(report.problems)
+        rows.append({"step": body["step"], "generation": _generation(body), "problems": problems})
+    return rows
+
+
+def _generation(body: dict[str, Any]) -> str:
+    return f"{body['term']}.{body['n']}"
+
+
+def changed_keys(job: JobConfig) -> list[str]:
+    """One line per key in which the stored run of that name differs; none where there is no such run.
+
+    Raises:
+        ConfigError: one line for each key that may not change.
+    """
+    storage = open_storage(job.storage, job.name)
+    try:
+        saved = json.loads(storage.get("run.json"))["config"]
+    except NotFoundError:
+        return []
+    here, _ = settle(with_user_paths(job, None), storage)
+    if not os.path.isabs((saved.get("data") or {}).get("path") or "/"):  # of a Ray job's working_dir
+        here = here.model_copy(update={"data": job.data})
+    return check_resume(saved, here) or ["nothing changed"]
+
+
+def garbage(job: JobConfig) -> dict[str, Any]:
+    """Collect as the coordinator would; needs a term of its own, so the run must not go on.
+
+    Raises:
+        ConfigError: the run goes on (its coordinator collects by itself, and would be fenced off).
+    """
+    _refuse_running(job.name)
+    storage, log = _open(job)
+    log.claim_term(f"{socket.gethostname()}:{os.getpid()}:gc")
+    report = collect(storage, log, job.checkpoint)
+    return {
+        "retired": len(report.retired),
+        "condemned": report.condemned,
+        "deleted": report.deleted,
+        "deleted_bytes": report.deleted_bytes,
+        "postponed": report.postponed,
+    }
+
+
+def _refuse_running(run: str) -> None:
+    local = local_ray.find(run)
+    running = local is not None and local.alive
+    if os.environ.get("RAY_ADDRESS"):
+        from picotron_ray.runtime.driver.preflight import find_coordinator
+        from picotron_ray.runtime.ray_cluster import connect
+
+        connect.connect_to(os.environ["RAY_ADDRESS"])
+        running = find_coordinator(run) is not None
+    if running:
+        raise ConfigError(
+            f"run {run!r} goes on and collects by itself; stop it first: `picotron-ray stop {run}`"
+        )
+
+
+def ledger(job: JobConfig) -> dict[str, Any]:
+    """Recompute every token digest of the newest good commit's ledger from the source data.
+
+    Raises:
+        ConfigError: nothing is committed yet. DataError: the source data cannot be read any more.
+        StorageError: no commit verifies.
+    """
+    storage, log = _open(job)
+    good = latest_good(storage, log)
+    if good is None:
+        raise ConfigError(f"name: run {job.name!r} has no commit yet, so no ledger to verify")
+    lines = read_ledger(storage, good.manifest)
+    data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
+    report = check(lines, data.train, job.seed, job.data.global_batch, last_step=good.manifest.step)
+    return {"commit": good.manifest.step, "complaints": list(good.complaints), **report.to_dict()}

@@ -1,0 +1,220 @@
+"""The heartbeat page: one small memory-mapped file per worker, written by it, read by its node's agent.
+
+Reading it needs no cooperation from the worker: it works while the worker holds the GIL, is stopped or
+is dead. Every field is 8 bytes and written whole, so a reader sees old or new, never a mixture of one
+field; the figures of a finished step are written before its step number.
+
+Each phase carries its own limit: the worker measures how long its phases take and publishes, on entry,
+the time after which the phase counts as a hang (``hang_factor`` x the p99 of what it has seen, never
+under ``hang_floor_s``; ``first_step_timeout_s`` until it has seen enough). The agent only compares.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from picotron_ray.config.schema.service import PHASES, ElasticConfig
+from picotron_ray.observability.catalogue import STEP_BUCKETS_S, bucket_of
+
+SIZE = 4096
+MAGIC = 0x7069636F74726F31
+_FIELDS = (
+    *(("magic", "q"), ("pid", "q"), ("start_ticks", "q"), ("term", "q"), ("n", "q"), ("rank", "q")),
+    *(("phase", "q"), ("phase_count", "q"), ("phase_since_s", "d"), ("phase_limit_s", "d")),
+    *(("step", "q"), ("clean", "q"), ("sealed", "q"), ("pinned", "q"), ("skipped", "q"), ("tokens", "q")),
+    *(("loss", "d"), ("grad_norm", "d"), ("learning_rate", "d"), ("step_time_s", "d")),
+    *(
+        ("eval_step", "q"),
+        ("eval_loss", "d"),
+        ("baseline_loss", "d"),
+        ("snapshot_s", "d"),
+        ("wait_s", "d"),
+        ("pinned_wait_s", "d"),
+    ),
+    ("first_step_at_s", "d"),  # seconds since the epoch at which the generation finished its first step
+    ("built_at_s", "d"),  # likewise, at which groups and model were there and restoring began
+    ("restored_at_s", "d"),  # likewise, at which the first step began
+    *(("cuda_allocated_bytes", "q"), ("cuda_reserved_bytes", "q")),  # -1: no CUDA
+    ("step_sum_s", "d"),
+    *((f"step_count_{bucket}", "q") for bucket in range(len(STEP_BUCKETS_S) + 1)),
+)
+_PLACE = {name: (i, kind) for i, (name, kind) in enumerate(_FIELDS)}
+_RECORD = struct.Struct("=" + "".join(kind for _, kind in _FIELDS))
+WINDOW = 200
+"""Phase durations remembered per phase."""
+ENOUGH = 5
+"""Durations seen before a phase is judged by its own history."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """One reading of a page; times in seconds of the node's monotonic clock, steps counted from 0."""
+
+    worker: str
+    pid: int
+    start_ticks: int
+    term: int
+    n: int
+    rank: int
+    phase: str
+    phase_count: int
+    phase_since_s: float
+    phase_limit_s: float
+    step: int
+    clean: int
+    sealed: int
+    pinned: int
+    skipped: int
+    tokens: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    step_time_s: float
+    eval_step: int
+    eval_loss: float
+    baseline_loss: float
+    snapshot_s: float
+    wait_s: float
+    pinned_wait_s: float
+    first_step_at_s: float
+    built_at_s: float
+    restored_at_s: float
+    cuda_allocated_bytes: int
+    cuda_reserved_bytes: int
+    step_sum_s: float  # time of all steps that the process has finished, and their number by STEP_BUCKETS_S
+    step_counts: tuple[int, ...]
+
+    def stalled(self, now_s: float) -> bool:
+        """Whether the present phase has lasted longer than its limit."""
+        return self.phase != "idle" and now_s - self.phase_since_s > self.phase_limit_s
+
+
+def process_start_ticks(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; guards against a reused pid. 0: no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used, all threads, in seconds; 0 where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def process_alive(pid: int, start_ticks: int) -> bool:
+    """Whether this very process exists and is not a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return int(fields[19]) == start_ticks and fields[0] not in ("Z", "X")
+
+
+class Page:
+    """The writer's side. ``on_phase`` runs at every phase entry (scripted faults hook in there)."""
+
+    def __init__(
+        self, path: Path, elastic: ElasticConfig, on_phase: Callable[[int, str], None] | None = None
+    ) -> None:
+        self._elastic = elastic
+        self.on_phase = on_phase
+        self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._limits: dict[str, float] = {}
+        self._phase, self._since, self._count = "idle", time.monotonic(), 0
+        self.computing_step = 0
+        temporary = path.with_suffix(".new")
+        with temporary.open("wb+") as file:
+            file.truncate(SIZE)
+            mapped = memoryview(mmap.mmap(file.fileno(), SIZE))
+        self._integers, self._floats = mapped.cast("q"), mapped.cast("d")
+        self.put(
+            pid=os.getpid(), start_ticks=process_start_ticks(os.getpid()), clean=-1, sealed=-1, pinned=-1
+        )
+        self.put(cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)
+        self.put(eval_step=-1, phase_since_s=self._since, phase_limit_s=1e9, magic=MAGIC)
+        temporary.rename(path)
+
+    def put(self, **values: float) -> None:
+        """Write fields, in the order given."""
+        for name, value in values.items():
+            at, kind = _PLACE[name]
+            # one 8-byte store; struct.pack_into zeroes the field first, and readers would see that
+            if kind == "d":
+                self._floats[at] = value
+            else:
+                self._integers[at] = int(value)
+
+    def count_step(self, seconds: float) -> None:
+        """A step took this long; counted here, since readers look too seldom to see every step."""
+        bucket = f"step_count_{bucket_of(seconds, STEP_BUCKETS_S)}"
+        step_sum_s = self.value("step_sum_s") + seconds
+        self.put(**{bucket: self.value(bucket) + 1}, step_sum_s=step_sum_s, step_time_s=seconds)
+
+    def value(self, name: str) -> float:
+        """A field as it was last written."""
+        at, kind = _PLACE[name]
+        return self._floats[at] if kind == "d" else self._integers[at]
+
+    def begin(self, term: int, n: int, rank: int, step: int) -> None:
+        """A generation starts; the counters of the previous one are void."""
+        self.computing_step = step + 1
+        self.put(built_at_s=0.0, restored_at_s=0.0)
+        self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
+
+    def phase(self, name: str) -> None:
+        """Enter a phase: learn how long the last one took and publish the limit of this one."""
+        now = time.monotonic()
+        if name != self._phase:
+            self._learn(self._phase, now - self._since)
+            self._phase, self._since = name, now
+        self._count += 1
+        limit = 1e9 if name == "idle" else self._limit(name)
+        self.put(phase_limit_s=limit, phase_since_s=now, phase=PHASES.index(name), phase_count=self._count)
+        if self.on_phase is not None:
+            self.on_phase(self.computing_step, name)
+
+    def _learn(self, name: str, seconds: float) -> None:
+        history = self._durations[name]
+        history.append(seconds)
+        if len(history) >= ENOUGH and (len(history) < 20 or self._count % 16 == 0):
+            p99 = sorted(history)[min(len(history) - 1, int(0.99 * len(history)))]
+            self._limits[name] = max(self._elastic.hang_factor * p99, self._elastic.hang_floor_s)
+
+    def _limit(self, name: str) -> float:
+        return self._limits.get(name, self._elastic.first_step_timeout_s)
+
+    def forget_limits(self) -> None:
+        """A new layout has phases of another length: learn afresh."""
+        self._durations.clear()
+        self._limits.clear()
+
+
+def read_page(path: Path) -> PageView | None:
+    """Read a worker's page; None where it is absent or not yet complete."""
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        return None
+    if len(raw) < SIZE:
+        return None
+    values: dict[str, Any] = dict(zip(_PLACE, _RECORD.unpack_from(raw), strict=True))
+    if values.pop("magic") != MAGIC:
+        return None
+    values["phase"] = PHASES[values["phase"]]
+    counts = [values.pop(f"step_count_{bucket}") for bucket in range(len(STEP_BUCKETS_S) + 1)]
+    values["step_counts"] = tuple(counts)
+    return PageView(worker=path.stem, **values)

@@ -1,0 +1,72 @@
+"""Figures that a node's agent measures for the endpoint of ``observability.exporter``.
+
+Called by a scrape, on the endpoint's thread: everything here reads copies or files and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX
+from picotron_ray.observability.exporter import Distribution, Sample
+from picotron_ray.observability.nvml import Gpus
+from picotron_ray.runtime.heartbeat import PageView, cpu_seconds
+
+
+class AgentFigures:
+    """Measures a node: its workers, by their pages, its memory, its GPUs."""
+
+    def __init__(self, folder: Path, living: Callable[[], list[PageView]]) -> None:
+        """``living``: the pages of the node's living workers, as of now."""
+        self._folder, self._living = folder, living
+        self._gpus = Gpus()
+
+    def __call__(self) -> list[Sample]:
+        """All samples whose figures are known."""
+        pages = self._living()
+        workers = [sample for page in pages for sample in _worker(page)]
+        slots = sum(_size(path) for path in self._folder.glob(f"*{SUFFIX}"))
+        free = shutil.disk_usage(self._folder).free
+        return [
+            *workers,
+            Sample("picotron_node_workers", len(pages)),
+            Sample("picotron_node_slot_bytes", slots),
+            Sample("picotron_node_memory_file_system_free_bytes", free),
+            *self._gpus.samples(),
+        ]
+
+
+def _worker(page: PageView) -> Iterator[Sample]:
+    figures: dict[str, Any] = {
+        "picotron_worker_step_seconds": Distribution(page.step_counts, page.step_sum_s),
+        "picotron_worker_resident_bytes": _resident_bytes(page.pid),
+        "picotron_worker_cpu_seconds_total": cpu_seconds(page.pid),
+        "picotron_worker_snapshot_seconds": page.snapshot_s,
+        "picotron_worker_snapshot_wait_seconds_total": page.wait_s,
+        "picotron_worker_skipped_snapshots_total": page.skipped,
+    }
+    if page.cuda_allocated_bytes >= 0:
+        figures["picotron_worker_cuda_allocated_bytes"] = page.cuda_allocated_bytes
+        figures["picotron_worker_cuda_reserved_bytes"] = page.cuda_reserved_bytes
+    yield from (Sample(name, value, {"worker": page.worker}) for name, value in figures.items())
+
+
+def _size(path: Path) -> int:
+    """Size of a file in bytes; 0 where it has just been deleted."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _resident_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 where it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,82 @@
+"""Removing what a SIGKILL of everything left of a run on this machine: processes, slots, pages.
+
+On a local Ray the next launch (or ``stop``) clears the run's whole folder in the memory file system, once no
+process writes a page there: a living one that is not of our dead Ray belongs to somebody else's run of the
+same name, which is refused rather than disturbed. On a given cluster each agent signs its node's folder
+and removes those beside it whose agent and workers are dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.heartbeat import process_alive, process_start_ticks, read_page
+from picotron_ray.runtime.ray_cluster import local_ray
+from picotron_ray.runtime.ray_cluster.connect import run_folders
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
+
+
+def clear(job: JobConfig, dead: LocalRay | None) -> None:
+    """Remove everything that an earlier, dead local Ray of this run left.
+
+    Raises:
+        ConfigError: living workers of another Ray use the run's folder.
+    """
+    if dead is not None:
+        local_ray.stop(dead, grace_s=0.0)
+    for folder in run_folders(job):
+        for worker, pid in living_workers(folder):
+            raise ConfigError(
+                f"name: run {job.name!r} is in use on this machine by worker {worker} (pid {pid}) of another"
+                " Ray; stop it there, set RAY_ADDRESS to that Ray, or choose another name"
+            )
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def living_workers(folder: Path) -> list[tuple[str, int]]:
+    """(worker, pid) of every living process that has a heartbeat page under a run's folder."""
+    return _living(folder.glob("*/*.page"))
+
+
+def _living(paths: Iterable[Path]) -> list[tuple[str, int]]:
+    pages = [read_page(path) for path in paths]
+    return [(page.worker, page.pid) for page in pages if page and process_alive(page.pid, page.start_ticks)]
+
+
+SIGNATURE = "agent"
+"""File in a node's folder with its agent's pid and start time."""
+UNSIGNED_GRACE_S = 60.0
+"""An unsigned folder of that age is no agent's that is just starting."""
+
+
+def claim(folder: Path) -> None:
+    """Make and sign a node's folder; remove those of dead nodes of the same run beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SIGNATURE).write_text(f"{os.getpid()} {process_start_ticks(os.getpid())}")
+    for other in folder.parent.iterdir():
+        if other != folder and other.is_dir() and not _in_use(other):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def release(folder: Path) -> None:
+    """Remove a node's folder, and the run's where it was the last one on this machine."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another node of a test's cluster may still have its folder there
+        folder.parent.rmdir()
+
+
+def _in_use(folder: Path) -> bool:
+    if _living(folder.glob("*.page")):
+        return True
+    try:
+        pid, start_ticks = map(int, (folder / SIGNATURE).read_text().split())
+    except (FileNotFoundError, ValueError):
+        return folder.exists() and time.time() - folder.stat().st_mtime < UNSIGNED_GRACE_S
+    return process_alive(pid, start_ticks)

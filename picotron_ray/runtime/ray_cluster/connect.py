@@ -1,0 +1,127 @@
+"""Connecting a driver to Ray: the cluster that ``RAY_ADDRESS`` names, else the run's own local Ray.
+
+Ray reads its authentication from the environment when it is loaded and keeps it; a local Ray has a token
+of its own, so what was kept is refreshed here, behind one adapter (``_refresh_authentication``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import PicotronError
+from picotron_ray.runtime.ray_cluster import local_ray
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, run_folder
+
+
+class ClusterError(PicotronError):
+    """No Ray that can be used answers at the address given; nothing was started."""
+
+    exit_code = 2
+
+
+def local_cpus(job: JobConfig) -> int:
+    """CPU slots of a Ray started for this job: every worker fits, and one more for its replacement."""
+    workers = job.cluster.max_workers * job.cluster.cpus_per_worker
+    return job.cluster.local_cpus or max(1, math.ceil(workers + job.cluster.cpus_per_worker))
+
+
+def run_folders(job: JobConfig) -> tuple[Path, ...]:
+    """Folders of this machine that belong to the run alone and go away with its local Ray."""
+    bases = (job.snapshot.folder, job.snapshot.overflow_folder)
+    return tuple(run_folder(base, job.name).absolute() for base in bases if base)
+
+
+def connect(job: JobConfig) -> LocalRay | None:
+    """Connect this process to Ray, starting a local one where none runs; None: RAY_ADDRESS was used."""
+    if os.environ.get("RAY_ADDRESS"):
+        connect_to(os.environ["RAY_ADDRESS"])
+        return None
+    with local_ray.locked(job.name):
+        ray = local_ray.find(job.name)
+        if ray is None or not ray.alive:
+            gpus = 0 if job.cluster.device == "cpu" else None
+            ray = local_ray.start(job.name, cpus=local_cpus(job), gpus=gpus, folders=run_folders(job))
+    attach(ray)
+    return ray
+
+
+def attach(ray: LocalRay) -> None:
+    """Connect this process to a local Ray that runs."""
+    if ray.token:
+        os.environ.update(local_ray.authentication(ray.token))
+        _refresh_authentication()
+    connect_to(ray.address)
+
+
+def _refresh_authentication() -> None:
+    """Make an already loaded Ray read RAY_AUTH_* again, as its own ``_enable_token_auth`` does."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+PROBE_S = 5.0
+"""Longest wait for the first answer; an address where nothing listens is left to Ray's own retries."""
+
+_SET_TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to that cluster's token"
+
+
+def connect_to(address: str) -> None:
+    """``ray.init`` to an address; raises ClusterError where nothing answers, or where it refuses us."""
+    import ray
+
+    if address.startswith("ray://"):
+        raise ClusterError(
+            f"RAY_ADDRESS: saw {address!r}, but Ray Client cannot hold a run; use the head's host:port on a"
+            " machine of the cluster, or `ray job submit -- python -m picotron_ray.launch ...`"
+        )
+    _refuse_wrong_token(address)
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            ignore_reinit_error=True,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ClusterError(f"no Ray answers at {address!r}: {first}") from error
+
+
+def _refuse_wrong_token(address: str) -> None:
+    """One call with the token that Ray would use: ``ray.init`` itself retries a refusal for a minute.
+
+    Raises:
+        ClusterError: the cluster wants a token, and not this one.
+    """
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+    from ray.exceptions import AuthenticationError
+
+    try:
+        where = canonicalize_bootstrap_address(address)
+    except (ValueError, OSError) as error:
+        raise ClusterError(f"RAY_ADDRESS: saw {address!r}, expected auto or host:port: {error}") from error
+    if where is None:
+        return
+    with init_grpc_channel(where) as channel:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=PROBE_S)  # type: ignore[attr-defined]
+        except AuthenticationError as error:
+            raise ClusterError(f"RAY_AUTH_MODE=token, but no token was found; {_SET_TOKEN}") from error
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise ClusterError(
+                    f"the Ray at {where} refuses the token that this process has, or has none"
+                    f" ({error.details()}); {_SET_TOKEN}"
+                ) from error

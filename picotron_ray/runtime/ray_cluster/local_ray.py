@@ -1,0 +1,268 @@
+"""A Ray of our own on this machine: started in a session of its own, found again, taken down by pid.
+
+``ray.init()`` in a driver ties Ray to that driver: SIGKILL it and every actor dies with it. So launch
+starts ``supervise`` in a new session, which runs ``ray start --head --block`` and outlives the driver.
+A state file under ``$XDG_STATE_HOME/picotron_ray/`` remembers it; a lock beside it lets two launches of
+one name agree on who starts. The supervisor takes Ray down once the run has announced its end
+(``announce_end``); ``stop``, or the next start of that name, removes whatever a SIGKILL left behind.
+
+Ports are ephemeral and calls need a token that only this user can read, unless the user chose a
+``RAY_AUTH_MODE``. ``RAY_ADDRESS`` is not looked at here: with it, no local Ray is used at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from picotron_ray.errors import PicotronError
+from picotron_ray.runtime.ray_cluster import processes
+
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Next to nothing goes through Ray's object store; 30 % of memory, Ray's default, is for others."""
+_children: list[subprocess.Popen[bytes]] = []
+"""Supervisors that this process started: kept, since they shall outlive it without a warning."""
+ENDED = "PICOTRON_LOCAL_RAY_ENDED"
+"""Environment variable with the path of the file that says that the run is over."""
+
+
+class LocalRayError(PicotronError):
+    """The local Ray did not start, or did not stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRay:
+    """What the state file holds. ``folders`` hold the run's slots and pages and go away with Ray."""
+
+    run: str
+    mark: str
+    session: int
+    address: str
+    temp_folder: str
+    token: str
+    folders: tuple[str, ...] = ()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used: its supervisor runs and the run has not announced its end."""
+        running = processes.belongs(self.session, self.mark, self.session)
+        return bool(self.address) and running and not ended_file(Path(self.temp_folder)).exists()
+
+
+def state_folder() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "picotron_ray"
+
+
+def state_file(run: str) -> Path:
+    return state_folder() / f"{run}.json"
+
+
+def ended_file(temp_folder: Path) -> Path:
+    """Exists once the run is over."""
+    return temp_folder / "ended"
+
+
+def rays_folder(temp_folder: Path) -> Path:
+    """Ray's own temporary folder; Ray opens it to all users, so it lies inside one that is ours alone."""
+    return temp_folder / "r"
+
+
+def default_temp_folder(run: str) -> Path:
+    """A short path: Ray puts sockets below it, whose paths must stay under 108 bytes."""
+    digest = hashlib.sha256(f"{state_folder()}/{run}".encode()).hexdigest()[:8]
+    return Path(tempfile.gettempdir()) / f"picotron-{os.getuid()}-{digest}"
+
+
+def log_folder(run: str) -> Path:
+    """Ray's logs of the run's newest local Ray; they stay after its end."""
+    return rays_folder(default_temp_folder(run)) / "session_latest" / "logs"
+
+
+@contextlib.contextmanager
+def locked(run: str) -> Iterator[None]:
+    """Hold the start/stop lock of a run name on this machine."""
+    state_folder().mkdir(parents=True, exist_ok=True)
+    with (state_folder() / f"{run}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def find(run: str) -> LocalRay | None:
+    """What the state file says of that run's Ray; it need not be alive."""
+    try:
+        values = json.loads(state_file(run).read_text())
+    except FileNotFoundError:
+        return None
+    values["folders"] = tuple(values["folders"])
+    return LocalRay(**values)
+
+
+def runs() -> list[str]:
+    """Names of all runs that have a state file here."""
+    return sorted(path.stem for path in state_folder().glob("*.json"))
+
+
+def _save(ray: LocalRay) -> None:
+    path = state_file(ray.run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(asdict(ray), file)
+    temporary.rename(path)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _head_command(temp_folder: Path, cpus: int, gpus: int | None) -> list[str]:
+    options = {
+        "port": 0,
+        # Its default is fixed, and a second Ray that finds it taken goes down whole.
+        "ray-client-server-port": _free_port(),
+        "num-cpus": cpus,
+        "include-dashboard": "false",
+        "include-log-monitor": "false",
+        "dashboard-agent-listen-port": 0,
+        "object-store-memory": OBJECT_STORE_BYTES,
+        "temp-dir": rays_folder(temp_folder),
+    }
+    if gpus is not None:
+        options["num-gpus"] = gpus
+    start = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        "--disable-usage-stats",
+    ]
+    return [*start, *(f"--{name}={value}" for name, value in options.items())]
+
+
+def authentication(token: str) -> dict[str, str]:
+    """Environment that the processes of that Ray, and drivers that connect to it, need."""
+    if not token:
+        return {}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+def start(
+    run: str,
+    *,
+    cpus: int,
+    gpus: int | None = None,
+    folders: Sequence[Path] = (),
+    temp_folder: Path | None = None,
+    timeout_s: float = 120.0,
+) -> LocalRay:
+    """Start a Ray with ``cpus`` CPU slots and wait until it takes connections (about 4 s).
+
+    Cleans up after a dead Ray of that name first. Raises LocalRayError with the end of Ray's own output.
+    """
+    old = find(run)
+    if old is not None:
+        stop(old, grace_s=0.0)
+    temp_folder = temp_folder or default_temp_folder(run)
+    shutil.rmtree(temp_folder, ignore_errors=True)
+    try:
+        temp_folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise LocalRayError(f"the local Ray needs {temp_folder} for itself: {error.strerror}") from error
+    mark = secrets.token_hex(16)
+    token = "" if os.environ.get("RAY_AUTH_MODE") else secrets.token_hex(32)
+    ended = ended_file(temp_folder)
+    environment = {
+        **os.environ,
+        **authentication(token),
+        processes.MARK: mark,
+        ENDED: str(ended),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    supervise = [sys.executable, "-m", "picotron_ray.runtime.ray_cluster.supervisor", run, str(ended)]
+    with (temp_folder / "ray.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*supervise, *_head_command(temp_folder, cpus, gpus)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    _children.append(process)
+    ray = LocalRay(run, mark, process.pid, "", str(temp_folder), token, tuple(str(path) for path in folders))
+    _save(ray)
+    try:
+        address = _wait_for_address(process, temp_folder, timeout_s)
+    except BaseException:
+        stop(ray, grace_s=0.0)
+        raise
+    ray = LocalRay(**{**asdict(ray), "address": address})
+    _save(ray)
+    return ray
+
+
+def _wait_for_address(process: subprocess.Popen[bytes], temp_folder: Path, timeout_s: float) -> str:
+    log = temp_folder / "ray.log"
+    # Written last of all, after "Ray runtime started" was printed.
+    written = rays_folder(temp_folder) / "ray_current_cluster"
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline:
+        if written.exists() and (address := written.read_text().strip()):
+            return address
+        time.sleep(0.05)
+    code = process.returncode
+    what = f"was not up in {timeout_s:g} s" if code is None else f"exited with {code}"
+    last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
+    raise LocalRayError(f"the local Ray {what}: {last[0].strip()[:300]} (all of it: {log})")
+
+
+def stop(ray: LocalRay, grace_s: float = 3.0) -> None:
+    """End every process of that Ray and remove what it kept on this machine; its logs stay.
+
+    Idempotent. Raises LocalRayError, naming the pids, if a process survives SIGKILL.
+    """
+    left = processes.end_all(ray.mark, ray.session, grace_s)
+    _children[:] = [child for child in _children if child.poll() is None]
+    current = find(ray.run)
+    if current is None or current.mark == ray.mark:  # else a newer Ray of that run uses them by now
+        for folder in ray.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        _keep_only_logs(Path(ray.temp_folder))
+        state_file(ray.run).unlink(missing_ok=True)
+    if left:
+        raise LocalRayError(
+            f"processes {left} of run {ray.run!r} survive SIGKILL; their machine needs a look"
+        )
+
+
+def _keep_only_logs(temp_folder: Path) -> None:
+    for session in rays_folder(temp_folder).glob("session_2*"):
+        for entry in session.iterdir():
+            if entry.is_dir() and entry.name != "logs":
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def announce_end() -> None:
+    """Called inside the local Ray when its run is over: the supervisor takes Ray down soon after."""
+    path = os.environ.get(ENDED)
+    if path:
+        Path(path).touch()

@@ -1,0 +1,86 @@
+"""What Ray knows of nodes, behind one adapter: capacity, addresses, drain notices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ray
+from ray._private import state as ray_state
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from picotron_ray.config.schema.service import ClusterConfig
+
+# a sliver of what only the head has: a soft node affinity would be ignored by an actor that needs no CPU,
+# a hard one would forbid a restarted head, whose id is new
+ON_HEAD = {"node:__internal_head__": 0.001}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNeeds:
+    """Ray resources that one worker reserves."""
+
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One living Ray node: what it has, and what nobody holds there at the moment."""
+
+    id: str
+    host: str
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+
+    def capacity(self, needs: WorkerNeeds) -> int:
+        """Workers that fit on the whole node, however busy it is now."""
+        return _fit(self.cpus, self.gpus, needs)
+
+    def room(self, needs: WorkerNeeds) -> int:
+        """Workers that fit beside whatever holds resources there now."""
+        return _fit(self.free_cpus, self.free_gpus, needs)
+
+
+def _fit(cpus: float, gpus: float, needs: WorkerNeeds) -> int:
+    by_cpu = int(cpus // needs.cpus) if needs.cpus else 1 << 30
+    by_gpu = int(gpus // needs.gpus) if needs.gpus else 1 << 30
+    return min(by_cpu, by_gpu)
+
+
+def living_nodes() -> list[NodeView]:
+    """All nodes that Ray holds to be alive, in a stable order."""
+    free = ray_state.state.available_resources_per_node()
+    nodes = [
+        NodeView(
+            id=node["NodeID"],
+            host=node["NodeManagerAddress"],
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+            free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
+            free_gpus=free.get(node["NodeID"], {}).get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: node.id)
+
+
+def worker_needs(cluster: ClusterConfig, nodes: list[NodeView]) -> WorkerNeeds:
+    """One GPU each where GPUs are wanted and offered, else CPU slots alone."""
+    gpus = any(node.gpus for node in nodes) if cluster.device == "auto" else cluster.device == "cuda"
+    return WorkerNeeds(cpus=cluster.cpus_per_worker, gpus=1.0 if gpus else 0.0)
+
+
+def draining_nodes() -> dict[str, float]:
+    """Nodes under a drain notice and their deadlines, seconds since the epoch (0: none given).
+
+    ``ray.nodes()`` keeps calling them alive; only Ray's private state tells (true of 2.56 to 2.60).
+    """
+    return {node: ms / 1000 for node, ms in ray_state.state.get_draining_nodes().items()}
+
+
+def on_node(node: str) -> NodeAffinitySchedulingStrategy:
+    """This node or nowhere."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)

@@ -1,0 +1,64 @@
+"""The leader of a local Ray's session: runs Ray's head and takes everything down when the run is over.
+
+``python -m picotron_ray.runtime.ray_cluster.supervisor RUN ENDED COMMAND…``. It imports neither Ray nor
+torch. It ends when Ray's head ends, on SIGTERM, or once the file ENDED has existed for ``LINGER_S`` (drivers
+that are attached read the run's result meanwhile), and leaves no process, slot folder or state file behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from picotron_ray.runtime.ray_cluster import local_ray, processes
+
+LINGER_S = 10.0
+POLL_S = 0.2
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
+
+
+def _wait(head: subprocess.Popen[bytes], ended: Path) -> None:
+    while head.poll() is None:
+        if ended.exists() and time.time() - ended.stat().st_mtime > LINGER_S:
+            return
+        time.sleep(POLL_S)
+
+
+def main(run: str, ended: str, command: list[str]) -> int:
+    signal.signal(signal.SIGTERM, _terminate)
+    mark = os.environ[processes.MARK]
+    head = subprocess.Popen(command)
+    try:
+        _wait(head, Path(ended))
+    except _Terminated:
+        # Whoever sent it (``local_ray.stop``) holds the lock and removes the folders and the state file.
+        _end(head, mark)
+        return head.wait()
+    with local_ray.locked(run):
+        _end(head, mark)
+        state = local_ray.find(run)
+        if state is not None and state.mark == mark:
+            local_ray.stop(state, grace_s=0.0)
+    return head.wait()
+
+
+def _end(head: subprocess.Popen[bytes], mark: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if head.poll() is None:
+        head.terminate()
+    processes.end_all(mark, os.getpid(), grace_s=2.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

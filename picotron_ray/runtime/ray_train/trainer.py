@@ -1,0 +1,237 @@
+"""``ElasticTrainer``: a run by Ray Train's conventions, in a script or inside a Ray Tune trainable.
+
+``fit()`` uses the Ray that is initialised, else behaves like ``launch``: ``RAY_ADDRESS``, or a local Ray of
+the run's own. Of one name there is one run: where it goes on, ``fit`` attaches to it; where it was
+interrupted, it resumes from its newest commit. As Ray Train does, ``fit`` raises what ended a failed run.
+
+Unlike a launched run, this one ends with the process that called ``fit`` (``runtime.owner``): an interrupt,
+an exception of a callback, Tune's stop of a trial and a kill all stop it with a commit and leave no actor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.train import BackendConfig, DataConfig
+from ray.train.v2._internal.execution.context import TrainRunContext
+from ray.train.v2.api.config import RunConfig, ScalingConfig
+from ray.train.v2.api.exceptions import ControllerError
+from ray.train.v2.api.result import Result
+
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.config.export import public_dict
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import PicotronError
+from picotron_ray.runtime.driver import console, driver, preflight
+from picotron_ray.runtime.driver.custom_model import with_built_model
+from picotron_ray.runtime.driver.submission import current, with_user_paths
+from picotron_ray.runtime.ray_cluster import owner_process
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
+from picotron_ray.runtime.ray_train.configs import Job, resolve
+from picotron_ray.runtime.ray_train.result import CommitCheckpoint, result_of
+
+STOP_S = 90.0
+"""Longest wait for the commit of a run that is stopped because ``fit`` is left."""
+
+
+class ElasticTrainer:
+    """Trains a job on as many workers as there are, within bounds; see ``ray_configs`` for what is applied.
+
+    Args:
+        job: a ``JobConfig``, plain data as YAML gives it, or the path of a YAML file or packaged recipe.
+        scaling_config: ``ray.train.ScalingConfig``; ``num_workers=(min, max)`` makes it elastic.
+        run_config: ``ray.train.RunConfig``. Its ``UserCallback`` objects are called in this process:
+            ``after_report`` with figures and, where there is a new one, a commit; ``after_exception`` for
+            every failure that the run survived or not.
+
+    Raises:
+        ConfigError: one line per mistake, also for a field of Ray's configs that is not applied.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+    ) -> None:
+        self.job = with_built_model(with_user_paths(resolve(job, scaling_config, run_config), current()))
+        cluster = self.job.cluster
+        self.scaling_config = scaling_config or ScalingConfig(
+            num_workers=(cluster.min_workers, cluster.max_workers), use_gpu=cluster.device == "cuda"
+        )
+        self.run_config = run_config or RunConfig(name=self.job.name)
+
+    def fit(self) -> Result:
+        """Train to the end; returns metrics, checkpoint and path as Ray's ``Result``.
+
+        A run that was stopped from elsewhere (``picotron-ray stop``) returns too, with status ``stopped`` in
+        its metrics.
+
+        Raises:
+            TrainingFailedError: the run failed; its attribute ``result`` holds what there is.
+            ConfigError, StorageError, ClusterError: nothing was started.
+            KeyboardInterrupt: after the run was stopped with a commit.
+        """
+        try:
+            summary = self._train()
+        except driver.LostRunError as error:
+            raise ControllerError(error) from error
+        result = result_of(self.job, summary)
+        if result.error is not None:
+            result.error.result = result  # type: ignore[attr-defined]
+            raise result.error
+        return result
+
+    def _train(self) -> dict[str, Any]:
+        """Connect, follow the run to its end, and leave nothing of it behind; returns the summary."""
+        given = ray.is_initialized()
+        local = None if given else driver.prepare(self.job, console.console(as_json=True))
+        coordinator: Any = None
+        try:
+            while True:
+                coordinator, attached = self._start(local)
+                status = self._follow(coordinator)
+                if not (attached and status["state"] == "stopped"):
+                    return dict(status["summary"])
+                ray.kill(coordinator)  # of a process that is gone: this one takes the run up again
+        finally:
+            if given and coordinator is not None:
+                with contextlib.suppress(ValueError):
+                    ray.kill(coordinator)
+            elif not given:
+                driver.take_down(local, coordinator)
+
+    def _start(self, local: LocalRay | None) -> tuple[Any, bool]:
+        """The run's coordinator, and whether it goes on since before."""
+        while (found := preflight.find_coordinator(self.job.name)) is not None:
+            status = driver.poll(found, 0)
+            if status is None or not status["done"]:
+                preflight.check_same_run(self.job, open_storage(self.job.storage, self.job.name))
+                return found, True
+            ray.kill(found)
+            time.sleep(driver.POLL_S)
+        if local is None:
+            preflight.check(self.job)
+        return preflight.ensure_coordinator(
+            self.job, owns_ray=local is not None, tied_to=owner_process.this_process()
+        )
+
+    def _follow(self, coordinator: Any) -> dict[str, Any]:
+        """The run's last status. However this is left, the run has been stopped by then."""
+        with _signals() as signals, _progress() as shown:
+            watcher = _Watcher(self.job, self._context(), shown)
+            try:
+                final = driver.follow(self.job.name, coordinator, watcher, signals)
+            except BaseException:
+                _stop(coordinator)
+                raise
+        if final is None or (signals.asked and final["state"] == "stopped"):
+            raise KeyboardInterrupt
+        return final
+
+    def _context(self) -> TrainRunContext:
+        return TrainRunContext(
+            run_config=self.run_config,
+            train_loop_config=public_dict(self.job),
+            scaling_config=self.scaling_config,
+            backend_config=BackendConfig(),
+            dataset_config=DataConfig(),
+        )
+
+
+class _Watcher(console.Progress):
+    """Shows statuses, if there is anybody to see them, and turns them into calls of the user's callbacks."""
+
+    def __init__(self, job: JobConfig, context: TrainRunContext, shown: console.Progress | None) -> None:
+        self._job, self._context, self._shown = job, context, shown
+        self._reported: tuple[Any, ...] = (0, None, None)
+        self._committed: int | None = None
+        self._failures = 0
+        self._ranks: dict[str, int] = {}
+
+    def say(self, text: str, style: str = "") -> None:
+        if self._shown:
+            self._shown.say(text, style)
+
+    def show(self, status: dict[str, Any]) -> None:
+        """Called with every new status."""
+        if self._shown:
+            self._shown.show(status)
+        self._exceptions(status)
+        news = (status["step"], status["eval_step"], status["committed"])
+        if status["step"] and news != self._reported:
+            self._reported = news
+            self._report(status)
+
+    def _report(self, status: dict[str, Any]) -> None:
+        checkpoint = None
+        if status["committed"] != self._committed:
+            self._committed = status["committed"]
+            checkpoint = _newest_checkpoint(self._job)
+        metrics = figures(status)
+        for callback in self._context.run_config.callbacks or ():
+            callback.after_report(self._context, [dict(row) for row in metrics], checkpoint)
+
+    def _exceptions(self, status: dict[str, Any]) -> None:
+        for failure in status["failures"][self._failures :]:
+            text = f"{failure['kind']} of {failure['target']} at step {failure['step']}"
+            failed: dict[int, Exception] = {self._ranks.get(failure["target"], -1): PicotronError(text)}
+            for callback in self._context.run_config.callbacks or ():
+                callback.after_exception(self._context, failed)
+        self._failures = len(status["failures"])
+        self._ranks = {worker: rank for rank, worker in enumerate(status["members"])}
+
+
+def figures(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """What ``after_report`` gets: a dict per worker by rank, those of the run as a whole in each of them."""
+    names = ("step", "loss", "eval_loss", "eval_step", "tokens_per_s")
+    common = {name: status[name] for name in names if status[name] is not None}
+    pages = [(worker, status["pages"].get(worker, {})) for worker in status["members"]]
+    return [
+        {**common, "rank": rank, "worker": worker, "step_time_s": page.get("step_time_s")}
+        for rank, (worker, page) in enumerate(pages)
+    ] or [common]
+
+
+def _newest_checkpoint(job: JobConfig) -> CommitCheckpoint | None:
+    log = RunLog(open_storage(job.storage, job.name))
+    log.refresh()
+    commits = log.commits()
+    return CommitCheckpoint(job.storage, job.name, commits[-1].body) if commits else None
+
+
+def _stop(coordinator: Any) -> None:
+    """Stop with a commit and wait for it."""
+    coordinator.request.remote("stop")
+    deadline = time.monotonic() + STOP_S
+    while time.monotonic() < deadline:
+        status = driver.poll(coordinator, 0)
+        if status is not None and status["done"]:
+            return
+        time.sleep(driver.POLL_S)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[driver.Signals]:
+    """Signals are noted, where this thread can: in others (Tune's) whoever runs them decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield driver.Signals()
+        return
+    with driver.signal_handlers() as signals:
+        yield signals
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[console.Progress | None]:
+    """As launch shows it, on stderr; nothing in a thread of Tune's, which has a table of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    with console.Progress(console.console(as_json=True)) as shown:
+        yield shown

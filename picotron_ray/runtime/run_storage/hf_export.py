@@ -1,0 +1,157 @@
+"""A commit as a checkpoint of Hugging Face (safetensors, in shards); one file is in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, get_or_none
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.commit_source import CommitSource
+from picotron_ray.checkpoint.store.import_commit import find
+from picotron_ray.checkpoint.store.manifest import Manifest
+from picotron_ray.config.resume import changes, show, verdict
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import ConfigError, CorruptError, NotFoundError, StorageError
+from picotron_ray.layout.shards import Shard
+from picotron_ray.models.huggingface import names as hf
+from picotron_ray.models.parameters import parameter_table
+from picotron_ray.runtime.run_storage import hf_assets
+from picotron_ray.runtime.run_storage.hf_files import INDEX, SINGLE, safetensors
+
+
+def export_hf(job: JobConfig, folder: Path, step: int | None, dtype: str, shard_bytes: int) -> dict[str, Any]:
+    """Write a commit as a checkpoint that transformers loads.
+
+    Args:
+        step: of the commit; None: the newest.
+        dtype: ``float32`` or ``bfloat16``.
+        shard_bytes: most tensor bytes per file (a larger tensor has a file of its own).
+
+    Raises:
+        ConfigError: the folder is not empty, there is no such commit, or transformers has no such model.
+        CorruptError: the commit does not verify.
+    """
+    hf.architecture_of(job.model)
+    safetensors()
+    _check_target(folder)
+    storage = open_storage(job.storage, job.name)
+    try:
+        found = find(storage, step, verify=False)
+    except NotFoundError as error:
+        raise ConfigError(f"{error}; check name and storage.url") from error
+    _check_same_model(job, found.manifest, storage)
+    kept = hf_assets.load(storage)
+    data = job.data
+    config = hf.hf_config(
+        job.model, data.sequence_length, dtype, kept.config if kept else None, data.document_end
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--to: {folder} cannot be made: {error}; name another folder") from error
+    try:
+        written = _write_files(folder, _tensors(job, found.manifest, storage, dtype), shard_bytes)
+        hf_assets.write(folder, kept)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    except (OSError, safetensors().SafetensorError) as error:
+        raise StorageError(f"{folder}: cannot be written: {error}; what is there is incomplete") from error
+    return {"run": job.name, "step": found.manifest.step, "folder": str(folder), "files": written}
+
+
+def _check_target(folder: Path) -> None:
+    """Whether an export may be written there. Raises ConfigError."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"--to: saw the file {folder}, expected a new or empty folder")
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder}: saw files there, expected a new or empty folder")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--to: {folder} cannot be used: {error}; name another folder") from error
+
+
+def _check_same_model(job: JobConfig, manifest: Manifest, storage: Storage) -> None:
+    """Whether the config's model is the one that the run was trained with, in every key.
+
+    Shapes alone do not say it: how many heads there are, or how positions are turned, leaves no trace.
+    """
+    saved = get_or_none(storage, "run.json")
+    if saved is None:
+        raise ConfigError(f"{storage.where}: run.json is missing, which says what model the run is of")
+    before = decode_json("run.json", saved).get("config")
+    if not isinstance(before, dict):
+        raise CorruptError(f"{storage.where}: run.json holds no config", where="run.json")
+    problems = [
+        f"{key}: saw {show(now)}, expected {show(was)}, as run {job.name!r} was trained; give its config"
+        for key, was, now in changes(before, job)
+        if key.startswith("model.") and verdict(key) == "refuse"
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    stored = {name: parts[0].shard.global_shape for name, parts in manifest.tensors().items()}
+    for spec in parameter_table(job.model):
+        if stored.get(spec.name) != spec.shape:
+            raise CorruptError(
+                f"{storage.where}: {spec.name}: saw shape {stored.get(spec.name)}, expected {spec.shape}, as"
+                " run.json's model has it"
+            )
+
+
+def _tensors(job: JobConfig, manifest: Manifest, storage: Storage, dtype: str) -> Iterator[tuple[str, Any]]:
+    """Name and tensor, in Hugging Face's terms."""
+    import torch
+
+    from picotron_ray.checkpoint.torch_state import uncut
+
+    shards: dict[str, Shard] = {name: parts[0].shard for name, parts in manifest.tensors().items()}
+    for held in hf.tensors(job.model, hf.architecture_of(job.model)):
+        ours = uncut([shards[name] for name in held.ours], CommitSource(storage, manifest))
+        parts = [ours[name].to(getattr(torch, dtype)) for name in held.ours]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        whole = whole.T if held.transposed else whole
+        for name, part in zip(held.theirs, whole if held.stacked else [whole], strict=True):
+            yield name, part.contiguous()
+
+
+def _write_files(folder: Path, tensors: Iterator[tuple[str, Any]], shard_bytes: int) -> int:
+    """Write numbered files as they fill, then name them all; returns how many there are."""
+    from safetensors.torch import save_file
+
+    places: dict[str, int] = {}
+    waiting: dict[str, Any] = {}
+    files = total = held = 0
+
+    def close() -> None:
+        nonlocal files, held
+        files += 1
+        save_file(waiting, str(folder / f"part-{files}"), metadata={"format": "pt"})
+        places.update(dict.fromkeys(waiting, files))
+        waiting.clear()
+        held = 0
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if waiting and held + size > shard_bytes:
+            close()
+        waiting[name] = tensor
+        held, total = held + size, total + size
+    close()
+    names = _rename(folder, files)
+    if files > 1:
+        weight_map = {name: names[number] for name, number in places.items()}
+        index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return files
+
+
+def _rename(folder: Path, files: int) -> dict[int, str]:
+    """Names that transformers looks for, by number; the total is known only at the end."""
+    names = {
+        number: SINGLE if files == 1 else f"model-{number:05d}-of-{files:05d}.safetensors"
+        for number in range(1, files + 1)
+    }
+    for number, name in names.items():
+        (folder / f"part-{number}").rename(folder / name)
+    return names

@@ -1,0 +1,211 @@
+"""The coordinator's side of storage: claim a term, append entries, commit, collect garbage, sum up.
+
+All methods block and run on one thread (``executor``), which is what keeps log entries in order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store import gc
+from picotron_ray.checkpoint.store.commit import Committed, commit, parent_of
+from picotron_ray.checkpoint.store.import_commit import adopt
+from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.run_log import Entry, RunLog
+from picotron_ray.checkpoint.store.upload import UploadPart
+from picotron_ray.checkpoint.store.verify import latest_good, read_ledger
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.codec import decode_spec, plain
+from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
+from picotron_ray.errors import AlreadyExistsError, FencedError, StorageError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime import chaos
+from picotron_ray.runtime.run_storage.hf_assets import take_over
+from picotron_ray.runtime.run_storage.init_from import open_origin
+from picotron_ray.runtime.run_storage.run_json import saved_config
+
+log = logging.getLogger(__name__)
+
+
+def generation_body(spec: GenerationSpec) -> dict[str, Any]:
+    """What the log holds of a generation."""
+    return {"term": spec.id.term, "n": spec.id.n, "source": plain(spec.source), "spec": plain(spec)}
+
+
+class Archive:
+    """One run's storage, as one coordinator term sees it."""
+
+    def __init__(
+        self, job: JobConfig, on_commit: Callable[[int], None], origin: dict[str, Any] | None = None
+    ) -> None:
+        """
+        Args:
+            on_commit: called with the step between a manifest and its log entry (scripted faults).
+            origin: the verified commit that ``init_from`` names, for a run that has no run.json yet.
+        """
+        self._origin = origin
+        self._job = job
+        self._on_commit = on_commit
+        self._storage: Storage = open_storage(job.storage, job.name)
+        self._log = RunLog(self._storage)
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="archive")
+        self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
+        self.complaints: list[str] = []
+        self.news: list[str] = []
+
+    def claim(self) -> int:
+        """Write run.json where there is none, and claim the next term."""
+        try:
+            saved = {**saved_config(self._job), "origin": self._origin}
+            self._storage.put_if_absent("run.json", json.dumps(saved, indent=1).encode())
+        except AlreadyExistsError:
+            log.debug("run.json is there already")
+        return self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}")
+
+    def state(self, verify: bool) -> tuple[tuple[Commit, ...], tuple[GenerationSpec, ...]]:
+        """Commits and generations, as the log holds them, oldest first.
+
+        ``verify``: read the newest commit whole, and leave out what is damaged (told in ``complaints``).
+        Not for the adoption of a running generation, which needs no commit and should not wait for it.
+        Raises StorageError where there are commits and none of them can be used.
+        """
+        self._adopt_origin()
+        entries = self._log.commits()
+        if verify:
+            good = latest_good(self._storage, self._log, self._job.checkpoint.resume_step)
+            self.complaints = list(good.complaints) if good else list(self._log.complaints())
+            entries = [entry for entry in entries if good is not None and entry.seq <= good.entry.seq]
+        generations = tuple(
+            decode_spec(entry.body["spec"]) for entry in self._log.entries() if entry.kind == "generation"
+        )
+        return tuple(_commit(entry) for entry in entries), generations
+
+    def _adopt_origin(self) -> None:
+        """``init_from``: the other run's commit becomes this one's first, once.
+
+        Its writer is a generation of no members, number 0 of the term, so that the machine finds a commit
+        of step 0 and needs to know nothing else. After a crash in between it is done again.
+        """
+        if self._job.init_from.run is None:
+            return
+        entries = self._log.entries()
+        if any(e.kind == "commit" or (e.kind == "generation" and e.body["n"] > 0) for e in entries):
+            return
+        source = open_origin(self._job)
+        origin = json.loads(self._storage.get("run.json"))["origin"]
+        identity = GenerationId(self._log.term, 0)
+        layout = load_manifest(source, origin["manifest"], origin["digest"]).layout
+        reason = f"initial state: step {origin['step']} of {origin['from']}"
+        spec = GenerationSpec(identity, (), Layout.from_dict(layout), Source("init"), reason)
+        moments = self._job.init_from.optimizer_state
+        pair = (identity.term, identity.n)
+        take_over(source, self._storage)
+        key, digest = adopt(source, origin["manifest"], origin["digest"], self._storage, pair, moments)
+        self._log.append("generation", generation_body(spec))
+        body = {"term": identity.term, "n": identity.n, "step": 0, "manifest": key, "digest": digest}
+        self._log.append("commit", body)
+        self.news.append(reason + (", with its optimizer state" if moments else ", weights alone"))
+
+    def append_generation(self, spec: GenerationSpec) -> Appended:
+        """Make a generation durable; commits of it wait for this."""
+        event = Appended("generation", spec.id, spec.resume_step)
+        return self._settle(event, lambda: self._log.append("generation", generation_body(spec)))
+
+    def commit(self, generation: GenerationId, step: int, parts: list[dict[str, Any]]) -> Appended:
+        """Assemble the manifest from the nodes' parts and append the commit entry."""
+        known = self._known_commit(generation, step)
+        if known is not None:  # asked again, because the reply was lost
+            return known
+        began = time.monotonic()
+        done: list[Committed] = []
+
+        def work() -> int:
+            decoded = [UploadPart.from_dict(part) for part in parts]
+            if not decoded:
+                raise StorageError(f"no upload of step {step} is known to this coordinator; upload it again")
+            done.append(commit(self._storage, self._log, decoded, lambda _: self._on_commit(step)))
+            return done[0].seq
+
+        event = self._settle(Appended("commit", generation, step), work)
+        if done:
+            self.commit_figures[step] = {
+                "bytes": done[0].stored_bytes,
+                "written_bytes": done[0].written_bytes,
+                "commit_s": time.monotonic() - began,
+            }
+            return replace(event, manifest=done[0].manifest)
+        return event
+
+    def _known_commit(self, generation: GenerationId, step: int) -> Appended | None:
+        for entry in self._log.commits():
+            body = entry.body
+            if (body["term"], body["n"], body["step"]) == (generation.term, generation.n, step):
+                return Appended("commit", generation, step, seq=entry.seq, manifest=body["manifest"])
+        return None
+
+    def _settle(self, event: Appended, work: Callable[[], int]) -> Appended:
+        try:
+            return replace(event, seq=work())
+        except FencedError as error:
+            return replace(event, error=str(error), fenced=True)
+        except StorageError as error:
+            log.warning("%s of step %d: %s", event.kind, event.step, error)
+            return replace(event, error=str(error))
+
+    def claim_fault(self, index: int) -> bool:
+        """Whether scripted fault ``index`` is to strike now; true once in the life of the run."""
+        return chaos.claim(self._storage, index)
+
+    def collect_garbage(self) -> None:
+        """Retire commits beyond retention and delete chunks that nothing needs."""
+        try:
+            gc.collect(self._storage, self._log, self._job.checkpoint)
+        except FencedError as error:
+            log.warning("garbage collection: %s", error)  # the next append ends this coordinator
+        except StorageError as error:
+            log.warning("garbage collection is put off: %s", error)
+
+    def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Add what the committed ledger says, and store ``summary.json``."""
+        complete = {**summary, **self._ledger_figures()}
+        self._storage.put("summary.json", json.dumps(complete, indent=1).encode())
+        return complete
+
+    def _ledger_figures(self) -> dict[str, Any]:
+        lines = self.ledger_lines()
+        steps = [line["step"] for line in lines]
+        batch = self._job.data.global_batch
+        return {
+            "tokens": sum(line["tokens"] for line in lines),
+            "first_loss": lines[0]["loss"] if lines else None,
+            "final_loss": lines[-1]["loss"] if lines else None,
+            "ledger": {
+                "samples": sum(line["samples"][1] - line["samples"][0] for line in lines),
+                "lost": batch * len(set(range(1, max(steps, default=0) + 1)) - set(steps)),
+                "repeated": batch * (len(steps) - len(set(steps))),
+            },
+        }
+
+    def ledger_lines(self, after: int = 0) -> list[dict[str, Any]]:
+        """Lines of the newest commit's ledger of steps above ``after``, in order; none before a commit."""
+        commits = self._log.commits()
+        if not commits:
+            return []
+        newest = commits[-1].body
+        manifest = parent_of(self._storage, self._log, newest["term"], newest["n"])
+        return [json.loads(line) for line in read_ledger(self._storage, manifest, after)] if manifest else []
+
+
+def _commit(entry: Entry) -> Commit:
+    body = entry.body
+    return Commit(body["step"], GenerationId(body["term"], body["n"]), body["manifest"], entry.seq)

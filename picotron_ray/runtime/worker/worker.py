@@ -1,0 +1,172 @@
+"""The worker: a Ray actor that owns one GPU (or one CPU slot) and lives through many generations.
+
+Between generations the process, its CUDA context, imports, dataset and compiled code stay. Every control
+call carries the coordinator's term, and an older one is refused; every call may come twice. In particular
+``run_generation`` for the generation that is running joins it, and for one that has ended returns its
+outcome again: that is how a restarted coordinator adopts a run. The outcome needs no second home in the
+agent for that: while the worker lives it remembers, and when it is dead its generation is over anyway.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.codec import plain
+from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Outcome, SlotInfo
+from picotron_ray.data.dataset import build_dataset
+from picotron_ray.runtime.chaos import WorkerChaos
+from picotron_ray.runtime.heartbeat import Page
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, cache_folder
+from picotron_ray.runtime.worker.generation import GenerationRun, Home
+from picotron_ray.train.optim.quantized_state import map_of
+from picotron_ray.train.precision.precision import check_precision
+from picotron_ray.train.step_sync import SNAPSHOT, STOP
+
+log = logging.getLogger(__name__)
+FLAGS = {"boundary": STOP, "snapshot": SNAPSHOT, "hard": None}
+
+
+class Worker:
+    """Methods are called through Ray, several at a time; ``run_generation`` occupies one of its threads."""
+
+    def __init__(self, job: dict[str, Any], worker: str, node: str, folder: str) -> None:
+        torch.set_num_threads(1)
+        self._job = JobConfig.model_validate(job)
+        preload(self._job)
+        self._chaos = WorkerChaos(self._job.chaos, self._open_storage)
+        self._lock = threading.Lock()
+        self._term = 0
+        self._run: GenerationRun | None = None
+        self._storage: Storage | None = None
+        device = self._device()
+        check_precision(self._job, device)  # a node may have several kinds of GPU
+        path = Path(folder)
+        page = Page(path / f"{worker}.page", self._job.elastic, self._chaos)
+        data = build_dataset(self._job.data, self._job.model.vocab_size, self._job.seed, cache_folder())
+        page.put(baseline_loss=data.bigram_entropy)
+        self._home = Home(
+            job=self._job,
+            worker=worker,
+            node=node,
+            folder=path,
+            device=device,
+            data=data,
+            page=page,
+            storage=self._open_storage,
+            fetch_slot=self._fetch_slot,
+        )
+        # Leaving a generation collects garbage, because whatever still refers to its process groups must
+        # go. Over all that torch and Ray have imported that takes 0.15 s; set apart here, 2 ms.
+        gc.collect()
+        gc.freeze()
+
+    def _device(self) -> torch.device:
+        if self._job.cluster.device == "cpu" or not torch.cuda.is_available():
+            return torch.device("cpu")
+        torch.cuda.set_device(0)  # Ray shows each worker its own GPU alone
+        return torch.device("cuda", 0)
+
+    def _open_storage(self) -> Storage:
+        if self._storage is None:
+            self._storage = open_storage(self._job.storage, self._job.name)
+        return self._storage
+
+    def _fetch_slot(self, info: SlotInfo) -> bytes:
+        agent = ray.get_actor(agent_name(self._job.name, info.node), NAMESPACE)
+        return bytes(ray.get(agent.read_slot.remote(info.slot)))
+
+    # --- called through Ray ------------------------------------------------------------------------------
+
+    def ready(self) -> str:
+        """Answers once the constructor is through; returns the fingerprint of the data it sees."""
+        return self._home.data.fingerprint
+
+    def run_generation(self, term: int, spec: GenerationSpec, store: tuple[str, int] | None) -> Outcome:
+        """Take part in a generation, or join one, or repeat the outcome of one that has ended.
+
+        Without the address of a store no new one is begun.
+        """
+        with self._lock:
+            if not self._accept(term) or (self._run is not None and spec.id < self._run.spec.id):
+                return Outcome(self._home.worker, spec.id, "failed", -1, "refused: older term")
+            previous = self._run
+            joined = previous is not None and previous.spec.id == spec.id
+            if not joined and store is None:
+                return Outcome(self._home.worker, spec.id, "peer_lost", -1, "no rendezvous store")
+            if not joined:
+                assert store is not None
+                if previous is not None and not previous.done.is_set():
+                    previous.interrupt(None)  # its coordinator is gone, and with it the interrupt
+                self._run = GenerationRun(self._home, spec, store)
+            run = self._run
+        assert run is not None
+        if joined:
+            run.done.wait()
+        else:
+            if previous is not None:
+                previous.done.wait()
+            self._remember(spec)
+            self._chaos.rank = run.rank
+            run.run()
+        assert run.outcome is not None
+        return run.outcome
+
+    def interrupt(self, term: int, generation: tuple[int, int], mode: str) -> bool:
+        """Leave (``hard``: now, ``boundary``: after the step at hand) or snapshot; True where it applied."""
+        run = self._current(term, generation)
+        if run is None:
+            return False
+        run.interrupt(FLAGS[mode])
+        return True
+
+    def committed(self, term: int, generation: tuple[int, int], step: int) -> bool:
+        """Drop ledger lines up to ``step``: they are in storage."""
+        run = self._current(term, generation)
+        if run is None:
+            return False
+        run.committed(step)
+        return True
+
+    # --- helpers -------------------------------------------------------------------------------------
+
+    def _accept(self, term: int) -> bool:
+        """Fencing: false for calls of a coordinator that a newer one has replaced."""
+        if term < self._term:
+            return False
+        self._term = term
+        return True
+
+    def _current(self, term: int, generation: tuple[int, int]) -> GenerationRun | None:
+        with self._lock:
+            if not self._accept(term):
+                return None
+            run = self._run
+        if run is None or run.done.is_set() or run.spec.id != GenerationId(*generation):
+            return None
+        return run
+
+    def _remember(self, spec: GenerationSpec) -> None:
+        """Leave the spec where the agent finds it, for a coordinator that was not there when it began."""
+        path = self._home.folder / f"{self._home.worker}.spec"
+        temporary = path.with_suffix(".spec-new")
+        temporary.write_text(json.dumps(plain(spec)))
+        temporary.rename(path)
+
+
+def preload(job: JobConfig) -> None:
+    """Import now what a layout of this job may need, so that no recovery waits for it."""
+    if job.layout.pp != 1:
+        import picotron_ray.parallel.pipeline.pipeline  # noqa: F401
+    if job.optimizer.moments == "8bit":
+        map_of(True, torch.device("cpu"))  # torchao takes seconds to import

@@ -1,0 +1,272 @@
+"""Looking into a model of the user's own before anything starts: what it is, and how it may be cut.
+
+``python -m picotron_ray.train.custom_model.inspect`` reads a job as JSON and writes
+``{"built": …, "said": [lines]}`` or ``{"problems": [lines]}``. It is a process of its own, so that the
+driver stays free of torch and of what
+the user's code does on import. Nothing about the module is believed that can be tried: it is built twice,
+run on a few tokens in fp64 (shape, repeatability, causality, rows apart, constant buffers) and once at the
+job's sequence length; a tensor-parallel plan, the user's or a proposed one, is run at each degree with
+threads for ranks and compared with the whole module, logits and gradients; likewise a pipeline's chain.
+
+It takes about 8 bytes x parameters x (3 + tp) of this machine's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from picotron_ray.config.schema.custom_model import BuiltModel, PlanConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.errors import ConfigError
+from picotron_ray.models.custom import build_whole, import_object, logits_of, one_line, ties_of
+from picotron_ray.train.custom_model.plan_search import Trial, find_blocks, find_pipeline, find_tensor
+
+KEY = "model.builder"
+LENGTH = 16
+"""Tokens per row of the short runs."""
+
+
+def inspect(job: JobConfig) -> tuple[BuiltModel, list[str]]:
+    """What the module is and how it may be cut, and lines that say so.
+
+    Raises ConfigError, one line, where it cannot be trained here at all, or not as the plan says.
+    """
+    model = job.model
+    module = build_whole(model, job.seed)
+    _check_parameters(module)
+    _check_repeatable(module, build_whole(model, job.seed))
+    _check_randomness(module)
+    trial = _check_forward(job, module)
+    plan = read_plan(model)
+    blocks = find_blocks(module, plan)
+    _check_ties(module, blocks)
+    hidden, activations = _measure(trial, blocks)
+    pipeline, no_pipeline = find_pipeline(trial, plan, blocks)
+    tensor = find_tensor(trial, plan, degrees(job))
+    built = BuiltModel(
+        parameters=tuple((name, tuple(p.shape)) for name, p in module.named_parameters()),
+        blocks=blocks,
+        pipeline=pipeline,
+        tensor=tensor.styles,
+        cuts=tensor.cuts,
+        tensor_degrees=tensor.degrees,
+        embeddings=_embeddings(module),
+        hidden_size=hidden,
+        activations=activations,
+        no_tensor=tensor.why,
+        no_pipeline=no_pipeline,
+    )
+    return built, _said(model, built)
+
+
+def _embeddings(module: nn.Module) -> tuple[str, ...]:
+    """Parameters that torch's embeddings look up, by the first of their names."""
+    tables = {id(found.weight) for found in module.modules() if isinstance(found, nn.Embedding)}
+    return tuple(name for name, parameter in module.named_parameters() if id(parameter) in tables)
+
+
+def degrees(job: JobConfig) -> list[int]:
+    """Tensor-parallel degrees above 1 that the job may come to use."""
+    if job.layout.tp != "auto":
+        return [job.layout.tp] if job.layout.tp > 1 else []
+    return list(range(2, min(job.cluster.max_workers, 8) + 1))
+
+
+def read_plan(model: ModelConfig) -> PlanConfig:
+    """``model.plan``, completed by what its import path names.
+
+    Raises ConfigError where that is no mapping of a plan's keys.
+    """
+    plan = model.plan
+    if plan.path is None:
+        return plan
+    found = import_object("model.plan.path", plan.path)
+    try:
+        found = found() if callable(found) else found
+        values = {**dict(found), **plan.model_dump(exclude_none=True)}
+        return PlanConfig.model_validate(values)
+    except Exception as error:
+        raise ConfigError(
+            f"model.plan.path: {plan.path} gives no plan: {one_line(error)}; expected a mapping with some of"
+            " blocks, tensor, pipeline"
+        ) from error
+
+
+def _check_parameters(module: nn.Module) -> None:
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ConfigError(f"{KEY}: the module has no parameters; nothing would be trained")
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            raise ConfigError(
+                f"{KEY}: {name} is frozen (requires_grad=False), which is not supported; unfreeze it"
+            )
+        if not parameter.is_floating_point():
+            raise ConfigError(f"{KEY}: {name} is {parameter.dtype}, expected a floating-point parameter")
+        if parameter.device.type != "cpu":
+            raise ConfigError(
+                f"{KEY}: {name} is built on {parameter.device}; build on the CPU, workers move it"
+            )
+
+
+def _check_repeatable(module: nn.Module, again: nn.Module) -> None:
+    first, second = module.state_dict(), again.state_dict()
+    for name, value in first.items():
+        if name not in second or not torch.equal(value, second[name]):
+            raise ConfigError(
+                f"{KEY}: {name} differs between two builds under one seed; take random numbers from torch,"
+                " numpy or random alone, without seeding them"
+            )
+
+
+def _check_randomness(module: nn.Module) -> None:
+    """Dropout draws other numbers at every layout: its masks are refused, not made different."""
+    for name, part in module.named_modules():
+        rate = getattr(part, "p", 0.0) if "Dropout" in type(part).__name__ else getattr(part, "dropout", 0.0)
+        if isinstance(rate, float) and rate > 0.0:
+            raise ConfigError(
+                f"{KEY}: {name} ({type(part).__name__}) drops out with p={rate:g}, which would differ from"
+                " layout to layout; build the model with dropout 0"
+            )
+
+
+def _run(module: nn.Module, tokens: Tensor, what: str) -> Tensor:
+    try:
+        output = module(tokens)
+        logits = logits_of(output)
+    except Exception as error:
+        raise ConfigError(
+            f"{KEY}: forward of tokens {list(tokens.shape)} ({what}) raises {one_line(error)}"
+        ) from error
+    return logits
+
+
+def _check_forward(job: JobConfig, module: nn.Module) -> Trial:
+    """Run the module in every way that training relies on."""
+    vocabulary, length = job.model.vocab_size, min(LENGTH, job.data.sequence_length)
+    generator = torch.Generator().manual_seed(0)
+    long = torch.randint(0, vocabulary, (1, job.data.sequence_length), generator=generator)
+    with torch.no_grad():
+        logits = _run(module, long, "data.sequence_length")
+    expected = (*long.shape, vocabulary)
+    if tuple(logits.shape) != expected:
+        raise ConfigError(
+            f"{KEY}: forward gives {list(logits.shape)}, expected logits [batch, seq, model.vocab_size]"
+            f" = {list(expected)}"
+        )
+    trial = Trial(module, torch.randint(0, vocabulary, (2, length), generator=generator))
+    before = {name: value.clone() for name, value in trial.module.named_buffers()}
+    with torch.no_grad():
+        base = _run(trial.module, trial.tokens, "in fp64")
+        if not torch.equal(base, _run(trial.module, trial.tokens, "again")):
+            raise ConfigError(
+                f"{KEY}: forward gives other logits the second time; make it free of randomness"
+            )
+        for name, value in trial.module.named_buffers():
+            if not torch.equal(value, before[name]):
+                raise ConfigError(
+                    f"{KEY}: forward writes buffer {name}, which no checkpoint holds; use layers without"
+                    " running statistics"
+                )
+        other = trial.tokens.clone()
+        other[0, -1] = (other[0, -1] + 1) % vocabulary
+        other[1] = (other[1] + 1) % vocabulary
+        changed = _run(trial.module, other, "changed")
+    if length > 1 and not trial.close(changed[0, :-1], base[0, :-1]):
+        raise ConfigError(
+            f"{KEY}: logits depend on later tokens, or on other rows of the batch: the loss would mean"
+            " nothing; use a causal mask and no batch statistics"
+        )
+    return trial
+
+
+def _check_ties(module: nn.Module, blocks: tuple[str, ...]) -> None:
+    """ZeRO gathers block by block: what is shared must lie in one block, or outside all of them."""
+    for names in ties_of(module):
+        homes = {next((b for b in blocks if name.startswith(f"{b}.")), "") for name in names}
+        if len(homes) > 1:
+            raise ConfigError(
+                f"{KEY}: {names[0]} and {names[1]} are one parameter shared across blocks, which is not"
+                " supported; share outside the blocks only"
+            )
+
+
+def _measure(trial: Trial, blocks: tuple[str, ...]) -> tuple[int, int]:
+    """Width of what leaves the first block, and elements per token that it keeps for backward."""
+    block = trial.module.get_submodule(blocks[0]) if blocks else trial.module
+    own = {p.data_ptr() for p in [*trial.module.parameters(), *trial.module.buffers()]}
+    kept: dict[int, int] = {}
+    width: list[int] = []
+    inside = [False]
+
+    def enter(*_: Any) -> None:
+        inside[0] = True
+
+    def leave(_: nn.Module, __: Any, output: Any) -> None:
+        inside[0] = False
+        first = output[0] if isinstance(output, tuple) else output if blocks else logits_of(output)
+        width.append(first.size(-1))
+
+    def pack(tensor: Tensor) -> Tensor:
+        if inside[0] and tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    hooks = [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = _run(trial.module, trial.tokens, "measured")
+    for hook in hooks:
+        hook.remove()
+    del output
+    if not width:
+        raise ConfigError(f"model.plan.blocks: {blocks[0]} is not called by forward; name modules that are")
+    return width[0], -(-sum(kept.values()) // trial.tokens.numel())
+
+
+def _said(model: ModelConfig, built: BuiltModel) -> list[str]:
+    counts = built.elements.values()
+    total, whole = (sum(pair[i] for pair in counts) for i in (0, 1))
+    lines = [
+        f"model {model.builder}: {total:,} parameters in {len(built.parameters)} tensors, {len(built.blocks)}"
+        " repeated blocks"
+    ]
+    if built.tensor_degrees:
+        tried = ", ".join(map(str, built.tensor_degrees))
+        lines.append(
+            f"tensor parallelism (tried at {tried}) cuts {', '.join(kinds(built.tensor))};"
+            f" {whole / total:.0%} of the parameters stay whole on every rank"
+        )
+    return lines
+
+
+def kinds(tensor: Mapping[str, str]) -> list[str]:
+    """Names of the cut modules with the block's number as ``*``, each once, with its style."""
+    named = (re.sub(r"(^|\.)\d+(\.|$)", r"\1*\2", name, count=1) for name in tensor)
+    return list(dict.fromkeys(f"{name} {style}" for name, style in zip(named, tensor.values(), strict=True)))
+
+
+def main() -> None:
+    """Entry point of the process."""
+    job = JobConfig.model_validate_json(sys.stdin.read())
+    torch.set_num_threads(1)
+    result: dict[str, Any]
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
+            built, said = inspect(job)
+        result = {"built": built.model_dump(mode="json"), "said": said}
+    except ConfigError as error:
+        result = {"problems": error.problems}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What a rank feeds its model: the tokens of a step on the device, and what forward takes besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.data.batch import StepBatch
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.layers.document_mask import document_numbers
+from picotron_ray.models.parameters import SequenceShard
+from picotron_ray.train.precision.precision import master_dtype
+
+MicroBatch = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
+"""Inputs, targets, weights, and by name what forward takes besides."""
+
+
+class Inputs:
+    """Makes them of batches.
+
+    Args:
+        cp_index: the rank's place among those that share every row.
+        weighted: whether the model wants the weights of rows (routers count by them).
+    """
+
+    def __init__(
+        self, job: JobConfig, layout: Layout, cp_index: int, device: torch.device, *, weighted: bool
+    ) -> None:
+        self._device, self._dtype = device, master_dtype(job)
+        self._weighted, self._with_targets = weighted, job.kernels.loss == "linear"
+        self._document_end = job.data.document_end if job.data.document_masks else None
+        self._kept: Tensor | None = None  # positions of a row that this rank computes; None: all
+        if layout.cp > 1:
+            shard = SequenceShard(job.data.sequence_length, layout.cp, cp_index)
+            self._kept = torch.tensor(shard.positions(), device=device)
+
+    def whole(self, batch: StepBatch) -> MicroBatch:
+        """All micro-batches at once.
+
+        Inputs and targets ``[micro_batches, micro_batch, local tokens]``, weights without the last; what
+        forward takes besides likewise. Documents are numbered over whole rows, before cp cuts them.
+        """
+        tokens = torch.from_numpy(batch.tokens).to(self._device, non_blocking=True)
+        weights = torch.from_numpy(batch.weights).to(self._device, self._dtype, non_blocking=True)
+        inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        named = {"weights": weights} if self._weighted else {}
+        if self._document_end is not None:
+            named["documents"] = document_numbers(inputs, self._document_end)
+        if self._kept is not None:
+            inputs, targets = inputs[..., self._kept], targets[..., self._kept]
+        if self._with_targets:
+            named["targets"] = targets
+        return inputs, targets, weights, named
+
+    def micro_batches(self, batch: StepBatch) -> Iterator[MicroBatch]:
+        """One after the other."""
+        inputs, targets, weights, named = self.whole(batch)
+        for number in range(len(inputs)):
+            mine = {name: values[number] for name, values in named.items()}
+            yield inputs[number], targets[number], weights[number], mine

@@ -1,0 +1,158 @@
+"""AdamW of torch's with its moments beside the weights, and with them in 8 bits (`quantised`).
+
+In 8 bits a bucket's moments are decoded, updated by the same kernel, and encoded again, so that what is wide
+is as large as a bucket. Blocks are of what a rank holds of a tensor, row after row: layouts that cut columns,
+or rows of widths that blocks do not divide, have others, and come to other roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from picotron_ray.config.schema.optimizer import OptimizerConfig
+from picotron_ray.train.optim.adamw_offload import MOMENTS, Alike, Part, cuts, runs
+from picotron_ray.train.optim.quantized_state import BLOCK, Quantised, fits, map_of
+
+BUCKET_ELEMENTS = 4 * 2**20
+"""Whose moments are decoded at a time; whole blocks, and about 30 bytes each for the time."""
+
+
+def update(
+    config: OptimizerConfig,
+    fused: bool,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    averages: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    rate: float,
+    step: int,
+    decay: float,
+) -> None:
+    """Torch's AdamW on a list of tensors, in place.
+
+    Args:
+        fused: by one kernel; else by a few operations, each over all tensors (foreach).
+        averages: the first moment of each weight.
+        squares: the second.
+        step: the update's number, from 1: the bias correction's exponent.
+    """
+    # A counter per tensor, which torch counts up by one before using it. The fused kernel reads it on the
+    # device, foreach on the host: else it would wait for the device.
+    devices = (w.device if fused else torch.device("cpu") for w in weights)
+    steps = [torch.full((), step - 1, dtype=torch.float32, device=device) for device in devices]
+    adamw(
+        list(weights),
+        list(gradients),
+        list(averages),
+        list(squares),
+        [],
+        steps,
+        fused=fused,
+        foreach=not fused,
+        amsgrad=False,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        lr=rate,
+        weight_decay=decay,
+        eps=config.eps,
+        maximize=False,
+    )
+
+
+class AdamW:
+    """Moments beside the weights.
+
+    Fields:
+        moments: per moment name, a tensor by the name of each parameter, in its box.
+    """
+
+    def __init__(self, config: OptimizerConfig, groups: Sequence[Alike], fused: bool) -> None:
+        self._config, self._groups, self._fused = config, groups, fused
+        self.moments = {
+            moment: {
+                name: torch.zeros_like(weight)
+                for alike in groups
+                for name, weight in zip(alike.names, alike.weights, strict=True)
+            }
+            for moment in MOMENTS
+        }
+
+    def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
+        """One update; ``step`` is its number, from 1."""
+        for names, weights, numbers, decay in self._groups:
+            averages, squares = ([self.moments[moment][name] for name in names] for moment in MOMENTS)
+            chosen = [gradients[number] for number in numbers]
+            update(self._config, self._fused, weights, chosen, averages, squares, rate, step, decay)
+
+
+class QuantisedAdamW:
+    """Moments in 8 bits where tensors are large enough, in blocks of their own.
+
+    Fields:
+        moments: per moment name, by the name of each parameter, what is kept: a `Quantised`, or a tensor.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        groups: Sequence[Alike],
+        fused: bool,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ) -> None:
+        self._config, self._fused = config, fused
+        self._others = AdamW(config, [_chosen(alike, False) for alike in groups], fused)
+        self.moments: dict[str, dict[str, Quantised | Tensor]] = {
+            moment: dict(kept) for moment, kept in self._others.moments.items()
+        }
+        self._buckets: list[tuple[list[Part], float, list[Quantised]]] = []
+        for alike in groups:
+            for run in runs(_chosen(alike, True), 4 * bucket_elements):
+                self._add(run, bucket_elements)
+
+    def _add(self, run: Alike, most: int) -> None:
+        """Moments of parameters that fit one bucket, or of a single one that is cut into several."""
+        sizes = [weight.numel() for weight in run.weights]
+        device = run.weights[0].device
+        flats = []
+        for moment in MOMENTS:
+            codes = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            scales = torch.empty(sum(sizes) // BLOCK, dtype=torch.float32, device=device)
+            chart = map_of(moment == MOMENTS[0], device)
+            flats.append(Quantised(codes, scales, chart, (sum(sizes),)))
+            flats[-1].zero_()
+            start = 0
+            for name, weight in zip(run.names, run.weights, strict=True):
+                part = flats[-1].part(start, start + weight.numel(), tuple(weight.shape))
+                self.moments[moment][name] = part
+                start += weight.numel()
+        for where, parts in cuts(run, most):
+            size = (sum(part.weights.numel() for part in parts),)
+            kept = [flat.part(where.start, where.start + size[0], size) for flat in flats]
+            self._buckets.append((parts, run.decay, kept))
+
+    def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
+        """One update; ``step`` is its number, from 1."""
+        self._others.step(gradients, rate, step)
+        for parts, decay, kept in self._buckets:
+            sizes = [part.weights.numel() for part in parts]
+            chosen = [
+                gradients[part.number].reshape(-1).narrow(0, part.start, size)
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+            wide = [moment.values() for moment in kept]
+            averages, squares = (values.split(sizes) for values in wide)
+            weights = [part.weights for part in parts]
+            update(self._config, self._fused, weights, chosen, averages, squares, rate, step, decay)
+            for moment, values in zip(kept, wide, strict=True):
+                moment.keep(values)
+
+
+def _chosen(alike: Alike, large: bool) -> Alike:
+    """Those whose moments are kept in 8 bits, or the others."""
+    names, weights, numbers, decay = alike
+    which = [i for i, weight in enumerate(weights) if fits(weight) is large]
+    return Alike([names[i] for i in which], [weights[i] for i in which], [numbers[i] for i in which], decay)

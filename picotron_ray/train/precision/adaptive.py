@@ -1,0 +1,196 @@
+"""Adaptive precision: which parts of a model may compute in low precision, by measurement, under a bound.
+
+At the start of every generation, from the weights that it begins with, the held-out loss is measured with all
+parts in fp32, and with each part alone in low precision: that is the part's sensitivity, over several batches
+the worst of them. What training has shown revises it: a part's error counts as many times as much as its
+gradients have swung (``train.swings``). Parts are then let down in the order of least error per parameter,
+as long as the sum of their errors keeps the bound (errors of single parts add up at most, to first order);
+what the chosen ones do together is measured again, and the most sensitive are taken back until that keeps
+the bound too.
+
+Losses are summed over all ranks, and margins are the largest of all, so that every rank decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from picotron_ray.config.schema.compute import AdaptivePrecisionConfig
+from picotron_ray.data.batch import StepBatch
+from picotron_ray.layout.layout import Layout
+from picotron_ray.models.parameters import ParameterSpec
+from picotron_ray.parallel.data.grad_norm import part_norms
+from picotron_ray.parallel.local_shards import LocalParameter
+from picotron_ray.train.precision.gradient_variability import GradientSwings, part_of_each
+
+LossWith = Callable[[frozenset[str]], Sequence[float]]
+"""The losses of several batches with those parts in low precision, the others in full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What was decided.
+
+    Fields:
+        low: the parts that compute in low precision.
+        error: their relative error of the loss, together, the worst of the batches.
+        sensitivity: of every part alone.
+        margins: the factor by which each part's error was taken for larger, by its gradients in training.
+    """
+
+    low: frozenset[str]
+    error: float
+    sensitivity: Mapping[str, float]
+    margins: Mapping[str, float]
+
+
+def parts_of(table: Iterable[ParameterSpec]) -> dict[str, int]:
+    """The parts that are decided about, and the parameters of each: what holds matrices, embeddings aside.
+
+    A part within another, such as a mixture's shared expert, is not one of its own.
+    """
+    found: dict[str, int] = {}
+    for spec in table:
+        if len(spec.shape) > 1 and not spec.embedding:
+            path = spec.name.split(".")
+            part = ".".join(path[:-2]) or path[0]
+            found[part] = found.get(part, 0) + spec.numel
+    outer = {part: next(x for x in sorted(found) if f"{part}.".startswith(f"{x}.")) for part in found}
+    return {part: sum(found[x] for x in found if outer[x] == part) for part in found if outer[part] == part}
+
+
+def choose(
+    parts: Mapping[str, int], loss_with: LossWith, bound: float, margins: Mapping[str, float] | None = None
+) -> Policy:
+    """The parts to compute in low precision, so that the loss errs by at most ``bound`` of itself.
+
+    Args:
+        margins: factors of the parts' errors, at least 1; None: all 1.
+    """
+    margins = dict.fromkeys(parts, 1.0) if margins is None else margins
+    exact = loss_with(frozenset())
+
+    def error_of(low: Collection[str]) -> float:
+        found = loss_with(frozenset(low))
+        return max(abs(a / b - 1.0) for a, b in zip(found, exact, strict=True))
+
+    errors = {part: error_of([part]) for part in parts}
+    revised = {part: errors[part] * margins[part] for part in parts}
+    low: list[str] = []
+    spent = 0.0
+    for part in sorted(parts, key=lambda part: revised[part] / parts[part]):
+        if spent + revised[part] <= bound:
+            low.append(part)
+            spent += revised[part]
+    low.sort(key=lambda part: revised[part])
+    error = error_of(low) if low else 0.0
+    while low and not error * _margin(low, errors, revised) <= bound:
+        low.pop()
+        error = error_of(low) if low else 0.0
+    return Policy(frozenset(low), error, errors, margins)
+
+
+def _margin(low: Sequence[str], errors: Mapping[str, float], revised: Mapping[str, float]) -> float:
+    """What several parts' error together counts for, by those of each."""
+    total = sum(errors[part] for part in low)
+    return sum(revised[part] for part in low) / total if total > 0.0 else 1.0
+
+
+class AdaptivePrecision:
+    """The switches of one rank's parts, all low at first, and what decides about them.
+
+    Args:
+        table: all parameters of the model.
+        parameters: the trained ones of this rank, whose gradients `observe` is given.
+        swings: what this process has seen of the gradients in training.
+    """
+
+    def __init__(
+        self,
+        config: AdaptivePrecisionConfig,
+        table: Iterable[ParameterSpec],
+        parameters: Sequence[LocalParameter],
+        layout: Layout,
+        device: torch.device,
+        swings: GradientSwings,
+    ) -> None:
+        self._config, self._layout, self._device, self._swings = config, layout, device, swings
+        self._sizes = parts_of(table)
+        self._low = set(self._sizes)
+        self._counted = [parameter.counted for parameter in parameters]
+        self._part = part_of_each((p.spec.name for p in parameters), list(self._sizes))
+        self._norms: list[float] = []
+
+    def install(self, models: Iterable[nn.Module], full: torch.dtype) -> None:
+        """Put the switches into this rank's stages.
+
+        Args:
+            models: already made to compute in low precision (`precision.apply_precision`).
+            full: the type of parameters, in which a part computes that is not low.
+        """
+        for model in models:
+            for name, module in model.named_modules():
+                if name in self._sizes:
+                    self._wrap(name, module, full)
+
+    def _wrap(self, name: str, module: nn.Module, full: torch.dtype) -> None:
+        inner = module.forward
+
+        def raised(x: Tensor | None) -> Tensor | None:
+            return x.to(full) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        def forward(*inputs: Tensor | None, **named: Tensor | None) -> Tensor:
+            if name in self._low:
+                return inner(*inputs, **named)
+            with torch.autocast(self._device.type, enabled=False):
+                return inner(*map(raised, inputs), **{key: raised(x) for key, x in named.items()})
+
+        module.forward = forward
+
+    def observe(self, gradients: Sequence[Tensor]) -> None:
+        """Look at a step's gradients, reduced and not clipped; all ranks together."""
+        count = len(self._sizes)
+        self._norms = part_norms(gradients, self._counted, self._part, count, self._layout, self._device)
+
+    def step(self) -> None:
+        """The gradients that were observed last have moved the weights."""
+        self._swings.observe(self._norms)
+
+    def decide(
+        self, batches: Sequence[StepBatch], loss_sum: Callable[[Sequence[StepBatch]], float]
+    ) -> Policy:
+        """Choose the parts from the weights as they are, and set them; all ranks together.
+
+        Args:
+            batches: this rank's part of held-out batches, of which ``adaptive_precision.batches`` are used.
+            loss_sum: this rank's part of their loss.
+        """
+        assert self._config.error_bound is not None
+        used = batches[: self._config.batches]
+
+        def losses(low: frozenset[str]) -> list[float]:
+            self.set(low)
+            return self._over_ranks([loss_sum([batch]) for batch in used], dist.ReduceOp.SUM)
+
+        margins = self._over_ranks(self._swings.margins(len(self._sizes)), dist.ReduceOp.MAX)
+        found = choose(
+            self._sizes, losses, self._config.error_bound, dict(zip(self._sizes, margins, strict=True))
+        )
+        self.set(found.low)
+        return found
+
+    def set(self, low: Collection[str]) -> None:
+        """From now on these parts compute in low precision, the others in full."""
+        self._low = set(low)
+
+    def _over_ranks(self, numbers: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+        values = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        if self._layout.world_size > 1:
+            dist.all_reduce(values, op=how)
+        found: list[float] = values.tolist()
+        return found

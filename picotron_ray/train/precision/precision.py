@@ -1,0 +1,67 @@
+"""What a job's precision means: parameters, gradients, moments and reductions keep master precision.
+
+bf16 and fp16 run matrix products in their format under autocast, tf32 in the one of NVIDIA's tensor cores;
+weights, gradients, moments, reductions and the residual stream stay fp32. Casting the parameters themselves
+would lose small updates. fp8 does the products of linear layers inside blocks (parallel/fp8.py) and leaves
+the rest to bf16. fp16 scales its loss (train/scaling.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.precision import precision_problem
+from picotron_ray.errors import LayoutError
+from picotron_ray.parallel.memory.weight_casts import saving_no_casts
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+def master_dtype(job: JobConfig) -> torch.dtype:
+    """Type of parameters, gradients and optimizer moments."""
+    return torch.float64 if job.precision == "fp64" else torch.float32
+
+
+def check_precision(job: JobConfig, device: torch.device) -> None:
+    """Raise LayoutError where this device does not compute in the job's precision, or launch left it open."""
+    if job.precision == "auto":
+        raise LayoutError("precision: saw auto, which launch settles before workers start; name one")
+    cuda = device.type == "cuda"
+    problem = precision_problem(job, device.type, [torch.cuda.get_device_capability(device)] if cuda else ())
+    if problem:
+        raise LayoutError(f"precision: {problem}")
+
+
+def set_matrix_products(job: JobConfig) -> None:
+    """Let fp32 matrix products of this process run in TF32, or not: a setting of the whole process."""
+    torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
+
+
+def orthogonalisation_dtype(job: JobConfig, device: torch.device) -> torch.dtype:
+    """Type of Muon's Newton-Schulz iteration, which bfloat16 suffices for (Jordan et al. 2024).
+
+    On CPUs its products are no faster in bfloat16: there it is the master type.
+    """
+    return torch.bfloat16 if job.precision in ("bf16", "fp8") and device.type == "cuda" else master_dtype(job)
+
+
+def apply_precision(model: nn.Module, job: JobConfig, device: torch.device, zero: int) -> None:
+    """Make ``model``'s forward compute in the job's precision, in place.
+
+    Args:
+        zero: under ZeRO-3 no casts of weights outlive their use (``parallel.casts``).
+    """
+    dtype = AUTOCAST.get(job.precision)
+    if dtype is None:
+        return
+    gathers = zero == 3
+    inner = saving_no_casts(model.forward) if gathers else model.forward
+
+    def forward(*inputs: Tensor, **named: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=dtype, cache_enabled=not gathers):
+            found: Tensor = inner(*inputs, **named)
+            return found
+
+    model.forward = forward

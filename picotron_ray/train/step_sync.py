@@ -1,0 +1,117 @@
+"""The one collective of our own in every step: an all-gather of a few numbers from every rank.
+
+Whatever all ranks must agree on without a coordinator rides in it: the loss, the digests of the tokens
+fed, the requests that reached any one rank (stop, snapshot), the newest step that every rank has sealed
+(a slot may be overwritten once a newer step is sealed everywhere), and what a snapshot costs (so that
+all ranks choose the same interval). All ranks compute the same result from the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from picotron_ray.layout.layout import Coordinates, Layout
+
+STOP = 1
+"""Flag: leave the loop after this step."""
+SNAPSHOT = 2
+"""Flag: take a pinned snapshot of this step."""
+
+_RECORD = struct.Struct("<ddqqq16sddqdq")
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one rank brings: loss sum (nats) over its tokens, rows fed, and its local facts.
+
+    Fields:
+        imbalance: load of the most used expert of its layers / the mean; 0 where it has none.
+        dropped: tokens' assignments over the capacity of experts in its layers.
+    """
+
+    loss_sum: float
+    grad_norm: float
+    rows: tuple[int, int]
+    flags: int
+    digest: bytes
+    snapshot_cost_s: float
+    step_time_s: float
+    sealed: int
+    imbalance: float = 0.0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks know after the exchange, identical on all of them."""
+
+    loss_sum: float
+    grad_norm: float
+    rows: tuple[tuple[int, int, str], ...]  # per DP replica: first, last (half open), digest
+    flags: int
+    sealed: int  # newest step that every rank has sealed; -1: none
+    snapshot_interval: int  # steps, from the measured cost
+    imbalance: float = 0.0  # load of the most used expert of any layer / the mean; 0: no experts
+    dropped: int = 0  # assignments over capacity, in all layers
+
+
+def exchange(mine: Contribution, layout: Layout, device: torch.device, group: Any = None) -> Agreement:
+    """All-gather ``mine`` over all ranks of the generation.
+
+    Raises RuntimeError: a peer is gone, or the groups were aborted; or two ranks of one DP replica fed
+    different tokens, which is a bug that must never train on.
+    """
+    packed = _RECORD.pack(
+        mine.loss_sum,
+        mine.grad_norm,
+        *mine.rows,
+        mine.flags,
+        mine.digest,
+        mine.snapshot_cost_s,
+        mine.step_time_s,
+        mine.sealed,
+        mine.imbalance,
+        mine.dropped,
+    )
+    local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device)
+    if layout.world_size == 1:
+        gathered = [local]
+    else:
+        gathered = [torch.empty_like(local) for _ in range(layout.world_size)]
+        dist.all_gather(gathered, local, group=group)
+    raw = torch.cat(gathered).cpu().numpy().tobytes()
+    records = [Contribution(r[0], r[1], (r[2], r[3]), *r[4:]) for r in _RECORD.iter_unpack(raw)]
+    return agree(records, layout)
+
+
+def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:
+    """The result of one exchange; a pure function of what all ranks contributed."""
+    rows: dict[int, tuple[int, int, str]] = {}
+    flags = 0
+    for rank, record in enumerate(records):
+        fed = (*record.rows, record.digest.hex())
+        if rows.setdefault(layout.coordinates(rank).dp, fed) != fed:
+            raise RuntimeError(
+                f"rank {rank} fed tokens {fed}, its replica fed {rows[layout.coordinates(rank).dp]}"
+            )
+        flags |= record.flags
+    cost = max(record.snapshot_cost_s for record in records)
+    step = max(record.step_time_s for record in records)
+    return Agreement(
+        loss_sum=sum(record.loss_sum for record in records),
+        grad_norm=records[0].grad_norm,
+        rows=tuple(rows[i] for i in range(layout.dp)),
+        flags=flags,
+        sealed=min(record.sealed for record in records),
+        imbalance=max(record.imbalance for record in records),
+        # every rank of a stage knows its layers' total; one of each stage speaks
+        dropped=sum(records[layout.rank(Coordinates(pp, 0, 0, 0))].dropped for pp in range(layout.pp)),
+        snapshot_interval=max(1, math.ceil(cost / (0.5 * step))) if step > 0 else 1,
+    )

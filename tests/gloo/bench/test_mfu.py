@@ -1,0 +1,61 @@
+"""``bench mfu`` as users run it, on a model of seconds; and its clocks under a pipeline."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.gloo.jobs import bench_jobs
+from tests.support.gloo.pool import Pool
+
+FEW = ("--rounds", "1", "--steps", "2", "--warmup", "1")
+
+
+@pytest.mark.slow  # most of it is torchrun's start
+def test_switches_and_the_plain_loop(tmp_path: Path) -> None:
+    target = tmp_path / "found.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "picotron_ray.cli", "bench", "mfu", "tiny", "cluster.device=cpu"),
+            *(f"data.source=text data.path={__file__} data.held_out_fraction=0.5".split()),
+            *("--ablate", *FEW, "--json", str(target)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(target.read_text())
+    assert found["job"]["layout"].startswith("dp1-tp1-pp1")
+    assert {"precision=bf16", "kernels.attention=math", "layout.recompute=full"} < set(found["ablation"])
+    assert list(found["peers"]) == ["plain"]
+    assert "layout.zero=3" in found["refused"]
+    assert set(found["breakdown"]["phases"]) == {"data", "forward", "backward", "reduce", "clip", "optimizer"}
+    shares = [phase["share"] for phase in found["breakdown"]["phases"].values()]
+    assert sum(shares) == pytest.approx(1.0)
+    steps = [step for run in found["rounds"]["base"] for step in run["steps_s"]]
+    assert len(steps) == found["steps"] == 2
+    assert found["tokens_per_s"]["median"] == pytest.approx(8 * 32 * 2 / sum(steps))
+    rate, peak = found["tokens_per_s"]["median"], found["peak"]["flops_per_s"]
+    assert found["mfu"] == pytest.approx(rate * found["formula"]["flops_per_token"] / peak)
+    assert 2**26 < found["peak_bytes"] < 2**31
+    assert "MFU " in done.stdout
+    assert "measured: the fastest 1024 x 1024 fp32 matrix product" in done.stdout
+
+
+def test_two_workers_by_the_engine_and_the_plain_loop(pool: Pool) -> None:
+    for ours, plain, phases in pool.run(2, bench_jobs.segments, ["layout.zero=3"]):
+        assert [len(found["steps_s"]) for found in (ours, plain)] == [2, 2]
+        assert set(phases["phases_s"]) == {"data", "forward", "backward", "reduce", "clip", "optimizer"}
+
+
+def test_bubble_is_what_a_stage_waits(pool: Pool) -> None:
+    """Two stages, two micro-batches: each rank waits a while, whatever it computes."""
+    for _, found in pool.run(2, bench_jobs.segments, ["layout.pp=2", "layout.micro_batch=4"]):
+        seconds = found["phases_s"]
+        assert {"forward", "backward", "bubble", "reduce", "clip", "optimizer"} <= set(seconds)
+        assert seconds["bubble"] > 0.1 * (seconds["forward"] + seconds["backward"])

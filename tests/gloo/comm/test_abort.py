@@ -1,0 +1,32 @@
+"""Abort at any moment of a step, again and again: no rank may be left in an operation that gloo forgot."""
+
+from __future__ import annotations
+
+import pytest
+
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.layout.layout import Layout
+from tests.gloo.parallel.test_matrix import WIDE
+from tests.support.gloo.jobs.matrix_jobs import MODEL, make_job
+from tests.support.gloo.jobs.train_jobs import aborted_at_random
+from tests.support.gloo.pool import Pool
+
+ROUNDS = 8
+PLAIN, RING = KernelsConfig(), KernelsConfig(tp_overlap="ring")
+LAYOUTS = [
+    (Layout(dp=4, micro_batch=2), PLAIN),
+    (Layout(dp=2, tp=2, zero=2, micro_batch=2), PLAIN),
+    (Layout(tp=2, pp=2, micro_batch=2), PLAIN),
+    (Layout(dp=2, pp=2, zero=3, micro_batch=2), PLAIN),
+    (Layout(tp=4, micro_batch=2), RING),
+]
+
+
+@pytest.mark.parametrize(("layout", "kernels"), LAYOUTS, ids=lambda x: getattr(x, "tp_overlap", str(x)))
+def test_every_rank_leaves_at_once(pool: Pool, layout: Layout, kernels: KernelsConfig) -> None:
+    job = make_job("adamw", 10, WIDE if layout.tp == 4 else MODEL, kernels=kernels)
+    per_rank = pool.run(4, aborted_at_random, job, layout, ROUNDS)
+    for number, moments in enumerate(zip(*per_rank, strict=True)):
+        ordered = min(order for order, _ in moments)
+        left = max(left for _, left in moments)
+        assert left - ordered < 1.5, f"round {number}: the last rank left after {left - ordered:.1f} s"

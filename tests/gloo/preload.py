@@ -1,5 +1,0 @@
-"""What the process imports from which the pool's workers are forked, and nothing that starts a thread."""
-
-import picotron_ray.runtime.generation
-import picotron_ray.train.engine  # noqa: F401
-import tests.gloo.matrix_jobs  # noqa: F401

@@ -1,0 +1,97 @@
+"""What the benchmarks would run, and what they refuse, without running it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from picotron_ray import cli
+from picotron_ray.bench.recovery import bench as recovery
+from picotron_ray.bench.recovery.peers import torchft
+from picotron_ray.bench.throughput.bench import RATIOS, SIDES, chosen_sides, job_for_throughput, ratios
+from picotron_ray.errors import ConfigError
+
+
+def test_recovery_job_is_what_the_peers_can_train(tmp_path: Path) -> None:
+    job = recovery.job_for_recovery(tmp_path)
+    workers = job.cluster.max_workers
+    assert workers == 4
+    assert job.checkpoint.interval_steps == 20
+    assert job.data.global_batch % workers == 0  # Replica feeds equal shares
+    assert job.data.global_batch % (workers - 1) == 0
+    assert (job.layout.tp, job.layout.pp, job.layout.zero) == (1, 1, 0)
+
+
+def test_throughput_jobs_differ_in_snapshots_alone(tmp_path: Path) -> None:
+    jobs = [job_for_throughput(tmp_path, interval, 3).model_dump() for _, interval in SIDES.values()]
+    intervals = {job["snapshot"].pop("interval_steps") for job in jobs}
+    assert {"auto", 1} < intervals
+    assert all(job == jobs[0] for job in jobs)
+    assert jobs[0]["layout"]["dp"] * jobs[0]["layout"]["micro_batch"] == jobs[0]["data"]["global_batch"]
+
+
+def test_ratios_are_medians_of_ratios_within_a_round() -> None:
+    fast, slow = dict.fromkeys(SIDES, 10.0), dict.fromkeys(SIDES, 5.0)  # the machine drifts
+    found = ratios([fast, slow, {**fast, "service": 9.0}, {**slow, "every_step": 4.0}])
+    assert found["ratio_service_vs_torchrun"] == 1.0
+    assert found["iqr"]["ratio_service_vs_torchrun"] == pytest.approx([0.975, 1.0])
+    assert found["iqr"]["ratio_service_vs_torchrun_every_step"] == pytest.approx([0.95, 1.0])
+    assert set(found) == {*RATIOS, "iqr"}
+    few = ratios([{"service": 1.0, "torchrun": 2.0}])
+    assert few == {"ratio_service_vs_torchrun": 0.5, "iqr": {"ratio_service_vs_torchrun": [0.5, 0.5]}}
+
+
+def test_sides_are_chosen_or_refused() -> None:
+    assert chosen_sides("torchrun, service") == ["service", "torchrun"]
+    for names in ("service", "service,torchrun,horovod", "every_step,snapshots_off"):
+        with pytest.raises(ConfigError, match="--sides: saw"):
+            chosen_sides(names)
+
+
+def test_peers_are_chosen_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recovery.chosen_peers("none") == []
+    assert recovery.chosen_peers("ray_train") == ["ray_train"]
+    with pytest.raises(ConfigError, match="saw 'deepspeed', expected some of ray_train, torchft, or none"):
+        recovery.chosen_peers("deepspeed")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchft" else find(name))
+    with pytest.raises(ConfigError, match=r"torchft is not installed: `pip install 'picotron-ray\[bench\]'`"):
+        recovery.chosen_peers("ray_train,torchft")
+
+
+def test_torchft_runs_under_the_settings_that_are_compared() -> None:
+    assert torchft.SETTINGS["lighthouse"] == {
+        "min_replicas": 1,
+        "join_timeout_ms": 200,
+        "quorum_tick_ms": 50,
+        "heartbeat_timeout_ms": 1000,
+    }
+
+
+def test_json_goes_to_a_file_or_to_stdout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def bench(pairs: int, workers: int, sides: list[str], say: Any) -> dict[str, Any]:
+        say("a round")
+        machine = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
+        return {"machine": machine, "job": {"workers": 2}, "iqr": {}, "pairs": [{}] * pairs}
+
+    monkeypatch.setattr("picotron_ray.bench.throughput.bench.bench", bench)
+    target = tmp_path / "found.json"
+    runner = CliRunner()
+    written = runner.invoke(cli.app, ["bench", "throughput", "--pairs", "3", "--json", str(target)])
+    assert written.exit_code == 0
+    assert written.stdout.startswith("3 rounds, 2 workers")
+    assert len(json.loads(target.read_text())["pairs"]) == 3
+    printed = runner.invoke(cli.app, ["bench", "throughput", "--json", "-"])
+    assert len(json.loads(printed.stdout)["pairs"]) == 20
+    assert "a round" in printed.stderr
+
+
+def test_an_unknown_peer_ends_the_command_before_anything_starts() -> None:
+    result = CliRunner().invoke(cli.app, ["bench", "recovery", "--peers", "horovod"])
+    assert result.exit_code == 2
+    assert "saw 'horovod'" in result.stderr

@@ -1,0 +1,166 @@
+"""Local storage: the conformance suite, and one clear line for every way it can be unusable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from picotron_ray.checkpoint.storage import local
+from picotron_ray.checkpoint.storage.base import Storage, probe
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.service import StorageConfig
+from picotron_ray.errors import StorageError, StorageUnavailableError
+from tests.support.checkpoint_kit import memory_folder
+from tests.support.storage_suite import StorageConformance
+
+memory_path = pytest.fixture(memory_folder)
+
+
+@pytest.fixture
+def storage(memory_path: Path) -> Storage:
+    return open_storage(StorageConfig(url=str(memory_path / "runs")), "r1")
+
+
+class TestLocalStorage(StorageConformance):
+    pass
+
+
+def test_runs_do_not_see_each_other(tmp_path: Path) -> None:
+    first, second = (open_storage(StorageConfig(url=f"file://{tmp_path}"), run) for run in ("a", "b"))
+    first.put("x", b"1")
+    assert second.size("x") is None
+    assert (tmp_path / "a" / "x").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("key", ["", "../x", "a//b", "a/../../x", ".tmp/x", "/etc/passwd"])
+def test_keys_cannot_leave_the_folder(storage: Storage, key: str) -> None:
+    with pytest.raises(StorageError, match="not a key"):
+        storage.put(key, b"")
+
+
+def refused(url: object) -> str:
+    with pytest.raises(StorageError) as caught:
+        probe(open_storage(StorageConfig(url=str(url)), "r1"))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_folder_is_not_created_on_the_way(tmp_path: Path) -> None:
+    assert "mount" in refused(tmp_path / "not-mounted" / "runs")
+    assert not (tmp_path / "not-mounted").exists()
+
+
+def test_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("x")
+    assert "must name a folder" in refused(tmp_path / "runs")
+    assert "missing" in refused(tmp_path / "runs" / "deeper")
+
+
+def test_file_system_that_takes_no_folders() -> None:
+    assert "cannot be created" in refused("/proc/self/runs")
+
+
+PROBE = """
+import sys
+from picotron_ray.checkpoint.storage.base import probe
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.service import StorageConfig
+from picotron_ray.errors import StorageError
+storage = open_storage(StorageConfig(url=sys.argv[1]), "r1")
+try:
+    probe(storage)
+    for i in range(int(sys.argv[2])):
+        storage.put(f"x{i}", bytes(100_000))
+except StorageError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_full_and_read_only_file_systems_for_real(tmp_path: Path) -> None:
+    """A 1 MB file system of our own, in a mount namespace of our own."""
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+    script = (
+        f'{mount} && "$0" -c "$1" {tmp_path} 12; mount -o remount,ro {tmp_path} && "$0" -c "$1" {tmp_path} 0'
+    )
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True).returncode:
+        pytest.skip("mount namespaces are not permitted here")
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, sys.executable, PROBE],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    full, read_only = done.stdout.splitlines()
+    assert full.startswith(f"StorageError {tmp_path}/r1 is full (No space left on device) while writing x")
+    assert read_only.startswith(f"StorageError {tmp_path}/r1 cannot be written (Read-only file system)")
+
+
+def test_unknown_kind() -> None:
+    assert "gs://" in refused("gs://bucket/x")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "text"),
+    [
+        (errno.ENOSPC, StorageError, "is full"),
+        (errno.EDQUOT, StorageError, "is full"),
+        (errno.EROFS, StorageError, "cannot be written"),
+        (errno.EACCES, StorageError, "cannot be written"),
+        (errno.EIO, StorageUnavailableError, "check the disk"),
+        (errno.ESTALE, StorageUnavailableError, "check the disk"),
+    ],
+)
+def test_system_errors_are_named(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], text: str
+) -> None:
+    storage.put("keep", b"old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(local.os, "fsync", fail)
+    with pytest.raises(kind, match=text) as caught:
+        storage.put("keep", b"new")
+    assert type(caught.value) is kind
+    monkeypatch.undo()
+    assert storage.get("keep") == b"old", "a failed put replaces nothing"
+    assert [entry.key for entry in storage.list("")] == ["keep"]
+
+
+def test_folder_removed_under_a_run(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path), "r1")
+    storage.put("a", b"1")
+    (tmp_path / "r1").rename(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="was removed while"):
+        storage.put("a", b"2")
+
+
+def test_many_writers_start_at_once(memory_path: Path) -> None:
+    """Each new writer cleans up while the others' temporary files come and go."""
+
+    def write(number: int) -> None:
+        LocalStorage(str(memory_path), "r1").put(f"x{number}", b"1")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(400)))
+    assert len(list(LocalStorage(str(memory_path), "r1").list("x"))) == 400
+
+
+def test_left_over_temporary_files_are_cleaned(tmp_path: Path) -> None:
+    (tmp_path / "r1" / ".tmp").mkdir(parents=True)
+    old, new = tmp_path / "r1" / ".tmp" / "old", tmp_path / "r1" / ".tmp" / "new"
+    old.write_text("x")
+    new.write_text("x")
+    os.utime(old, (0, 0))
+    storage = LocalStorage(str(tmp_path), "r1")
+    storage.put("a", b"1")
+    assert not old.exists()
+    assert new.exists()
+    assert [entry.key for entry in storage.list("")] == ["a"]

@@ -1,0 +1,261 @@
+"""Snapshot slots: what is sealed reads back exactly, anything else does not read at all."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.slot_file import (
+    SlotFile,
+    SlotHeader,
+    is_pinned,
+    open_slot,
+    read_header,
+    set_pinned,
+    slot_bytes,
+    verify,
+)
+from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool, choose_folder, list_slots
+from picotron_ray.errors import CorruptError, SlotError
+from picotron_ray.layout.shards import Box, Shard, subtract, uncovered, whole
+
+SHARDS = (
+    Shard("embed.weight", "float32", (8, 6), Box((4, 0), (4, 6))),
+    Shard("norm.weight", "bfloat16", (6,), Box((0,), (6,))),
+    Shard("exp_avg/embed.weight", "float64", (8, 6), Box((4, 0), (4, 6))),
+)
+HEADER = SlotHeader(
+    term=2,
+    n=3,
+    step=17,
+    rank=1,
+    fragments=((0, 1, 2),),
+    layout={"dp": 2, "tp": 1},
+    cursor=544,
+    ledger=('{"step": 16}', '{"step": 17}'),
+    extra={"note": "x"},
+)
+
+
+def contents(seed: int = 0, shards: Sequence[Shard] = SHARDS) -> list[bytes]:
+    source = random.Random(seed)
+    return [source.randbytes(shard.nbytes) for shard in shards]
+
+
+@pytest.fixture
+def slot(tmp_path: Path) -> SlotFile:
+    return SlotFile.create(tmp_path / "w.0.slot", slot_bytes(SHARDS))
+
+
+def test_round_trip(slot: SlotFile) -> None:
+    data = contents()
+    slot.write(HEADER, SHARDS, data, pinned=True)
+    view = verify(slot.path)
+    assert view.header == HEADER
+    assert [entry.shard for entry in view.shards] == list(SHARDS)
+    assert [bytes(view.raw(entry)) for entry in view.shards] == data
+    assert is_pinned(slot.path)
+    set_pinned(slot.path, False)
+    assert not slot.pinned
+    assert read_header(slot.path) == HEADER, "the pin is not part of the seal"
+
+
+def test_copied_bytes_read_like_the_file(slot: SlotFile) -> None:
+    slot.write(HEADER, SHARDS, contents())
+    view = open_slot(slot.path.read_bytes(), "copy")
+    assert [bytes(view.checked(entry)) for entry in view.shards] == contents()
+
+
+def test_unsealed_while_half_written(slot: SlotFile) -> None:
+    slot.write(HEADER, SHARDS, contents())
+    seen: list[object] = []
+
+    def look(phase: str) -> None:
+        half = slot.path.read_bytes()
+        seen.extend([phase, read_header(slot.path), any(part in half for part in contents(1))])
+
+    slot.write(HEADER, SHARDS, contents(1), on_phase=look)
+    assert seen == ["snapshot", None, True], "half of the new bytes were there, and no header was offered"
+    assert read_header(slot.path) == HEADER
+
+
+def test_overwrite_is_noticed_by_a_reader(slot: SlotFile) -> None:
+    slot.write(HEADER, SHARDS, contents())
+    view = open_slot(slot.path)
+    assert view.still_sealed()
+    slot.write(SlotHeader(2, 3, 18, 1), SHARDS, contents(1))
+    assert not view.still_sealed()
+
+
+def test_every_flipped_bit_is_noticed(slot: SlotFile) -> None:
+    """Flip single bits of a sealed slot all over the file: the content is refused or unchanged."""
+    slot.write(HEADER, SHARDS, contents())
+    good = slot.path.read_bytes()
+    used = max(entry.offset + entry.shard.nbytes for entry in open_slot(good).shards) + 48 + 256
+    source, refused = random.Random(1), 0
+    for _ in range(600):
+        at = source.choice([source.randrange(4096, used), source.randrange(0, 112)])
+        bad = bytearray(good)
+        bad[at] ^= 1 << source.randrange(8)
+        try:
+            view = open_slot(bad)
+            data = [bytes(view.checked(entry)) for entry in view.shards]
+        except CorruptError:
+            refused += 1
+        else:
+            assert (view.header, data) == (HEADER, contents()), f"byte {at}"
+    assert refused > 400
+
+
+@pytest.mark.parametrize("length", [0, 100, 4095, 4096, 4200, 4500])
+def test_truncated_slot_is_not_offered(slot: SlotFile, length: int) -> None:
+    slot.write(HEADER, SHARDS, contents())
+    os.truncate(slot.path, length)
+    assert read_header(slot.path) is None
+    with pytest.raises(CorruptError, match=r"w\.0\.slot"):
+        verify(slot.path)
+
+
+def test_corrupt_body_names_slot_and_tensor(slot: SlotFile) -> None:
+    slot.write(HEADER, SHARDS, contents())
+    entry = open_slot(slot.path).shards[2]
+    with slot.path.open("r+b") as file:
+        os.pwrite(file.fileno(), b"\xff\xff\xff", entry.offset + 3)
+    assert read_header(slot.path) == HEADER, "only the body is damaged"
+    with pytest.raises(CorruptError, match=r"exp_avg/embed\.weight") as caught:
+        verify(slot.path, "node-a/w.0.slot")
+    assert caught.value.where == "node-a/w.0.slot"
+
+
+def test_slot_grows_for_other_shards_and_a_long_ledger(slot: SlotFile) -> None:
+    bigger = (Shard("embed.weight", "float64", (300, 200), whole((300, 200))),)
+    lines = tuple(f'{{"step": {step}}}' for step in range(30_000))
+    slot.write(SlotHeader(1, 1, 1, 0, ledger=lines), bigger, contents(0, bigger))
+    assert verify(slot.path).header.ledger == lines
+    slot.write(HEADER, SHARDS, contents())
+    assert verify(slot.path).header == HEADER
+
+
+def test_wrong_buffer_length_leaves_the_slot_unsealed(slot: SlotFile) -> None:
+    slot.write(HEADER, SHARDS, contents())
+    with pytest.raises(SlotError, match=r"norm\.weight: saw 3 bytes, expected 12"):
+        slot.write(HEADER, SHARDS, [contents()[0], b"abc", contents()[2]])
+    assert read_header(slot.path) is None
+
+
+def test_too_small_a_file_system_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SlotError, match=r"needs \d+ bytes .* free .*overflow_folder") as caught:
+        SlotPool("/dev/shm", f"test-{os.getpid()}", 2, 1 << 50)
+    assert "\n" not in str(caught.value)
+    assert not list(Path("/dev/shm").glob(f"test-{os.getpid()}*"))
+    with pytest.raises(SlotError, match="free and the snapshot slots need"):
+        choose_folder(str(tmp_path), None, 1 << 50)
+    assert choose_folder(str(tmp_path), None, 1) == (str(tmp_path), "")
+    with pytest.raises(SlotError, match="No such file"):
+        choose_folder(str(tmp_path / "missing"), None, 1)
+
+
+def test_pool_never_gives_a_slot_that_may_be_needed(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, "w", 3, slot_bytes(SHARDS))
+
+    def write(step: int, newest: tuple[int, int, int], n: int = 1, pinned: bool = False) -> str | None:
+        slot = pool.choose(newest)
+        if slot is None:
+            return None
+        slot.write(SlotHeader(1, n, step, 0), SHARDS, contents(step), pinned=pinned)
+        return slot.path.name
+
+    assert [write(k, (1, 1, 0)) for k in (1, 2, 3)] == ["w.0.slot", "w.1.slot", "w.2.slot"]
+    assert write(4, (1, 1, 1)) is None, "1 is the newest complete step, 2 and 3 may become it"
+    assert write(4, (1, 1, 2)) == "w.0.slot"
+    assert write(5, (1, 1, 4), pinned=True) == "w.1.slot"
+    assert write(6, (1, 1, 5)) == "w.2.slot"
+    assert write(7, (1, 1, 6)) == "w.0.slot", "5 is older but pinned"
+    assert write(8, (1, 1, 7)) == "w.2.slot", "and stays so"
+    set_pinned(tmp_path / "w.1.slot", False)
+    assert write(7, (1, 2, 6), n=2) == "w.1.slot", "older generations are older than any newer step"
+    assert [header.step for _, header in list_slots(tmp_path)] == [7, 7, 8]
+    pool.close(unlink=True)
+    assert list_slots(tmp_path) == []
+
+
+def test_a_newer_checkpoint_takes_the_slot_of_an_older_one_that_nobody_uploads(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, "w", 3, slot_bytes(SHARDS))
+
+    def write(step: int, newest: int, pinned: bool = False) -> str | None:
+        slot = pool.choose((1, 1, newest))
+        if slot is None:
+            return None
+        slot.write(SlotHeader(1, 1, step, 0), SHARDS, contents(step), pinned=pinned)
+        return slot.path.name
+
+    assert [write(k, k - 1, pinned=True) for k in (1, 2)] == ["w.0.slot", "w.1.slot"]
+    assert write(3, 2) == "w.2.slot"
+    set_pinned(tmp_path / "w.0.slot", True, reading=True)
+    assert write(4, 3) is None, "1 is being uploaded, 2 is the only one that waits, 3 is the newest"
+    set_pinned(tmp_path / "w.0.slot", True)
+    assert write(4, 3) == "w.0.slot", "1 gives way to 2"
+    assert write(5, 4) == "w.2.slot"
+    assert read_header(tmp_path / "w.1.slot").step == 2
+    pool.close(unlink=True)
+
+
+# --- shares and boxes ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    shard: Shard
+    tensor: np.ndarray
+    primary: bool = True
+
+
+def held(count: int) -> list[Held]:
+    source = random.Random(count)
+    tensors = []
+    for number in range(count):
+        shape = tuple(source.randint(1, 9) for _ in range(source.randint(0, 3)))
+        shard = Shard(f"t{number}", "float32", shape, whole(shape))
+        tensors.append(Held(shard, np.arange(shard.box.numel).reshape(shape), primary=number % 5 != 4))
+    return tensors
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_are_disjoint_complete_and_balanced(count: int) -> None:
+    tensors = held(40)
+    shares = [share(tensors, index, count) for index in range(count)]
+    for tensor in tensors:
+        parts = [part for member in shares for part in member if part.shard.name == tensor.shard.name]
+        assert sum(part.shard.box.numel for part in parts) == tensor.shard.box.numel * tensor.primary
+        assert not uncovered(tensor.shard.box, [part.shard.box for part in parts]) or not tensor.primary
+        joined = [value for part in parts for value in part.tensor.reshape(-1).tolist()]
+        assert joined == (tensor.tensor.reshape(-1).tolist() if tensor.primary else [])
+        assert all(part.tensor.shape == part.shard.box.size for part in parts)
+    sizes = [sum(part.shard.nbytes for part in member) for member in shares]
+    assert max(sizes) - min(sizes) <= 2 * 81 * 4, "at most a row of the largest tensor at either end"
+
+
+def test_box_subtraction_against_counting() -> None:
+    source = random.Random(5)
+    for _ in range(200):
+        shape = tuple(source.randint(1, 6) for _ in range(source.randint(0, 3)))
+        covers = []
+        for _ in range(source.randint(0, 4)):
+            offset = tuple(source.randrange(n) for n in shape)
+            size = tuple(source.randint(1, n - at) for n, at in zip(shape, offset, strict=True))
+            covers.append(Box(offset, size))
+        mask = np.zeros(shape, dtype=int)
+        for box in covers:
+            mask[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))] = 1
+        rest = uncovered(whole(shape), covers)
+        assert sum(box.numel for box in rest) == int((mask == 0).sum())
+        for box in rest:
+            assert not mask[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))].any()
+    assert subtract(whole((3,)), Box((5,), (1,))) == [whole((3,))]

@@ -1,0 +1,43 @@
+"""Which attention kernels are offered where, the one of ``auto`` first."""
+
+from __future__ import annotations
+
+import pytest
+
+from picotron_ray.config.load import load_job
+from picotron_ray.config.support.kernels import attention_backends
+
+MASKS, WINDOW = "data.document_masks=true", "model.sliding_window=64"
+CPU, MATH = ["flash", "math"], ["math"]
+FP32 = ["efficient", "math"]
+VARIED = ["flash", "flash-attn", "efficient", "math"]
+HALF = ["flash", "cudnn", "flash-attn", "efficient", "math"]
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "cp", "options", "offered"),
+    [
+        ("cpu", "bf16", 1, (), CPU),
+        ("cpu", "fp64", 2, (MASKS,), CPU),
+        ("cuda", "fp64", 1, (), MATH),
+        ("cuda", "fp32", 1, (MASKS, WINDOW), FP32),
+        ("cuda", "tf32", 2, (MASKS,), FP32),
+        ("cuda", "bf16", 1, (), HALF),
+        ("cuda", "bf16", 1, ("model.sliding_window=4096",), HALF),  # as long as the row: no window
+        ("cuda", "fp8", 1, (MASKS,), VARIED),
+        ("cuda", "fp16", 1, (WINDOW,), VARIED),
+        ("cuda", "bf16", 1, (MASKS, WINDOW), VARIED),
+        ("cuda", "bf16", 2, (), ["flash", "cudnn", "efficient", "math"]),
+        ("cuda", "bf16", 2, (MASKS,), FP32),
+        ("cuda", "bf16", 1, ("adaptive_precision.error_bound=0.01",), FP32),
+        ("cuda", "bf16", 1, ("model.head_dim=12",), MATH),
+        ("cuda", "fp32", 1, ("model.head_dim=12",), FP32),
+        ("cuda", "fp32", 1, ("model.head_dim=10",), MATH),
+    ],
+)
+def test_what_is_offered(
+    device: str, precision: str, cp: int, options: tuple[str, ...], offered: list[str]
+) -> None:
+    rows = "data.sequence_length=4096"
+    job = load_job("quickstart", ["chaos=[]", rows, f"precision={precision}", *options])
+    assert attention_backends(job, device, cp) == offered

@@ -1,0 +1,79 @@
+"""The packaged recipes: published sizes, what the user must give, and workers that hold them."""
+
+from __future__ import annotations
+
+import pytest
+
+from picotron_ray.config.load import load_job, recipe_names
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.layout import misfits
+from picotron_ray.errors import ConfigError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.device_profile import GPU
+from picotron_ray.planner.memory import budget_bytes
+from picotron_ray.planner.model_sizes import flops_per_token, parameter_count
+from picotron_ray.planner.search import within
+
+# Parameters of the published checkpoints (the sizes of their tensors; a tied head counts once).
+PUBLISHED = {
+    "smollm-135m": 134_515_008,
+    "smollm-1.7b": 1_711_376_384,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt2-small": 124_439_808,
+    "gpt2-medium": 354_823_168,
+}
+SELF_CONTAINED = ("quickstart", "tiny")  # on the standard library's source
+
+
+def recipe(name: str) -> JobConfig:
+    return load_job(name, [] if name in SELF_CONTAINED else ["data.path=/corpus"])
+
+
+def test_every_recipe_is_known_here() -> None:
+    assert recipe_names() == sorted([*PUBLISHED, *SELF_CONTAINED])
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_it_loads_under_its_own_name(name: str) -> None:
+    assert recipe(name).name == name
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_has_as_many_parameters_as_the_published_model(name: str) -> None:
+    assert parameter_count(recipe(name).model) == PUBLISHED[name]
+
+
+def test_a_token_goes_through_a_tenth_of_the_mixture() -> None:
+    """3.3 billion active parameters, by the model's own card; attention scores left out."""
+    assert flops_per_token(recipe("qwen3-30b-a3b").model, 0) / 6 == pytest.approx(3.3e9, rel=0.02)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_without_data_it_says_so_in_one_line(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(name)
+    (line,) = caught.value.problems
+    assert line == (
+        "data.path: saw nothing, expected a file or folder of token ids for data.source=memmap;"
+        " say data.path=..."
+    )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_token_ids_fit_their_type(name: str) -> None:
+    job = recipe(name)
+    bits = int(job.data.memmap_dtype.removeprefix("uint"))
+    assert 2 ** (bits // 2) < job.model.vocab_size <= 2**bits
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_fewest_workers_that_it_names_hold_it(name: str) -> None:
+    """By the planner's estimate, on its assumed GPUs of 80 GB; all as one ZeRO-3 group."""
+    job = recipe(name)
+    fewest = job.cluster.min_workers
+    layout = Layout(dp=fewest, zero=3 if fewest > 1 else 0, micro_batch=1)
+    assert within(job, layout, budget_bytes(job, GPU.memory_bytes)) is not None
+    assert misfits(job, layout) == []

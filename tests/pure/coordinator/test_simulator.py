@@ -1,0 +1,320 @@
+"""Thousands of schedules of faults against the machine, and proof that the simulator would notice.
+
+A failing seed is printed; ``simulate(seed)`` repeats it event for event.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+from picotron_ray.coordinator import (
+    append_queue,
+    checkpoint_tracker,
+    events,
+    generation_stop,
+    machine,
+    machine_memory,
+    recovery,
+)
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.policies import membership, restore_point
+from picotron_ray.coordinator.simulator.coverage import Coverage
+from picotron_ray.coordinator.simulator.faults import FAULTS
+from picotron_ray.coordinator.simulator.rng import Rng
+from picotron_ray.coordinator.simulator.run import Report, simulate, simulate_many
+from picotron_ray.coordinator.states import State
+
+pytestmark = pytest.mark.timeout(400)  # seconds of work, but a busy machine may stretch them
+
+SEEDS = int(os.environ.get("PICOTRON_SIMULATOR_SEEDS", "1000"))
+FEW = 400  # seeds within which a planted mutation must be caught
+LIKELY = {"void_states_count": 117, "the_fence_is_ignored": 145}  # seeds that are tried first
+
+
+@pytest.fixture(scope="module")
+def swept() -> tuple[list[Report], Coverage]:
+    """All seeds, spread over the cores.
+
+    Their processes are not traced for coverage, which would double the time; the other tests here run
+    the same lines in this process.
+    """
+    cores = min(4, os.cpu_count() or 1)
+    shares = [range(first, SEEDS, cores) for first in range(cores)]
+    reports: list[Report] = []
+    coverage = Coverage()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+        patch.delenv("COVERAGE_PROCESS_START", raising=False)
+        with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for found, seen in pool.map(simulate_many, shares):
+                reports += found
+                coverage.add(seen)
+    return reports, coverage
+
+
+def test_invariants_hold_for_every_seed(swept: tuple[list[Report], Coverage]) -> None:
+    reports, _ = swept
+    assert len(reports) == SEEDS
+    broken = [f"seed {report.seed}: {report.failures[0]}" for report in reports if report.failures]
+    assert not broken, "\n".join(broken[:10])
+    assert min(report.events for report in reports) >= 200
+    assert min(len(report.faults) for report in reports) >= 3
+
+
+def test_faults_reach_every_transition(
+    swept: tuple[list[Report], Coverage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports, coverage = swept
+    with capsys.disabled():
+        total = sum(report.events for report in reports)
+        print(f"\n{len(reports)} seeds, {total} events, transition x fault (how often, by faults at work):")
+        print(coverage.table(list(FAULTS)))
+    rare = {(State.NEW, State.DONE), (State.ABORTING, State.DONE), (State.LEAVING, State.DONE)}
+    assert set(coverage.unseen()) <= rare, "the end by fencing in a state that is soon over may be missed"
+    for name in FAULTS:
+        assert any(fault == name for _, fault in coverage.counts), f"fault {name} never struck"
+
+
+def test_a_seed_replays_to_the_last_event() -> None:
+    seeds = range(20)
+    once, seen = simulate_many(seeds)
+    assert once == [simulate(seed) for seed in seeds]
+    assert len({report.virtual_s for report in once}) == len(seeds)
+    assert "running > aborting" in seen.table(list(FAULTS))
+
+
+COMMANDS = """
+import hashlib
+from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.simulator.run import simulate
+digest, real = hashlib.sha256(), Machine.handle
+def handle(self, event, now):
+    commands = real(self, event, now)
+    digest.update(repr(commands).encode())
+    return commands
+Machine.handle = handle
+for seed in range(12):
+    simulate(seed)
+print(digest.hexdigest())
+"""
+
+
+def test_commands_do_not_depend_on_the_process_that_computes_them() -> None:
+    """Sets of strings are ordered differently in every process; a log must replay in any."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMMANDS],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in (1, 2)
+    ]
+    first, second = (process.communicate()[0] for process in started)
+    assert len(first) == 65, "a digest and the end of the line"
+    assert first == second
+
+
+def test_the_generator_is_the_same_everywhere() -> None:
+    rng = Rng(1)
+    assert [rng.bits() for _ in range(2)] == [Rng(1).bits(), rng_second()]
+    assert 0.0 <= min(Rng(seed).random() for seed in range(100)) < 0.1
+
+
+def rng_second() -> int:
+    rng = Rng(1)
+    rng.bits()
+    return rng.bits()
+
+
+# --- planted mutations -------------------------------------------------------------------------------
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+MUTATIONS: dict[str, Plant] = {}
+
+
+def mutation(plant: Plant) -> Plant:
+    MUTATIONS[plant.__name__] = plant
+    return plant
+
+
+@mutation
+def a_state_with_parts_missing_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(restore_point, "cover", lambda slots, layout: tuple(slots))
+
+
+@mutation
+def void_states_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(restore_point, "on_lineage", lambda *args: True)
+
+
+@mutation
+def the_oldest_state_is_taken(patch: pytest.MonkeyPatch) -> None:
+    real = restore_point.newest_slots
+
+    def oldest(slots: Any, layouts: Any, newest: Any) -> Any:
+        slots = list(slots)
+        found = [
+            real([s for s in slots if s.step == step], layouts, newest) for step in {s.step for s in slots}
+        ]
+        return min((source for source in found if source), key=lambda source: source.step, default=None)
+
+    patch.setattr(restore_point, "newest_slots", oldest)
+
+
+@mutation
+def commits_are_preferred_to_memory(patch: pytest.MonkeyPatch) -> None:
+    real = recovery.restore_point
+    patch.setattr(recovery, "restore_point", lambda *a, **k: real(*a, **{**k, "use_slots": False}))
+
+
+@mutation
+def lineage_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recovery, "descend", lambda parent, source: ())
+
+
+@mutation
+def commits_overtake_their_generations(patch: pytest.MonkeyPatch) -> None:
+    real = append_queue.AppendQueue.push
+
+    def push(self: append_queue.AppendQueue, entry: append_queue.Entry) -> None:
+        real(self, entry)
+        if isinstance(entry, m.AppendCommit):
+            self.entries.rotate(1)
+            self.in_flight, self.due = False, 0.0
+
+    patch.setattr(append_queue.AppendQueue, "push", push)
+
+
+@mutation
+def one_nodes_upload_makes_a_commit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoint_tracker.Job, "uploaded", property(lambda self: bool(self.done)))
+
+
+@mutation
+def outcomes_of_older_generations_count(patch: pytest.MonkeyPatch) -> None:
+    real = events.outcome
+
+    def outcome(ctx: machine_memory.Context, event: m.Outcome) -> None:
+        real(ctx, dataclasses.replace(event, generation=ctx.spec.id) if ctx.spec else event)
+
+    patch.setitem(events.HANDLERS, m.Outcome, outcome)
+
+
+@mutation
+def the_fence_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    real = events.appended
+
+    def appended(ctx: machine_memory.Context, event: m.Appended) -> None:
+        real(ctx, dataclasses.replace(event, fenced=False, error="refused") if event.fenced else event)
+
+    patch.setitem(events.HANDLERS, m.Appended, appended)
+
+
+@mutation
+def only_one_node_is_asked(patch: pytest.MonkeyPatch) -> None:
+    real = recovery.collect
+
+    def collect(ctx: machine_memory.Context) -> None:
+        real(ctx)
+        ctx.awaited = dict(list(ctx.awaited.items())[:1])
+
+    patch.setattr(machine, "collect", collect)
+
+
+@mutation
+def the_stuck_are_never_killed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(generation_stop, "kill", lambda ctx, name, reason: None)
+
+
+@mutation
+def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
+    def unsettled(self: machine_memory.Context) -> list[m.Member]:
+        members = () if self.spec is None else self.spec.members
+        return [member for member in members if member.worker not in self.outcomes]
+
+    patch.setattr(machine_memory.Context, "unsettled", unsettled)
+
+
+@mutation
+def silence_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(membership.Roster, "silent_nodes", lambda self, now, timeout_s: [])
+
+
+@mutation
+def corrupt_slots_are_offered_again(patch: pytest.MonkeyPatch) -> None:
+    def forget(ctx: machine_memory.Context, worker: str, name: str) -> None:
+        generation_stop.blame(ctx, "corrupt", worker, culprit=True, text=f"{name} is corrupt")
+
+    patch.setattr(events, "_quarantine", forget)
+
+
+@mutation
+def generation_numbers_are_used_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recovery, "GenerationId", lambda term, n: m.GenerationId(term, 1))
+
+
+@mutation
+def the_end_does_not_wait_for_the_last_commit(patch: pytest.MonkeyPatch) -> None:
+    def finalising(ctx: machine_memory.Context) -> None:
+        assert ctx.final is not None
+        ctx.finish(*ctx.final)  # type: ignore[arg-type]
+
+    patch.setitem(dict_of_steps(), State.FINALISING, finalising)
+
+
+@mutation
+def void_snapshots_are_released_while_others_restore(patch: pytest.MonkeyPatch) -> None:
+    real = recovery._launch
+
+    def launch(ctx: machine_memory.Context, *arguments: Any) -> None:
+        real(ctx, *arguments)
+        ctx.emit(*ctx.saves.release_void())
+
+    patch.setattr(recovery, "_launch", launch)
+
+
+@mutation
+def a_boundary_is_left_before_all_have_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(machine, "step_leaving", lambda ctx: bool(ctx.outcomes))
+
+
+@mutation
+def workers_of_a_restart_are_taken_for_idle(patch: pytest.MonkeyPatch) -> None:
+    real = events.begin
+
+    def begin(ctx: machine_memory.Context, event: m.Begin) -> None:
+        real(ctx, dataclasses.replace(event, running=None, busy=()))
+
+    patch.setitem(events.HANDLERS, m.Begin, begin)
+
+
+def dict_of_steps() -> dict[State, Any]:
+    assert isinstance(machine.STEPS, dict)
+    return machine.STEPS
+
+
+def test_enough_mutations_are_planted() -> None:
+    assert len(MUTATIONS) >= 10
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTATIONS[name](monkeypatch)
+    for seed in (LIKELY.get(name, 0), *range(FEW)):
+        try:
+            failures = simulate(seed).failures
+        except (AssertionError, KeyError, IndexError, RuntimeError) as error:
+            failures = (f"{type(error).__name__}: {error}",)
+        if failures:
+            return
+    pytest.fail(f"{FEW} seeds did not notice: {name}")

@@ -1,0 +1,225 @@
+"""The ledger's checker: silent on a right ledger, and it finds and names what was planted."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from picotron_ray.data.batch import make_batch, token_digest
+from picotron_ray.data.ledger import LedgerReport, check
+from picotron_ray.data.samples import Dataset
+from picotron_ray.data.shuffle import samples_between
+from picotron_ray.layout.layout import Layout
+
+SEQ, BATCH, SEED, STEPS = 6, 10, 3, 12
+DATA = Dataset(np.random.default_rng(1).integers(0, 256, 37 * SEQ + 1).astype("<u2"), SEQ)
+
+
+def line(step: int, dp: int = 3, term: int = 1, n: int = 1) -> dict[str, Any]:
+    """The line that a right run of ``dp`` replicas writes, its digests from the batches themselves."""
+    parts = [make_batch(DATA, SEED, Layout(dp=dp), i, BATCH, step) for i in range(dp)]
+    return {
+        "step": step,
+        "term": term,
+        "n": n,
+        "samples": [(step - 1) * BATCH, step * BATCH],
+        "rows": [[*part.rows, part.digest.hex()] for part in parts],
+        "tokens": BATCH * SEQ,
+        "loss": 2.5,
+    }
+
+
+def fed(numbers: list[int]) -> str:
+    """The digest of a replica that fed these global samples."""
+    samples = [int(samples_between(SEED, number, number + 1, DATA.samples)[0]) for number in numbers]
+    return token_digest(DATA.rows(np.array(samples, np.int64))).hex()
+
+
+def run(lines: list[Any], **more: Any) -> LedgerReport:
+    return check(lines, DATA, SEED, BATCH, **more)
+
+
+@pytest.fixture
+def ledger() -> list[dict[str, Any]]:
+    return [line(step) for step in range(1, STEPS + 1)]
+
+
+def test_right_ledger_over_several_epochs(ledger: list[dict[str, Any]]) -> None:
+    report = run(ledger, last_step=STEPS)
+    assert report == LedgerReport(STEPS, STEPS * BATCH, 0, 0, 0, ())
+    assert report.ok
+    assert run([json.dumps(entry) for entry in reversed(ledger)]) == report
+    assert 3 * DATA.samples < STEPS * BATCH
+
+
+def test_layouts_may_change_from_step_to_step() -> None:
+    lines = [line(step, dp=1 + step % 5, n=step) for step in range(1, STEPS + 1)]
+    assert run(lines, resumes=[(1, step, step - 1) for step in range(1, STEPS + 1)]).ok
+
+
+def test_idle_replicas_have_no_rows(ledger: list[dict[str, Any]]) -> None:
+    ledger[4] = line(5, dp=12)
+    assert [row[2] for row in ledger[4]["rows"][-2:]] != ["", ""]
+    assert run(ledger).ok
+
+
+# rows of step 5 on replica 1 are samples 44, 45, 46 of 40..50
+@pytest.mark.parametrize(
+    ("numbers", "words", "lost", "repeated"),
+    [
+        ([44, 46, 47], "skipped sample 45", 1, 1),  # every later row moves up by one
+        ([44, 46], "skipped sample 45", 1, 0),  # one row fewer
+        ([44, 44, 45], "fed sample 44 twice", 1, 1),
+        ([44, 45, 46, 46], "fed sample 46 twice", 0, 1),
+        ([45, 44, 46], "fed samples 44 and 45 in each other's place", 0, 0),
+        ([46, 45, 44], "fed samples 44 and 46 in each other's place", 0, 0),
+        ([44, 41, 46], "fed sample 41 in the place of 45", 1, 1),
+        ([44, 38, 46], "fed sample 38 in the place of 45", 1, 1),
+        ([44, 56, 46], "fed sample 56 in the place of 45", 1, 1),
+        ([1, 2, 3], "fed other tokens than rows 44..47 hold", 3, 0),
+        ([], "fed other tokens than rows 44..47 hold", 3, 0),
+    ],
+)
+def test_planted_slips_of_one_rank_are_named(
+    ledger: list[dict[str, Any]], numbers: list[int], words: str, lost: int, repeated: int
+) -> None:
+    assert ledger[4]["rows"][1] == [44, 47, fed([44, 45, 46])]
+    ledger[4]["rows"][1][2] = fed(numbers)
+    report = run(ledger)
+    assert report.wrong == (f"step 5 of generation 1.1, replica 1 {words}",)
+    assert (report.lost, report.repeated, report.samples) == (lost, repeated, STEPS * BATCH - lost)
+    assert not report.ok
+
+
+def test_swap_between_two_ranks_loses_nothing_and_is_found(ledger: list[dict[str, Any]]) -> None:
+    ledger[4]["rows"][0][2] = fed([40, 45, 42, 43])
+    ledger[4]["rows"][1][2] = fed([44, 41, 46])
+    report = run(ledger)
+    assert [words.split(", ")[1] for words in report.wrong] == [
+        "replica 0 fed sample 45 in the place of 41",
+        "replica 1 fed sample 41 in the place of 45",
+    ]
+    assert (report.lost, report.repeated, report.ok) == (0, 0, False)
+
+
+def test_sample_fed_beyond_the_end_makes_up_for_nothing(ledger: list[dict[str, Any]]) -> None:
+    assert ledger[-1]["rows"][2][:2] == [117, 120]
+    ledger[-1]["rows"][2][2] = fed([118, 119, 120])
+    report = run(ledger)
+    assert report.wrong == ("step 12 of generation 1.1, replica 2 skipped sample 117",)
+    assert (report.samples, report.lost, report.repeated) == (STEPS * BATCH - 1, 1, 0)
+
+
+def test_one_changed_token_is_found(ledger: list[dict[str, Any]]) -> None:
+    other = Dataset(DATA.tokens.copy(), SEQ)
+    other.tokens[20] ^= 1
+    report = check(ledger, other, SEED, BATCH)
+    assert not report.ok
+    # sample 3 lies in each of the epochs; its rows are proven no more
+    assert len(report.wrong) >= 3
+    assert check(ledger, DATA, SEED + 1, BATCH).lost > 0
+
+
+def test_missing_and_repeated_lines(ledger: list[dict[str, Any]]) -> None:
+    report = run([entry for entry in ledger if entry["step"] not in (3, 4, 9)])
+    assert report.wrong == ("no line for steps 3 to 4", "no line for step 9")
+    assert (report.lost, report.repeated) == (3 * BATCH, 0)
+    report = run(ledger[:-2], last_step=STEPS)
+    assert report.wrong == ("no line for steps 11 to 12",)
+    assert report.lost == 2 * BATCH
+    report = run([*ledger, ledger[6]])
+    assert report.wrong == ("step 7 was fed 2 times, by generations 1.1, 1.1",)
+    assert (report.lost, report.repeated) == (0, BATCH)
+    report = run(ledger, last_step=STEPS - 1)
+    assert report.wrong == ("step 12 of generation 1.1 lies beyond the last step 11",)
+    assert run([]) == LedgerReport(0, 0, 0, 0, 0, ())
+    assert run([], last_step=2).lost == 2 * BATCH
+
+
+def test_wild_numbers_cost_nothing(ledger: list[dict[str, Any]]) -> None:
+    assert run([ledger[0]] * 30).repeated == 29 * BATCH
+    wild = {**ledger[0], "step": 10**15}
+    report = run([*ledger, wild])
+    assert "no line for steps 13 to 999999999999999" in report.wrong
+    assert report.samples == STEPS * BATCH
+    assert run([*ledger, wild], last_step=STEPS).samples == STEPS * BATCH
+
+
+def test_steps_that_were_gone_back_behind_are_void() -> None:
+    """1.1 ran to 8; 1.2 resumed from 6 and ran to 9; 2.3 resumed from 9."""
+    lines = [line(step) for step in range(1, 9)]
+    lines += [line(step, dp=2, n=2) for step in range(7, 10)]
+    lines += [line(step, dp=1, term=2, n=3) for step in range(10, 13)]
+    resumes = [(1, 1, 0), (1, 2, 6), (2, 3, 9)]
+    report = run(lines, resumes=resumes, last_step=12)
+    assert report == LedgerReport(12, 120, 0, 0, 2, ())
+    assert run(lines).repeated == 2 * BATCH
+    # a generation that resumed and never finished a step still voids what it went back behind
+    report = run(lines[:8], resumes=[(1, 1, 0), (1, 2, 6)])
+    assert (report.steps, report.void, report.ok) == (6, 2, True)
+    # a step that only the void part has is lost
+    assert run([*lines[:8], *lines[9:]], resumes=resumes).lost == BATCH
+
+
+def test_rows_that_do_not_cover_the_step(ledger: list[dict[str, Any]]) -> None:
+    gone = copy.deepcopy(ledger)
+    del gone[4]["rows"][2]
+    report = run(gone)
+    assert (report.lost, report.repeated, report.ok) == (3, 0, False)
+    twice = copy.deepcopy(ledger)
+    twice[4]["rows"].append(twice[4]["rows"][0])
+    assert (run(twice).lost, run(twice).repeated) == (0, 4)
+    stray = copy.deepcopy(ledger)
+    stray[4]["rows"][2] = ledger[5]["rows"][0]
+    report = run(stray)
+    assert "says rows 50..54, outside of 40..50" in report.wrong[0]
+    assert (report.lost, report.repeated) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("samples", [40, 51], "says samples (40, 51), expected (40, 50)"),
+        ("samples", [30, 40], "says samples (30, 40), expected (40, 50)"),
+        ("tokens", 61, "says 61 tokens, expected 60"),
+        ("step", "5", "is not a ledger line"),
+        ("step", 0, "is not a ledger line"),
+        ("step", True, "is not a ledger line"),
+        ("term", 1.0, "is not a ledger line"),
+        ("n", None, "is not a ledger line"),
+        ("n", 1 << 80, "is not a ledger line"),
+        ("samples", [40], "is not a ledger line"),
+        ("rows", [[40, 50]], "is not a ledger line"),
+        ("rows", [[40, 50, "xyz"]], "is not a ledger line"),
+        ("rows", 7, "is not a ledger line"),
+    ],
+)
+def test_garbage_in_a_line(ledger: list[dict[str, Any]], key: str, value: Any, words: str) -> None:
+    ledger[4][key] = value
+    report = run(ledger)
+    assert words in report.wrong[0]
+    assert not report.ok
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", "\x00", "[" * 100_000, '{"step": 5}'])
+def test_garbage_lines(ledger: list[dict[str, Any]], text: str) -> None:
+    report = run([*ledger[:4], text, *ledger[5:]])
+    assert report.wrong[0].startswith("line 5 is not a ledger line")
+    assert report.wrong[1] == "no line for step 5"
+    assert report.lost == BATCH
+
+
+def test_report_as_json(ledger: list[dict[str, Any]]) -> None:
+    assert json.loads(json.dumps(run(ledger[1:]).to_dict())) == {
+        "ok": False,
+        "steps": 12,
+        "samples": 110,
+        "lost": 10,
+        "repeated": 0,
+        "void": 0,
+        "wrong": ["no line for step 1"],
+    }

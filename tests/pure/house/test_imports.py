@@ -1,0 +1,17 @@
+"""What may be imported without torch and Ray stays importable without them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+LIGHT = ("errors", "config", "planner", "coordinator", "cli", "launch", "layout", "layout.shards")
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_module_loads_neither_torch_nor_ray(module: str) -> None:
+    program = f"import sys, picotron_ray.{module}; print(sorted({{'torch', 'ray'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,144 @@
+"""config.json of a Hugging Face checkpoint: what is taken, refused in one line, and written back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.errors import ConfigError
+from picotron_ray.models.huggingface.config import model_keys
+from picotron_ray.models.huggingface.names import architecture_of, hf_config, ignored
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (LLAMA, {"hidden_size": "abc"}, "hidden_size: saw abc, expected a whole number of at least 1"),
+    (LLAMA, {"hidden_size": -3}, "hidden_size: saw -3, expected a whole number"),
+    (LLAMA, {"hidden_size": 4096.0}, "hidden_size: saw 4096.0, expected a whole number"),
+    (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers: saw true, expected a whole number"),
+    (LLAMA, {"num_attention_heads": None}, "num_attention_heads: saw null, expected a whole number"),
+    (LLAMA, {"vocab_size": [1]}, r"vocab_size: saw \[1\], expected a whole number"),
+    (LLAMA, {"max_position_embeddings": "long"}, "max_position_embeddings: saw long, expected a whole"),
+    (LLAMA, {"rms_norm_eps": "1e-5"}, "rms_norm_eps: saw 1e-5, expected a number above 0"),
+    (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps: saw NaN, expected a number above 0"),
+    (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings: saw yes, expected true or false"),
+    (LLAMA, {"architectures": 5}, "architectures: saw 5, expected a list of one of LlamaForCausalLM"),
+    (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures: saw LlamaForCausalLM, expected a list"),
+    (LLAMA, {"architectures": [7]}, r"architectures: saw \[7\], expected a list"),
+    (LLAMA, {"architectures": None}, "architectures: saw null, expected a list"),
+    (LLAMA, {"model_type": "gemma"}, "model_type: saw gemma, expected llama with LlamaForCausalLM"),
+    (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config: saw .*bits.*, expected None"),
+    (LLAMA, {"rope_parameters": "x"}, "rope_parameters: saw x, expected an object"),
+    (LLAMA, {"rope_parameters": [1]}, r"rope_parameters: saw \[1\], expected an object"),
+    (LLAMA, {"rope_scaling": 7}, "rope_scaling: saw 7, expected an object"),
+    (LLAMA, {"rope_parameters": {FULL: {"rope_theta": 1e4}}}, f"rope_parameters.{FULL}: saw .*expected one"),
+    (LLAMA, {"rope_theta": None}, "rope_theta: saw null, expected a number above 0"),
+    (LLAMA, {"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta: saw x, expected a number"),
+    (LLAMA, {"rope_parameters": {"rope_type": ["x"]}}, r'rope_type: saw \["x"\], expected default or llama3'),
+    (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor is missing"),
+    (LLAMA, {"rope_scaling": {**LLAMA3, "factor": 0.5}}, "rope_scaling.factor: saw 0.5, expected a number"),
+    (
+        LLAMA,
+        {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5.0}},
+        "rope_scaling: saw .*llama3.*, expected what rope_parameters says; keep one",
+    ),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: saw 0.5, expected 1"),
+    (
+        LLAMA,
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+        "rope_parameters.partial_rotary_factor: saw 0.25, expected 1",
+    ),
+    (LLAMA, {"layer_types": [FULL, SLIDING]}, f"layer_types.1: saw {SLIDING}, expected {FULL}"),
+    (QWEN, {"layer_types": [FULL, SLIDING]}, f"layer_types.1: saw {SLIDING}, expected {FULL}"),
+    (QWEN, {"layer_types": [FULL]}, f"layer_types: saw .*, expected a list of 2 times {FULL}"),
+    (QWEN, {"layer_types": "full"}, f"layer_types: saw full, expected a list of 2 times {FULL}"),
+    (MISTRAL, {"layer_types": [SLIDING, FULL]}, f"layer_types.1: saw {FULL}, expected {SLIDING}"),
+    (MISTRAL, {"sliding_window": 0}, "sliding_window: saw 0, expected a whole number"),
+    (MIXTRAL, {"num_local_experts": "8"}, "num_experts: saw 8, expected a whole number"),
+    (MIXTRAL, {"num_local_experts": 8, "num_experts": 4}, "num_local_experts: saw 8, expected 4"),
+    (MIXTRAL, {"router_aux_loss_coef": -1}, "router_aux_loss_coef: saw -1, expected a number of at least 0"),
+    (GPT2, {"n_embd": "768"}, "n_embd: saw 768, expected a whole number"),
+    (GPT2, {"n_head": 12, "num_attention_heads": 6}, "num_attention_heads: saw 6, expected 12, as n_head"),
+    (GPT2, {"activation_function": "relu"}, "activation_function: saw 'relu', expected 'gelu_new'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "text"), BAD, ids=[f"{i}-{next(iter(b[1]))}" for i, b in enumerate(BAD)]
+)
+def test_a_value_that_is_not_built_is_refused_in_one_line(
+    base: dict[str, Any], change: dict[str, Any], text: str
+) -> None:
+    model_keys(base)
+    with pytest.raises(ConfigError, match=f"^config.json: {text}") as caught:
+        model_keys({**base, **change})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        (LLAMA, {"partial_rotary_factor": 1.0}),
+        (LLAMA, {"rope_scaling": {}, "layer_types": [FULL, FULL]}),
+        (QWEN, {"layer_types": [FULL, FULL], "use_sliding_window": False, "sliding_window": 77}),
+        (MISTRAL, {"layer_types": [SLIDING, SLIDING]}),
+    ],
+)
+def test_what_says_no_more_than_is_built_is_taken(base: dict[str, Any], change: dict[str, Any]) -> None:
+    assert model_keys({**base, **change}) == model_keys(base)
+
+
+def test_absent_keys_mean_what_transformers_takes() -> None:
+    assert model_keys(MIXTRAL)["rope_theta"] == 1e6
+    assert model_keys(MISTRAL)["sliding_window"] == 4096
+    assert "sliding_window" not in model_keys({**MISTRAL, "sliding_window": None})
+    scaled = model_keys({**LLAMA, "rope_scaling": LLAMA3, "max_position_embeddings": 99})
+    assert scaled["rope_scaling"]["original_length"] == 99
+
+
+def test_frequencies_of_older_files_are_no_tensors_of_the_model() -> None:
+    found = ignored(ModelConfig(layers=2), ())
+    assert found == {
+        "model.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.1.self_attn.rotary_emb.inv_freq",
+    }
+
+
+def test_an_export_keeps_what_was_imported() -> None:
+    model = ModelConfig()
+    config = {
+        **LLAMA,
+        "max_position_embeddings": 4096,
+        "eos_token_id": [3, 4],
+        "pad_token_id": 0,
+        "auto_map": {},
+    }
+    found = hf_config(model, 128, "float32", config)
+    assert (found["max_position_embeddings"], found["eos_token_id"], found["pad_token_id"]) == (
+        4096,
+        [3, 4],
+        0,
+    )
+    assert not {"bos_token_id", "auto_map"} & set(found), "absent then, absent now; and no code of theirs"
+    assert hf_config(model, 9000, "float32", config)["max_position_embeddings"] == 9000
+    assert hf_config(model, 128, "float32", LLAMA)["max_position_embeddings"] == 2048
+
+
+def test_a_model_of_random_weights_has_no_ids_of_another_tokenizer() -> None:
+    found = hf_config(ModelConfig(), 128, "float32", document_end=256)
+    assert (found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]) == (None, 256, None)
+    assert found["max_position_embeddings"] == 128
+
+
+def test_a_mistral_without_its_window_stays_one() -> None:
+    assert architecture_of(ModelConfig()) == "LlamaForCausalLM"
+    assert architecture_of(ModelConfig(), MISTRAL) == "MistralForCausalLM"

@@ -1,0 +1,222 @@
+"""Endpoints: what coordinator and agents measure is in the catalogue and reads as Prometheus' text format."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from picotron_ray.config.schema.service import ElasticConfig, MetricsConfig
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.states import State
+from picotron_ray.errors import ConfigError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.observability.catalogue import CATALOGUE, STEP_BUCKETS_S
+from picotron_ray.observability.exporter import (
+    Distribution,
+    Exporter,
+    PortTakenError,
+    Sample,
+    Samples,
+    address,
+)
+from picotron_ray.observability.ports import check_ports
+from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essentials
+from picotron_ray.runtime.coordinator.run_record import History
+from picotron_ray.runtime.heartbeat import Page, read_page
+from picotron_ray.runtime.node_agent.metrics import AgentFigures
+from tests.support.coordinator_world import job
+
+RUN = {"run": "r"}
+NODE = {"run": "r", "node": "n"}
+SPEC = m.GenerationSpec(m.GenerationId(1, 2), (m.Member("a", "n"),), Layout(), m.Source("slots", 5), "test")
+
+
+class Archive:
+    """What the history asks of the archive: the cost of a commit."""
+
+    commit_figures = {10: {"bytes": 100, "written_bytes": 60, "commit_s": 0.07}}  # noqa: RUF012
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    page = Page(tmp_path / "a.page", ElasticConfig())
+    page.begin(term=1, n=2, rank=0, step=5)
+    for step, seconds in enumerate((0.25, 0.015, 130.0, 0.25), start=6):
+        page.put(tokens=32 * step, loss=2.5, grad_norm=0.5, learning_rate=1e-3)
+        page.count_step(seconds)
+        page.put(step=step)
+    page.put(eval_step=8, eval_loss=2.25, baseline_loss=3.0, wait_s=0.125, snapshot_s=0.01, skipped=2)
+    return page
+
+
+def living(folder: Path) -> list[Any]:
+    return [view for path in folder.glob("*.page") if (view := read_page(path)) is not None]
+
+
+def told_history(folder: Path) -> History:
+    """A run that lost a worker, went on with the page above, and committed."""
+    history = History(job())
+    history.begin(1, Archive())  # type: ignore[arg-type]
+    now = time.time()
+    first = m.GenerationSpec(
+        m.GenerationId(1, 1), (m.Member("a", "n"), m.Member("b", "n")), Layout(dp=2), m.Source("init", 0), ""
+    )
+    history.observe(m.Tick(), [m.RunGeneration(first)], now - 9)
+    history.observe(m.Heartbeat("n", first.id, {"a": 6, "b": 6}), [], now - 8)
+    history.observe(m.WorkerExited("b", "process died"), [], now - 7)
+    history.observe(m.Tick(), [m.RunGeneration(SPEC)], now - 6.5)
+    history.figures("n", [asdict(view) for view in living(folder)])
+    history.observe(m.Heartbeat("n", SPEC.id, {"a": 9}), [], now - 6)
+    history.observe(m.Appended("commit", SPEC.id, 10, seq=4), [], now - 2)
+    return history
+
+
+def exposed(server: Any, labels: dict[str, str], read: Callable[[], list[Sample]]) -> dict[str, Any]:
+    """Sample values by name and own labels, after a trip through the text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Samples(server, labels, read))
+    found: dict[str, Any] = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        known = CATALOGUE.get(family.name) or CATALOGUE[f"{family.name}_total"]
+        assert (family.type, family.documentation) == (known.kind, known.help)
+        for sample in family.samples:
+            assert sample.labels.items() >= labels.items()
+            own = tuple(value for name, value in sample.labels.items() if name not in labels)
+            found[" ".join((sample.name, *own))] = sample.value
+    return found
+
+
+def test_the_coordinator_measures_all_that_the_catalogue_says(tmp_path: Path, page: Page) -> None:
+    del page
+    figures = CoordinatorFigures(told_history(tmp_path), lambda: State.RUNNING)
+    assert {sample.name for sample in figures()} == {
+        name for name, metric in CATALOGUE.items() if metric.server == "coordinator"
+    }
+    values = exposed("coordinator", RUN, figures)
+    expected = {
+        "picotron_training_steps": 9,
+        "picotron_training_tokens_total": 9 * 32,
+        "picotron_training_gradient_norm": 0.5,
+        "picotron_training_eval_loss_nats": 2.25,
+        "picotron_elastic_generation": 2,
+        "picotron_elastic_generations_total": 2,
+        "picotron_elastic_workers": 1,
+        "picotron_elastic_state running": 1,
+        "picotron_elastic_state waiting": 0,
+        "picotron_elastic_failures_total worker-exited": 1,
+        "picotron_elastic_failures_total hang": 0,
+        "picotron_elastic_lost_steps_total": 1,
+        "picotron_elastic_recovery_seconds_count": 1,
+        "picotron_checkpoint_commits_total": 1,
+        "picotron_checkpoint_newest_steps": 10,
+        "picotron_checkpoint_size_bytes": 100,
+        "picotron_checkpoint_written_bytes_total": 60,
+        "picotron_checkpoint_commit_seconds_sum": 0.07,
+    }
+    assert {name: values[name] for name in expected} == expected
+    assert values["picotron_elastic_recovery_seconds_sum"] == pytest.approx(1.0, abs=1e-3)
+    assert values["picotron_checkpoint_age_seconds"] == pytest.approx(2.0, abs=1.0)
+
+
+def test_what_is_not_known_yet_has_no_series() -> None:
+    values = exposed("coordinator", RUN, CoordinatorFigures(History(job()), lambda: State.STARTING))
+    assert "picotron_training_loss_nats" not in values
+    assert "picotron_checkpoint_age_seconds" not in values
+    assert values["picotron_elastic_workers"] == 0
+
+
+def test_ray_is_given_the_plain_figures(tmp_path: Path, page: Page) -> None:
+    del page
+    given = essentials(CoordinatorFigures(told_history(tmp_path), lambda: State.RUNNING)())
+    assert given.keys() == {name for name, metric in CATALOGUE.items() if metric.in_ray}
+
+
+def test_an_agent_measures_all_but_gpus(tmp_path: Path, page: Page) -> None:
+    (tmp_path / "a.0.slot").write_bytes(bytes(300))
+    figures = AgentFigures(tmp_path, lambda: living(tmp_path))
+    wanted = {name for name, metric in CATALOGUE.items() if metric.server == "agent"}
+    optional = {name for name in wanted if CATALOGUE[name].needs_gpu}
+    assert wanted - optional <= {sample.name for sample in figures()} <= wanted
+    values = exposed("agent", NODE, figures)
+    assert values["picotron_node_slot_bytes"] == 300
+    assert values["picotron_node_workers"] == 1
+    assert values["picotron_worker_resident_bytes a"] > 1e6
+    assert values["picotron_worker_snapshot_wait_seconds_total a"] == 0.125
+    page.put(cuda_allocated_bytes=7, cuda_reserved_bytes=9)
+    assert exposed("agent", NODE, figures)["picotron_worker_cuda_reserved_bytes a"] == 9
+
+
+def test_steps_are_counted_each_with_their_exact_time(tmp_path: Path, page: Page) -> None:
+    del page
+    values = exposed("agent", NODE, AgentFigures(tmp_path, lambda: living(tmp_path)))
+    name = "picotron_worker_step_seconds"
+    assert values[f"{name}_sum a"] == 0.25 + 0.015 + 130.0 + 0.25
+    assert values[f"{name}_count a"] == 4
+    buckets = [values[f"{name}_bucket {bound} a"] for bound in (*map(str, STEP_BUCKETS_S), "+Inf")]
+    assert buckets == [0, 1, 1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Sample("picotron_training_nonsense", 1.0),
+        Sample("picotron_node_workers", 1.0),  # an agent's
+        Sample("picotron_training_steps", 1.0, {"worker": "a"}),
+        Sample("picotron_elastic_state", 1.0),
+    ],
+)
+def test_what_the_catalogue_does_not_know_is_refused(sample: Sample) -> None:
+    with pytest.raises(ValueError, match="not in the catalogue"):
+        exposed("coordinator", RUN, lambda: [sample])
+
+
+@pytest.fixture
+def exporter() -> Iterator[Exporter]:
+    made = Exporter("coordinator", RUN, lambda: [Sample("picotron_training_steps", 3.0)], "127.0.0.1", 0)
+    yield made
+    made.close()
+
+
+def test_an_endpoint_serves_only_the_catalogue(exporter: Exporter) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    assert [family.name for family in families] == ["picotron_training_steps"]
+
+
+def test_a_port_that_is_taken_is_named(exporter: Exporter) -> None:
+    with pytest.raises(PortTakenError, match=f"127.0.0.1:{exporter.port}"):
+        Exporter("agent", NODE, list, "127.0.0.1", exporter.port)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(exporter: Exporter) -> None:
+    taken = MetricsConfig(port=exporter.port)
+    with pytest.raises(ConfigError, match=f"metrics.port: cannot listen at 127.0.0.1 port {exporter.port}"):
+        check_ports(taken, local=True)
+    check_ports(taken, local=False)  # agents are elsewhere
+    check_ports(taken.model_copy(update={"enabled": False}), local=True)
+    with pytest.raises(ConfigError, match="coordinator_port"):
+        check_ports(MetricsConfig(coordinator_port=exporter.port), local=False)
+    check_ports(MetricsConfig(), local=True)
+
+
+def test_one_port_for_both_is_refused_where_both_are_on_one_machine() -> None:
+    with pytest.raises(ConfigError, match=r"which is metrics\.port too"):
+        check_ports(MetricsConfig(port=9400, coordinator_port=9400), local=True)
+
+
+def test_a_distributions_sum_is_exact() -> None:
+    assert Distribution.of([0.1, 0.3, 5.0], (0.2, 1.0)) == Distribution((1, 1, 1), 0.1 + 0.3 + 5.0)
+
+
+def test_an_endpoint_on_all_addresses_is_reached_at_its_nodes() -> None:
+    assert address("0.0.0.0", "10.0.0.7", 9400) == "10.0.0.7:9400"
+    assert address("127.0.0.1", "10.0.0.7", 9400) == "127.0.0.1:9400"
+    assert address("::", "fd00::7", 9400) == "[fd00::7]:9400"

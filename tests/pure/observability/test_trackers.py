@@ -1,0 +1,210 @@
+"""Trackers: each step once and in order, over restarts, cut lines and steps that are taken back."""
+
+from __future__ import annotations
+
+import csv
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picotron_ray.config.schema.service import TrackerConfig
+from picotron_ray.errors import ConfigError
+from picotron_ray.observability import trackers
+from picotron_ray.observability.event_file import crc32c
+from picotron_ray.observability.remote_trackers import Remote, open_tracker
+from picotron_ray.observability.trackers import Progress, Row, Tracker, check_trackers, row_of
+
+
+def row(step: int, loss: float = 2.0) -> Row:
+    line = {
+        "step": step, "term": 1, "n": 1, "samples": [(step - 1) * 8, step * 8], "rows": [], "tokens": 128,
+        "loss": loss, "grad_norm": 0.5, "learning_rate": 1e-3, "at_s": 1e9 + step,
+    }  # fmt: skip
+    return row_of(line)
+
+
+def evaluation(step: int) -> Row:
+    return {"step": step, "eval_loss": 3.0}
+
+
+def opened(kind: Any, folder: Path) -> Tracker:
+    return open_tracker(TrackerConfig(kind=kind), "r", {"steps": 10}, folder)
+
+
+def read(kind: str, folder: Path) -> list[tuple[str, int, float]]:
+    """(train or eval, step, loss) in the order of the files."""
+    if kind == "jsonl":
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            ("eval" if "eval_loss" in r else "train", r["step"], r.get("eval_loss", r.get("loss")))
+            for r in rows
+        ]
+    found = []
+    for name, file, key in (("train", "steps.csv", "loss"), ("eval", "evaluations.csv", "eval_loss")):
+        with (folder / file).open() as opened_file:
+            found += [(name, int(r["step"]), float(r[key])) for r in csv.DictReader(opened_file)]
+    return found
+
+
+def steps(kind: str, folder: Path, what: str = "train") -> list[int]:
+    return [step for name, step, _ in read(kind, folder) if name == what]
+
+
+KINDS = ("csv", "jsonl")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_go_on_where_an_earlier_coordinator_ended(kind: str, tmp_path: Path) -> None:
+    first = opened(kind, tmp_path)
+    assert first.last_step == 0
+    first.write([row(1), row(2)], [evaluation(2)])
+    second = opened(kind, tmp_path)
+    assert (second.last_step, second.last_eval_step) == (2, 2)
+    second.write([row(3)], [])
+    assert steps(kind, tmp_path) == [1, 2, 3]
+    assert steps(kind, tmp_path, "eval") == [2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_line_that_a_crash_cut_short_is_written_again(kind: str, tmp_path: Path) -> None:
+    tracker = opened(kind, tmp_path)
+    tracker.write([row(1), row(2)], [])
+    file = tmp_path / ("steps.csv" if kind == "csv" else "metrics.jsonl")
+    file.write_bytes(file.read_bytes()[:-9])
+    again = opened(kind, tmp_path)
+    assert again.last_step == 1
+    again.write([row(2)], [])
+    assert steps(kind, tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_are_taken_back_go(kind: str, tmp_path: Path) -> None:
+    tracker = opened(kind, tmp_path)
+    tracker.write([row(step) for step in range(1, 6)], [evaluation(2), evaluation(4)])
+    tracker.rewind(3)
+    assert (tracker.last_step, tracker.last_eval_step) == (3, 2)
+    tracker.write([row(4, loss=1.0)], [])
+    assert [entry for entry in read(kind, tmp_path) if entry[0] == "train"] == [
+        ("train", 1, 2.0), ("train", 2, 2.0), ("train", 3, 2.0), ("train", 4, 1.0),
+    ]  # fmt: skip
+
+
+def test_a_row_holds_the_figures_of_its_step(tmp_path: Path) -> None:
+    tracker = opened("jsonl", tmp_path)
+    tracker.write([row(3, loss=float("nan"))], [])
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "step": 3, "loss": None, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens": 384, "samples": 24,
+        "term": 1, "n": 1, "at_s": 1e9 + 3,
+    }  # fmt: skip
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float], float | None]] = []
+        self.rewound: list[int] = []
+
+    def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None:
+        self.logged.append((step, figures, at_s))
+
+    def rewind(self, step: int) -> None:
+        self.rewound.append(step)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_tracker_that_cannot_be_read_back_remembers_how_far_it_came(tmp_path: Path) -> None:
+    sink = Kept()
+    tracker = Remote(sink, Progress(tmp_path / "x.progress"))
+    tracker.write([row(1), row(2)], [evaluation(2)])
+    assert [(step, sorted(figures)) for step, figures, _ in sink.logged] == [
+        (1, ["train/grad_norm", "train/learning_rate", "train/loss", "train/tokens"]),
+        (2, ["eval/loss", "train/grad_norm", "train/learning_rate", "train/loss", "train/tokens"]),
+    ]
+    tracker.write([], [evaluation(4)])
+    assert sink.logged[-1] == (4, {"eval/loss": 3.0}, None)
+    again = Remote(sink, Progress(tmp_path / "x.progress"))
+    assert (again.last_step, again.last_eval_step) == (2, 4)
+    again.rewind(1)
+    assert (again.last_step, sink.rewound) == (1, [1])
+
+
+def fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of each field of a protocol buffer, by its own rules."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte, at = data[at], at + 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(data):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+            continue
+        size = {1: 8, 5: 4}.get(key & 7) or varint()
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard would show of each tag, files in order."""
+    seen: dict[str, list[tuple[int, float]]] = {}
+    for file in sorted(folder.glob("events.*")):
+        raw, at = file.read_bytes(), 0
+        while at < len(raw):  # a record: length (8), its checksum (4), the event, its checksum (4)
+            size = int.from_bytes(raw[at : at + 8], "little")
+            found = dict(fields(raw[at + 12 : at + 12 + size]))
+            at += 12 + size + 4
+            step = found[2]
+            if 7 in found:  # a session starts: older files' later steps are void
+                seen = {tag: [pair for pair in pairs if pair[0] < step] for tag, pairs in seen.items()}
+            for _, value in fields(found.get(5, b"")):
+                parts = dict(fields(value))
+                seen.setdefault(parts[1].decode(), []).append((step, struct.unpack("<f", parts[2])[0]))
+    return seen
+
+
+def test_tensorboard_shows_what_was_written_and_not_taken_back(tmp_path: Path) -> None:
+    tracker = opened("tensorboard", tmp_path)
+    tracker.write([row(step) for step in range(1, 301)], [evaluation(2)])
+    tracker.rewind(200)
+    tracker.write([row(201, loss=1.5)], [])
+    tracker.close()
+    seen = scalars_of(tmp_path)
+    assert seen["train/loss"] == [*((step, 2.0) for step in range(1, 201)), (201, 1.5)]
+    assert seen["eval/loss"] == [(2, 3.0)]
+
+
+def test_event_files_have_the_checksums_of_their_format() -> None:
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
+    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
+
+
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check_trackers([TrackerConfig(kind="csv"), TrackerConfig(kind="wandb"), TrackerConfig(kind="mlflow")])
+    assert len(caught.value.problems) == 2
+    assert caught.value.problems[0].startswith("trackers.1.kind: wandb is not installed; pip install")
+    assert "picotron-ray[wandb]" in caught.value.problems[0]
+
+
+def test_two_trackers_in_one_place_are_refused(tmp_path: Path) -> None:
+    check_trackers([TrackerConfig(kind="csv"), TrackerConfig(kind="csv", folder=str(tmp_path))])
+    with pytest.raises(ConfigError, match=r"trackers\.1\.folder"):
+        check_trackers([TrackerConfig(kind="csv"), TrackerConfig(kind="csv")])

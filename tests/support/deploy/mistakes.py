@@ -1,0 +1,144 @@
+"""Mistakes to plant into the rendered GPU overlay: kind, path, value, and part of what must be said."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any, NamedTuple
+
+from tests.support.deploy.render import Object
+
+CLUSTER = "spec.rayClusterSpec"
+HEAD = f"{CLUSTER}.headGroupSpec.template.spec"
+GROUP = f"{CLUSTER}.workerGroupSpecs.0"
+WORKER = f"{GROUP}.template.spec"
+RAY = f"{WORKER}.containers.0"
+SHM = f"{WORKER}.volumes.0"
+LAUNCH = "python -m picotron_ray.launch"
+SMALL = {"cpu": "8", "memory": "256Gi"}
+HOST_FOLDER = {"name": "shm", "hostPath": {"path": "/dev/shm"}}
+ABSENT = object()
+
+
+class Mistake(NamedTuple):
+    """One field set to what it must not be; ABSENT takes it out."""
+
+    path: str
+    value: Any
+    said: str
+    kind: str = "RayJob"
+
+    def plant(self, objects: list[Object]) -> None:
+        """Change the only object of its kind. A slash in the path stands for a dot in a key."""
+        (target,) = [found for found in objects if found["kind"] == self.kind]
+        *parents, last = (
+            int(part) if part.isdecimal() else part.replace("/", ".") for part in self.path.split(".")
+        )
+        target = reduce(lambda node, part: node[part], parents, target)
+        if self.value is ABSENT:
+            del target[last]
+        else:
+            target[last] = self.value
+
+
+CRD = {
+    "an unknown field of RayJob": Mistake("spec.entryPoint", "python", "entryPoint"),
+    "an unknown field deep in a pod": Mistake(
+        f"{WORKER}.terminationGracePeriod", 120, "terminationGracePeriod"
+    ),
+    "a number of replicas in quotes": Mistake(f"{GROUP}.maxReplicas", "4", "maxReplicas: '4'"),
+    "no minReplicas": Mistake(f"{GROUP}.minReplicas", ABSENT, "'minReplicas' is a required"),
+    "an autoscaler of version 3": Mistake(f"{CLUSTER}.autoscalerOptions.version", "v3", "'v3' is not one of"),
+    "an unknown authentication": Mistake(
+        f"{CLUSTER}.authOptions.mode", "password", "'password' is not one of"
+    ),
+    "a start parameter that is a number": Mistake(f"{GROUP}.rayStartParams.num-cpus", 4, "4 is not of type"),
+}
+
+CORE = {
+    "an unknown field of NetworkPolicy": Mistake("spec.ingres", [], "'ingres'", "NetworkPolicy"),
+    "a number as a label": Mistake("metadata.labels.level", 1, "1 is not of type", "Namespace"),
+    "a switch in quotes": Mistake("automountServiceAccountToken", "no", "'no' is not", "ServiceAccount"),
+    "data that is no text": Mistake("data.job/yaml", {"steps": 5}, "is not of type", "ConfigMap"),
+}
+
+POD = {
+    "a port without a number": Mistake(f"{RAY}.ports.0", {"name": "x"}, "'containerPort' is a required"),
+    "a volume without a name": Mistake(f"{SHM}.name", ABSENT, "'name' is a required"),
+    "a grace period in quotes": Mistake(f"{WORKER}.terminationGracePeriodSeconds", "9", "'9' is not of type"),
+}
+
+OPERATOR = {
+    "an unknown submission mode": Mistake("spec.submissionMode", "K8sJob", "submissionMode 'K8sJob'"),
+    "a sidecar with a submitter": Mistake("spec.submissionMode", "SidecarMode", "SidecarMode takes neither"),
+    "the operator's own submitter": Mistake(
+        "spec.submitterPodTemplate", ABSENT, "the operator's own submitter"
+    ),
+    "a time to live, no shutdown": Mistake("spec.shutdownAfterJobFinishes", False, "ttlSecondsAfterFinished"),
+    "retries on a chosen cluster": Mistake("spec.clusterSelector", {"a": "b"}, "clusterSelector"),
+    "half a deletion strategy": Mistake("spec.deletionStrategy", {"onSuccess": {}}, "deletionStrategy"),
+    "somebody else's job": Mistake("spec.managedBy", "me", "managedBy 'me'"),
+    "a name in capitals": Mistake("metadata.name", "Picotron", "RayJob name 'Picotron'"),
+    "a name of 48 characters": Mistake("metadata.name", 48 * "a", "too long"),
+    "restarting heads": Mistake(f"{HEAD}.restartPolicy", "Always", "restartPolicy 'Always'"),
+    "restarting workers": Mistake(f"{WORKER}.restartPolicy", "OnFailure", "restartPolicy 'OnFailure'"),
+    "autoscaling off": Mistake(f"{CLUSTER}.enableInTreeAutoscaling", False, "enableInTreeAutoscaling"),
+    "the first autoscaler": Mistake(f"{CLUSTER}.autoscalerOptions.version", "v1", "not v2"),
+    "no token": Mistake(f"{CLUSTER}.authOptions", {"mode": "disabled"}, "no token"),
+    "Kubernetes tokens": Mistake(f"{CLUSTER}.authOptions.enableK8sTokenAuth", True, "enableK8sTokenAuth"),
+    "more at least than at most": Mistake(f"{GROUP}.minReplicas", 5, "out of order"),
+    "labels as a start parameter": Mistake(f"{GROUP}.rayStartParams.labels", "a=b", "labels belong"),
+}
+
+RUN = {
+    "an unknown override": Mistake("spec.entrypoint", f"{LAUNCH} /etc/picotron/job.yaml stepz=5", "stepz"),
+    "a config that is not mounted": Mistake("spec.entrypoint", f"{LAUNCH} /job.yaml", "does not launch"),
+    "no time to commit at a stop": Mistake("spec.runtimeEnvYAML", "", "RAY_JOB_STOP_WAIT_TIME_S 3"),
+    "a typo in the run's config": Mistake("data.job/yaml", "name: a\nstepz: 5\n", "stepz", "ConfigMap"),
+    "a run without S3": Mistake("data.job/yaml", "name: a\n", "pods share no folder", "ConfigMap"),
+    "fewer pods than workers": Mistake(f"{GROUP}.maxReplicas", 2, "max_workers 32"),
+    "a smallest size below the run's": Mistake(f"{GROUP}.minReplicas", 0, "min_workers 8"),
+    "no GPUs": Mistake(f"{RAY}.resources", {"requests": SMALL, "limits": SMALL}, "cluster.device cuda"),
+    "requests below limits": Mistake(f"{RAY}.resources.requests.memory", "1Gi", "requests differ"),
+    "drain as long as grace": Mistake(f"{WORKER}.terminationGracePeriodSeconds", 60, "workers: termination"),
+    "the default grace period": Mistake(f"{HEAD}.terminationGracePeriodSeconds", ABSENT, "head: termination"),
+    "/dev/shm on disk": Mistake(f"{SHM}.emptyDir", {"sizeLimit": "64Gi"}, "no memory with a size"),
+    "/dev/shm without a size": Mistake(f"{SHM}.emptyDir", {"medium": "Memory"}, "no memory with a size"),
+    "/dev/shm beyond the memory limit": Mistake(f"{SHM}.emptyDir.sizeLimit", "300Gi", "more than half"),
+    "/dev/shm too small for the slots": Mistake(f"{SHM}.emptyDir.sizeLimit", "16Gi", "does not hold 3 slots"),
+    "/dev/shm not mounted": Mistake(f"{RAY}.volumeMounts.0.mountPath", "/shm", "no memory with a size"),
+    "an image without a tag": Mistake(f"{RAY}.image", "localhost:5000/picotron-ray", "no fixed tag"),
+    "the latest image": Mistake(f"{RAY}.image", "picotron-ray:latest", "no fixed tag"),
+    "two images": Mistake(f"{RAY}.image", "picotron-ray:0.2.0-cuda", "several images"),
+}
+
+SECURITY = {
+    "a root user": Mistake(f"{WORKER}.securityContext.runAsUser", 0, "may run as root"),
+    "no promise of another user": Mistake(f"{HEAD}.securityContext.runAsNonRoot", ABSENT, "may run as root"),
+    "no seccomp profile": Mistake(f"{WORKER}.securityContext.seccompProfile", ABSENT, "no seccomp profile"),
+    "escalation": Mistake(f"{RAY}.securityContext.allowPrivilegeEscalation", True, "may gain privileges"),
+    "a bare autoscaler": Mistake(f"{CLUSTER}.autoscalerOptions.securityContext", ABSENT, "autoscaler: keeps"),
+    "a capability": Mistake(f"{RAY}.securityContext.capabilities.add", ["IPC_LOCK"], "keeps capabilities"),
+    "a folder of the host": Mistake(SHM, HOST_FOLDER, "volume of kind hostPath"),
+    "the host's network": Mistake(f"{WORKER}.hostNetwork", True, "namespace of the host"),
+    "a free namespace": Mistake("metadata.labels", {}, "does not enforce", "Namespace"),
+    "a token": Mistake(f"{RAY}.env.0", {"name": "RAY_AUTH_TOKEN", "value": "x"}, "has its value in"),
+}
+
+NAMES = {
+    "a port's name of 16 characters": Mistake(f"{RAY}.ports.0.name", "picotron-metrics", "no name of a port"),
+    "another metrics port": Mistake(f"{RAY}.ports.0.containerPort", 9401, "no port ('train-metrics', 9400)"),
+    "no such port to scrape": Mistake(
+        "spec.podMetricsEndpoints.0.port", "x", "no container has", "PodMonitor"
+    ),
+    "other pods to scrape": Mistake(
+        "spec.selector.matchLabels", {"a": "b"}, "PodMonitor selects", "PodMonitor"
+    ),
+    "no such port to let in": Mistake(
+        "spec.ingress.2.ports.0.port", "x", "no container has", "NetworkPolicy"
+    ),
+    "no such account": Mistake(f"{WORKER}.serviceAccountName", "x", "there is no ServiceAccount 'x'"),
+    "no such config map": Mistake(f"{HEAD}.volumes.1.configMap.name", "x", "there is no ConfigMap 'x'"),
+    "another namespace": Mistake("metadata.namespace", "default", "namespaces {", "NetworkPolicy"),
+}
+
+POLICY = OPERATOR | RUN | SECURITY | NAMES

@@ -1,0 +1,142 @@
+"""torch's CUDA attention operators on a CPU, as its sources describe them, which check what they are given.
+
+Results are by the formulas, in any type. A GPU is needed to know that the description is right
+(tests/gpu/test_attention.py); here it shows what our side makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from picotron_ray.parallel.attention.lse_kernels import MathKernel, Seen
+
+MATH = MathKernel()
+ALIGNED = 4
+"""Elements at a multiple of which a bias's rows start, at least."""
+Sides = dict[str, int]
+
+
+def _band(q: Tensor, causal: bool, sides: Sides) -> Seen:
+    """FlashAttention's window over one sequence; a negative side has no end."""
+    at = torch.arange(q.size(-2))
+    back = at[:, None] - at[None, :]
+    left, right = sides["window_size_left"], 0 if causal else sides["window_size_right"]
+    seen = torch.ones_like(back, dtype=torch.bool) if left < 0 else back <= left
+    return Seen(False, (seen if right < 0 else seen & (back >= -right))[None, None])
+
+
+def _sequences(q: Tensor, starts: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Index of each sequence in ``[batch, tokens, ...]`` or in rows laid end to end."""
+    if starts is None:
+        yield from ((entry, slice(None)) for entry in range(q.size(0)))
+        return
+    assert starts.dtype == torch.int32
+    assert int(starts[-1]) == q.size(0)
+    yield from ((slice(first, end),) for first, end in pairwise(starts.tolist()))
+
+
+def _heads(x: Tensor, at: tuple[Any, ...], heads: int) -> Tensor:
+    """``[..., tokens, heads, head]`` → ``[1, heads, tokens of one sequence, head]``."""
+    one = x[at].transpose(0, 1)[None]
+    return one.repeat_interleave(heads // one.size(1), dim=1)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *rest: Any, **sides: int
+) -> tuple[Tensor, ...]:
+    _, longest, _, _, causal, _ = rest
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    for at in _sequences(q, starts):
+        parts = [_heads(x, at, q.size(-2)) for x in (q, k, v)]
+        assert parts[0].size(-2) <= longest
+        found, level = MATH.forward(*parts, _band(parts[0], causal, sides))
+        out[at], lse[at] = found[0].transpose(0, 1), level[0].transpose(0, 1)
+    state = torch.zeros(2, dtype=torch.uint64)
+    return out, lse, state, state.new_empty(()), q.new_empty(0)
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any, **sides: int
+) -> tuple[Tensor, ...]:
+    lse, starts, causal = rest[0], rest[1], rest[6]
+    found = tuple(torch.zeros_like(x) for x in (q, k, v))
+    for at in _sequences(q, starts):
+        parts = [_heads(x, at, q.size(-2)) for x in (grad, q, k, v, out)]
+        level = lse[at].transpose(0, 1)[None]
+        gradients = MATH.backward(*parts, level, _band(parts[0], causal, sides))
+        for whole, one in zip(found, gradients, strict=True):
+            whole[at] = one[0].unflatten(0, (whole.size(-2), -1)).sum(dim=1).transpose(0, 1)
+    return found
+
+
+def _seen(bias: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Seen:
+    if bias is None:
+        return Seen(causal)
+    assert bias.shape == (*q.shape[:-1], k.size(-2))
+    assert bias.dtype == q.dtype
+    assert all(stride % ALIGNED == 0 for stride in bias.stride()[:-1])
+    assert bias.stride(-1) == 1
+    return Seen(False, bias == 0)
+
+
+def efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    """Out lies token by token; the log-sum-exp is padded by inf, and 0 where nothing is seen."""
+    with_lse, _, causal = (*rest, 0.0, False)[:3] if len(rest) < 3 else rest  # defaults are not passed on
+    assert with_lse
+    out, lse = MATH.forward(q, k, v, _seen(bias, causal, q, k))
+    padded = lse.new_full((*q.shape[:2], -(-q.size(2) // 32) * 32), float("inf"))
+    padded[..., : q.size(2)] = lse.masked_fill(lse == float("-inf"), 0.0)
+    seed = torch.zeros((), dtype=torch.int64)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), padded, seed, seed.clone()
+
+
+def efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    """Reads out as if it lay token by token, whatever its strides."""
+    assert lse.stride(1) % 8 == 0, "LSE is not correctly aligned"
+    assert (lse[..., q.size(2) :] == float("inf")).all()
+    batch, heads, tokens, head = out.shape
+    strides = out.stride(0), heads * head, head, 1
+    lying = out.as_strided((batch, tokens, heads, head), strides, out.storage_offset())
+    assert tuple(rest[3]) == (True, True, True, False)
+    seen = _seen(bias, (*rest, False)[4], q, k)
+    return (*MATH.backward(grad, q, k, v, lying.transpose(1, 2), lse[..., : q.size(2)], seen), None)
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, bias: None, *rest: Any) -> tuple[Any, ...]:
+    with_lse, _, causal = (*rest, 0.0, False)[:3] if len(rest) < 3 else rest[:3]
+    assert with_lse
+    assert bias is None
+    out, lse = MATH.forward(q, k, v, Seen(causal))
+    others = [torch.zeros((), dtype=torch.int64) for _ in range(5)]
+    return out, lse.unsqueeze(-1), *others[:2], q.size(2), k.size(2), *others[2:]
+
+
+def cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    assert lse.shape == (*q.shape[:-1], 1)
+    assert rest[5:7] == (q.size(2), k.size(2))
+    return MATH.backward(grad, q, k, v, out, lse.squeeze(-1), Seen(rest[8]))
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """The operators have CPU kernels within."""
+    flash, efficient = "_flash_attention", "_scaled_dot_product_efficient_attention"
+    cudnn = "_scaled_dot_product_cudnn_attention"
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(f"{flash}_forward", flash_forward, "CPU")
+        library.impl(f"{flash}_backward", flash_backward, "CPU")
+        library.impl(efficient, efficient_forward, "CPU")
+        library.impl(f"{efficient}_backward", efficient_backward, "CPU")
+        library.impl(cudnn, cudnn_forward, "CPU")
+        library.impl(f"{cudnn}_backward", cudnn_backward, "CPU")
+        yield

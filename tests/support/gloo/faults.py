@@ -1,0 +1,249 @@
+"""Faults that a process plants in itself, which the comparison with one process has to find."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Undo = Callable[[], Any]
+
+ELSEWHERE = {
+    "offload": "offload_jobs",
+    "overlap": "tensor_overlap_jobs",
+    "tied": "tied_jobs",
+    "muon": "muon_jobs",
+}
+"""Modules with a table ``PLANTS`` of their own, by what comes before the dash of a fault's name."""
+
+
+def planted(kind: str, rank: int) -> Undo:
+    """Double one reduction in this process, or break something else; returns the function that undoes it."""
+    family, _, name = kind.partition("-")
+    if kind not in PLANTS and family in ELSEWHERE:
+        undo: Undo = importlib.import_module(f"tests.support.gloo.jobs.{ELSEWHERE[family]}").PLANTS[name]()
+        return undo
+    return PLANTS[kind](rank)
+
+
+def replace(owner: Any, name: str, value: Any) -> Undo:
+    """Set an attribute; returns the function that sets it back."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, original)
+
+
+def one_document_on_rank_1(rank: int) -> Undo:
+    """Rank 1 alone takes every row for one document."""
+    import picotron_ray.train.micro_batches as inputs
+
+    kept = inputs.document_numbers
+    return replace(inputs, "document_numbers", lambda x, end: kept(x, end) * (rank != 1))
+
+
+def double_partial_gradients(_: int) -> Undo:
+    import picotron_ray.train.engine as engine
+
+    kept = engine.sum_
+
+    def doubled(tensors: Any, group: Any) -> None:
+        kept(tensors, group)
+        torch._foreach_mul_(tensors, 2.0)
+
+    return replace(engine, "sum_", doubled)
+
+
+def copies_that_never_meet(_: int) -> Undo:
+    import picotron_ray.train.engine as engine
+
+    kept = engine.before_backward
+
+    def alone(model: Any, zero: int, last: bool) -> None:
+        kept(model, zero, last)
+        model.set_requires_all_reduce(False)
+
+    return replace(engine, "before_backward", alone)
+
+
+def double_shards(_: int) -> Undo:
+    import picotron_ray.parallel.data.fsdp as data
+    import picotron_ray.train.build_stages as stages
+
+    kept = stages.parallelize
+
+    def applied(model: Any, *rest: Any) -> Any:
+        found = kept(model, *rest)
+        for module in model.modules():
+            if isinstance(module, data.FSDPModule):
+                module.set_gradient_divide_factor(0.5)
+        return found
+
+    return replace(stages, "parallelize", applied)
+
+
+def emulated_fp8(_: int) -> Undo:
+    """No fault: fp8 where no device has it."""
+    import picotron_ray.parallel.fp8 as fp8
+    import picotron_ray.train.engine as engine
+
+    undo = replace(engine, "check_precision", lambda job, device: None)
+    undo_emulate = replace(fp8, "EMULATE", True)
+    return lambda: (undo(), undo_emulate())
+
+
+def wider_scales(_: int) -> Undo:
+    import picotron_ray.train.optim.quantized_state as quantised
+
+    kept = quantised.encode
+
+    def wider(*given: Any) -> Any:
+        codes, scales = kept(*given)
+        return codes, scales * 1.02
+
+    return replace(quantised, "encode", wider)
+
+
+def double_pipeline_losses(_: int) -> Undo:
+    from picotron_ray.parallel.pipeline.pipeline import Pipeline
+
+    kept = Pipeline._micro_loss
+    return replace(Pipeline, "_micro_loss", lambda self, output, target: kept(self, output, target) * 2.0)
+
+
+def double_norm(_: int) -> Undo:
+    import picotron_ray.parallel.data.grad_norm as norm
+
+    return double_all_reduce(norm)
+
+
+def double_vocabulary(_: int) -> Undo:
+    import picotron_ray.parallel.loss.cross_entropy as loss
+
+    return double_all_reduce(loss, dist.ReduceOp.SUM)
+
+
+def exchange_micro_batches(rank: int) -> Any:
+    """Rank 0 alone takes micro-batches 0 and 1 in its row of a list of actions for each other."""
+    import picotron_ray.parallel.pipeline.pipeline as pipeline
+
+    kept = pipeline.action_list
+
+    def exchanged(actions: tuple[str, ...]) -> Any:
+        found = kept(actions)
+        first, *rest = found.rows
+        wrong = tuple(a._replace(micro_batch={0: 1, 1: 0}.get(a.micro_batch, a.micro_batch)) for a in first)
+        return dataclasses.replace(found, rows=(wrong if rank == 0 else first, *rest))
+
+    return replace(pipeline, "action_list", exchanged)
+
+
+def first_micro_batch_for_ever() -> Undo:
+    """A replay computes again what was recorded."""
+    from picotron_ray.train.cuda_graphs import StepGraph
+
+    kept = StepGraph.replay
+    return replace(StepGraph, "replay", lambda self, _, scale: kept(self, self._fed, scale))
+
+
+def double_buckets(chosen: Callable[[torch.Tensor], bool]) -> Any:
+    """What is summed over ranks that hold the same comes out doubled, where all of a bucket is chosen."""
+    from picotron_ray.parallel.data.ddp import Bucket
+
+    kept = Bucket.wait
+
+    def doubled(self: Bucket) -> None:
+        kept(self)
+        if all(chosen(parameter) for parameter in self.parameters):
+            torch._foreach_mul_([parameter.grad for parameter in self.parameters], 2.0)
+
+    return replace(Bucket, "wait", doubled)
+
+
+def double_expert_replicas() -> Any:
+    return double_buckets(lambda parameter: parameter.dim() == 3)
+
+
+def lose_returning_gradients() -> Any:
+    import picotron_ray.parallel.expert.expert_parallel as expert
+
+    kept = expert._Start.backward
+    return replace(expert._Start, "backward", staticmethod(lambda ctx, g: (kept(ctx, g)[0] * 0.5, None)))
+
+
+def double_auxiliary() -> Any:
+    import picotron_ray.models.layers.moe as moe
+
+    kept = moe._Auxiliary.backward
+
+    def doubled(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, loss, rest = kept(ctx, gradient)
+        return x, loss * 2.0, rest
+
+    return replace(moe._Auxiliary, "backward", staticmethod(doubled))
+
+
+def count_local_tokens_only() -> Any:
+    import picotron_ray.parallel.expert.expert_parallel as expert
+
+    return replace(expert.RowSpread, "totals", lambda self, counts: counts)
+
+
+def double_key_gradients(kind: str) -> Any:
+    """What other context-parallel ranks found for this rank's keys comes home doubled."""
+    import picotron_ray.parallel.context.context_parallel as context
+
+    if kind == "gathered":
+        original = context.reduce_scatter_sequence
+        context.reduce_scatter_sequence = lambda x, group: original(x, group) * 2.0
+        return lambda: setattr(context, "reduce_scatter_sequence", original)
+    shift = context.Shift
+
+    class Doubled(shift):  # type: ignore[misc, valid-type]
+        def __init__(self, x: torch.Tensor, group: Any, tag: int = 0) -> None:
+            super().__init__(x * 2.0 if tag else x, group, tag)
+
+    context.Shift = Doubled  # type: ignore[misc]
+    return lambda: setattr(context, "Shift", shift)
+
+
+def double_all_reduce(module: Any, only: Any = None) -> Any:
+    """Replace ``dist`` in one module by one whose sums come out doubled."""
+    original = module.dist
+
+    class Doubled:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(original, name)
+
+        def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **rest: Any) -> None:
+            original.all_reduce(tensor, op=op, **rest)
+            if only is None or op == only:
+                tensor.mul_(2.0)
+
+    module.dist = Doubled()
+    return lambda: setattr(module, "dist", original)
+
+
+PLANTS: dict[str, Callable[[int], Undo]] = {
+    "documents": one_document_on_rank_1,
+    "tp-partial": double_partial_gradients,
+    "dp": lambda _: double_buckets(lambda parameter: True),
+    "copies": copies_that_never_meet,
+    "fsdp": double_shards,
+    "fp8": emulated_fp8,
+    "scales": wider_scales,
+    "norm": double_norm,
+    "vocab": double_vocabulary,
+    "pipeline": double_pipeline_losses,
+    "graph": lambda _: first_micro_batch_for_ever(),
+    "actions": exchange_micro_batches,
+    "ring": lambda _: double_key_gradients("ring"),
+    "gathered": lambda _: double_key_gradients("gathered"),
+    "edp": lambda _: double_expert_replicas(),
+    "dispatch": lambda _: lose_returning_gradients(),
+    "auxiliary": lambda _: double_auxiliary(),
+    "load": lambda _: count_local_tokens_only(),
+}

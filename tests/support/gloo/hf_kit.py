@@ -1,0 +1,94 @@
+"""Small models of transformers with random weights, and runs that take them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from picotron_ray.config.load import parse_job
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.runtime.run_storage.hf_import import model_section
+
+transformers = pytest.importorskip("transformers", reason="of the hf extra")
+
+SHARED = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+GPT2_SHARES = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "layer_norm_epsilon": 1e-4}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3}),
+    "smollm": ("Llama", {"tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {**MOE, "num_local_experts": 4, "sliding_window": None}),
+    "gpt2": ("GPT2", {**GPT2, "n_inner": 48}),
+    "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+}
+LENGTH = 24
+TOKENS = (torch.arange(2 * LENGTH) * 37 % 96).view(2, LENGTH)
+
+
+def make(kind: str, folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A model of random weights and its checkpoint in small files."""
+    family, more = KINDS[kind]
+    shared = {key: SHARED[key] for key in GPT2_SHARES} if family == "GPT2" else SHARED
+    config = getattr(transformers, f"{family}Config")(**{**shared, **more, **(changes or {})})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{head}")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            norm = ("norm" in name or "ln_" in name) and name.endswith("weight")
+            parameter.normal_(1.0 if norm else 0.0, 0.1 if norm else 0.2)
+    model.tie_weights()
+    model.save_pretrained(folder, **{"max_shard_size": "20KB", **options})
+    return model
+
+
+def job_for(folder: Path, storage: Path, name: str, **sections: Any) -> JobConfig:
+    return parse_job(
+        {
+            "name": name,
+            "precision": "fp32",
+            "storage": {"url": str(storage)},
+            "data": {"sequence_length": LENGTH, "global_batch": 2, "source": "memmap", "path": "/unused"},
+            "model": model_section(folder),
+            **sections,
+        }
+    )
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))

@@ -1,0 +1,36 @@
+"""What processes do for the tests of offloaded activations: small tensors leave too, or come back damaged."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tests.support.gloo.faults import replace
+
+
+def everything() -> Any:
+    """However small a tensor is, it leaves."""
+    import picotron_ray.parallel.parallelize as parallelize
+
+    kept = parallelize.apply_activation_offload
+    return replace(parallelize, "apply_activation_offload", partial(kept, smallest_bytes=0))
+
+
+def damaged() -> Any:
+    """What comes back is half of what left."""
+    from picotron_ray.parallel.memory.activation_offload import ActivationOffload
+
+    undo, kept = everything(), ActivationOffload._bring
+
+    def bring(self: Any, visit: Any) -> None:
+        for reference in [] if visit.brought else visit.tickets:
+            ticket = reference()
+            if ticket is not None and ticket.host.is_floating_point():
+                ticket.host.mul_(0.5)
+        kept(self, visit)
+
+    undo_bring = replace(ActivationOffload, "_bring", bring)
+    return lambda: (undo_bring(), undo())
+
+
+PLANTS = {"everything": everything, "damaged": damaged}

@@ -1,0 +1,37 @@
+"""Planted faults for the tests of tied embeddings in pipelines."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tests.support.gloo.faults import replace
+
+
+def dropped() -> Any:
+    """Each end keeps its own gradient."""
+    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
+
+    return replace(TiedEnds, "sum_", lambda self, parameters, gradients: None)
+
+
+def stale() -> Any:
+    """The head's copy on the embedding's rank stays what it was."""
+    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
+
+    return replace(TiedEnds, "follow", lambda self: None)
+
+
+def counted_twice() -> Any:
+    """Both ends count in the norm."""
+    import picotron_ray.parallel.parallelize as parallelize
+
+    kept = parallelize.counts_in_norm
+    return replace(
+        parallelize,
+        "counts_in_norm",
+        lambda spec, layout, rank: kept(dataclasses.replace(spec, copy=False), layout, rank),
+    )
+
+
+PLANTS = {"dropped": dropped, "stale": stale, "counted": counted_twice}

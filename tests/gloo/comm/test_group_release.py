@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.support.gloo.jobs.leaving_jobs import WAYS, closing, stay
 from tests.support.gloo.pool import Job, Pool
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = 12.0
 PROMPT_S = 45.0  # to start, leave and end; the operations run longer, but for the one that shall not
 
 

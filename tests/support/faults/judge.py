@@ -55,6 +55,12 @@ def touched_lines(data_files: list[Path]) -> Touched:
     return found
 
 
+def tests_of(touched: Touched, fault: Fault) -> set[str]:
+    """Tests that touch a fault's line; of a line that runs on import alone, those that touch its file."""
+    lines = touched[fault.path]
+    return lines[fault.line] or set().union(*lines.values())
+
+
 def test_times(files: list[Path]) -> dict[str, float]:
     """Seconds by node id, from JUnit files."""
     times: dict[str, float] = {}
@@ -72,7 +78,7 @@ def draw(touched: Touched, seed: int, count: int) -> list[Fault]:
     packages: dict[str, list[Fault]] = defaultdict(list)
     for path, lines in sorted(touched.items()):
         if (ROOT / path).is_file():
-            wanted = [f for f in faults_in(path, (ROOT / path).read_text()) if lines.get(f.line)]
+            wanted = [f for f in faults_in(path, (ROOT / path).read_text()) if f.line in lines]
             packages[path.split("/")[1]] += wanted
     chosen: list[Fault] = []
     rng, names = random.Random(seed), sorted(name for name, faults in packages.items() if faults)
@@ -125,7 +131,7 @@ class Judge:
             "no:cacheprovider",
             "-rfE",
         ]
-        command += ["-o", "addopts=--import-mode=importlib", f"@{listed.name}"]
+        command += ["-rfE", "-o", "addopts=--import-mode=importlib", f"@{listed.name}"]
         try:
             done = subprocess.run(
                 command, cwd=self.tree, capture_output=True, text=True, timeout=limit_s, check=False
@@ -167,7 +173,7 @@ def main() -> None:
             judges.put(Judge(copy_of_tree(Path(folder) / str(number)), options.budget_s))
 
         def judged(fault: Fault) -> Verdict:
-            known = [test for test in touched[fault.path][fault.line] if test in times]
+            known = [test for test in tests_of(touched, fault) if test in times]
             tests = sorted(known, key=lambda test: (times.get(test, SLOWEST_S), test))
             judge = judges.get()
             try:

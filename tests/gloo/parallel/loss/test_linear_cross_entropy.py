@@ -56,7 +56,7 @@ LAYOUTS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("layout", "rows", "model"), thinned(LAYOUTS, range(9), lambda x, *_: str(x)))
+@pytest.mark.parametrize(("layout", "rows", "model"), thinned(LAYOUTS, (0, 3, 4, 7), lambda x, *_: str(x)))
 def test_every_layout_equals_logits_in_one_process(
     pool: Pool, layout: Layout, rows: int, model: ModelConfig
 ) -> None:

@@ -111,7 +111,7 @@ OutcomeKind = Literal["finished", "interrupted", "peer_lost", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
+class BusyWorker:
     """A worker that is inside ``run_generation``, and of which generation."""
 
     worker: str
@@ -131,7 +131,7 @@ class Begin:
     generations: tuple[GenerationSpec, ...] = ()
     running: GenerationSpec | None = None
     workers: tuple[Member, ...] = ()  # living workers that agents reported
-    busy: tuple[Busy, ...] = ()  # those of them that are in a generation now, as their pages say
+    busy: tuple[BusyWorker, ...] = ()  # those of them that are in a generation now, as their pages say
 
 
 @dataclass(frozen=True, slots=True)

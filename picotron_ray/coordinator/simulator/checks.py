@@ -20,12 +20,12 @@ from picotron_ray.coordinator.policies.failure import Remedy
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.training import (
     LONGEST_RENDEZVOUS_S,
-    Generation,
-    Held,
-    History,
+    SimGeneration,
+    SimSlot,
+    StepHistory,
     complete,
 )
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
 
 if TYPE_CHECKING:
     from picotron_ray.coordinator.simulator.nodes import SimWorker
@@ -45,21 +45,21 @@ class Checks:
         self.coverage = coverage
         self.sim: Sim
         self.specs: dict[m.GenerationId, m.GenerationSpec] = {}  # all that were launched
-        self.slots: dict[tuple[str, str], Held] = {}  # all that were ever sealed
+        self.slots: dict[tuple[str, str], SimSlot] = {}  # all that were ever sealed
         self.started: set[str] = set()
         self.stepped_at = 0.0  # when the last step was finished
-        self.entered: Callable[[State], None] = lambda state: None  # told of every state that begins
+        self.entered: Callable[[MachineState], None] = lambda state: None  # told of every state that begins
 
     # --- what the machine did ------------------------------------------------------------------------
 
     def handled(self, shell: Shell, event: m.Event, commands: Sequence[m.Command]) -> None:
         """After each event of each coordinator."""
-        for pair in shell.machine.ctx.transitions:
+        for pair in shell.machine.memory.transitions:
             self.coverage.note(pair)
             self.entered(pair[1])
-            if pair[1] is State.ABORTING:
+            if pair[1] is MachineState.ABORTING:
                 self._abort_has_a_reason(shell)
-            if pair[1] is State.COLLECTING:
+            if pair[1] is MachineState.COLLECTING:
                 shell.heard.clear()
         if shell.fenced and commands:
             self.sim.violation(f"{len(commands)} commands after it was fenced")
@@ -91,7 +91,7 @@ class Checks:
         last = max((commit.step for commit in commits), default=0)
         if command.status == "finished" and last != self.sim.job.steps:
             self.sim.violation(f"finished with a commit of step {last} of {self.sim.job.steps}")
-        if shell.machine.ctx.spec is not None and shell.heard and not shell.machine.ctx.distrust_slots:
+        if shell.machine.memory.spec is not None and shell.heard and not shell.machine.memory.distrust_slots:
             best = max(self._slot_steps(shell, chain), default=0)
             if best > last:
                 self.sim.violation(f"ended with a commit of step {last}, but {best} was to be had")
@@ -103,7 +103,7 @@ class Checks:
 
     def _abort_has_a_reason(self, shell: Shell) -> None:
         """A generation in which everybody trains, and is heard, is not torn apart."""
-        spec = shell.machine.ctx.spec
+        spec = shell.machine.memory.spec
         generation = None if spec is None else self.sim.generations.get(spec.id)
         if self.sim.shell is not shell or generation is None or generation.broken or generation.ended:
             return
@@ -113,14 +113,14 @@ class Checks:
             len(generation.joined) < len(members)
             and self.sim.now >= generation.made_at + LONGEST_RENDEZVOUS_S
         )
-        incident = shell.machine.ctx.incident
+        incident = shell.machine.memory.incident
         silent = incident is not None and incident.kind == "node lost"
         if well and not slow and (not silent or all(self.sim.reachable(worker.node) for worker in members)):
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
 
     def _uses_all_it_can(self, shell: Shell) -> None:
         """Long after the last fault, a run trains on as many workers as its planner wants."""
-        spec, job = shell.machine.ctx.spec, self.sim.job
+        spec, job = shell.machine.memory.spec, self.sim.job
         if spec is None or self.stepped_at < self.sim.quiet_at + CALM_S:
             return
         room = sum(node.capacity for node in self.sim.nodes.values())
@@ -169,9 +169,9 @@ class Checks:
     def _source_is_newest(
         self, shell: Shell, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
     ) -> None:
-        ctx = shell.machine.ctx
+        memory = shell.machine.memory
         best = max(self._commit_steps(shell, chain), default=0)
-        if ctx.remedy is not Remedy.COMMIT:
+        if memory.remedy is not Remedy.COMMIT:
             best = max(best, max(self._slot_steps(shell, chain), default=0))
         best = max(best, max(self._old_commits(chain), default=0))
         if spec.resume_step < best:
@@ -199,7 +199,7 @@ class Checks:
     def _slot_steps(self, shell: Shell, chain: dict[m.GenerationId, int]) -> Iterator[int]:
         """Steps of all complete states that the coordinator could have known of."""
         states: dict[tuple[m.GenerationId, int], list[m.SlotInfo]] = defaultdict(list)
-        for name in shell.machine.ctx.roster.nodes:
+        for name in shell.machine.memory.roster.nodes:
             node = self.sim.nodes.get(name)
             if node is None or not (name in shell.heard or self.sim.reachable(node)):
                 continue
@@ -227,7 +227,7 @@ class Checks:
     def _valid(self, chain: dict[m.GenerationId, int], generation: m.GenerationId, step: int) -> bool:
         return generation in chain and step <= chain[generation]
 
-    def history_of(self, slots: Iterable[m.SlotInfo]) -> History:
+    def history_of(self, slots: Iterable[m.SlotInfo]) -> StepHistory:
         """The one history that all slots hold."""
         found = {
             self.slots[slot.node, slot.slot].history for slot in slots if (slot.node, slot.slot) in self.slots
@@ -237,7 +237,7 @@ class Checks:
             return ()
         return found.pop()
 
-    def _exact(self, history: History, step: int) -> None:
+    def _exact(self, history: StepHistory, step: int) -> None:
         """Each step once, in order, up to ``step``."""
         at = 0
         for generation, first, last in history:
@@ -257,7 +257,7 @@ class Checks:
         if generation is None or generation.step <= newest.resume_step:
             self.sim.violation(f"{info.slot} was deleted while {newest.id} restores from it")
 
-    def stepped(self, generation: Generation) -> None:
+    def stepped(self, generation: SimGeneration) -> None:
         """A step was finished just now."""
         self.stepped_at = self.sim.now
 

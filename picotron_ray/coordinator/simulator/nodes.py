@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator.training import Generation, Held
+from picotron_ray.coordinator.simulator.training import SimGeneration, SimSlot
 
 if TYPE_CHECKING:
     from picotron_ray.coordinator.simulator.world import Sim
@@ -30,7 +30,7 @@ class SimWorker:
     def __init__(self, name: str, node: SimNode) -> None:
         self.name, self.node = name, node
         self.ready = self.hung = False
-        self.generation: Generation | None = None
+        self.generation: SimGeneration | None = None
         self.last: m.GenerationId | None = None  # newest generation that it was told to run
         self.outcome: m.Outcome | None = None
         self.clean, self.writing = 0, False
@@ -58,7 +58,7 @@ class SimWorker:
         elif mode == "hard":
             self.leave(at, "peer_lost")
 
-    def leave(self, generation: Generation, kind: m.OutcomeKind, detail: str = "") -> None:
+    def leave(self, generation: SimGeneration, kind: m.OutcomeKind, detail: str = "") -> None:
         """End the generation on this member; leaving early breaks it for the others."""
         if self.generation is not generation or self.node.sim.worker(self.name) is not self or self.hung:
             return
@@ -82,7 +82,7 @@ class SimNode:
         self.sim, self.name, self.capacity = sim, name, capacity
         self.term = 0  # newest coordinator heard of
         self.workers: dict[str, SimWorker] = {}
-        self.slots: dict[str, Held] = {}
+        self.slots: dict[str, SimSlot] = {}
         self.spec: m.GenerationSpec | None = None  # newest generation heard of
         self.cut_until = 0.0  # no messages between here and any coordinator before this time
 
@@ -100,7 +100,7 @@ class SimNode:
             if worker.ready:
                 self.report(m.WorkerReady(worker.name, self.name), reliable=True)
 
-    def keep(self, held: Held) -> None:
+    def keep(self, held: SimSlot) -> None:
         """A slot is sealed; one file per name."""
         old = self.slots.get(held.info.slot)
         held.pinned = held.pinned or (old is not None and old.pinned)

@@ -13,7 +13,7 @@ from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, ambush, coordinator, plan
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.world import Sim
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 
@@ -101,7 +101,7 @@ def simulate(seed: int, coverage: Coverage | None = None) -> Report:
     sim.quiet_at = drawn[-1][0] + LONGEST_S
     waiting = ambush(sim)
 
-    def entered(state: State) -> None:
+    def entered(state: MachineState) -> None:
         for trap in [trap for trap in waiting if trap[0] is state]:
             waiting.remove(trap)
             sim.after(trap[1], _strike, sim, trap[2])

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from picotron_ray.coordinator.simulator.world import Sim
 
 LONGEST_RENDEZVOUS_S = 5.0
-History = tuple[tuple[m.GenerationId, int, int], ...]
+StepHistory = tuple[tuple[m.GenerationId, int, int], ...]
 
 
 @dataclass(slots=True)
-class Held:
+class SimSlot:
     """A sealed slot in an agent's folder."""
 
     info: m.SlotInfo
-    history: History
+    history: StepHistory
     pinned: bool = False
     corrupt: bool = False
 
@@ -42,10 +42,10 @@ def complete(slots: Iterable[m.SlotInfo], layout: Layout) -> bool:
     )
 
 
-class Generation:
+class SimGeneration:
     """Members that train together; ``step`` is the last finished step."""
 
-    def __init__(self, sim: Sim, spec: m.GenerationSpec, base: History) -> None:
+    def __init__(self, sim: Sim, spec: m.GenerationSpec, base: StepHistory) -> None:
         self.sim, self.spec, self.base = sim, spec, base
         self.step = spec.resume_step
         self.step_s = sim.step_s
@@ -133,7 +133,7 @@ class Generation:
 
     # --- snapshots ------------------------------------------------------------------------------------
 
-    def history(self, step: int) -> History:
+    def history(self, step: int) -> StepHistory:
         resume = self.spec.resume_step
         return self.base if step == resume else (*self.base, (self.spec.id, resume, step))
 
@@ -164,7 +164,7 @@ class Generation:
             part = m.Fragment(group, local.index(rank), len(local))
         name = f"{worker.name}.{self.spec.id}.{step}{'f' if whole else ''}"
         info = m.SlotInfo(worker.node.name, name, self.spec.id, step, rank, (part,))
-        worker.node.keep(Held(info, self.history(step), pinned))
+        worker.node.keep(SimSlot(info, self.history(step), pinned))
         return info
 
     def _drop_older(self) -> None:

@@ -11,8 +11,8 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.rng import Rng
-from picotron_ray.coordinator.simulator.storage import Storage
-from picotron_ray.coordinator.simulator.training import Generation, History
+from picotron_ray.coordinator.simulator.storage import SimStorage
+from picotron_ray.coordinator.simulator.training import SimGeneration, StepHistory
 
 if TYPE_CHECKING:
     from picotron_ray.coordinator.simulator.checks import Checks
@@ -37,8 +37,8 @@ class Sim:
         self.nodes: dict[str, SimNode] = {}
         self.ghosts: set[str] = set()  # nodes that are gone and nobody was told
         self.names = 0  # nodes ever made
-        self.storage = Storage()
-        self.generations: dict[m.GenerationId, Generation] = {}
+        self.storage = SimStorage()
+        self.generations: dict[m.GenerationId, SimGeneration] = {}
         self.bad_manifests: set[str] = set()
         self.noise_until = 0.0  # messages are lost, doubled and late before this time
         self.shell: Shell | None = None  # the present coordinator
@@ -104,16 +104,16 @@ class Sim:
     def worker(self, name: str) -> SimWorker | None:
         return next((node.workers[name] for node in self.nodes.values() if name in node.workers), None)
 
-    def generation(self, spec: m.GenerationSpec) -> Generation:
+    def generation(self, spec: m.GenerationSpec) -> SimGeneration:
         """The one object behind all members of ``spec``."""
         if spec.id not in self.generations:
-            self.generations[spec.id] = Generation(self, spec, self._history(spec))
+            self.generations[spec.id] = SimGeneration(self, spec, self._history(spec))
         known = self.generations[spec.id]
         if known.spec != spec:
             self.violation(f"generation {spec.id} was used twice")
         return known
 
-    def _history(self, spec: m.GenerationSpec) -> History:
+    def _history(self, spec: m.GenerationSpec) -> StepHistory:
         source = spec.source
         if source.kind == "init":
             return ()
@@ -134,7 +134,7 @@ class Sim:
                 return f"corrupt:{slot.slot}"
         return ""
 
-    def stepped(self, generation: Generation) -> None:
+    def stepped(self, generation: SimGeneration) -> None:
         self.checks.stepped(generation)
 
     # --- network ------------------------------------------------------------------------------------

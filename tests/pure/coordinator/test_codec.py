@@ -47,7 +47,7 @@ def test_every_message_is_known_to_the_codec() -> None:
     }
     values = {
         "GenerationId", "Fragment", "SlotInfo", "Source", "Member", "Link", "GenerationSpec", "Commit",
-        "Busy",
+        "BusyWorker",
     }  # fmt: skip
     assert set(MESSAGES) == defined - values
 

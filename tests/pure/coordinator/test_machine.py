@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.states import TRANSITIONS, State, terminal
+from picotron_ray.coordinator.states import TRANSITIONS, MachineState, terminal
 from tests.support.coordinator_world import World, flush, job, of, outcomes, snapshot
 
 
@@ -19,7 +19,7 @@ def test_start_runs_all_workers_at_once_and_logs_the_generation_meanwhile() -> N
     assert spec.id == m.GenerationId(1, 1)
     kinds = [type(c) for c in commands]
     assert kinds.index(m.RunGeneration) < kinds.index(m.AppendGeneration)
-    assert world.state is State.RUNNING
+    assert world.state is MachineState.RUNNING
 
 
 def test_worker_death_recovers_on_the_survivors_from_their_flush() -> None:
@@ -91,7 +91,7 @@ def test_finish_uploads_commits_and_ends() -> None:
     spec = world.up(("a", 2), ("b", 2))
     commands = world.send(*outcomes(spec, "finished", 100))
     commands = world.answer(commands, snapshot(spec, 100))
-    assert world.state is State.FINALISING
+    assert world.state is MachineState.FINALISING
     uploads = of(commands, m.Upload)
     assert [(c.node, c.step) for c in uploads] == [("a", 100)], "one node's replicas hold the whole state"
     world.log_appends()
@@ -199,16 +199,16 @@ def test_fenced_coordinator_stops_and_touches_nothing() -> None:
 
 
 def test_table_only_the_end_is_terminal_and_all_states_can_reach_it() -> None:
-    assert [state for state in State if terminal(state)] == [State.DONE]
-    assert set(TRANSITIONS) == set(State)
-    for state in State:
+    assert [state for state in MachineState if terminal(state)] == [MachineState.DONE]
+    assert set(TRANSITIONS) == set(MachineState)
+    for state in MachineState:
         seen, todo = set(), [state]
         while todo:
             at = todo.pop()
             if at not in seen:
                 seen.add(at)
                 todo += TRANSITIONS[at]
-        assert State.DONE in seen
+        assert MachineState.DONE in seen
 
 
 @pytest.mark.parametrize("kind", ["peer_lost", "failed"])
@@ -217,7 +217,7 @@ def test_outcome_of_an_older_generation_is_ignored(kind: str) -> None:
     spec = world.up(("a", 4))
     old = m.GenerationId(spec.id.term, spec.id.n - 1)
     assert world.send(m.Outcome(spec.members[0].worker, old, kind, 3)) == []  # type: ignore[arg-type]
-    assert world.state is State.RUNNING
+    assert world.state is MachineState.RUNNING
 
 
 def test_the_stuck_member_is_found_by_its_silence_and_killed() -> None:

@@ -15,6 +15,7 @@ from picotron_ray.coordinator.policies.membership import RosterWorker
 from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.recovery import ask_again
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
 
 
 def begin(memory: MachineMemory, event: m.Begin) -> None:
@@ -82,7 +83,7 @@ def _adopt(memory: MachineMemory, spec: m.GenerationSpec, logged: set[m.Generati
             continue
         if member.node in heard:
             text = f"worker {member.worker} on {member.node} was gone when the coordinator came back"
-            blame(memory, "killed", member.worker, culprit=True, text=text)
+            blame(memory, FailureKind.WORKER_EXITED, member.worker, culprit=True, text=text, cause="killed")
         else:  # not heard is not lost: its call fails, or it stays silent, if it is
             memory.roster.join(
                 member.node, sum(other.node == member.node for other in spec.members), memory.now
@@ -183,13 +184,15 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
         if memory.state is MachineState.RUNNING:
             memory.reason = f"members left: {event.kind} {event.detail}".strip()
             memory.go(MachineState.LEAVING)
-    elif event.kind == "peer_lost":
-        blame(memory, "peer lost", event.worker, culprit=False, text=f"worker {event.worker} lost a peer")
+    elif event.kind is FailureKind.PEER_LOST:
+        text = f"worker {event.worker} lost a peer"
+        blame(memory, event.kind, event.worker, culprit=False, text=text)
     elif event.detail.startswith("corrupt:"):
         _quarantine(memory, event.worker, event.detail.removeprefix("corrupt:").strip())
     else:
         text = f"worker {event.worker} failed: {event.detail}"
-        blame(memory, event.detail.split(":")[0] or "failed", event.worker, culprit=True, text=text)
+        cause = event.detail.split(":")[0]
+        blame(memory, FailureKind.FAILED, event.worker, culprit=True, text=text, cause=cause)
 
 
 def stalled(memory: MachineMemory, event: m.Stalled) -> None:
@@ -203,7 +206,7 @@ def stalled(memory: MachineMemory, event: m.Stalled) -> None:
     ):
         return
     text = f"worker {event.worker} has been in phase {event.phase} for {event.waited_s:.1f} s"
-    blame(memory, "hang", event.worker, culprit=False, text=text)
+    blame(memory, FailureKind.HANG, event.worker, culprit=False, text=text)
 
 
 def _quarantine(memory: MachineMemory, worker: str, name: str) -> None:
@@ -219,7 +222,8 @@ def _quarantine(memory: MachineMemory, worker: str, name: str) -> None:
         memory.bad_manifests.add(name)
         known = True
     text = f"worker {worker} found {name} corrupt: it is not used again"
-    blame(memory, "corrupt" if known else "failed", worker, culprit=True, text=text)
+    kind = FailureKind.CORRUPT if known else FailureKind.FAILED
+    blame(memory, kind, worker, culprit=True, text=text)
 
 
 def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from picotron_ray.coordinator.machine_memory import Incident, MachineMemory
 from picotron_ray.coordinator.messages import Interrupt, KillWorker
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
 
 MOST_KILLS = 3  # a worker ordered to die this often without an answer counts as dead
 SETTLE_FACTOR = 5.0  # x interrupt_timeout_s: from the first orderly outcome to the last one
@@ -22,20 +23,27 @@ def leave(memory: MachineMemory, reason: str) -> None:
     _interrupt(memory, "boundary")
 
 
-def blame(memory: MachineMemory, kind: str, target: str, *, culprit: bool, text: str) -> None:
+def blame(
+    memory: MachineMemory, kind: FailureKind, target: str, *, culprit: bool, text: str, cause: str = ""
+) -> None:
     """Note a failure of the running generation; the first one aborts it.
 
     A member that lost a peer only suffers: the peer's own end, where it is heard of later, replaces it.
+
+    Args:
+        target: worker or node that is concerned.
+        culprit: the target caused it, rather than suffered from it.
+        cause: the reporter's own word for it; empty: the kind says all.
     """
     assert memory.spec is not None
-    memory.alert(
-        "warning", "failure", text, cause=kind, target=target, step=memory.seen_step, culprit=culprit
-    )
+    cause = cause or kind.value
+    step = memory.seen_step
+    memory.alert("warning", "failure", text, cause=cause, target=target, step=step, culprit=culprit)
     incident = memory.incident
     if incident is None:
-        memory.incident = Incident(kind, target, memory.seen_step, memory.now, culprit)
+        memory.incident = Incident(kind, cause, target, step, memory.now, culprit)
     elif culprit and not incident.culprit:
-        incident.kind, incident.target, incident.culprit = kind, target, True
+        incident.kind, incident.cause, incident.target, incident.culprit = kind, cause, target, True
     if memory.state in (MachineState.RUNNING, MachineState.LEAVING):
         memory.reason = text
         memory.go(MachineState.ABORTING)
@@ -61,7 +69,13 @@ def step_leaving(memory: MachineMemory) -> bool:
         memory.deadline = memory.now + SETTLE_FACTOR * memory.job.elastic.interrupt_timeout_s
     if memory.deadline is not None and memory.now >= memory.deadline:
         worker = unsettled[0].worker
-        blame(memory, "late", worker, culprit=True, text=f"worker {worker} did not stop with the others")
+        blame(
+            memory,
+            FailureKind.LATE,
+            worker,
+            culprit=True,
+            text=f"worker {worker} did not stop with the others",
+        )
     elif memory.boundary_asked and memory.now >= memory.remind_at:
         _interrupt(memory, "boundary")
     return False
@@ -90,7 +104,8 @@ def _find_culprit(memory: MachineMemory, worker: str) -> None:
     """Who does not answer is to blame where so far only its victims were heard."""
     incident = memory.incident
     if incident is not None and not incident.culprit:
-        incident.kind, incident.target, incident.culprit = "hang", worker, True
+        incident.kind, incident.target, incident.culprit = FailureKind.HANG, worker, True
+        incident.cause = incident.kind.value
 
 
 def kill(memory: MachineMemory, name: str, reason: str) -> None:

@@ -8,6 +8,7 @@ from picotron_ray.coordinator.messages import StartWorker
 from picotron_ray.coordinator.policies import scale_up
 from picotron_ray.coordinator.policies.membership import RosterWorker, starts
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
 
 REPLACE_AFTER_S = 2.0  # replacements wait for the survivors' first step, which they would slow down
 
@@ -25,9 +26,11 @@ def lose_node(memory: MachineMemory, node: str, reason: str, *, silent: bool = F
     text = f"node {node} lost ({reason}) with {len(gone)} workers"
     hit = [worker for worker in gone if worker.name in members]
     if hit and memory.in_generation:
-        blame(memory, "node lost", node, culprit=True, text=text)
+        blame(memory, FailureKind.NODE_LOST, node, culprit=True, text=text)
     else:
-        memory.alert("warning", "failure", text, cause="node lost", target=node, step=memory.seen_step)
+        memory.alert(
+            "warning", "failure", text, cause=FailureKind.NODE_LOST.value, target=node, step=memory.seen_step
+        )
 
 
 def worker_gone(memory: MachineMemory, worker: RosterWorker, cause: str) -> None:
@@ -39,7 +42,7 @@ def worker_gone(memory: MachineMemory, worker: RosterWorker, cause: str) -> None
     if worker.state == "starting":
         start_failed(memory, worker.node, text)
     elif worker.state == "busy" and memory.in_generation and worker.name not in memory.outcomes:
-        blame(memory, cause, worker.name, culprit=True, text=text)
+        blame(memory, FailureKind.WORKER_EXITED, worker.name, culprit=True, text=text, cause=cause)
     else:
         memory.alert("warning", "failure", text, cause=cause, target=worker.name, step=memory.seen_step)
 
@@ -47,7 +50,9 @@ def worker_gone(memory: MachineMemory, worker: RosterWorker, cause: str) -> None
 def start_failed(memory: MachineMemory, node: str, text: str) -> None:
     """A start that fails is tried again later on; before any generation ran, not for ever."""
     memory.roster.start_failed(node, memory.now)
-    memory.alert("warning", "failure", text, cause="start_failed", target=node, step=memory.seen_step)
+    memory.alert(
+        "warning", "failure", text, cause=FailureKind.START_FAILED.value, target=node, step=memory.seen_step
+    )
     worst = max((n.failed_starts for n in memory.roster.nodes.values()), default=0)
     limit = memory.job.elastic.max_failures_without_progress
     idle = memory.state in (MachineState.STARTING, MachineState.WAITING)

@@ -25,10 +25,11 @@ from picotron_ray.coordinator.messages import (
     Outcome,
     SlotInfo,
 )
-from picotron_ray.coordinator.policies.failure import Breaker, Remedy
+from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.policies.membership import Roster
 from picotron_ray.coordinator.states import TRANSITIONS, MachineState
 from picotron_ray.errors import LayoutError
+from picotron_ray.failures import FailureKind, Remedy
 from picotron_ray.layout.layout import Layout
 
 
@@ -50,7 +51,8 @@ Choose = Callable[[int], LayoutProposal]
 class Incident:
     """Why a generation ended other than in order."""
 
-    kind: str
+    kind: FailureKind
+    cause: str  # in the words of who reported it, such as the reason of a process's end
     target: str
     step: int  # finished steps that were seen when it struck
     at: float

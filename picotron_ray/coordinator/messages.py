@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 
 # --- values ----------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class Commit:
     seq: int  # number of the log entry
 
 
-OutcomeKind = Literal["finished", "interrupted", "peer_lost", "failed"]
+OutcomeKind = Literal["finished", "interrupted", FailureKind.PEER_LOST, FailureKind.FAILED]
 
 # --- events ----------------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ from picotron_ray.coordinator.messages import (
     RunGeneration,
     Source,
 )
-from picotron_ray.coordinator.policies.failure import Remedy
 from picotron_ray.coordinator.policies.membership import choose_members
 from picotron_ray.coordinator.policies.restore_point import newest_commit, restore_point
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import Remedy
 
 MOST_ASKED = 3  # rounds after which a node's inventory is done without
 COMMIT_PATIENCE_S = 5.0  # longest wait for the reply to a commit that would save steps
@@ -221,7 +221,7 @@ def _report(memory: MachineMemory, spec: GenerationSpec, why: str) -> None:
         "recovery",
         f"{text}; {lost} steps lost to: {memory.reason}",
         **data,
-        cause=incident.kind,
+        cause=incident.cause,
         target=incident.target,
         step=incident.step,
         lost_steps=lost,

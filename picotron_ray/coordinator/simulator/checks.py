@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.policies.failure import Remedy
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.training import (
     LONGEST_RENDEZVOUS_S,
@@ -26,6 +25,7 @@ from picotron_ray.coordinator.simulator.training import (
     complete,
 )
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind, Remedy
 
 if TYPE_CHECKING:
     from picotron_ray.coordinator.simulator.nodes import SimWorker
@@ -114,7 +114,7 @@ class Checks:
             and self.sim.now >= generation.made_at + LONGEST_RENDEZVOUS_S
         )
         incident = shell.machine.memory.incident
-        silent = incident is not None and incident.kind == "node lost"
+        silent = incident is not None and incident.kind is FailureKind.NODE_LOST
         if well and not slow and (not silent or all(self.sim.reachable(worker.node) for worker in members)):
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
 

@@ -9,6 +9,7 @@ from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.shell import Shell
 from picotron_ray.coordinator.simulator.world import RESTART_S, Sim
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
 
 Fault = Callable[[Sim], None]
 
@@ -38,7 +39,7 @@ def error(sim: Sim) -> None:
     if workers := [w for w in _workers(sim) if w.generation is not None and not w.hung]:
         worker = sim.rng.pick(workers)
         if worker.generation is not None:
-            worker.leave(worker.generation, "failed", sim.rng.pick(("nan", "oom", "error: boom")))
+            worker.leave(worker.generation, FailureKind.FAILED, sim.rng.pick(("nan", "oom", "error: boom")))
 
 
 def node(sim: Sim) -> None:

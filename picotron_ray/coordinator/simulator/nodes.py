@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.training import SimGeneration, SimSlot
+from picotron_ray.failures import FailureKind
 
 if TYPE_CHECKING:
     from picotron_ray.coordinator.simulator.world import Sim
@@ -56,7 +57,7 @@ class SimWorker:
         if mode == "boundary" and not at.broken:
             at.boundary = True
         elif mode == "hard":
-            self.leave(at, "peer_lost")
+            self.leave(at, FailureKind.PEER_LOST)
 
     def leave(self, generation: SimGeneration, kind: m.OutcomeKind, detail: str = "") -> None:
         """End the generation on this member; leaving early breaks it for the others."""

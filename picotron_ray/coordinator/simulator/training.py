@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class SimGeneration:
             self.sim.after(LONGEST_RENDEZVOUS_S, self._expect_all)
         self.joined.add(worker.name)
         if self.broken:
-            self.sim.after(0.05, worker.leave, self, "peer_lost")
+            self.sim.after(0.05, worker.leave, self, FailureKind.PEER_LOST)
         elif len(self.joined) == len(self.spec.members):
             self.sim.after(self.sim.rng.uniform(0.1, 0.6), self._start)
 
@@ -85,7 +86,7 @@ class SimGeneration:
         members = self.members()
         for at, worker in enumerate(members):
             if at == 0 or self.sim.rng.chance(0.5):
-                worker.leave(self, "failed", detail)
+                worker.leave(self, FailureKind.FAILED, detail)
 
     def _next(self) -> None:
         self.began_at = self.sim.now
@@ -198,7 +199,7 @@ class SimGeneration:
             worker.clean = self.step + rng.below(2) if inside_optimizer else self.step
             worker.writing = inside_optimizer and rng.chance(0.3)
             if worker.generation is self and not worker.hung and rng.chance(0.5):
-                self.sim.after(rng.uniform(0.01, 0.1), worker.leave, self, "peer_lost")
+                self.sim.after(rng.uniform(0.01, 0.1), worker.leave, self, FailureKind.PEER_LOST)
 
     def flush(self, worker: SimWorker) -> None:
         """A survivor writes down its live state, where it is clean."""

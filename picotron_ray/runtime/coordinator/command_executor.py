@@ -16,6 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.errors import CorruptError
+from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.run_storage.run_store import Archive
@@ -118,7 +119,9 @@ class CommandExecutor:
                 self._report(m.WorkerExited(member.worker, "process died"))
                 return
             except RayError as error:
-                self._report(m.Outcome(member.worker, spec.id, "failed", -1, f"error: {_line(error)}"))
+                self._report(
+                    m.Outcome(member.worker, spec.id, FailureKind.FAILED, -1, f"error: {_line(error)}")
+                )
                 return
             else:
                 self._report(answer)

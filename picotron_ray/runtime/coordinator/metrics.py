@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import REPORTED
 from picotron_ray.observability.catalogue import CATALOGUE, COMMIT_BUCKETS_S, RECOVERY_BUCKETS_S
 from picotron_ray.observability.exporter import Distribution, Sample
-from picotron_ray.runtime.coordinator.run_record import FAILURE_PRECEDENCE, Measured, RunRecord
+from picotron_ray.runtime.coordinator.run_record import Measured, RunRecord
 
 NO_EVENTS = 1 << 62
 LEVELS = ("info", "warning", "error")
@@ -34,9 +35,9 @@ class CoordinatorFigures:
         failures, state = status["failures"], self._state()
         for known in MachineState:
             yield Sample("picotron_elastic_state", float(known is state), {"state": str(known)})
-        for kind in FAILURE_PRECEDENCE:
+        for kind in REPORTED:
             count = sum(failure["kind"] == kind for failure in failures)
-            yield Sample("picotron_elastic_failures_total", count, {"kind": kind})
+            yield Sample("picotron_elastic_failures_total", count, {"kind": kind.value})
         for level in LEVELS:
             yield Sample("picotron_elastic_events_total", measured.noted.get(level, 0), {"level": level})
         yield Sample("picotron_elastic_lost_steps_total", sum(failure["lost_steps"] for failure in failures))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode
+from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
 
 if TYPE_CHECKING:
     from picotron_ray.runtime.run_storage.run_store import Archive
@@ -23,20 +24,16 @@ EVENTS_KEPT = 1000
 EXIT_CODES = {"finished": 0, "failed": 3, "storage": 4, "fenced": 3, "stopped": 130}
 
 
-FAILURE_PRECEDENCE = ("peer-lost", "failed", "worker-exited", "hang", "node-lost")
-"""Kinds of failure; each explains those before it (a stuck worker is killed: that exit is its hang)."""
-
-
-def _sign(event: m.Event) -> tuple[str, str] | None:
-    """The kind of failure that an event is a sign of, and the worker or node concerned."""
+def _sign(event: m.Event) -> tuple[FailureKind, str] | None:
+    """Kind of failure that an event is a sign of, and the worker or node concerned; None for others."""
     if isinstance(event, m.WorkerExited):
-        return "worker-exited", event.worker
+        return FailureKind.WORKER_EXITED, event.worker
     if isinstance(event, m.Stalled):
-        return "hang", event.worker
+        return FailureKind.HANG, event.worker
     if isinstance(event, m.NodeLost):
-        return "node-lost", event.node
-    if isinstance(event, m.Outcome) and event.kind in ("peer_lost", "failed"):
-        return event.kind.replace("_", "-"), event.worker
+        return FailureKind.NODE_LOST, event.node
+    if isinstance(event, m.Outcome) and isinstance(event.kind, FailureKind):
+        return event.kind, event.worker
     return None
 
 
@@ -44,7 +41,7 @@ def _sign(event: m.Event) -> tuple[str, str] | None:
 class FailureRecord:
     """One interruption of training: what failed, when it was noticed, and when steps went on."""
 
-    kind: str
+    kind: FailureKind
     target: str
     step: int
     detected_s: float  # since the start of the run
@@ -205,11 +202,9 @@ class RunRecord:
     def _judged(self, data: dict[str, Any], at_s: float) -> None:
         """A failure that the machine found without a sign of its own, as at a term's beginning."""
         if not self._open and self._facts.generations:
-            kind = str(data.get("cause", "")).replace(" ", "-")
+            kind = FailureKind.named(str(data.get("cause", ""))) or FailureKind.FAILED
             target = str(data.get("target", ""))
-            self._failed(
-                kind if kind in FAILURE_PRECEDENCE else "failed", target, self._facts.generations[-1], at_s
-            )
+            self._failed(FAILURE_RULES[kind].reported_as, target, self._facts.generations[-1], at_s)
 
     def _went_on(self, record: GenerationRecord, at_s: float) -> None:
         """The first step of a generation ends the records of all failures before it."""
@@ -217,7 +212,7 @@ class RunRecord:
             failure.recovered_s = at_s - (self._began + failure.detected_s)
             self._open.remove(failure)
 
-    def _failed(self, kind: str, target: str, record: GenerationRecord, at_s: float) -> None:
+    def _failed(self, kind: FailureKind, target: str, record: GenerationRecord, at_s: float) -> None:
         """The first sign of a failure opens its record; the gravest sign names it, however late it comes."""
         last = self._facts.failures[-1] if self._facts.failures else None
         if target in record.involved and (last is None or last.involved is not record.involved):
@@ -226,11 +221,7 @@ class RunRecord:
             )
             self._facts.failures.append(failure)
             self._open.append(failure)
-        elif (
-            last is not None
-            and target in last.involved
-            and FAILURE_PRECEDENCE.index(kind) > FAILURE_PRECEDENCE.index(last.kind)
-        ):
+        elif last is not None and target in last.involved and explains(kind, last.kind):
             last.kind, last.target = kind, target
 
     def _generation(self, spec: m.GenerationSpec) -> None:
@@ -399,7 +390,7 @@ def _generation_entry(record: GenerationRecord) -> dict[str, Any]:
 
 def _failure(failure: FailureRecord) -> dict[str, Any]:
     return {
-        "kind": failure.kind,
+        "kind": failure.kind.value,
         "target": failure.target,
         "step": failure.step,
         "detected_s": failure.detected_s,

@@ -33,6 +33,7 @@ from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKi
 from picotron_ray.data.dataset import DataSplits
 from picotron_ray.data.loader import Loader
 from picotron_ray.errors import CorruptError, PeerLostError, StorageError
+from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.train.engine import Engine, build_engine
@@ -110,7 +111,7 @@ class GenerationRun:
             kind, detail = self._train(), ""
         except Exception as error:
             kind, detail = self._judge(error)
-            if kind == "failed":
+            if kind is FailureKind.FAILED:
                 log.exception("generation %s failed on rank %d", self.spec.id, self.rank)
             error.__traceback__ = None  # its frames hold the model and the groups
         step = self._leave()
@@ -250,14 +251,14 @@ class GenerationRun:
     def _judge(self, error: Exception) -> tuple[OutcomeKind, str]:
         if isinstance(error, CorruptError):
             where = error.where if self.spec.source.kind == "slots" else self.spec.source.manifest
-            return "failed", f"corrupt:{where}"
+            return FailureKind.FAILED, f"corrupt:{where}"
         if self._interrupted:
             return "interrupted", ""
         if _out_of_memory(error):
-            return "failed", f"oom: {error}"
+            return FailureKind.FAILED, f"oom: {error}"
         if self._groups.lost_peer(error):
-            return "peer_lost", str(error)[:200]
-        return "failed", f"error: {type(error).__name__}: {error}"
+            return FailureKind.PEER_LOST, str(error)[:200]
+        return FailureKind.FAILED, f"error: {type(error).__name__}: {error}"
 
     def _leave(self) -> int:
         """Flush what is clean, let go of everything; returns the step of the clean state, -1 if none."""

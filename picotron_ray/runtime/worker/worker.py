@@ -25,6 +25,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Outcome, SlotInfo
 from picotron_ray.data.dataset import build_dataset
+from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.chaos import WorkerChaos
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, cache_folder
@@ -99,11 +100,13 @@ class Worker:
         """
         with self._lock:
             if not self._accept(term) or (self._run is not None and spec.id < self._run.spec.id):
-                return Outcome(self._resources.worker, spec.id, "failed", -1, "refused: older term")
+                return Outcome(self._resources.worker, spec.id, FailureKind.FAILED, -1, "refused: older term")
             previous = self._run
             joined = previous is not None and previous.spec.id == spec.id
             if not joined and store is None:
-                return Outcome(self._resources.worker, spec.id, "peer_lost", -1, "no rendezvous store")
+                return Outcome(
+                    self._resources.worker, spec.id, FailureKind.PEER_LOST, -1, "no rendezvous store"
+                )
             if not joined:
                 assert store is not None
                 if previous is not None and not previous.done.is_set():

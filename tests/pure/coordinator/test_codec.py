@@ -16,6 +16,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import MESSAGES, decode, decode_spec, encode, plain
 from picotron_ray.coordinator.replay import event_line, header_line, replay
+from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from tests.support.coordinator_world import World, choose_dp, flush, job, outcomes, snapshot
 
@@ -95,7 +96,9 @@ def recorded() -> list[str]:
     spec = world.up(("a", 4))
     world.now += 0.1
     dead = spec.members[1].worker
-    commands = world.send(m.WorkerExited(dead, "killed"), *outcomes(spec, "peer_lost", 5, but=(dead,)))
+    commands = world.send(
+        m.WorkerExited(dead, "killed"), *outcomes(spec, FailureKind.PEER_LOST, 5, but=(dead,))
+    )
     after = world.run(world.answer(commands, flush(spec, 5, [0, 2, 3])))
     world.wait(2.5)
     again = Recorder(now=world.now)

@@ -12,11 +12,12 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.append_queue import BACKOFF_S, AppendQueue
 from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker, known_layouts
 from picotron_ray.coordinator.lineage import descend, on_lineage
-from picotron_ray.coordinator.policies.failure import Breaker, Remedy
+from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.policies.membership import Roster, RosterWorker, choose_members, starts
 from picotron_ray.coordinator.policies.restore_point import cover, newest_slots, restore_point
 from picotron_ray.coordinator.policies.scale_up import GrowthView, decide
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind, Remedy
 from picotron_ray.layout.layout import Layout
 from tests.support.coordinator_world import World, choose_dp, flush, job, of, outcomes, snapshot
 
@@ -143,7 +144,7 @@ def test_layouts_are_known_from_sources_where_the_log_entry_is_missing() -> None
 
 def test_breaker_changes_the_remedy_before_it_gives_up() -> None:
     breaker = Breaker(100, 6)
-    remedies = [breaker.record("killed", 10)[0] for _ in range(6)]
+    remedies = [breaker.record(FailureKind.WORKER_EXITED, 10)[0] for _ in range(6)]
     assert remedies == [
         Remedy.RETRY, Remedy.EXCLUDE, Remedy.COMMIT, Remedy.SHRINK, Remedy.SHRINK, Remedy.GIVE_UP,
     ]  # fmt: skip
@@ -152,18 +153,18 @@ def test_breaker_changes_the_remedy_before_it_gives_up() -> None:
 def test_breaker_progress_means_a_step_that_was_never_reached() -> None:
     breaker = Breaker(100, 6)
     for _ in range(3):
-        breaker.record("nan", 10)
+        breaker.record(FailureKind.FAILED, 10)
     assert not breaker.progressed(10)
-    assert breaker.record("nan", 8)[0] is Remedy.SHRINK
+    assert breaker.record(FailureKind.FAILED, 8)[0] is Remedy.SHRINK
     assert breaker.progressed(11)
     assert not breaker.progressed(12), "told once"
-    assert breaker.record("nan", 12)[0] is Remedy.RETRY
+    assert breaker.record(FailureKind.FAILED, 12)[0] is Remedy.RETRY
 
 
 def test_breaker_counts_everything_in_total_but_lost_nodes_not_in_a_row() -> None:
     breaker = Breaker(7, 3)
-    assert [breaker.record("node lost", 5)[0] for _ in range(7)] == [Remedy.RETRY] * 7
-    remedy, why = breaker.record("corrupt", 50)
+    assert [breaker.record(FailureKind.NODE_LOST, 5)[0] for _ in range(7)] == [Remedy.RETRY] * 7
+    remedy, why = breaker.record(FailureKind.CORRUPT, 50)
     assert remedy is Remedy.GIVE_UP
     assert "max_failures=7" in why
 
@@ -343,8 +344,8 @@ def test_a_rewind_voids_the_checkpoints_after_it() -> None:
 def fail(world: World, detail: str, step: int = 5, slots: tuple[m.SlotInfo, ...] = ()) -> list[m.Command]:
     """Rank 0 fails, the others lose it; all nodes answer with ``slots``."""
     spec = world.spec
-    first = m.Outcome(spec.members[0].worker, spec.id, "failed", step, detail)
-    commands = world.send(first, *outcomes(spec, "peer_lost", step, but=(spec.members[0].worker,)))
+    first = m.Outcome(spec.members[0].worker, spec.id, FailureKind.FAILED, step, detail)
+    commands = world.send(first, *outcomes(spec, FailureKind.PEER_LOST, step, but=(spec.members[0].worker,)))
     return commands + world.answer(commands, slots)
 
 
@@ -391,7 +392,7 @@ def test_a_corrupt_slot_is_quarantined_and_the_next_rung_used() -> None:
     fail(world, "error: boom", slots=(*flush(first, 5, [0, 1]), *snapshot(first, 4)))
     bad = world.spec.source.slots[0].slot
     spec = world.spec
-    told = [m.Outcome(x.worker, spec.id, "failed", 5, f"corrupt:{bad}") for x in spec.members]
+    told = [m.Outcome(x.worker, spec.id, FailureKind.FAILED, 5, f"corrupt:{bad}") for x in spec.members]
     commands = world.send(*told)
     assert of(commands, m.Quarantine) == [m.Quarantine("a", bad)]
     world.answer(commands, (*flush(first, 5, [0, 1]), *snapshot(first, 4)))
@@ -489,7 +490,9 @@ def test_a_worker_that_does_not_come_up_is_killed_and_tried_again() -> None:
     world.up(("a", 4))
     world.send(m.NodeJoined("b", 1))
     world.send(m.WorkerExited(world.spec.members[0].worker, "killed"))
-    world.answer(world.send(*outcomes(world.spec, "peer_lost", 3, but=(world.spec.members[0].worker,))))
+    world.answer(
+        world.send(*outcomes(world.spec, FailureKind.PEER_LOST, 3, but=(world.spec.members[0].worker,)))
+    )
     (start,) = of(world.wait(3), m.StartWorker)
     assert start.worker in {c.worker for c in of(world.wait(125), m.KillWorker)}
 
@@ -565,7 +568,7 @@ def test_stop_in_the_middle_of_a_recovery_commits_what_there_is() -> None:
     one = world.up(("a", 4))
     dead = one.members[0].worker
     world.send(m.WorkerExited(dead, "killed"), m.UserRequest("stop"))
-    commands = world.send(*outcomes(one, "peer_lost", 7, but=(dead,)))
+    commands = world.send(*outcomes(one, FailureKind.PEER_LOST, 7, but=(dead,)))
     commands = world.answer(commands, flush(one, 7, [1]))
     assert [c.step for c in of(commands, m.Upload)] == [7]
 
@@ -589,7 +592,7 @@ def test_a_commit_on_its_way_is_awaited_rather_than_voided() -> None:
     assert of(world.send(m.Uploaded("a", one.id, 50)), m.AppendCommit)
     commands = world.send(m.NodeLost("a", "removed"))
     alive = [member.worker for member in one.members if member.node == "b"]
-    commands = world.send(*(m.Outcome(w, one.id, "peer_lost", 50) for w in alive))
+    commands = world.send(*(m.Outcome(w, one.id, FailureKind.PEER_LOST, 50) for w in alive))
     assert not of(world.answer(commands), m.RunGeneration)
     commands = world.send(m.Appended("commit", one.id, 50, 9, "m50"))
     assert world.run(commands).source.manifest == "m50"
@@ -599,7 +602,9 @@ def test_without_replacement_the_dead_are_not_replaced() -> None:
     world = World(job(elastic__replace_workers=False))
     one = world.up(("a", 4))
     dead = one.members[0].worker
-    commands = world.send(m.WorkerExited(dead, "killed"), *outcomes(one, "peer_lost", 5, but=(dead,)))
+    commands = world.send(
+        m.WorkerExited(dead, "killed"), *outcomes(one, FailureKind.PEER_LOST, 5, but=(dead,))
+    )
     world.answer(commands, flush(one, 5, [1, 2, 3]))
     assert not of(world.wait(30), m.StartWorker)
 
@@ -619,7 +624,9 @@ def test_a_spare_that_dies_harms_nobody_and_is_replaced() -> None:
     world = World(job(elastic__grow=False))
     one = world.up(("a", 4))
     dead = one.members[0].worker
-    commands = world.send(m.WorkerExited(dead, "killed"), *outcomes(one, "peer_lost", 5, but=(dead,)))
+    commands = world.send(
+        m.WorkerExited(dead, "killed"), *outcomes(one, FailureKind.PEER_LOST, 5, but=(dead,))
+    )
     world.answer(commands, flush(one, 5, [1, 2, 3]))
     (start,) = of(world.wait(3), m.StartWorker)
     world.send(m.WorkerReady(start.worker, start.node))

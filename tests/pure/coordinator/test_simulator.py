@@ -32,6 +32,7 @@ from picotron_ray.coordinator.simulator.faults import FAULTS
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.run import Report, simulate, simulate_many
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
 
 pytestmark = pytest.mark.timeout(400)  # seconds of work, but a busy machine may stretch them
 
@@ -257,7 +258,7 @@ def silence_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def corrupt_slots_are_offered_again(patch: pytest.MonkeyPatch) -> None:
     def forget(memory: machine_memory.MachineMemory, worker: str, name: str) -> None:
-        generation_stop.blame(memory, "corrupt", worker, culprit=True, text=f"{name} is corrupt")
+        generation_stop.blame(memory, FailureKind.CORRUPT, worker, culprit=True, text=f"{name} is corrupt")
 
     patch.setattr(events, "_quarantine", forget)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from tests.support.coordinator_world import job
@@ -34,7 +35,7 @@ class Run:
             self.record.observe(event, [], BEGAN + at_s)
 
     def outcome(
-        self, worker: str, step: int, first_step_at_s: float = 0.0, kind: Any = "peer_lost"
+        self, worker: str, step: int, first_step_at_s: float = 0.0, kind: Any = FailureKind.PEER_LOST
     ) -> m.Outcome:
         at_s = BEGAN + first_step_at_s if first_step_at_s else 0.0
         return m.Outcome(worker, self.spec.id, kind, step, "", at_s)

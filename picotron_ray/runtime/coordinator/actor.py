@@ -15,7 +15,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import threading
 import time
 from functools import partial
@@ -27,13 +26,13 @@ from ray.util import get_node_ip_address
 
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.service import ChaosFault
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.replay import event_line, header_line
 from picotron_ray.errors import PicotronError, StorageError
 from picotron_ray.planner.device_profile import profile_of
 from picotron_ray.planner.search import choose_layout
+from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
 from picotron_ray.runtime.coordinator.autoscaler import RoomRequest
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
@@ -58,7 +57,7 @@ class Coordinator:
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
         self._job = JobConfig.model_validate(job)
         self._options = options
-        self._archive = Archive(self._job, self._commit_chaos, options.get("origin"))
+        self._archive = Archive(self._job, lambda step: self._chaos.committing(step), options.get("origin"))
         self._cluster = Cluster(self._job)
         self._record = RunRecord(self._job)
         self._followers = Followers()
@@ -68,12 +67,14 @@ class Coordinator:
         self._device = "cuda" if gpus else "cpu"
         choose = partial(choose_layout, self._job, profile=profile_of(self._device))
         self._machine = Machine(self._job, choose)
-        self._struck: set[int] = set()
         self._event_log: Path | None = None
         self._tracking: Tracking | None = None
         self._loop = asyncio.new_event_loop()
         self._executor = CommandExecutor(
             self._loop, self._cluster, self._archive, self._record, self._dispatch
+        )
+        self._chaos = CoordinatorChaos(
+            self._job.chaos, self._archive.claim_fault, self._cluster, self._executor.spawn
         )
         threading.Thread(target=self._serve, name="coordinator", daemon=True).start()
 
@@ -122,7 +123,7 @@ class Coordinator:
         self._cluster.heard(node)
         self._record.figures(node, figures)
         self._post(m.Heartbeat(node, newest, steps))
-        self._loop.call_soon_threadsafe(self._scripted_faults, max(steps.values(), default=0))
+        self._loop.call_soon_threadsafe(self._chaos.reached, max(steps.values(), default=0))
 
     def sealed(self, node: str, generation: tuple[int, int], step: int, slots: list[m.SlotInfo]) -> None:
         """All members on a node sealed a pinned snapshot."""
@@ -268,30 +269,6 @@ class Coordinator:
         while not self._record.status(0)["done"]:
             self._dispatch(m.UserRequest("stop"))
             await asyncio.sleep(owner_process.POLL_S)
-
-    # --- scripted faults ---------------------------------------------------------------------------------
-
-    def _scripted_faults(self, step: int) -> None:
-        for index, fault in enumerate(self._job.chaos):
-            if step < fault.step or fault.target.startswith("worker:") or fault.phase == "commit":
-                continue
-            if index not in self._struck:
-                self._struck.add(index)
-                self._executor.spawn(self._strike(index, fault))
-
-    async def _strike(self, index: int, fault: ChaosFault) -> None:
-        if not await asyncio.to_thread(self._archive.claim_fault, index):
-            return
-        if fault.target == "coordinator":
-            os.kill(os.getpid(), signal.SIGKILL)
-        await self._cluster.remove_node(int(fault.target.removeprefix("node:")))
-
-    def _commit_chaos(self, step: int) -> None:
-        """Between a commit's manifest and its log entry."""
-        for index, fault in enumerate(self._job.chaos):
-            due = fault.target == "coordinator" and fault.phase == "commit" and step >= fault.step
-            if due and self._archive.claim_fault(index):
-                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def event_log_lines(folder: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Outcome, SlotInfo
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.failures import FailureKind
-from picotron_ray.runtime.chaos import WorkerChaos
+from picotron_ray.runtime.chaos.worker_chaos import WorkerChaos
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, cache_folder
 from picotron_ray.runtime.worker.generation import GenerationRun, WorkerResources

@@ -13,25 +13,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.coverage import Coverage
-from picotron_ray.coordinator.simulator.training import (
-    LONGEST_RENDEZVOUS_S,
-    SimGeneration,
-    SimSlot,
-    StepHistory,
-    complete,
-)
+from picotron_ray.coordinator.simulator.protocols import Coordinator, Generation, Worker
+from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory, complete
+from picotron_ray.coordinator.simulator.training import LONGEST_RENDEZVOUS_S
+from picotron_ray.coordinator.simulator.world import Sim
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind, Remedy
-
-if TYPE_CHECKING:
-    from picotron_ray.coordinator.simulator.nodes import SimWorker
-    from picotron_ray.coordinator.simulator.shell import Shell
-    from picotron_ray.coordinator.simulator.world import Sim
-
 
 CALM_S = 20.0  # after the last fault's own consequences: time to start workers and grow
 LONGEST_REPLY_S = 0.2  # of storage that is not disturbed
@@ -52,7 +42,7 @@ class Checks:
 
     # --- what the machine did ------------------------------------------------------------------------
 
-    def handled(self, shell: Shell, event: m.Event, commands: Sequence[m.Command]) -> None:
+    def handled(self, shell: Coordinator, event: m.Event, commands: Sequence[m.Command]) -> None:
         """After each event of each coordinator."""
         for pair in shell.machine.memory.transitions:
             self.coverage.note(pair)
@@ -77,7 +67,7 @@ class Checks:
             elif isinstance(command, m.Finish):
                 self._finished(shell, command)
 
-    def _finished(self, shell: Shell, command: m.Finish) -> None:
+    def _finished(self, shell: Coordinator, command: m.Finish) -> None:
         """The present coordinator may only end a finished run; one that was replaced must be fenced."""
         if self.sim.shell is not shell:
             return
@@ -101,7 +91,7 @@ class Checks:
         if busy := [w.name for n in self.sim.nodes.values() for w in n.workers.values() if self._at_work(w)]:
             self.sim.violation(f"the run ended while {', '.join(busy)} were in a generation")
 
-    def _abort_has_a_reason(self, shell: Shell) -> None:
+    def _abort_has_a_reason(self, shell: Coordinator) -> None:
         """A generation in which everybody trains, and is heard, is not torn apart."""
         spec = shell.machine.memory.spec
         generation = None if spec is None else self.sim.generations.get(spec.id)
@@ -118,7 +108,7 @@ class Checks:
         if well and not slow and (not silent or all(self.sim.reachable(worker.node) for worker in members)):
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
 
-    def _uses_all_it_can(self, shell: Shell) -> None:
+    def _uses_all_it_can(self, shell: Coordinator) -> None:
         """Long after the last fault, a run trains on as many workers as its planner wants."""
         spec, job = shell.machine.memory.spec, self.sim.job
         if spec is None or self.stepped_at < self.sim.quiet_at + CALM_S:
@@ -128,13 +118,13 @@ class Checks:
         if len(spec.members) < wanted:
             self.sim.violation(f"ended on {len(spec.members)} workers, {wanted} were to be had")
 
-    def _at_work(self, worker: SimWorker) -> bool:
+    def _at_work(self, worker: Worker) -> bool:
         """In a generation, alive, and within reach."""
         return worker.generation is not None and not worker.hung and self.sim.reachable(worker.node)
 
     # --- launches -------------------------------------------------------------------------------------
 
-    def launched(self, shell: Shell, spec: m.GenerationSpec) -> None:
+    def launched(self, shell: Coordinator, spec: m.GenerationSpec) -> None:
         """Before the order goes out."""
         if spec.id in self.specs:
             self.sim.violation(f"generation {spec.id} was launched twice")
@@ -150,7 +140,7 @@ class Checks:
         self.specs[spec.id] = spec
 
     def _source_is_sound(
-        self, shell: Shell, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
+        self, shell: Coordinator, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
     ) -> None:
         source = spec.source
         if source.generation is None:
@@ -167,7 +157,7 @@ class Checks:
             self._exact(self.history_of(source.slots), source.step)
 
     def _source_is_newest(
-        self, shell: Shell, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
+        self, shell: Coordinator, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
     ) -> None:
         memory = shell.machine.memory
         best = max(self._commit_steps(shell, chain), default=0)
@@ -189,14 +179,14 @@ class Checks:
             if old and good and self._valid(chain, commit.generation, commit.step):
                 yield commit.step
 
-    def _commit_steps(self, shell: Shell, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+    def _commit_steps(self, shell: Coordinator, chain: dict[m.GenerationId, int]) -> Iterator[int]:
         for commit in shell.commits:
             if commit.manifest not in self.sim.bad_manifests and self._valid(
                 chain, commit.generation, commit.step
             ):
                 yield commit.step
 
-    def _slot_steps(self, shell: Shell, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+    def _slot_steps(self, shell: Coordinator, chain: dict[m.GenerationId, int]) -> Iterator[int]:
         """Steps of all complete states that the coordinator could have known of."""
         states: dict[tuple[m.GenerationId, int], list[m.SlotInfo]] = defaultdict(list)
         for name in shell.machine.memory.roster.nodes:
@@ -257,7 +247,7 @@ class Checks:
         if generation is None or generation.step <= newest.resume_step:
             self.sim.violation(f"{info.slot} was deleted while {newest.id} restores from it")
 
-    def stepped(self, generation: SimGeneration) -> None:
+    def stepped(self, generation: Generation) -> None:
         """A step was finished just now."""
         self.stepped_at = self.sim.now
 

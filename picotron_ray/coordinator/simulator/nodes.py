@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator.training import SimGeneration, SimSlot
+from picotron_ray.coordinator.simulator.protocols import Generation, World
+from picotron_ray.coordinator.simulator.slots import SimSlot
 from picotron_ray.failures import FailureKind
-
-if TYPE_CHECKING:
-    from picotron_ray.coordinator.simulator.world import Sim
 
 
 class SimWorker:
@@ -31,7 +27,7 @@ class SimWorker:
     def __init__(self, name: str, node: SimNode) -> None:
         self.name, self.node = name, node
         self.ready = self.hung = False
-        self.generation: SimGeneration | None = None
+        self.generation: Generation | None = None
         self.last: m.GenerationId | None = None  # newest generation that it was told to run
         self.outcome: m.Outcome | None = None
         self.clean, self.writing = 0, False
@@ -59,7 +55,7 @@ class SimWorker:
         elif mode == "hard":
             self.leave(at, FailureKind.PEER_LOST)
 
-    def leave(self, generation: SimGeneration, kind: m.OutcomeKind, detail: str = "") -> None:
+    def leave(self, generation: Generation, kind: m.OutcomeKind, detail: str = "") -> None:
         """End the generation on this member; leaving early breaks it for the others."""
         if self.generation is not generation or self.node.sim.worker(self.name) is not self or self.hung:
             return
@@ -79,7 +75,7 @@ class SimWorker:
 class SimNode:
     """A node with its agent; it dies with everything on it."""
 
-    def __init__(self, sim: Sim, name: str, capacity: int) -> None:
+    def __init__(self, sim: World, name: str, capacity: int) -> None:
         self.sim, self.name, self.capacity = sim, name, capacity
         self.term = 0  # newest coordinator heard of
         self.workers: dict[str, SimWorker] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator.training import SimSlot, StepHistory, complete
+from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory, complete
 
 
 class SimLogEntry(NamedTuple):

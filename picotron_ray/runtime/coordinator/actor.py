@@ -184,7 +184,7 @@ class Coordinator:
         self._record.recall(event_log_lines(folder))
         self._event_log = folder / f"events-{self._executor.term}.jsonl"
         self._event_log.write_text(header_line(self._job, {"device": self._device}) + "\n")
-        self._record.begin(self._executor.term, self._archive)
+        self._record.begin(self._executor.term, self._archive.commit_figures)
         for line in self._options.get("notes", ()):
             self._record.note("info", "launch", line)
         for line in self._archive.news:

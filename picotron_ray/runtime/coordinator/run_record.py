@@ -8,92 +8,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
+from picotron_ray.runtime.coordinator.records import (
+    Facts,
+    FailureRecord,
+    GenerationRecord,
+    Measured,
+    failure_entry,
+    generation_entry,
+    sign_of,
+)
 
-if TYPE_CHECKING:
-    from picotron_ray.runtime.run_storage.run_store import Archive
-
-EVENTS_KEPT = 1000
 EXIT_CODES = {"finished": 0, "failed": 3, "storage": 4, "fenced": 3, "stopped": 130}
-
-
-def _sign(event: m.Event) -> tuple[FailureKind, str] | None:
-    """Kind of failure that an event is a sign of, and the worker or node concerned; None for others."""
-    if isinstance(event, m.WorkerExited):
-        return FailureKind.WORKER_EXITED, event.worker
-    if isinstance(event, m.Stalled):
-        return FailureKind.HANG, event.worker
-    if isinstance(event, m.NodeLost):
-        return FailureKind.NODE_LOST, event.node
-    if isinstance(event, m.Outcome) and isinstance(event.kind, FailureKind):
-        return event.kind, event.worker
-    return None
-
-
-@dataclass(slots=True)
-class FailureRecord:
-    """One interruption of training: what failed, when it was noticed, and when steps went on."""
-
-    kind: FailureKind
-    target: str
-    step: int
-    detected_s: float  # since the start of the run
-    recovered_s: float | None = None  # from detection to the first finished new step
-    lost_steps: int = 0
-    restored_from: str = ""
-    involved: frozenset[str] = frozenset()  # workers and nodes of the generation that it struck
-
-
-@dataclass(slots=True)
-class GenerationRecord:
-    """One generation as the summary reports it."""
-
-    spec: m.GenerationSpec
-    end_step: int
-    involved: frozenset[str]  # its workers and their nodes
-
-
-@dataclass(slots=True)
-class _Facts:
-    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
-    generations: list[GenerationRecord] = field(default_factory=list)
-    failures: list[FailureRecord] = field(default_factory=list)
-    checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    pages: dict[str, dict[str, Any]] = field(default_factory=dict)
-    submissions: list[dict[str, Any]] = field(default_factory=list)
-    step_times: deque[float] = field(default_factory=lambda: deque(maxlen=500))
-    tokens: int = 0  # up to the newest step that any generation reached
-    committed_at_s: float | None = None
-    noted: Counter[str] = field(default_factory=Counter)  # events for people, by level
-    evaluations: dict[int, float] = field(default_factory=dict)  # loss by step
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A copy of what metrics and trackers want.
-
-    Fields:
-        leader: page of rank 0 of the running generation; empty while there is none.
-        tokens: trained on since step 0; a step that a recovery repeats counts once.
-        noted: events for people, by level.
-        evaluations: held-out loss by step, as far as heartbeats showed them.
-    """
-
-    leader: dict[str, Any]
-    generation: int | None
-    generations: int
-    tokens: int
-    checkpoints: list[dict[str, Any]]
-    committed_at_s: float | None
-    noted: dict[str, int]
-    evaluations: dict[int, float]
 
 
 class RunRecord:
@@ -102,20 +34,21 @@ class RunRecord:
     def __init__(self, job: JobConfig) -> None:
         self._job = job
         self._lock = threading.RLock()
-        self._facts = _Facts()
+        self._facts = Facts()
         self._term = 0
         self._began = time.time()
         self._seq = 0
         self._finish: m.Finish | None = None
         self._summary: dict[str, Any] | None = None
-        self._archive: Archive | None = None
+        self._commit_figures: Mapping[int, dict[str, Any]] = {}  # sizes and times by step
         self._running = False  # a generation of this term, or one that it adopted
         self._open: list[FailureRecord] = []  # no step has gone on since
         self._metrics: dict[str, Any] | None = None
 
-    def begin(self, term: int, archive: Archive) -> None:
+    def begin(self, term: int, commit_figures: Mapping[int, dict[str, Any]]) -> None:
+        """A coordinator of ``term`` takes over; ``commit_figures`` grows with its commits, by step."""
         with self._lock:
-            self._term, self._archive = term, archive
+            self._term, self._commit_figures = term, commit_figures
             self._running = False  # generations so far were recalled
             self.note("info", "term", f"coordinator of term {term}")
 
@@ -195,7 +128,7 @@ class RunRecord:
             record.end_step = max(record.end_step, *event.steps.values(), 0)
             if record.end_step > record.spec.resume_step:
                 self._went_on(record, at_s)
-        sign = _sign(event)
+        sign = sign_of(event)
         if sign is not None:
             self._failed(*sign, record, at_s)
 
@@ -250,7 +183,7 @@ class RunRecord:
         if generations and generations[-1].spec.id == event.generation:
             # a killed worker tells no outcome
             generations[-1].end_step = max(generations[-1].end_step, event.step)
-        figures = self._archive.commit_figures.get(event.step) if self._archive else None
+        figures = self._commit_figures.get(event.step)
         stall_s = max((page["pinned_wait_s"] for page in self._facts.pages.values()), default=0.0)
         self._facts.checkpoints.append({"step": event.step, "stall_s": stall_s, **(figures or {})})
 
@@ -292,7 +225,7 @@ class RunRecord:
                 "committed": max((entry["step"] for entry in self._facts.checkpoints), default=None),
                 "pages": dict(self._facts.pages),
                 "metrics": self._metrics,
-                "failures": [_failure(failure) for failure in self._facts.failures],
+                "failures": [failure_entry(failure) for failure in self._facts.failures],
                 "events": [event for event in self._facts.events if event["seq"] > since],
                 "done": self._summary is not None,
                 "exit_code": EXIT_CODES[self._finish.status] if self._finish else None,
@@ -361,8 +294,8 @@ class RunRecord:
                 "mfu": None,  # needs the device's peak rate: unknown on a CPU
                 "goodput": min(1.0, steps * median / wall) if wall else None,
                 "wall_s": wall,
-                "generations": [_generation_entry(record) for record in facts.generations],
-                "failures": [_failure(failure) for failure in facts.failures],
+                "generations": [generation_entry(record) for record in facts.generations],
+                "failures": [failure_entry(failure) for failure in facts.failures],
                 "checkpoints": list(facts.checkpoints),
             }
 
@@ -373,28 +306,3 @@ class RunRecord:
                 level, finish.status, f"run {finish.status}" + (f": {finish.detail}" if finish.detail else "")
             )
             self._finish, self._summary = finish, summary
-
-
-def _generation_entry(record: GenerationRecord) -> dict[str, Any]:
-    spec = record.spec
-    return {
-        "term": spec.id.term,
-        "n": spec.id.n,
-        "layout": str(spec.layout),
-        "members": [member.worker for member in spec.members],
-        "start_step": spec.resume_step,
-        "end_step": record.end_step,
-        "reason": spec.reason,
-    }
-
-
-def _failure(failure: FailureRecord) -> dict[str, Any]:
-    return {
-        "kind": failure.kind.value,
-        "target": failure.target,
-        "step": failure.step,
-        "detected_s": failure.detected_s,
-        "recovered_s": failure.recovered_s,
-        "lost_steps": failure.lost_steps,
-        "restored_from": failure.restored_from,
-    }

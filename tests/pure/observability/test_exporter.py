@@ -39,10 +39,7 @@ NODE = {"run": "r", "node": "n"}
 SPEC = m.GenerationSpec(m.GenerationId(1, 2), (m.Member("a", "n"),), Layout(), m.Source("slots", 5), "test")
 
 
-class Archive:
-    """What the history asks of the archive: the cost of a commit."""
-
-    commit_figures = {10: {"bytes": 100, "written_bytes": 60, "commit_s": 0.07}}  # noqa: RUF012
+COMMIT_FIGURES = {10: {"bytes": 100, "written_bytes": 60, "commit_s": 0.07}}
 
 
 @pytest.fixture
@@ -64,7 +61,7 @@ def living(folder: Path) -> list[Any]:
 def told_record(folder: Path) -> RunRecord:
     """A run that lost a worker, went on with the page above, and committed."""
     history = RunRecord(job())
-    history.begin(1, Archive())  # type: ignore[arg-type]
+    history.begin(1, COMMIT_FIGURES)
     now = time.time()
     first = m.GenerationSpec(
         m.GenerationId(1, 1), (m.Member("a", "n"), m.Member("b", "n")), Layout(dp=2), m.Source("init", 0), ""

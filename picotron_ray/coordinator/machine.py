@@ -1,12 +1,12 @@
-"""The coordinator's brain: ``handle(event, now)`` returns the commands that follow, and touches nothing.
+"""Pure state machine of the coordinator: ``handle(event, now)`` returns commands and touches nothing.
 
 Use: one ``Machine`` per term. Feed it ``Begin`` first, then every event as it comes, with the time of a
-monotonic clock in seconds; carry out the commands in order; send ``Tick`` at ``wake_at`` and at least
-once a second. All decisions on membership, recovery, growth, commits and the end are taken here.
+monotonic clock in seconds. Carry out the commands in order. Send ``Tick`` at ``wake_at`` and at least once a
+second. All decisions on membership, recovery, growth, commits and the end are taken here.
 
-An event changes the memory (``events``), then the consequences are derived from the whole memory until
-nothing changes any more (``advance``): policies never depend on which event it was. Where the coordinator
-itself was stopped for a while, that time does not count against anybody (``_clock``).
+An event changes the memory (``event_handlers``). Then the consequences are derived from the whole memory
+until nothing changes any more (``advance``), so policies never depend on which event it was. The time for
+which the coordinator itself was stopped does not count against anybody (``_clock``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.append_queue import AppendQueue
 from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker
-from picotron_ray.coordinator.events import HANDLERS
+from picotron_ray.coordinator.event_handlers import HANDLERS
 from picotron_ray.coordinator.generation_stop import step_aborting, step_leaving
 from picotron_ray.coordinator.housekeeping import start_workers, step_running, upkeep, wanted
 from picotron_ray.coordinator.machine_memory import Choose, MachineMemory

@@ -44,7 +44,9 @@ def test_every_message_is_known_to_the_codec() -> None:
     defined = {
         kind.__name__
         for kind in vars(m).values()
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == m.__name__
+        if isinstance(kind, type)
+        and dataclasses.is_dataclass(kind)
+        and kind.__module__.startswith(m.__name__)
     }
     values = {
         "GenerationId", "Fragment", "SlotInfo", "Source", "Member", "Link", "GenerationSpec", "Commit",

@@ -19,7 +19,7 @@ import pytest
 from picotron_ray.coordinator import (
     append_queue,
     checkpoint_tracker,
-    events,
+    event_handlers,
     generation_stop,
     machine,
     machine_memory,
@@ -207,22 +207,22 @@ def one_nodes_upload_makes_a_commit(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def outcomes_of_older_generations_count(patch: pytest.MonkeyPatch) -> None:
-    real = events.outcome
+    real = event_handlers.outcome
 
     def outcome(memory: machine_memory.MachineMemory, event: m.Outcome) -> None:
         real(memory, dataclasses.replace(event, generation=memory.spec.id) if memory.spec else event)
 
-    patch.setitem(events.HANDLERS, m.Outcome, outcome)
+    patch.setitem(event_handlers.HANDLERS, m.Outcome, outcome)
 
 
 @mutation
 def the_fence_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    real = events.appended
+    real = event_handlers.appended
 
     def appended(memory: machine_memory.MachineMemory, event: m.Appended) -> None:
         real(memory, dataclasses.replace(event, fenced=False, error="refused") if event.fenced else event)
 
-    patch.setitem(events.HANDLERS, m.Appended, appended)
+    patch.setitem(event_handlers.HANDLERS, m.Appended, appended)
 
 
 @mutation
@@ -260,7 +260,7 @@ def corrupt_slots_are_offered_again(patch: pytest.MonkeyPatch) -> None:
     def forget(memory: machine_memory.MachineMemory, worker: str, name: str) -> None:
         generation_stop.blame(memory, FailureKind.CORRUPT, worker, culprit=True, text=f"{name} is corrupt")
 
-    patch.setattr(events, "_quarantine", forget)
+    patch.setattr(event_handlers, "_quarantine", forget)
 
 
 @mutation
@@ -295,12 +295,12 @@ def a_boundary_is_left_before_all_have_left(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def workers_of_a_restart_are_taken_for_idle(patch: pytest.MonkeyPatch) -> None:
-    real = events.begin
+    real = event_handlers.begin
 
     def begin(memory: machine_memory.MachineMemory, event: m.Begin) -> None:
         real(memory, dataclasses.replace(event, running=None, busy=()))
 
-    patch.setitem(events.HANDLERS, m.Begin, begin)
+    patch.setitem(event_handlers.HANDLERS, m.Begin, begin)
 
 
 def dict_of_steps() -> dict[MachineState, Any]:

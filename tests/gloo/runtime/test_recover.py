@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from tests.gloo.parallel.test_matrix import WIDE
 from tests.support.gloo.jobs.matrix_jobs import MIXTURE, MODEL, make_job
@@ -50,7 +51,7 @@ def test_survivors_get_out_and_go_on(pool: Pool, tmp_path: Path, layout: Layout,
     struck = time.monotonic()
     told.touch()
     replies = [worker.receive(20) for worker in members if worker is not members[victim]]
-    assert {reply["kind"] for reply in replies} == {"peer_lost"}
+    assert {reply["kind"] for reply in replies} == {FailureKind.PEER_LOST}
     assert max(reply["ended"] for reply in replies) - struck < 1.0
     assert all(FAULT_STEP - 1 <= reply["steps"] <= FAULT_STEP + 1 for reply in replies), replies
     assert max(reply["sockets"] for reply in replies) <= 0, "sockets of the dead generation are left"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-LIGHT = ("errors", "config", "planner", "coordinator", "cli", "launch", "layout", "layout.shards")
+LIGHT = ("errors", "failures", "config", "planner", "coordinator", "cli", "launch", "layout", "layout.shards")
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -2,8 +2,8 @@
 
 ``config`` and ``planner``, which load no torch, ask these of the family that ``model.family`` names. So the
 torch-free files of a family stand below them, although its folder is one of ``models``: they are handed a
-``ModelConfig`` and import its type for type checking alone. One folder for all of an architecture is worth that
-exception in the import contracts (pyproject.toml), which hold it to these files.
+``ModelConfig`` and import its type for type checking alone. One folder for all of an architecture is worth
+that exception in the import contracts (pyproject.toml), which hold it to these files.
 
 Modules, which need torch, are in the family's ``modules.py``; `models.transformer` finds them by its name.
 """

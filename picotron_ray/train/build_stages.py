@@ -26,6 +26,7 @@ from picotron_ray.parallel.attention.backends import AttentionPlan
 from picotron_ray.parallel.data.fsdp import settle
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.parallelize import Plan, parallelize
+from picotron_ray.planner.model_sizes import stage_bounds
 from picotron_ray.train.precision.precision import apply_precision, master_dtype, set_matrix_products
 
 
@@ -44,8 +45,9 @@ def build_stages(
         numbers = " and ".join(str(stage + 1) for stage in stages)
         applied.append(f"pipeline stage {numbers} of {layout.stages}, {layout.schedule}")
     set_matrix_products(job)
+    bounds = stage_bounds(job.model, layout.stages)
     for stage in stages:
-        model = definition.stage(layout.stages, stage).to(master_dtype(job))
+        model = definition.stage(bounds, stage).to(master_dtype(job))
         closed = norm_kernel(job, device.type) == "closed-form"
         norms = definition.close_norms(model) if closed else 0
         said = (f"{norms} norms with gradients in closed form",) if norms else ()

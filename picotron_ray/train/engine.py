@@ -27,7 +27,7 @@ from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
-from picotron_ray.models.definition import definition_of
+from picotron_ray.models.build import definition_of
 from picotron_ray.parallel.data.ddp import replicated
 from picotron_ray.parallel.data.fsdp import before_backward, let_go
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm

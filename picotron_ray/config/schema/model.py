@@ -8,6 +8,7 @@ from pydantic import Field
 
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.custom_model import IMPORT_PATH, BuiltModel, PlanConfig
+from picotron_ray.models.families.registry import FAMILIES, FamilyName
 
 
 class MoeConfig(Section):
@@ -57,9 +58,9 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """A Llama-style decoder (RMSNorm, rotary positions, grouped queries, SwiGLU), GPT-2, or your own."""
 
-    family: Literal["llama", "gpt2"] = Field(
+    family: FamilyName = Field(
         default="llama",
-        description="llama: as other keys say; gpt2: LayerNorm, learned positions, GELU, biases, no dropout",
+        description="; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items()),
     )
     vocab_size: int = Field(
         default=264, ge=2, description="rows of the embedding; at least the tokenizer's vocabulary"
@@ -108,11 +109,6 @@ class ModelConfig(Section):
 
     def __hash__(self) -> int:  # ``arguments`` and ``tensor`` are mappings
         return hash(self.model_dump_json())
-
-    @property
-    def is_gpt2(self) -> bool:
-        """Whether blocks are GPT-2's: LayerNorm, GELU, a bias in every linear layer, no rotary positions."""
-        return self.family == "gpt2"
 
     @property
     def head_size(self) -> int:

@@ -14,7 +14,7 @@ from picotron_ray.config.schema.compute import AdaptivePrecisionConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.parameters import parameter_table
+from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.precision.adaptive import Policy, choose, parts_of
 from picotron_ray.train.precision.gradient_variability import MEMORY_STEPS, GradientSwings

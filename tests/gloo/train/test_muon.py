@@ -17,7 +17,8 @@ from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box
-from picotron_ray.models.parameters import ParameterSpec, parameter_table
+from picotron_ray.models.families.registry import parameter_table
+from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim.matrix_exchange import share_out

@@ -290,7 +290,7 @@ def bench_recovery(
     with reported(json_file == "-"):
         from picotron_ray.bench.common.report import recovery_lines
         from picotron_ray.bench.recovery import bench
-        from picotron_ray.runtime.driver.driver import without_rays_messages
+        from picotron_ray.runtime.driver.follow_run import without_rays_messages
 
         chosen = bench.chosen_peers(peers)
         with without_rays_messages():

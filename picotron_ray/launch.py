@@ -50,12 +50,9 @@ def train(
 ) -> None:
     """Run a job, or attach to the run of its name; SIGINT or SIGTERM stops it with a commit."""
     with reported(as_json):
-        from picotron_ray.config.load import load_job
-
-        job = load_job(config, overrides or [])
         from picotron_ray.runtime.driver.driver import drive
 
-        code = drive(job, as_json=as_json, detach=detach)
+        code = drive(config, overrides or [], as_json=as_json, detach=detach)
     raise typer.Exit(code)
 
 

@@ -18,10 +18,10 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
-from picotron_ray.runtime.driver.submission import with_user_paths
+from picotron_ray.runtime.driver.follow_run import find_coordinator
+from picotron_ray.runtime.driver.resolve_job import INIT_FROM, PATHS, ResolvedJob, resolve
 from picotron_ray.runtime.ray_cluster import local_ray
 from picotron_ray.runtime.ray_cluster.names import cache_folder
-from picotron_ray.runtime.run_storage.init_from import settle
 
 
 def _open(job: JobConfig) -> tuple[Storage, RunLog]:
@@ -80,7 +80,7 @@ def changed_keys(job: JobConfig) -> list[str]:
         saved = json.loads(storage.get("run.json"))["config"]
     except NotFoundError:
         return []
-    here, _ = settle(with_user_paths(job, None), storage)
+    here = resolve(ResolvedJob(job, storage=storage), (PATHS, INIT_FROM)).job
     if not os.path.isabs((saved.get("data") or {}).get("path") or "/"):  # of a Ray job's working_dir
         here = here.model_copy(update={"data": job.data})
     return check_resume(saved, here) or ["nothing changed"]
@@ -109,7 +109,6 @@ def _refuse_running(run: str) -> None:
     local = local_ray.find(run)
     running = local is not None and local.alive
     if os.environ.get("RAY_ADDRESS"):
-        from picotron_ray.runtime.driver.preflight import find_coordinator
         from picotron_ray.runtime.ray_cluster import connect
 
         connect.connect_to(os.environ["RAY_ADDRESS"])

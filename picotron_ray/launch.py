@@ -36,7 +36,8 @@ def reported(as_json: bool) -> Iterator[None]:
         yield
     except PicotronError as error:
         if as_json:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}), flush=True)
+            step = {"step": error.step} if error.step else {}
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code, **step}), flush=True)
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None

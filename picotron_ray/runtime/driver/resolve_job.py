@@ -10,7 +10,8 @@ needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,12 +83,19 @@ def resolve(resolved: ResolvedJob, steps: Sequence[Step]) -> ResolvedJob:
         PicotronError: a step refuses; ``error.step`` names it.
     """
     for step in steps:
-        try:
+        with naming(step.name):
             resolved = step.take(resolved)
-        except PicotronError as error:
-            error.step = error.step or step.name
-            raise
     return resolved
+
+
+@contextlib.contextmanager
+def naming(step: str) -> Iterator[None]:
+    """Write the step's name into an error that leaves it; an inner step's name stays."""
+    try:
+        yield
+    except PicotronError as error:
+        error.step = error.step or step
+        raise
 
 
 def resolve_words(
@@ -324,7 +332,9 @@ PATHS = Step("paths", _paths)
 OWN_MODEL = Step("own model", _own_model)
 DATA = Step("data", _data)
 LAYOUT = Step("layout", _layout)
+STORAGE = Step("storage", _storage)
 INIT_FROM = Step("init_from", _init_from)
+SAME_RUN = Step("same run", _same_run)
 
 FROM_WORDS = (CONFIG, PATHS, OWN_MODEL)
 """From the command line to a job that any process can read."""
@@ -333,9 +343,9 @@ ON_THE_MACHINE = (
     LAYOUT,
     Step("snapshot room", _snapshot_room),
     Step("services", _services),
-    Step("storage", _storage),
+    STORAGE,
     Step("start", _start),
-    Step("same run", _same_run),
+    SAME_RUN,
 )
 """Everything that can be refused before a Ray is asked."""
 ON_THE_CLUSTER = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.runtime.driver.preflight import event_folder
+from picotron_ray.runtime.ray_cluster.names import event_folder
 from tests.support.replays import check_replay
 from tests.support.runs import check_ledger, in_one_process, losses, run, storage_of, tiny_job
 from tests.support.selection import also_deep

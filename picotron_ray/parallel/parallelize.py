@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagePlan:
     """What a stage's modules are to each parallelism.
 
     Fields:
@@ -76,7 +76,7 @@ class Plan:
     stage: int = 0
 
 
-def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
+def parallelize(model: nn.Module, mesh: Mesh, plan: StagePlan) -> tuple[str, ...]:
     """Cut ``model`` (one pipeline stage, on the meta device) in place for ``mesh``.
 
     Returns what was applied, one phrase each. Raises LayoutError where something does not divide.
@@ -131,7 +131,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     return tuple(applied)
 
 
-def _apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[str]:
+def _apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     """Cut the model over tp; what was applied, one phrase each."""
     tp = mesh.group("tp")
     if tp is None:
@@ -148,7 +148,7 @@ def _apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator
         yield f"communication of {overlapped} of them overlapped by {plan.overlap}"
 
 
-def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: Plan) -> Overlap | None:
+def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: StagePlan) -> Overlap | None:
     """What hides tensor parallelism's communication; the stages of a rank share it."""
     if mesh.overlap is None and plan.overlap == "ring":
         mesh.overlap = Ring(tp)
@@ -160,7 +160,7 @@ def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: Plan) -> Overlap | None:
     return mesh.overlap
 
 
-def _apply_kernels(model: nn.Module, plan: Plan, tp: dist.ProcessGroup | None) -> Iterator[str]:
+def _apply_kernels(model: nn.Module, plan: StagePlan, tp: dist.ProcessGroup | None) -> Iterator[str]:
     """Let the modules compute as the plan says; what was applied, one phrase each."""
     heads = named_modules(model, [glob for glob, style in plan.styles if style == "vocab_head"])
     if plan.loss_chunk is not None and heads:

@@ -25,7 +25,7 @@ from picotron_ray.models.layers.moe import MixtureOfExperts
 from picotron_ray.parallel.attention.backends import AttentionPlan
 from picotron_ray.parallel.data.fsdp import settle
 from picotron_ray.parallel.mesh import Mesh
-from picotron_ray.parallel.parallelize import Plan, parallelize
+from picotron_ray.parallel.parallelize import StagePlan, parallelize
 from picotron_ray.train.precision.precision import apply_precision, master_dtype, set_matrix_products
 
 
@@ -66,12 +66,12 @@ def _plan(
     device: torch.device,
     layout: Layout,
     stage: int,
-) -> Plan:
+) -> StagePlan:
     backend = attention_backend(job, device, layout)
     problem = overlap_problem(job, device.type)
     if problem:
         raise LayoutError(f"kernels.tp_overlap: {problem}")
-    return Plan(
+    return StagePlan(
         definition.styles,
         definition.blocks(model),
         AttentionPlan(

@@ -37,11 +37,11 @@ from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
 from picotron_ray.train.build_stages import build_stages, mixtures_of
 from picotron_ray.train.cuda_graphs import HELD_BACK, StepGraph, clear
-from picotron_ray.train.expert_balance import Balance, Load
-from picotron_ray.train.micro_batches import Inputs, MicroBatch
+from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
+from picotron_ray.train.micro_batches import MicroBatch, MicroBatcher
 from picotron_ray.train.optim.optimizer import build_optimizer
-from picotron_ray.train.precision.adaptive import AdaptivePrecision, Policy
-from picotron_ray.train.precision.gradient_variability import GradientSwings
+from picotron_ray.train.precision.adaptive import AdaptivePrecision, PrecisionPolicy
+from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.precision.loss_scaler import LossScaler
 from picotron_ray.train.precision.precision import check_precision, master_dtype
 
@@ -64,7 +64,7 @@ class Engine:
     """
 
     def __init__(
-        self, job: JobConfig, mesh: Mesh, device: torch.device, swings: GradientSwings | None = None
+        self, job: JobConfig, mesh: Mesh, device: torch.device, variability: GradientVariability | None = None
     ) -> None:
         self.job, self.layout, self.device = job, mesh.layout, device
         self.step = 0
@@ -80,7 +80,7 @@ class Engine:
         self._loss_group = self._tp_group if self._definition.sequence_parallel else None
         self._losses_in_head = job.kernels.loss == "linear"
         weighted = bool(self._definition.mixtures)
-        self._inputs = Inputs(job, self.layout, at.cp, device, weighted=weighted)
+        self._inputs = MicroBatcher(job, self.layout, at.cp, device, weighted=weighted)
         self._models, self.applied = build_stages(job, mesh, self._definition, device)
         self._parameters = [
             parameter
@@ -99,8 +99,8 @@ class Engine:
         self._optimizer = build_optimizer(job, self._trained, table, mesh.layout, mesh.rank, device)
         self.applied += self._optimizer.applied
         self._scaler = LossScaler(device) if job.precision == "fp16" else None
-        self._balance = Balance(mixtures_of(self._models, self._definition), mesh.group("data"))
-        self._adaptive = self._adaptation(swings or GradientSwings())
+        self._balance = ExpertBalance(mixtures_of(self._models, self._definition), mesh.group("data"))
+        self._adaptive = self._adaptation(variability or GradientVariability())
         self._gradients: list[Tensor] = []
         self._pipeline = self._build_pipeline(mesh) if self.layout.pp > 1 else None
         if self._graph is not None:
@@ -113,12 +113,12 @@ class Engine:
             return mesh.group("copy") if own and mesh.experts is None else None
         return mesh.group("edp" if own else "data")
 
-    def _adaptation(self, swings: GradientSwings) -> AdaptivePrecision | None:
+    def _adaptation(self, variability: GradientVariability) -> AdaptivePrecision | None:
         config = self.job.adaptive_precision
         if config.error_bound is None:
             return None
         table = self._definition.table
-        found = AdaptivePrecision(config, table, self._trained, self.layout, self.device, swings)
+        found = AdaptivePrecision(config, table, self._trained, self.layout, self.device, variability)
         found.install(self._models.values(), master_dtype(self.job))
         return found
 
@@ -262,7 +262,7 @@ class Engine:
             self._scaler.step()
         self.step += 1
 
-    def expert_loads(self) -> dict[int, Load]:
+    def expert_loads(self) -> dict[int, ExpertLoad]:
         """How the experts of this stage were used in the step that was reduced last, by layer number."""
         return self._balance.loads()
 
@@ -281,7 +281,7 @@ class Engine:
             let_go(model)
         return (total, tokens_seen) if self._owns_loss else (0.0, 0)
 
-    def adapt(self, batches: Sequence[StepBatch]) -> Policy | None:
+    def adapt(self, batches: Sequence[StepBatch]) -> PrecisionPolicy | None:
         """Decide which parts compute in low precision (`AdaptivePrecision.decide`); all ranks together.
 
         Returns None where the job does not ask for it.
@@ -370,13 +370,13 @@ def build_engine(
     rank: int,
     groups: ProcessGroups | None,
     device: torch.device,
-    swings: GradientSwings | None = None,
+    variability: GradientVariability | None = None,
 ) -> Engine:
     """Build one rank's engine; all ranks of the generation together.
 
     Args:
         groups: connected process groups; None only for a layout of one process.
-        swings: what this process saw of the gradients in earlier generations, for adaptive precision.
+        variability: what this process saw of the gradients in earlier generations, for adaptive precision.
 
     Raises LayoutError where layout or precision cannot be applied, PeerLostError where a peer is gone.
     """
@@ -384,9 +384,9 @@ def build_engine(
     if groups is None:
         if layout.world_size != 1:
             raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw one without groups")
-        return Engine(job, make_mesh(layout, rank, device.type), device, swings)
+        return Engine(job, make_mesh(layout, rank, device.type), device, variability)
     if groups.world_size != layout.world_size:
         raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw {groups.world_size}")
     with groups.guard("build"), groups.forming():
         mesh = make_mesh(layout, rank, device.type, groups.timeout)
-    return Engine(job, mesh, device, swings)
+    return Engine(job, mesh, device, variability)

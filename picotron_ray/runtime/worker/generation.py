@@ -37,8 +37,8 @@ from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
-from picotron_ray.train.precision.gradient_variability import GradientSwings
-from picotron_ray.train.snapshot import Snapshotter, Writer
+from picotron_ray.train.precision.gradient_variability import GradientVariability
+from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,9 @@ class Home:
     storage: Callable[[], Storage]
     fetch_slot: Callable[[SlotInfo], bytes]  # a slot that lies on another node
     pool: SlotPool | None = None  # made by the first generation, which knows how large the state is
-    swings: GradientSwings = field(default_factory=GradientSwings)  # of the parts' gradients, so far
+    variability: GradientVariability = field(
+        default_factory=GradientVariability
+    )  # of the parts' gradients, so far
     limited: bool = False  # its memory, from the first generation's first step on
 
 
@@ -125,7 +127,9 @@ class GenerationRun:
         page.phase("rendezvous")
         self._groups.connect()
         page.phase("build")
-        self._engine = build_engine(home.job, spec.layout, self.rank, self._groups, home.device, home.swings)
+        self._engine = build_engine(
+            home.job, spec.layout, self.rank, self._groups, home.device, home.variability
+        )
         page.put(built_at_s=time.time())
         applied = "; ".join(self._engine.applied) or "one process"
         print(f"generation {spec.id} rank {self.rank}: {spec.layout}: {applied}", flush=True)
@@ -201,7 +205,7 @@ class GenerationRun:
             home.pool = SlotPool(home.folder, home.worker, home.job.snapshot.slots, capacity)
         nodes = [member.node for member in spec.members]
         identity = (spec.id.term, spec.id.n)
-        writer = Writer.of(identity, self.rank, spec.layout, nodes, home.job.data.global_batch)
+        writer = SnapshotWriter.of(identity, self.rank, spec.layout, nodes, home.job.data.global_batch)
         return Snapshotter(
             pool=home.pool,
             writer=writer,

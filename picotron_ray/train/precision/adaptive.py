@@ -1,14 +1,16 @@
-"""Adaptive precision: which parts of a model may compute in low precision, by measurement, under a bound.
+"""Adaptive precision: the parts of a model that may compute in low precision, by measurement, under a bound.
 
-At the start of every generation, from the weights that it begins with, the held-out loss is measured with all
-parts in fp32, and with each part alone in low precision: that is the part's sensitivity, over several batches
-the worst of them. What training has shown revises it: a part's error counts as many times as much as its
-gradients have swung (``train.swings``). Parts are then let down in the order of least error per parameter,
-as long as the sum of their errors keeps the bound (errors of single parts add up at most, to first order);
-what the chosen ones do together is measured again, and the most sensitive are taken back until that keeps
-the bound too.
+A generation begins with these steps, on the weights that it starts from:
 
-Losses are summed over all ranks, and margins are the largest of all, so that every rank decides alike.
+1. The held-out loss is measured with all parts in fp32, then with each part alone in low precision. The worst
+   relative error over several batches is the part's sensitivity.
+2. A part's error counts for more where its gradients varied in training (`gradient_variability`).
+3. Parts are lowered in the order of least error per parameter, while the sum of their errors keeps the bound.
+   To first order, errors of single parts add up at most.
+4. The error of all chosen parts together is measured. The most sensitive ones return to fp32 until that error
+   keeps the bound too.
+
+Losses are summed over all ranks, and margins are the maximum over all ranks. So every rank decides alike.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.data.grad_norm import part_norms
 from picotron_ray.parallel.local_shards import LocalParameter
-from picotron_ray.train.precision.gradient_variability import GradientSwings, part_of_each
+from picotron_ray.train.precision.gradient_variability import GradientVariability, part_of_each
 
 LossWith = Callable[[frozenset[str]], Sequence[float]]
 """The losses of several batches with those parts in low precision, the others in full."""
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PrecisionPolicy:
     """What was decided.
 
     Fields:
@@ -66,7 +68,7 @@ def parts_of(table: Iterable[ParameterSpec]) -> dict[str, int]:
 
 def choose(
     parts: Mapping[str, int], loss_with: LossWith, bound: float, margins: Mapping[str, float] | None = None
-) -> Policy:
+) -> PrecisionPolicy:
     """The parts to compute in low precision, so that the loss errs by at most ``bound`` of itself.
 
     Args:
@@ -92,7 +94,7 @@ def choose(
     while low and not error * _margin(low, errors, revised) <= bound:
         low.pop()
         error = error_of(low) if low else 0.0
-    return Policy(frozenset(low), error, errors, margins)
+    return PrecisionPolicy(frozenset(low), error, errors, margins)
 
 
 def _margin(low: Sequence[str], errors: Mapping[str, float], revised: Mapping[str, float]) -> float:
@@ -107,7 +109,7 @@ class AdaptivePrecision:
     Args:
         table: all parameters of the model.
         parameters: the trained ones of this rank, whose gradients `observe` is given.
-        swings: what this process has seen of the gradients in training.
+        variability: what this process has seen of the gradients in training.
     """
 
     def __init__(
@@ -117,9 +119,9 @@ class AdaptivePrecision:
         parameters: Sequence[LocalParameter],
         layout: Layout,
         device: torch.device,
-        swings: GradientSwings,
+        variability: GradientVariability,
     ) -> None:
-        self._config, self._layout, self._device, self._swings = config, layout, device, swings
+        self._config, self._layout, self._device, self._variability = config, layout, device, variability
         self._sizes = parts_of(table)
         self._low = set(self._sizes)
         self._counted = [parameter.counted for parameter in parameters]
@@ -159,11 +161,11 @@ class AdaptivePrecision:
 
     def step(self) -> None:
         """The gradients that were observed last have moved the weights."""
-        self._swings.observe(self._norms)
+        self._variability.observe(self._norms)
 
     def decide(
         self, batches: Sequence[StepBatch], loss_sum: Callable[[Sequence[StepBatch]], float]
-    ) -> Policy:
+    ) -> PrecisionPolicy:
         """Choose the parts from the weights as they are, and set them; all ranks together.
 
         Args:
@@ -177,7 +179,7 @@ class AdaptivePrecision:
             self.set(low)
             return self._over_ranks([loss_sum([batch]) for batch in used], dist.ReduceOp.SUM)
 
-        margins = self._over_ranks(self._swings.margins(len(self._sizes)), dist.ReduceOp.MAX)
+        margins = self._over_ranks(self._variability.margins(len(self._sizes)), dist.ReduceOp.MAX)
         found = choose(
             self._sizes, losses, self._config.error_bound, dict(zip(self._sizes, margins, strict=True))
         )

@@ -96,15 +96,15 @@ def emulated_fp8(_: int) -> Undo:
 
 
 def wider_scales(_: int) -> Undo:
-    import picotron_ray.train.optim.quantized_state as quantised
+    import picotron_ray.train.optim.quantized_state as quantized
 
-    kept = quantised.encode
+    kept = quantized.encode
 
     def wider(*given: Any) -> Any:
         codes, scales = kept(*given)
         return codes, scales * 1.02
 
-    return replace(quantised, "encode", wider)
+    return replace(quantized, "encode", wider)
 
 
 def double_pipeline_losses(_: int) -> Undo:

@@ -38,8 +38,8 @@ from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
-from picotron_ray.train.precision.gradient_variability import GradientSwings
-from picotron_ray.train.snapshot import Snapshotter, Writer
+from picotron_ray.train.precision.gradient_variability import GradientVariability
+from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,9 @@ class WorkerResources:
     storage: Callable[[], Storage]
     fetch_slot: Callable[[SlotInfo], bytes]  # a slot that lies on another node
     pool: SlotPool | None = None  # made by the first generation, which knows how large the state is
-    swings: GradientSwings = field(default_factory=GradientSwings)  # of the parts' gradients, so far
+    variability: GradientVariability = field(
+        default_factory=GradientVariability
+    )  # of the parts' gradients, so far
     limited: bool = False  # its memory, from the first generation's first step on
 
 
@@ -127,7 +129,7 @@ class GenerationRun:
         self._groups.connect()
         page.phase("build")
         self._engine = build_engine(
-            resources.job, spec.layout, self.rank, self._groups, resources.device, resources.swings
+            resources.job, spec.layout, self.rank, self._groups, resources.device, resources.variability
         )
         page.put(built_at_s=time.time())
         applied = "; ".join(self._engine.applied) or "one process"
@@ -206,7 +208,9 @@ class GenerationRun:
             )
         nodes = [member.node for member in spec.members]
         identity = (spec.id.term, spec.id.n)
-        writer = Writer.of(identity, self.rank, spec.layout, nodes, resources.job.data.global_batch)
+        writer = SnapshotWriter.of(
+            identity, self.rank, spec.layout, nodes, resources.job.data.global_batch
+        )
         return Snapshotter(
             pool=resources.pool,
             writer=writer,

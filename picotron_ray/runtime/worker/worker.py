@@ -30,7 +30,7 @@ from picotron_ray.runtime.chaos.worker_chaos import WorkerChaos
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, cache_folder
 from picotron_ray.runtime.worker.generation import GenerationRun, WorkerResources
-from picotron_ray.train.optim.quantized_state import map_of
+from picotron_ray.train.optim.quantized_state import codebook_of
 from picotron_ray.train.precision.precision import check_precision
 from picotron_ray.train.step_sync import SNAPSHOT, STOP
 
@@ -172,4 +172,4 @@ def preload(job: JobConfig) -> None:
     if job.layout.pp != 1:
         import picotron_ray.parallel.pipeline.pipeline  # noqa: F401
     if job.optimizer.moments == "8bit":
-        map_of(True, torch.device("cpu"))  # torchao takes seconds to import
+        codebook_of(True, torch.device("cpu"))  # torchao takes seconds to import

@@ -24,7 +24,6 @@ from picotron_ray.config.load import load_job
 from picotron_ray.config.resume import changes
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.coordinator.codec import decode_spec
-from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.observability.trackers import STEP_KEYS, Csv
 
@@ -144,7 +143,6 @@ def test_a_second_launch_is_compared_with_it(folder: Path) -> None:
     done = CliRunner().invoke(cli.app, ["validate", JOB, *storage, "--resume", "--json"])
     (line,) = json.loads(done.stdout)["changed"]
     assert line.startswith("storage.url: was '/tmp/old_run/runs', now ")
-    with pytest.raises(ConfigError, match="model.layers: was 2, now 3"):
-        from picotron_ray.runtime.driver.storage_commands import changed_keys
-
-        changed_keys(load_job(JOB, [*storage, "model.layers=3"]))
+    refused = CliRunner().invoke(cli.app, ["validate", JOB, *storage, "model.layers=3", "--resume", "--json"])
+    assert refused.exit_code == 2
+    assert "model.layers: was 2, now 3" in json.loads(refused.stdout)["error"]

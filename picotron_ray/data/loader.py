@@ -15,7 +15,7 @@ from picotron_ray.data.samples import Dataset
 from picotron_ray.layout.layout import Layout
 
 
-class Loader:
+class BatchLoader:
     """Prefetches the batches of one DP replica, in step order.
 
     Args:

@@ -56,7 +56,7 @@ class Sample:
 Read = Callable[[], Iterable[Sample]]
 
 
-class Samples(Collector):
+class SampleCollector(Collector):
     """What ``read`` measures, as Prometheus' families."""
 
     def __init__(self, server: Server, labels: Mapping[str, str], read: Read) -> None:
@@ -106,7 +106,7 @@ class Exporter:
     def __init__(self, server: Server, labels: Mapping[str, str], read: Read, host: str, port: int) -> None:
         """``port`` 0: one that is free. Raises PortTakenError where it cannot listen there."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(Samples(server, labels, read))
+        registry.register(SampleCollector(server, labels, read))
         try:
             self._httpd, self._thread = start_http_server(port, host, registry)
         except OSError as error:

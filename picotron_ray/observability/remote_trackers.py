@@ -13,7 +13,14 @@ from typing import Any, Protocol
 
 from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.observability.event_file import EventFile
-from picotron_ray.observability.trackers import PLOTTED, Csv, JsonLines, Progress, Row, Tracker
+from picotron_ray.observability.trackers import (
+    PLOTTED,
+    CsvTracker,
+    JsonLinesTracker,
+    Row,
+    Tracker,
+    TrackerProgress,
+)
 
 DEFAULT_PROJECT = "picotron_ray"
 
@@ -27,10 +34,10 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Remote:
+class RemoteTracker:
     """A tracker over a sink, which remembers how far it came."""
 
-    def __init__(self, sink: Sink, progress: Progress) -> None:
+    def __init__(self, sink: Sink, progress: TrackerProgress) -> None:
         self._sink, self._progress = sink, progress
 
     @property
@@ -158,11 +165,11 @@ def open_tracker(config: TrackerConfig, run: str, settings: dict[str, Any], defa
     folder = Path(config.folder) if config.folder else default_folder
     folder.mkdir(parents=True, exist_ok=True)
     if config.kind == "csv":
-        return Csv(folder)
+        return CsvTracker(folder)
     if config.kind == "jsonl":
-        return JsonLines(folder)
-    progress = Progress(folder / f"{config.kind}.progress")
+        return JsonLinesTracker(folder)
+    progress = TrackerProgress(folder / f"{config.kind}.progress")
     if config.kind == "tensorboard":
-        return Remote(TensorBoard(folder, progress.last_step), progress)
+        return RemoteTracker(TensorBoard(folder, progress.last_step), progress)
     sink = WandB if config.kind == "wandb" else MLflow
-    return Remote(sink(config, run, settings, folder), progress)
+    return RemoteTracker(sink(config, run, settings, folder), progress)

@@ -106,7 +106,7 @@ class _Rows:
             file.write("".join(f"{line}\n" for line in lines))
 
 
-class JsonLines:
+class JsonLinesTracker:
     """``metrics.jsonl``: an object a line, of a step or of an evaluation."""
 
     def __init__(self, folder: Path) -> None:
@@ -138,7 +138,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Csv:
+class CsvTracker:
     """``steps.csv`` and ``evaluations.csv``, with a header each."""
 
     def __init__(self, folder: Path) -> None:
@@ -168,7 +168,7 @@ class Csv:
         """Nothing is open."""
 
 
-class Progress:
+class TrackerProgress:
     """The newest steps of a tracker that cannot be asked, in a file beside it."""
 
     def __init__(self, path: Path) -> None:

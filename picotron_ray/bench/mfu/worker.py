@@ -41,7 +41,7 @@ from picotron_ray.bench.mfu.settings import Setting
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.data.dataset import build_dataset
-from picotron_ray.data.loader import Loader
+from picotron_ray.data.loader import BatchLoader
 from picotron_ray.data.samples import Dataset
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.ray_cluster.names import cache_folder
@@ -138,7 +138,7 @@ class Segments:
         cache, rows = cache_folder(), layout.micro_batch
         return PlainTraining(Replica(setting.job, place.rank, layout.dp, cache, place.device, rows))
 
-    def _timed(self, training: Training, loader: Loader) -> list[float]:
+    def _timed(self, training: Training, loader: BatchLoader) -> list[float]:
         """Seconds of each step; nothing waits for the device but the step itself."""
         for _ in range(self._warmup):
             training.step(loader.next())
@@ -149,7 +149,7 @@ class Segments:
             clock.mark()
         return clock.intervals()
 
-    def _phases(self, setting: Setting, training: Training, loader: Loader) -> dict[str, float]:
+    def _phases(self, setting: Setting, training: Training, loader: BatchLoader) -> dict[str, float]:
         """Seconds per step of each phase."""
         for _ in range(self._warmup):
             training.step(loader.next())
@@ -168,9 +168,9 @@ class Segments:
         return {name: seconds / self._steps for name, seconds in stopwatch.seconds.items()}
 
 
-def _loader(setting: Setting, rank: int, dataset: Dataset) -> Loader:
+def _loader(setting: Setting, rank: int, dataset: Dataset) -> BatchLoader:
     job, layout = setting.job, setting.layout
-    return Loader(
+    return BatchLoader(
         dataset,
         seed=job.seed,
         layout=layout,

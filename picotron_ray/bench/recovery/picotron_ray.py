@@ -31,7 +31,7 @@ PAGE_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Observations:
     """One kill before its samples are counted."""
 
     kill: Kill
@@ -72,7 +72,7 @@ def _running(job: JobConfig) -> Iterator[Any]:
         take_down(local, coordinator)
 
 
-def _kill_one(job: JobConfig, coordinator: Any, settle_steps: int, draw: random.Random) -> _Seen:
+def _kill_one(job: JobConfig, coordinator: Any, settle_steps: int, draw: random.Random) -> _Observations:
     progress: list[tuple[float, int]] = []
 
     def settled(status: dict[str, Any]) -> bool:
@@ -91,7 +91,7 @@ def _kill_one(job: JobConfig, coordinator: Any, settle_steps: int, draw: random.
     victim = draw.choice(generation_of(pages(job), before["generation"]))
     killed_s = time.time()
     os.kill(victim.pid, signal.SIGKILL)
-    return _Seen(_recovered(job, coordinator, before, killed_s), step_s)
+    return _Observations(_recovered(job, coordinator, before, killed_s), step_s)
 
 
 def _recovered(job: JobConfig, coordinator: Any, before: dict[str, Any], killed_s: float) -> Kill:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from picotron_ray.layout.shards import Box, Shard
 
 
-class Shareable(Protocol):
+class Splittable(Protocol):
     """A state tensor: its shard, its live storage (sliceable by rows), and whether it counts."""
 
     @property
@@ -26,10 +26,10 @@ class Shareable(Protocol):
     def primary(self) -> bool: ...
 
 
-T = TypeVar("T", bound=Shareable)
+T = TypeVar("T", bound=Splittable)
 
 
-def share(tensors: Sequence[T], index: int, count: int) -> list[T]:
+def split_for_replica(tensors: Sequence[T], index: int, count: int) -> list[T]:
     """The tensors, or rows of tensors, that member ``index`` of ``count`` replicas copies.
 
     The shares of all members are disjoint and together are exactly the primary tensors.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from picotron_ray.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
 
 
-class Listed(NamedTuple):
+class StoredObject(NamedTuple):
     """One object of a listing. ``mtime_s``: last write, seconds since the epoch by the store's clock."""
 
     key: str
@@ -61,7 +61,7 @@ class Storage(Protocol):
         """An object's length in bytes, or None where there is none."""
         ...
 
-    def list(self, prefix: str) -> Iterator[Listed]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         """All objects whose key starts with ``prefix``, in order of their keys."""
         ...
 

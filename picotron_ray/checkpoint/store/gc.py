@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Listed, Storage, decode_json, encode_json
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject, decode_json, encode_json
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.lineage import commits_on
 from picotron_ray.checkpoint.store.manifest import load_manifest
@@ -130,7 +130,7 @@ def _condemn(storage: Storage, log: RunLog, config: CheckpointConfig) -> int:
 
 
 def _delete(
-    storage: Storage, log: RunLog, config: CheckpointConfig, listed: Listed, now: float
+    storage: Storage, log: RunLog, config: CheckpointConfig, listed: StoredObject, now: float
 ) -> tuple[int, int]:
     value = decode_json(listed.key, storage.get(listed.key))
     doomed = {chunk_key(address) for address in value["chunks"]} | set(value["manifests"])
@@ -170,7 +170,7 @@ def _live_unlisted(storage: Storage, now: float, grace_s: float) -> str:
     return f"{unlisted} saves are under way" if unlisted else ""
 
 
-def _intents(storage: Storage, now: float, grace_s: float, dead: bool) -> Sequence[Listed]:
+def _intents(storage: Storage, now: float, grace_s: float, dead: bool) -> Sequence[StoredObject]:
     return [e for e in storage.list("intents/") if (now - e.mtime_s > max(grace_s, 60.0)) == dead]
 
 

@@ -32,7 +32,7 @@ ORIGIN = "init_from"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCommit:
     """A commit of another run."""
 
     storage: Storage
@@ -55,7 +55,7 @@ def weights_only(manifest: Manifest) -> bool:
     return bool(manifest.extra.get(WEIGHTS_ONLY))
 
 
-def find(storage: Storage, step: int | None, verify: bool = True) -> Found:
+def find(storage: Storage, step: int | None, verify: bool = True) -> FoundCommit:
     """A run's commit of ``step`` (None: the newest). Changes nothing there.
 
     Args:
@@ -76,14 +76,14 @@ def find(storage: Storage, step: int | None, verify: bool = True) -> Found:
     body = chosen[-1].body
     if not verify:
         manifest = load_manifest(storage, body["manifest"], body["digest"])
-        return Found(storage, manifest, body["manifest"], body["digest"])
+        return FoundCommit(storage, manifest, body["manifest"], body["digest"])
     report = Verifier(storage).check(chosen[-1])
     if report.manifest is None or report.problems:
         raise CorruptError(
             f"{storage.where}: the commit of step {report.step} does not verify: {report.problems[0]}",
             where=body["manifest"],
         )
-    return Found(storage, report.manifest, body["manifest"], body["digest"])
+    return FoundCommit(storage, report.manifest, body["manifest"], body["digest"])
 
 
 def adopt(
@@ -94,7 +94,7 @@ def adopt(
     Calling again after a crash copies only what is missing. The log entry is the caller's.
 
     Args:
-        key, digest: the source's manifest, as ``Found`` holds it.
+        key, digest: the source's manifest, as ``FoundCommit`` holds it.
         identity: (term, n) of the generation that the new manifest names as its writer.
         with_moments: also the optimizer's moments.
 

@@ -36,7 +36,7 @@ class _Arrays:
 
 
 @dataclass
-class Writer:
+class TensorWriter:
     """Collects what is put into the store."""
 
     storage: Storage
@@ -74,7 +74,7 @@ class Writer:
         self.shards += shards
 
 
-def commit_whole(
+def commit_tensors(
     storage: Storage,
     tensors: Iterable[tuple[str, np.ndarray[Any, Any]]],
     origin: dict[str, Any],
@@ -97,7 +97,7 @@ def commit_whole(
     if log.commits():
         raise StorageError(f"{storage.where} has commits already; choose another name")
     term = log.claim_term(owner)
-    writer = Writer(storage, codec)
+    writer = TensorWriter(storage, codec)
     for name, array in tensors:
         writer.add(name, array)
     writer.flush()

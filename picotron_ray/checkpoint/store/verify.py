@@ -91,7 +91,7 @@ def verify_all(storage: Storage, log: RunLog) -> Iterator[CommitReport]:
 
 
 @dataclass(frozen=True, slots=True)
-class Good:
+class GoodCommit:
     """A commit that verified, and one line for every newer one (or log entry) that did not."""
 
     entry: Entry
@@ -99,7 +99,7 @@ class Good:
     complaints: tuple[str, ...]
 
 
-def latest_good(storage: Storage, log: RunLog, step: int | None = None) -> Good | None:
+def latest_good(storage: Storage, log: RunLog, step: int | None = None) -> GoodCommit | None:
     """The newest commit in log order that verifies; None where the run has no commit at all.
 
     Args:
@@ -116,7 +116,7 @@ def latest_good(storage: Storage, log: RunLog, step: int | None = None) -> Good 
     for entry in reversed(commits):
         report = verifier.check(entry)
         if report.manifest is not None and not report.problems:
-            return Good(entry, report.manifest, tuple(complaints))
+            return GoodCommit(entry, report.manifest, tuple(complaints))
         quarantine(storage, report)
         more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
         complaints.append(f"commit of step {report.step} is not used: {report.problems[0]}{more}")

@@ -76,7 +76,7 @@ def _with_step(job: JobConfig, step: int) -> JobConfig:
     return job.model_copy(update={"init_from": job.init_from.model_copy(update={"step": step})})
 
 
-def _find(job: JobConfig, verify: bool) -> import_commit.Found:
+def _find(job: JobConfig, verify: bool) -> import_commit.FoundCommit:
     source = open_origin(job)
     try:
         theirs = json.loads(source.get("run.json"))["config"]

@@ -25,7 +25,7 @@ from picotron_ray.config.resume import changes
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.layout.layout import Layout
-from picotron_ray.observability.trackers import STEP_KEYS, Csv
+from picotron_ray.observability.trackers import STEP_KEYS, CsvTracker
 
 OLD = Path(__file__).parent / "old_run"
 JOB = str(OLD / "job.yaml")
@@ -114,7 +114,7 @@ def test_summary(storage: Storage) -> None:
 
 def test_trackers_go_on(folder: Path) -> None:
     """A tracker finds the last step that it wrote, and adds the next one."""
-    tracker = Csv(folder / "trackers")
+    tracker = CsvTracker(folder / "trackers")
     assert (tracker.last_step, tracker.last_eval_step) == (60, 60)
     tracker.write([dict.fromkeys(STEP_KEYS, 0) | {"step": 61}], [])
     with (folder / "trackers" / "steps.csv").open() as file:

@@ -1,4 +1,4 @@
-"""The ledger's checker: was every sample of the run fed exactly once, in the right step?
+"""Ledger check: every sample of the run was fed exactly once, in the right step, or is named.
 
 Each step of a generation leaves one JSON line::
 
@@ -8,9 +8,9 @@ Each step of a generation leaves one JSON line::
 
 ``rows`` has one entry per DP replica: the half-open range of global sample numbers, and the digest of the
 tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. The checker
-knows nothing of layouts and trusts no number of the ledger: it makes every row again from the source data
-and the order of samples and compares digests. Where one differs it looks for the deviation that explains it
-(``data.deviation``), so that a report names the sample. What no digest proves counts as lost.
+knows nothing of layouts and trusts no number of the ledger. It makes every row again from the source data
+and the order of samples, and compares digests. Where one differs, ``ledger_diagnosis`` looks for a deviation
+that explains it, so that a report names the sample. A sample that no digest proves counts as lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from picotron_ray.data.shuffle import samples_between
 
 @dataclass(frozen=True, slots=True)
 class LedgerReport:
-    """What the ledger proves.
+    """Verdict on a ledger.
 
     Fields:
         steps: steps that count, 1 .. steps.
@@ -69,7 +69,7 @@ class LedgerReport:
 
 @dataclass(slots=True)
 class _Audit:
-    """The state of one check."""
+    """State of one check."""
 
     dataset: Dataset
     seed: int

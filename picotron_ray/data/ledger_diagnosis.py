@@ -1,4 +1,4 @@
-"""Which single deviation explains a digest: a sample skipped, repeated, swapped or taken from elsewhere.
+"""Diagnosis of a wrong digest: one sample skipped, repeated, swapped or taken from elsewhere.
 
 A digest that does not match says only that something is wrong. Feeding goes wrong in few ways, though, and
 each of them can be tried: make the rows as the deviation would have fed them, and compare.
@@ -23,7 +23,7 @@ _Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """What was done, to which rows (numbers within the window), and what was fed because of it."""
+    """Deviation from the right rows: its kind, its rows (numbers within the window), and the rows fed."""
 
     kind: Kind
     row: int
@@ -42,7 +42,7 @@ class Deviation:
 
 
 def diagnose(window: _Rows, first: int, last: int, digest: bytes) -> Deviation | None:
-    """The deviation that makes rows ``first .. last`` of ``window`` (token rows) hash to ``digest``, if any."""
+    """Find the deviation that makes rows ``first .. last`` of ``window`` (token rows) hash to ``digest``."""
     for deviation in islice(_deviations(first, last, len(window)), MOST_TRIES):
         if token_digest(window[deviation.fed]) == digest:
             return deviation
@@ -50,7 +50,7 @@ def diagnose(window: _Rows, first: int, last: int, digest: bytes) -> Deviation |
 
 
 def _deviations(first: int, last: int, rows: int) -> Iterator[Deviation]:
-    """All single slips, likelier ones first; each keeps the number of rows, or loses or adds one."""
+    """Yield single deviations, likelier ones first; each keeps the number of rows, or loses or adds one."""
     right = np.arange(first, last)
     for row in range(first, last):
         at = row - first

@@ -167,7 +167,7 @@ class S3Storage:
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
     def _refused(self, key: str, error: ClientError | BotoCoreError) -> StorageError | None:
-        """What an error means where trying again cannot help; None where it may."""
+        """Translate an error after which trying again cannot help; None where it may."""
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
             return StorageError(f"{self.where}: {error}; set AWS_ACCESS_KEY_ID or a profile")
         if isinstance(error, SSLError):

@@ -1,4 +1,4 @@
-"""Retention and garbage collection of the store; the coordinator's alone. Torch-free.
+"""Retention and garbage collection of the store, by the coordinator alone. Torch-free.
 
 A chunk may be deleted only when no commit needs it *and* no save under way may count on it. Saves run
 on other machines, so:
@@ -40,7 +40,7 @@ _LONGEST_DELETE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What one collection did; ``postponed`` says why a due list was left, "" where none was."""
+    """Report of one collection; ``postponed`` says why a due list was left, "" where none was."""
 
     retired: tuple[str, ...] = ()
     condemned: int = 0
@@ -50,8 +50,14 @@ class GcReport:
 
 
 def retained(log: RunLog, config: CheckpointConfig) -> list[Entry]:
-    """The commits that retention keeps: the newest ones, multiples of keep_every_steps, and the newest
-    commit that the newest generation descends from (its ledger continues there)."""
+    (
+        """Commits that retention keeps.
+
+    Those are the newest ones, those at multiples of ``keep_every_steps``, and the newest commit that the
+    newest generation descends from: its ledger continues there.
+    """
+        ""
+    )
     commits = log.commits()
     keep = {entry.seq for entry in commits[-config.keep_last :]}
     if config.keep_every_steps:

@@ -1,4 +1,4 @@
-"""Taking over another run's commit as the first commit of a new run (``init_from``). Torch-free.
+"""Import of another run's commit as the first one of a new run (``init_from``). Torch-free.
 
 What is needed is copied, so the new run does not depend on the old one's retention. Everything is checked
 on the way: each chunk against its address, each shard against its digest. The result is a manifest of
@@ -41,7 +41,7 @@ class FoundCommit:
     digest: str
 
     def origin(self) -> dict[str, Any]:
-        """As run.json records it."""
+        """Record of it for run.json."""
         return {
             "from": self.storage.where,
             "step": self.manifest.step,
@@ -56,7 +56,7 @@ def weights_only(manifest: Manifest) -> bool:
 
 
 def find(storage: Storage, step: int | None, verify: bool = True) -> FoundCommit:
-    """A run's commit of ``step`` (None: the newest). Changes nothing there.
+    """Find a run's commit of ``step`` (None: the newest); nothing is changed there.
 
     Args:
         verify: read it whole and compare every digest, not the manifest's alone.

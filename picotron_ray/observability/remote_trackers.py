@@ -26,7 +26,7 @@ DEFAULT_PROJECT = "picotron_ray"
 
 
 class Sink(Protocol):
-    """What a library offers: figures of one step, and an end."""
+    """Sink of a library: takes figures of one step, and can be closed."""
 
     def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None: ...
     def rewind(self, step: int) -> None: ...
@@ -35,7 +35,7 @@ class Sink(Protocol):
 
 
 class RemoteTracker:
-    """A tracker over a sink, which remembers how far it came."""
+    """Tracker over a sink, which remembers the last step that it wrote."""
 
     def __init__(self, sink: Sink, progress: TrackerProgress) -> None:
         self._sink, self._progress = sink, progress
@@ -70,7 +70,7 @@ class RemoteTracker:
 
 
 class TensorBoard:
-    """Event files in a folder: a new one for each coordinator, and for each time that the run goes back."""
+    """TensorBoard event files: a new one for each coordinator, and each time that the run goes back."""
 
     def __init__(self, folder: Path, last_step: int) -> None:
         self._folder = folder
@@ -91,7 +91,7 @@ class TensorBoard:
 
 
 class WandB:
-    """One run of Weights & Biases with our run's name as its id, gone on with by later coordinators."""
+    """Weights & Biases run, its id our run's name; later coordinators go on with it."""
 
     def __init__(self, config: TrackerConfig, run: str, settings: dict[str, Any], folder: Path) -> None:
         import wandb
@@ -113,17 +113,17 @@ class WandB:
         self._run.log(figures, step=step)
 
     def rewind(self, step: int) -> None:
-        """It keeps what it has."""
+        """Keep everything: the library cannot take back a step."""
 
     def flush(self) -> None:
-        """It sends by itself."""
+        """Leave it to the library, which sends by itself."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MLflow:
-    """One run of MLflow; its id is kept in a file, so that later coordinators go on with it."""
+    """MLflow run; its id is kept in a file, so that later coordinators go on with it."""
 
     def __init__(self, config: TrackerConfig, run: str, settings: dict[str, Any], folder: Path) -> None:
         from mlflow import MlflowClient
@@ -146,7 +146,7 @@ class MLflow:
             self._client.log_metric(self._id, name, value, int(at_s * 1000) if at_s else None, step)
 
     def rewind(self, step: int) -> None:
-        """It keeps what it has."""
+        """Keep everything: the library cannot take back a step."""
 
     def flush(self) -> None:
         """Each figure is sent as it comes."""
@@ -156,7 +156,7 @@ class MLflow:
 
 
 def open_tracker(config: TrackerConfig, run: str, settings: dict[str, Any], default_folder: Path) -> Tracker:
-    """A tracker that goes on where an earlier one of this run ended.
+    """Open a tracker, which goes on where an earlier one of this run ended.
 
     Args:
         settings: the run's config by dotted key, for those that show one.

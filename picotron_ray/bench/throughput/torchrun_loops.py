@@ -1,4 +1,4 @@
-"""The two loops that the service's throughput is compared with, each a script for torchrun.
+"""Loops that the service's throughput is compared with, each a script for torchrun.
 
 ``engine`` is the service's own step (same engine, loader, layout, precision) with nothing around it: no
 coordinator, agent, heartbeat page, ledger line, exchange of digests or snapshot. ``plain`` is what one

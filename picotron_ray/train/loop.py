@@ -19,7 +19,7 @@ import torch
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
-from picotron_ray.data.loader import Loader
+from picotron_ray.data.loader import BatchLoader
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
 from picotron_ray.train.optim.lr_schedule import learning_rate
@@ -69,7 +69,7 @@ class Loop:
     rank: int
     device: torch.device
     engine: Engine
-    loader: Loader
+    loader: BatchLoader
     eval_batches: Sequence[StepBatch]
     snapshots: Snapshotter
     page: PageWriter

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
 from picotron_ray.checkpoint.torch_state import StateTensor, buffers
@@ -79,7 +79,7 @@ class Snapshotter:
         """
         self._pool, self._writer = pool, writer
         self._whole = list(state)
-        self._share = share(self._whole, writer.index, writer.count)
+        self._share = split_for_replica(self._whole, writer.index, writer.count)
         self._complete = protected
         self._on_sealed, self._on_phase = on_sealed, on_phase
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapshot")

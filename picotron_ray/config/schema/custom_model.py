@@ -70,7 +70,7 @@ class BuiltModel(Section):
     no_pipeline: str = Field(default="", description="why it cannot be cut into stages")
 
     def part_of(self, name: str) -> tuple[Part, int | None]:
-        """Where a parameter stands: before the blocks, in one (with its number), or after them."""
+        """Place a parameter: before the blocks, in one (with its number), or after them."""
         if name in self._numbers:
             return "block", self._numbers[name]
         after = self.pipeline[self.pipeline.index(self.blocks[-1]) + 1 :] if self.pipeline else ()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig, ScheduleConfig
-from picotron_ray.config.support.cuda_graphs import offload_problems
+from picotron_ray.config.support.devices import offload_problems
 from picotron_ray.config.support.precision import precision_problem
 from picotron_ray.config.validation.layout import (
     Degrees,

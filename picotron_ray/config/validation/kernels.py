@@ -8,7 +8,7 @@ from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
-from picotron_ray.config.support.cuda_graphs import device_problems, graph_problems
+from picotron_ray.config.support.devices import device_problems, graph_problems
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
 from picotron_ray.config.validation.compute import actions_problem
 from picotron_ray.layout.recompute_policy import is_selective

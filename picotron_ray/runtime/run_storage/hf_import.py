@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from picotron_ray.checkpoint.storage.open import open_storage
-from picotron_ray.checkpoint.store.import_tensors import commit_whole
+from picotron_ray.checkpoint.store.import_tensors import commit_tensors
 from picotron_ray.config.export import flatten
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
@@ -150,7 +150,7 @@ def import_hf(job: JobConfig, folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"name: {storage.where} holds another run.json for {job.name!r}; choose another name"
         ) from error
-    key = commit_whole(
+    key = commit_tensors(
         storage,
         _read(job, files, architecture),
         origin,

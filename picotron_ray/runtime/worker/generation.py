@@ -31,7 +31,7 @@ from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind, SlotInfo
 from picotron_ray.data.dataset import DataSplits
-from picotron_ray.data.loader import Loader
+from picotron_ray.data.loader import BatchLoader
 from picotron_ray.errors import CorruptError, PeerLostError, StorageError
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.heartbeat import Page
@@ -78,7 +78,7 @@ class GenerationRun:
         self._tail: list[str] = []
         self._engine: Engine | None = None
         self._snapshots: Snapshotter | None = None
-        self._loader: Loader | None = None
+        self._loader: BatchLoader | None = None
         self._groups = ProcessGroups(
             host=store[0],
             port=store[1],
@@ -147,7 +147,7 @@ class GenerationRun:
                 f" {policy.error:.1e} to the loss; in full precision: {', '.join(full) or 'nothing'}",
                 flush=True,
             )
-        self._loader = Loader(
+        self._loader = BatchLoader(
             resources.data.train,
             seed=resources.job.seed,
             layout=spec.layout,

@@ -24,7 +24,7 @@ from picotron_ray.observability.exporter import (
     Exporter,
     PortTakenError,
     Sample,
-    Samples,
+    SampleCollector,
     address,
 )
 from picotron_ray.observability.ports import check_ports
@@ -79,7 +79,7 @@ def told_record(folder: Path) -> RunRecord:
 def exposed(server: Any, labels: dict[str, str], read: Callable[[], list[Sample]]) -> dict[str, Any]:
     """Sample values by name and own labels, after a trip through the text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Samples(server, labels, read))
+    registry.register(SampleCollector(server, labels, read))
     found: dict[str, Any] = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         known = CATALOGUE.get(family.name) or CATALOGUE[f"{family.name}_total"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, slot_bytes
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.torch_state import buffers, restore
@@ -35,7 +35,7 @@ def leg(job: Job, config: JobConfig, layout: Layout, steps: tuple[int, int], fol
         engine.reduce()
         engine.clip()
         engine.optimizer_step(config.optimizer.learning_rate)
-    mine = share(engine.state(), 0, 1)
+    mine = split_for_replica(engine.state(), 0, 1)
     shards = tuple(entry.shard for entry in mine)
     slot = SlotFile.create(folder / f"{job.rank}.{last}.slot", slot_bytes(shards))
     slot.write(SlotHeader(1, 1, last, job.rank), shards, buffers(mine))

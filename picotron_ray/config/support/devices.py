@@ -1,4 +1,6 @@
-"""What ``kernels.cuda_graphs`` can record: passes whose shapes, memory and kernels are the same each time."""
+"""Features that only some devices have: CUDA graphs, and offloading to the host's memory.
+
+``kernels.cuda_graphs`` records passes whose shapes, memory and kernels are the same each time."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ KEY = "kernels.cuda_graphs"
 
 
 def device_problems(job: JobConfig, device: str) -> dict[str, str]:
-    """Key and what is wrong, in words, where a device has no graphs.
+    """Explain, by key, that a device has no CUDA graphs.
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` where it is not known yet.
@@ -21,7 +23,7 @@ def device_problems(job: JobConfig, device: str) -> dict[str, str]:
 
 
 def graph_problems(job: JobConfig) -> Iterator[Problem]:
-    """Everything else of a job that cannot be recorded; what its layout does is ``config.fit``'s."""
+    """Find everything else of a job that cannot be recorded, but for its layout (``validation.layout``)."""
     if not job.kernels.cuda_graphs:
         return
     model = job.model
@@ -47,7 +49,7 @@ def graph_problems(job: JobConfig) -> Iterator[Problem]:
 
 
 def offload_problems(job: JobConfig, device: str) -> dict[str, str]:
-    """Key and what is wrong, in words, of everything that was asked to leave a device that has nowhere to go.
+    """Explain, by key, that a device has no other memory to offload to.
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` where it is not known yet.

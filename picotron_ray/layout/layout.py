@@ -7,10 +7,13 @@ falls on neighbouring devices (Megatron-LM's order, Narayanan et al. 2021).
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from picotron_ray.layout.schedules import Schedule, last_stage_rank, rank_stages
+from picotron_ray.layout.schedules import SCHEDULES, PipelineShape, canonical_name
+
+_LAYOUT_NAME = re.compile(r"\bdp\d+-tp\d+-pp\d+-[\w-]+")
 
 Context = Literal["ring", "all-gather"]
 Zero = Literal[0, 1, 2, 3]
@@ -56,13 +59,16 @@ class Layout:
     ep: int = 1
     zero: Zero = 0
     replicate: int = 1
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     virtual_stages: int = 1
     micro_batch: int = 1
     recompute: str = "none"
     context: Context = "ring"
     placement: tuple[tuple[int, ...], ...] = ()
     offload_activations: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", canonical_name(self.schedule))
 
     @property
     def world_size(self) -> int:
@@ -106,7 +112,7 @@ class Layout:
         """The stages that one pipeline rank holds, ascending."""
         if self.placement:
             return self.placement[pp_index]
-        return rank_stages(self.schedule, self.pp, self.virtual_stages, pp_index)
+        return SCHEDULES[self.schedule].rank_stages(self.pp, self.virtual_stages, pp_index)
 
     @property
     def hops(self) -> int:
@@ -124,7 +130,7 @@ class Layout:
         """Pipeline rank of the last stage, which has the head and the loss."""
         if self.placement:
             return next(rank for rank, stages in enumerate(self.placement) if self.stages - 1 in stages)
-        return last_stage_rank(self.schedule, self.pp, self.virtual_stages)
+        return SCHEDULES[self.schedule].last_stage_rank(self.pp, self.virtual_stages)
 
     def other_end(self, pp_index: int) -> int | None:
         """Pipeline rank of the other end, for that of the first stage or the last; else None."""
@@ -179,6 +185,10 @@ class Layout:
         most = -(-global_batch // self.dp)
         return max(1, -(-most // self.micro_batch))
 
+    def pipeline_shape(self, global_batch: int) -> PipelineShape:
+        """The pipeline that the layout's schedule runs."""
+        return PipelineShape(self.pp, self.virtual_stages, self.micro_batches(global_batch))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -202,3 +212,20 @@ class Layout:
         if self.offload_activations:
             parts.append("offload")
         return "-".join(parts)
+
+
+def current_names(text: str) -> str:
+    """Text in which every layout's name (``str(layout)``) has its schedule's name instead of an alias.
+
+    >>> current_names("dp2-tp1-pp2-afab-mb4: 0.5 s per step")
+    'dp2-tp1-pp2-gpipe-mb4: 0.5 s per step'
+    """
+
+    def renamed(found: re.Match[str]) -> str:
+        name = found[0]
+        for entry in SCHEDULES.values():
+            for alias in entry.aliases:
+                name = name.replace(f"-{alias}-", f"-{entry.name}-")
+        return name
+
+    return _LAYOUT_NAME.sub(renamed, text)

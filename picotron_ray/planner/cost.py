@@ -20,7 +20,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import Kind
-from picotron_ray.layout.schedules import rules_of, waits
+from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.planner.comm_cost import (
     context_passes,
     expert_passes,
@@ -97,7 +97,8 @@ def step_cost(
         for passes in (tensor_passes, context_passes, expert_passes)
     )
     hop = _hop(job, layout, profile, node_sizes)
-    waiting = waits(rules_of(layout.schedule, job.layout.actions), layout.pp, layout.virtual_stages)
+    schedule = schedule_of(layout.schedule, job.layout.actions)
+    waiting = schedule.waiting(layout.pipeline_shape(job.data.global_batch))
     return StepCost(
         compute_s=micro_batches * compute,
         bubble_s=waiting * (compute + again + tensor + context + expert),

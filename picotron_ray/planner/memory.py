@@ -13,8 +13,7 @@ from picotron_ray.config.support.kernels import attention_masks, norm_kernel
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import Again, Kind
-from picotron_ray.layout.schedule_actions import action_list
-from picotron_ray.layout.schedules import in_flight
+from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.planner.model_sizes import (
     blocks_again,
     joined_parameters,
@@ -276,7 +275,5 @@ def budget_bytes(job: JobConfig, device_bytes: float) -> float:
 def _in_flight(job: JobConfig, layout: Layout, rank: int) -> float:
     if layout.pp == 1:
         return 1.0
-    if layout.schedule == "custom":
-        return action_list(job.layout.actions).in_flight[rank]
-    micro_batches = layout.micro_batches(job.data.global_batch)
-    return in_flight(layout.schedule, layout.pp, layout.virtual_stages, rank, micro_batches)
+    schedule = schedule_of(layout.schedule, job.layout.actions)
+    return schedule.in_flight(layout.pipeline_shape(job.data.global_batch), rank)

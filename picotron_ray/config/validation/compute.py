@@ -24,6 +24,7 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import is_selective, recomputed, stage_words
 from picotron_ray.layout.schedule_actions import action_list
+from picotron_ray.layout.schedules import SCHEDULES
 
 _OPTIMIZERS_OF = {
     "momentum": ("muon",),
@@ -138,7 +139,7 @@ def _without_effect(job: JobConfig) -> Iterator[Problem]:
 def actions_problem(job: JobConfig) -> str:
     """Why a schedule of the job's own cannot run as it is written; empty where it can, or there is none."""
     actions, schedule = job.layout.actions, job.layout.schedule
-    if schedule != "custom":
+    if SCHEDULES[schedule].with_actions is None:
         rows = f"saw {len(actions)} rows with layout.schedule={schedule}, which makes its own list"
         return f"{rows}; use schedule=custom or drop them" if actions else ""
     try:

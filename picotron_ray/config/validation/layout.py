@@ -16,7 +16,7 @@ from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import is_selective, stage_words
 from picotron_ray.layout.schedule_actions import ActionList, action_list
-from picotron_ray.layout.schedules import rules_of, schedule_problem
+from picotron_ray.layout.schedules import SCHEDULES, schedule_of
 
 
 class Misfit(NamedTuple):
@@ -184,12 +184,13 @@ def virtual_stages(job: JobConfig, pp: int) -> int:
     if pp == 1:
         return 1
     asked = job.layout.virtual_stages
-    return rules_of(job.layout.schedule, job.layout.actions).virtual[0] if asked == "auto" else asked
+    schedule = schedule_of(job.layout.schedule, job.layout.actions)
+    return schedule.stages_per_rank[0] if asked == "auto" else asked
 
 
 def listed(job: JobConfig) -> ActionList | None:
     """The job's own pipeline schedule; None where it names one of ours. Raises ConfigError for a bad one."""
-    return action_list(job.layout.actions) if job.layout.schedule == "custom" else None
+    return action_list(job.layout.actions) if SCHEDULES[job.layout.schedule].with_actions else None
 
 
 def asked_pp(job: JobConfig) -> int | Literal["auto"]:
@@ -215,12 +216,12 @@ def least_micro_batch(job: JobConfig, dp: int) -> int:
 
 def splits(job: JobConfig, layout: Layout) -> bool:
     """Whether the layout's schedule splits the backward pass."""
-    return layout.pp > 1 and rules_of(layout.schedule, job.layout.actions).splits
+    return layout.pp > 1 and schedule_of(layout.schedule, job.layout.actions).splits_backward
 
 
 def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
     rows = len(job.layout.actions)
-    if layout.schedule == "custom" and layout.pp != rows:
+    if SCHEDULES[layout.schedule].with_actions and layout.pp != rows:
         text = f"saw {layout.pp}, expected {rows}, the rows of layout.actions"
         yield Misfit("layout.pp", ("layout.actions", "layout.schedule"), text)
         return
@@ -230,33 +231,33 @@ def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
 
 
 def _schedule_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
-    schedule, virtual = layout.schedule, layout.virtual_stages
-    rules = rules_of(schedule, job.layout.actions)
-    least, most = rules.virtual
+    name, virtual = layout.schedule, layout.virtual_stages
+    schedule = schedule_of(name, job.layout.actions)
+    least, most = schedule.stages_per_rank
     if not least <= virtual <= most:
         expected = f"{least}" if least == most else f"{least} or more"
-        text = f"saw {virtual}, expected {expected} for schedule {schedule}"
+        text = f"saw {virtual}, expected {expected} for schedule {name}"
         yield Misfit("layout.virtual_stages", ("layout.schedule",), text)
         return
-    micro_batches = layout.micro_batches(job.data.global_batch)
-    problem = schedule_problem(rules, layout.pp, virtual, micro_batches)
+    shape = layout.pipeline_shape(job.data.global_batch)
+    problem = schedule.problem(shape)
     if problem:
         text = (
-            f"saw {layout.stages} stages but {micro_batches} micro-batches per step (data.global_batch="
+            f"saw {layout.stages} stages but {shape.micro_batches} micro-batches per step (data.global_batch="
             f"{job.data.global_batch}, dp={layout.dp}, micro_batch={layout.micro_batch});"
-            f" {schedule} {problem}"
+            f" {name} {problem}"
         )
         against = ("data.global_batch", "layout.schedule", "layout.actions")
-        yield Misfit("layout.pp" if rules.placement != "list" else "layout.actions", against, text)
-    if rules.splits and layout.zero == 3:
+        yield Misfit("layout.pp" if schedule.placement != "list" else "layout.actions", against, text)
+    if schedule.splits_backward and layout.zero == 3:
         text = (
-            f"saw 3 with schedule {schedule}, which splits the backward pass: gradients come out wrong when"
+            f"saw 3 with schedule {name}, which splits the backward pass: gradients come out wrong when"
             " weights are resharded in between; use zero=2 or 0, or another schedule"
         )
         yield Misfit("layout.zero", ("layout.schedule",), text)
-    if rules.splits and layout.recompute != "none":
+    if schedule.splits_backward and layout.recompute != "none":
         text = (
-            f"saw {layout.recompute} with schedule {schedule}, which splits the backward pass: activations"
+            f"saw {layout.recompute} with schedule {name}, which splits the backward pass: activations"
             " are computed again for one half only; use recompute=none or another schedule"
         )
         yield Misfit("layout.recompute", ("layout.schedule",), text)

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from picotron_ray.layout.schedule_actions import Rows
+from picotron_ray.layout.schedules import PipelineSchedule, PipelineShape
 
 _AHEAD = {_ComputationType.SEND_F: 1, _ComputationType.RECV_B: 1}
 _BEHIND = {_ComputationType.SEND_B: -1, _ComputationType.RECV_F: -1}
@@ -33,7 +35,7 @@ _COMPUTES = (
 )
 
 
-class ListedSchedule(_PipelineScheduleRuntime):
+class ActionSchedule(_PipelineScheduleRuntime):
     """Runs a list of actions.
 
     Torch keeps losses in the order in which they came and looks for them by number: micro-batches are
@@ -53,6 +55,29 @@ class ListedSchedule(_PipelineScheduleRuntime):
             for rank, row in enumerate(rows)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+def build_runtime(
+    schedule: PipelineSchedule,
+    shape: PipelineShape,
+    stages: list[PipelineStage],
+    rank_of: Mapping[int, int],
+    **options: Any,
+) -> _PipelineScheduleRuntime:
+    """Torch's object that runs a schedule: of its rows, or of the class of torch's that it names.
+
+    Args:
+        stages: this rank's.
+        rank_of: the pipeline rank of every stage.
+        options: of torch's schedule.
+    """
+    runtime: _PipelineScheduleRuntime
+    if schedule.rows is not None:
+        runtime = ActionSchedule(stages, shape.micro_batches, schedule.rows(shape), **options)
+    else:
+        runtime = getattr(pipelining, schedule.torch_class)(stages, shape.micro_batches, **options)
+    receive_early(runtime, rank_of)
+    return runtime
 
 
 def receive_early(schedule: _PipelineScheduleRuntime, rank_of: Mapping[int, int]) -> None:

@@ -85,7 +85,7 @@ def test_all_fitting_degrees_are_offered() -> None:
     batch=st.integers(1, 40),
     layers=st.integers(1, 8),
     kv_heads=st.sampled_from([1, 2, 4]),
-    schedule=st.sampled_from(["afab", "1f1b"]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
 )
 @settings(max_examples=40, deadline=None)
 def test_whatever_is_offered_fits(
@@ -111,9 +111,9 @@ def test_whatever_is_offered_fits(
 
 
 def test_fixed_degrees_are_kept() -> None:
-    config = job("layout.tp=2", "layout.zero=3", "layout.micro_batch=4", "layout.schedule=afab")
+    config = job("layout.tp=2", "layout.zero=3", "layout.micro_batch=4", "layout.schedule=gpipe")
     for layout in layouts(config, 8):
-        assert (layout.tp, layout.zero, layout.micro_batch, layout.schedule) == (2, 3, 4, "afab")
+        assert (layout.tp, layout.zero, layout.micro_batch, layout.schedule) == (2, 3, 4, "gpipe")
     assert choose_layout(config, 5).layout.dp == 2  # the fifth worker stays idle
 
 
@@ -293,9 +293,9 @@ def test_zero_gathers_more_and_holds_less() -> None:
     assert memory_estimate(config, Layout(dp=4, zero=3, replicate=2)).state_bytes == state[0] / 2
 
 
-def test_afab_keeps_every_micro_batch() -> None:
+def test_gpipe_keeps_every_micro_batch() -> None:
     config = job()
-    first = memory_estimate(config, Layout(pp=2, micro_batch=1, schedule="afab"))
+    first = memory_estimate(config, Layout(pp=2, micro_batch=1, schedule="gpipe"))
     second = memory_estimate(config, Layout(pp=2, micro_batch=1, schedule="1f1b"))
     assert first.activation_bytes > 10 * second.activation_bytes
 
@@ -460,7 +460,7 @@ def test_tensor_and_pipeline_share_the_hop() -> None:
         # AFAB keeps all eight.
         (
             "fp32",
-            Layout(micro_batch=2, pp=2, schedule="afab"),
+            Layout(micro_batch=2, pp=2, schedule="gpipe"),
             ((3 * 448 + 2400) * 16, 0, 12 * (96 * 3 * 4 * 8 + 58 * 4)),
         ),
         ("fp32", Layout(dp=4, zero=1, micro_batch=2), (6600 * 4, 2 * 6600 * 4, 12 * (96 * 16 + 2400))),
@@ -634,7 +634,7 @@ def test_the_first_stage_is_the_fullest_in_a_deep_pipeline() -> None:
 def test_as_many_micro_batches_as_stages_are_enough() -> None:
     config = parse_job(BY_HAND)
     assert not misfits(config, Layout(pp=4, micro_batch=4))
-    assert misfits(config, Layout(pp=4, micro_batch=5, schedule="afab")) == []
+    assert misfits(config, Layout(pp=4, micro_batch=5, schedule="gpipe")) == []
     assert [x.key for x in misfits(config, Layout(pp=4, micro_batch=6))] == ["layout.pp"]
     assert not misfits(config, Layout(dp=16, micro_batch=16))
 

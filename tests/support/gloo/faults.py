@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from picotron_ray.layout.schedules import PipelineShape
+
 Undo = Callable[[], Any]
 
 ELSEWHERE = {
@@ -130,15 +132,16 @@ def exchange_micro_batches(rank: int) -> Any:
     """Rank 0 alone takes micro-batches 0 and 1 in its row of a list of actions for each other."""
     import picotron_ray.parallel.pipeline.pipeline as pipeline
 
-    kept = pipeline.action_list
+    kept = pipeline.schedule_of
 
-    def exchanged(actions: tuple[str, ...]) -> Any:
-        found = kept(actions)
-        first, *rest = found.rows
+    def exchanged(name: str, actions: tuple[str, ...]) -> Any:
+        found = kept(name, actions)
+        assert found.rows is not None
+        first, *rest = found.rows(PipelineShape(0, 0, 0))  # a list is the same whatever the shape
         wrong = tuple(a._replace(micro_batch={0: 1, 1: 0}.get(a.micro_batch, a.micro_batch)) for a in first)
-        return dataclasses.replace(found, rows=(wrong if rank == 0 else first, *rest))
+        return dataclasses.replace(found, rows=lambda shape: (wrong if rank == 0 else first, *rest))
 
-    return replace(pipeline, "action_list", exchanged)
+    return replace(pipeline, "schedule_of", exchanged)
 
 
 def first_micro_batch_for_ever() -> Undo:

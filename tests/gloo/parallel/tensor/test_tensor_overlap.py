@@ -10,7 +10,7 @@ from torch.distributed import HashStore, PrefixStore
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.schedules import RULES, Schedule
+from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.parallel.tensor.symmetric_memory import Renumbered
 from tests.gloo.parallel.test_matrix import GPT2, GPT2_TIED, ODD, TIED, WIDE
 from tests.support.gloo.jobs.matrix_jobs import (
@@ -67,7 +67,7 @@ LAYOUTS = [
     (Layout(dp=2, tp=2, micro_batch=2), 10, MODEL, BOTH),
     (Layout(tp=2, cp=2, micro_batch=3, context="all-gather", recompute="full"), 12, WHOLE, RING),
     (Layout(tp=2, pp=2, virtual_stages=2, schedule="interleaved-1f1b", micro_batch=1), 12, DEEP, BOTH),
-    (Layout(tp=2, pp=2, schedule="afab", micro_batch=3, recompute="every-2"), 12, GPT2, RING),
+    (Layout(tp=2, pp=2, schedule="gpipe", micro_batch=3, recompute="every-2"), 12, GPT2, RING),
     (Layout(tp=4, pp=2, micro_batch=3), 12, WIDE, RING),
     (Layout(dp=2, tp=2, pp=2, zero=3, micro_batch=2), 7, ODD, RING),
     (Layout(dp=4, tp=2, zero=2, replicate=2, micro_batch=1), 10, MODEL, RING),
@@ -159,11 +159,11 @@ def test_what_travels_is_what_the_planner_counts(pool: Pool, recompute: str) -> 
         assert count == collectives * 3 * WIDE.layers * 2 * STEPS
 
 
-SPLITTING = [name for name, rules in RULES.items() if rules.splits]
+SPLITTING = [name for name, entry in SCHEDULES.items() if entry.splits_backward]
 
 
 @pytest.mark.parametrize("schedule", thinned([(name,) for name in SPLITTING], [0]))
-def test_why_a_split_backward_pass_refuses_it(pool: Pool, schedule: Schedule) -> None:
+def test_why_a_split_backward_pass_refuses_it(pool: Pool, schedule: str) -> None:
     """Of what is split each half sends all of it: gradients are right, and more travels."""
     counts = {}
     for name in (schedule, "looped-bfs"):

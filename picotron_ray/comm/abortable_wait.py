@@ -32,10 +32,10 @@ _plain_wait: Callable[..., bool] = Work.wait
 # that runs out closes all connections.
 _RECEIVES = {int(OpType.RECV), int(OpType.RECVANYSOURCE)}
 # Waits of these ignore a time limit: sends, and what gloo makes of other operations (reduce-scatter).
-_DEAF = {int(OpType.SEND), int(OpType.UNKNOWN)}
+_UNTIMED = {int(OpType.SEND), int(OpType.UNKNOWN)}
 
 
-class Watch:
+class AbortWatch:
     """What the waits of one generation go by.
 
     Fields:
@@ -46,14 +46,14 @@ class Watch:
     def __init__(self, aborted: threading.Event) -> None:
         self.aborted = aborted
         self.given_up = False
-        self._waits: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._waits: queue.SimpleQueue[PendingWait | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def wait(self, work: Any) -> bool:
         kind = int(work._get_op_type())
         if kind in _RECEIVES:
             return _plain_wait(work)
-        return self._wait_elsewhere(work) if kind in _DEAF else self._wait_polling(work)
+        return self._wait_elsewhere(work) if kind in _UNTIMED else self._wait_polling(work)
 
     def _wait_polling(self, work: Any) -> bool:
         while True:
@@ -71,7 +71,7 @@ class Watch:
             self._thread = threading.Thread(target=self._run, name="gloo-waits", daemon=True)
             park_at_exit(self._thread)
             self._thread.start()
-        pending = Pending(work)
+        pending = PendingWait(work)
         self._waits.put(pending)
         while not pending.done.wait(POLL.total_seconds()):
             if self.aborted.is_set() and not pending.done.wait(GRACE_S):
@@ -98,7 +98,7 @@ class Watch:
         self._waits.put(None)
 
 
-class Pending:
+class PendingWait:
     """An operation that another thread waits for."""
 
     def __init__(self, work: Any) -> None:
@@ -107,7 +107,7 @@ class Pending:
         self.error: RuntimeError | None = None
 
 
-_watch: Watch | None = None
+_watch: AbortWatch | None = None
 
 
 def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
@@ -117,10 +117,10 @@ def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
     return _watch.wait(work)
 
 
-def watch(aborted: threading.Event) -> Watch:
+def watch(aborted: threading.Event) -> AbortWatch:
     """Let ``aborted`` end the waits of this process from now on; one generation at a time."""
     global _watch
-    _watch = Watch(aborted)
+    _watch = AbortWatch(aborted)
     Work.wait = _wait  # type: ignore[method-assign, assignment]
     return _watch
 

@@ -16,7 +16,7 @@ def host_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
 
 
-class Lane:
+class CopyStream:
     """Copies of one direction, in order: on a stream of their own where the device is CUDA, else at once."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Messages between two ranks: one for every two that have something for each other, or both ways at once.
 
-`swap` is an all-to-all of uneven parts. It goes point to point on the default group, so ranks that have
+`exchange` is an all-to-all of uneven parts. It goes point to point on the default group, so ranks that have
 nothing to say take no part, and ranks of other pipeline stages need not know how many exchanges there are.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 SUM_TAG = 7  # not that of a pipeline's messages, the last of which may not have left yet
 
 
-def swap(
+def exchange(
     outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, int], rank: int, like: Tensor
 ) -> dict[int, Tensor]:
     """Send tensors to peers and receive theirs; what goes to this rank itself stays in the process.

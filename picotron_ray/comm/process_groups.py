@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from picotron_ray.comm.abortable_wait import Watch, unwatch, watch
+from picotron_ray.comm.abortable_wait import AbortWatch, unwatch, watch
 from picotron_ray.comm.group_release import PROMPT_S, release
-from picotron_ray.comm.sockets import Address, SocketInfo, shut, tcp_sockets
+from picotron_ray.comm.sockets import Address, SocketInfo, shut_connections, tcp_sockets
 from picotron_ray.errors import PeerLostError
 
 NCCL_ABORT_S = 5.0
@@ -89,7 +89,7 @@ class ProcessGroups:
         self._client: TCPStore | None = None
         self._store: PrefixStore | None = None
         self._initialised = False
-        self._watch: Watch | None = None
+        self._watch: AbortWatch | None = None
         self._left_behind = False
         self._hook = sys.excepthook
 
@@ -216,7 +216,7 @@ class ProcessGroups:
         Returns False only where NCCL did not abort within its bound: kill the process then.
         """
         self._aborted.set()
-        shut(self._is_ours)
+        shut_connections(self._is_ours)
         if self._forming:
             threading.Thread(target=self._sweep, name="abort-sweep", daemon=True).start()
         if self.backend != "gloo" and self._initialised:
@@ -227,7 +227,7 @@ class ProcessGroups:
         """Shut connections for as long as another thread may still be opening them."""
         deadline = time.monotonic() + self._rendezvous_s
         while self._forming and time.monotonic() < deadline:
-            shut(self._is_ours)
+            shut_connections(self._is_ours)
             time.sleep(SWEEP_S)
 
     def _abort_backend(self) -> bool:
@@ -287,7 +287,7 @@ class ProcessGroups:
         timeout, with a thread of their own (group_release.py).
         """
         if self.aborted:
-            shut(self._is_ours)
+            shut_connections(self._is_ours)
         self._left_behind = self.given_up
         if self._watch is not None:
             unwatch()

@@ -1,4 +1,4 @@
-"""Which sockets of this process belong to its process groups, and how to shut them.
+"""Sockets of a generation's process groups: finding them, and shutting them.
 
 gloo has no working abort (``backend.abort()`` returns and releases nothing), but a collective raises at
 once when its connections are shut down. Two traps, both measured: shutting a *listening* socket makes
@@ -64,7 +64,7 @@ def tcp_sockets() -> Iterator[SocketInfo]:
             yield info
 
 
-def shut(wanted: Callable[[SocketInfo], bool], how: int = socket.SHUT_RD) -> int:
+def shut_connections(wanted: Callable[[SocketInfo], bool], how: int = socket.SHUT_RD) -> int:
     """Shut every *connected* socket that ``wanted`` picks for reading; return how many."""
     count = 0
     for info in tcp_sockets():

@@ -20,7 +20,7 @@ Zero = Literal[0, 1, 2, 3]
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on each mesh axis (0-based)."""
+    """A rank's place on each mesh axis (0-based)."""
 
     pp: int
     dp: int
@@ -30,7 +30,26 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """How one generation cuts the model and the batch.
+    """Parallel layout: the way in which one generation cuts the model and the batch.
+
+    >>> layout = Layout(dp=2, pp=2, zero=2, micro_batch=4)
+    >>> layout.world_size, str(layout)
+    (4, 'dp2-tp1-pp2-zero2-1f1b-mb4')
+
+    Rank 3 is on the second pipeline stage, in the second replica:
+
+    >>> layout.coordinates(3)
+    Coordinates(pp=1, dp=1, cp=0, tp=0)
+
+    Each replica feeds half of a global batch, in micro-batches of 4 rows:
+
+    >>> layout.rows(dp_index=1, global_batch=32), layout.micro_batches(global_batch=32)
+    ((16, 32), 4)
+
+    Logs and manifests hold a layout as plain data:
+
+    >>> Layout.from_dict(layout.to_dict()) == layout
+    True
 
     Fields:
         dp, tp, pp, cp, ep: degrees of data, tensor, pipeline, context and expert parallelism.
@@ -47,8 +66,8 @@ class Layout:
             It is what ranks hold; in which order they compute, the job says (``layout.actions``), so that
             logs and manifests do not repeat long lists.
         micro_batch: rows (sequences) per micro-batch and DP replica.
-        recompute: which blocks compute their activations again in the backward pass, a policy of
-            ``config.recompute``.
+        recompute: the blocks that compute their activations again in the backward pass, as a policy of
+            ``layout.recompute_policy``.
         offload_activations: whether what blocks keep for the backward pass waits in host memory.
     """
 
@@ -76,12 +95,14 @@ class Layout:
         return self.dp * self.tp * self.pp * self.cp
 
     def coordinates(self, rank: int) -> Coordinates:
+        """The place of ``rank`` on each axis."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
         return Coordinates(pp, dp, cp, tp)
 
     def rank(self, at: Coordinates) -> int:
+        """The rank at a place, the inverse of `coordinates`."""
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
 
     @property
@@ -100,7 +121,7 @@ class Layout:
         return self.replicas // self.replicate if self.zero else 1
 
     def shard(self, rank: int) -> int:
-        """Which of those parts ``rank`` holds: neighbours among the replicas hold different ones."""
+        """Index of the part that ``rank`` holds. Neighbours among the replicas hold different ones."""
         return self.replica(rank) % self.shards
 
     @property
@@ -138,7 +159,7 @@ class Layout:
         return {first: last, last: first}.get(pp_index) if first != last else None
 
     def expert_index(self, rank: int) -> int:
-        """Which 1/ep of the experts ``rank`` holds: neighbours among the replicas hold different ones."""
+        """Index of the 1/ep of the experts that ``rank`` holds. Neighbouring replicas hold different ones."""
         return self.replica(rank) % self.ep if self.ep > 1 else 0
 
     def expert_replica(self, rank: int) -> int:
@@ -151,13 +172,14 @@ class Layout:
         return max(1, self.shards // self.ep)
 
     def expert_shard(self, rank: int) -> int:
+        """Index of the part of its experts that ``rank`` holds."""
         return self.shard(rank) // self.ep
 
     # --- state groups: which ranks hold the same shards of weights and optimizer state ---------------
 
     @property
     def state_groups(self) -> int:
-        """Number of distinct shards of the training state: all of them together are the whole state."""
+        """Number of distinct shards of the training state. All of them together are the whole state."""
         return self.pp * (self.shards if self.zero else self.ep) * self.tp
 
     def state_group(self, rank: int) -> int:
@@ -190,10 +212,12 @@ class Layout:
         return PipelineShape(self.pp, self.virtual_stages, self.micro_batches(global_batch))
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data, as logs and manifests keep it."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layout:
+        """The layout of `to_dict`, of an earlier version too."""
         return cls(**{**data, "placement": tuple(map(tuple, data.get("placement", ())))})
 
     def __str__(self) -> str:

@@ -17,9 +17,9 @@ from torch import nn
 
 from picotron_ray.layout.recompute_policy import recomputed
 from picotron_ray.models.parameters import SequenceShard, Style
-from picotron_ray.parallel.attention.backends import AttentionPlan, whole_kernel
+from picotron_ray.parallel.attention.backends import AttentionPlan, attention_kernel
 from picotron_ray.parallel.context.context_parallel import apply_context_parallel
-from picotron_ray.parallel.data.fsdp import Units, apply_fsdp
+from picotron_ray.parallel.data.fsdp import FsdpUnits, apply_fsdp
 from picotron_ray.parallel.expert.expert_parallel import apply_expert_parallel
 from picotron_ray.parallel.fp8 import apply_fp8
 from picotron_ray.parallel.local_shards import chunk
@@ -27,8 +27,8 @@ from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
 from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
 from picotron_ray.parallel.memory.activation_offload import apply_activation_offload
 from picotron_ray.parallel.mesh import Mesh
-from picotron_ray.parallel.tensor.overlap import Kind, Overlap, hidden
-from picotron_ray.parallel.tensor.ring_overlap import Ring
+from picotron_ray.parallel.tensor.overlap import Overlap, OverlapMethod, overlapped_products
+from picotron_ray.parallel.tensor.ring_overlap import RingOverlap
 from picotron_ray.parallel.tensor.tensor_parallel import apply_tensor_parallel, named_modules
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ class Plan:
     functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     loss_chunk: int | None = None
     fp8: bool = False
-    overlap: Kind = "none"
+    overlap: OverlapMethod = "none"
     device: torch.device = CPU
     tie: Callable[[nn.Module], None] = lambda model: None
     stage: int = 0
@@ -101,7 +101,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
         applied.append("grouped experts")
     modules = named_modules(model, attention.modules)
     if modules:
-        kernel = whole_kernel(attention.backend, compiled=plan.compiled)
+        kernel = attention_kernel(attention.backend, compiled=plan.compiled)
         for module in modules:
             module.kernel = kernel
         applied.append(str(attention))
@@ -123,7 +123,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
     if mesh.sharded is not None:
         whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
         experts = [mixture.experts for mixture in mixtures] if layout.ep > 1 else []
-        apply_fsdp(model, Units(plan.blocks, experts, mesh.experts, whole), mesh.sharded, layout.zero)
+        apply_fsdp(model, FsdpUnits(plan.blocks, experts, mesh.experts, whole), mesh.sharded, layout.zero)
         copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
         applied.append(f"FSDP2 over {layout.shards}{copies}, zero {layout.zero}")
     elif layout.replicas > 1:
@@ -139,7 +139,7 @@ def _apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator
             yield f"no tensor parallelism that {plan.overlap} could overlap"
         return
     overlap = _overlap(mesh, tp, plan)
-    means = None if overlap is None else hidden(overlap, plan.compiled)
+    means = None if overlap is None else overlapped_products(overlap, plan.compiled)
     count, overlapped = apply_tensor_parallel(model, tp, plan.styles, means)
     plan.tie(model)
     kind = "tensor" if any(style == "sum_rowwise" for _, style in plan.styles) else "tensor and sequence"
@@ -151,11 +151,11 @@ def _apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator
 def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: Plan) -> Overlap | None:
     """What hides tensor parallelism's communication; the stages of a rank share it."""
     if mesh.overlap is None and plan.overlap == "ring":
-        mesh.overlap = Ring(tp)
+        mesh.overlap = RingOverlap(tp)
     elif mesh.overlap is None and plan.overlap == "symmetric-memory":
-        from picotron_ray.parallel.tensor.symmetric_memory import Symmetric
+        from picotron_ray.parallel.tensor.symmetric_memory import SymmetricOverlap
 
-        mesh.overlap = found = Symmetric(tp, plan.device)
+        mesh.overlap = found = SymmetricOverlap(tp, plan.device)
         mesh.on_close.append(found.close)
     return mesh.overlap
 

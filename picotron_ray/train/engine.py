@@ -29,12 +29,12 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.models.definition import definition_of
 from picotron_ray.parallel.data.ddp import replicated
-from picotron_ray.parallel.data.fsdp import before_backward, let_go
+from picotron_ray.parallel.data.fsdp import free_gathered_weights, prepare_backward
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm
 from picotron_ray.parallel.local_shards import LocalParameter, chunk, cut, local_gradient, local_parameters
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import Mesh, make_mesh
-from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
+from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
 from picotron_ray.train.build_stages import build_stages, mixtures_of
 from picotron_ray.train.cuda_graphs import HELD_BACK, StepGraph, clear
 from picotron_ray.train.expert_balance import Balance, Load
@@ -88,7 +88,7 @@ class Engine:
             for parameter in local_parameters(model, self._definition.specs, mesh)
         ]
         ends = (mesh.group("pp"), self.layout.other_end(at.pp))
-        self._ends = TiedEnds(self._parameters, self._definition.copies.values(), *ends)
+        self._ends = TiedEmbeddings(self._parameters, self._definition.copies.values(), *ends)
         summed = [parameter for parameter in self._parameters if parameter.spec.trained]
         self._trained = [parameter for parameter in summed if not self._ends.follows(parameter)]
         self._graph = StepGraph(self._passes, device) if job.kernels.cuda_graphs else None
@@ -194,7 +194,7 @@ class Engine:
         def between() -> None:
             on_phase("backward")
             if self.layout.zero and len(micro_batches) > 1 and number in (1, len(micro_batches)):
-                before_backward(model, self.layout.zero, last=number > 1)
+                prepare_backward(model, self.layout.zero, last=number > 1)
 
         for number, micro_batch in enumerate(micro_batches, 1):
             if number > 1:
@@ -278,7 +278,7 @@ class Engine:
                     total += float(self._loss_sum(self._output(inputs, named), targets, weights))
             tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
         for model in self._models.values():
-            let_go(model)
+            free_gathered_weights(model)
         return (total, tokens_seen) if self._owns_loss else (0.0, 0)
 
     def adapt(self, batches: Sequence[StepBatch]) -> Policy | None:

@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from picotron_ray.config.support.kernels import Backend
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.layers.document_mask import document_starts, seen_in_row
-from picotron_ray.parallel.attention.lse_kernels import additive
+from picotron_ray.parallel.attention.lse_kernels import additive_mask
 
-WholeKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
 """See ``models.llama.sdpa``; or with where documents start, for their numbers."""
 
 NO_MASK = "kernels.attention: saw cudnn, which takes neither document masks nor windows here; use auto"
@@ -51,7 +51,7 @@ class AttentionPlan:
         return f"{self.backend} attention{within}"
 
 
-class OfDocuments:
+class DocumentCache:
     """What follows from the documents at hand, made once for all layers that ask for it.
 
     It is found again by the numbers' own tensor, which a micro-batch keeps for its whole life: another one in
@@ -73,17 +73,17 @@ class OfDocuments:
 
 def _mask(documents: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """What is added to scores, ``[batch, 1, row, row]`` in their type."""
-    return additive(seen_in_row(documents.size(-1), documents, window, documents.device), dtype)
+    return additive_mask(seen_in_row(documents.size(-1), documents, window, documents.device), dtype)
 
 
 @lru_cache(maxsize=4)
 def _window_mask(row: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Likewise, where rows are one document: ``[1, 1, row, row]`` for all layers and steps."""
     with torch.inference_mode(False):  # evaluation may be the first to ask
-        return additive(seen_in_row(row, None, window, device), dtype)
+        return additive_mask(seen_in_row(row, None, window, device), dtype)
 
 
-def whole_kernel(backend: Backend, *, compiled: bool = False) -> WholeKernel:
+def attention_kernel(backend: Backend, *, compiled: bool = False) -> AttentionKernel:
     """Causal attention over whole rows, by that implementation and no other.
 
     It takes ``q [batch, heads, seq, head]``, ``k, v [batch, kv_heads, seq, head]``, the numbers of documents
@@ -94,11 +94,11 @@ def whole_kernel(backend: Backend, *, compiled: bool = False) -> WholeKernel:
         compiled: whether torch.compile looks into what calls it.
     """
     if backend == "flash-attn":
-        return _package(compiled)
-    masked = _masked(backend)
+        return _flash_attn_kernel(compiled)
+    masked = _torch_kernel(backend)
     if backend != "flash":
         return masked
-    of_documents = _apart(flash, compiled)
+    of_documents = _with_document_starts(flash, compiled)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None
@@ -111,9 +111,9 @@ def whole_kernel(backend: Backend, *, compiled: bool = False) -> WholeKernel:
     return attend
 
 
-def _masked(backend: Backend) -> WholeKernel:
+def _torch_kernel(backend: Backend) -> AttentionKernel:
     """One of torch's, with a mask for documents and windows."""
-    chosen, mask = _TORCH[backend], OfDocuments(_mask)
+    chosen, mask = _TORCH[backend], DocumentCache(_mask)
     shares_keys = backend in ("flash", "math")
 
     def attend(
@@ -145,7 +145,7 @@ _TORCH: dict[str, SDPBackend] = {
 }
 
 
-def _apart(varied: WholeKernel, compiled: bool) -> WholeKernel:
+def _with_document_starts(varied: AttentionKernel, compiled: bool) -> AttentionKernel:
     """Attention by a kernel that is told where documents start, as one that is given their numbers.
 
     How many documents there are is known when the host has waited for the device: once per micro-batch and
@@ -155,7 +155,7 @@ def _apart(varied: WholeKernel, compiled: bool) -> WholeKernel:
 
     Compiled blocks leave it to Python, or each number of documents would be compiled for anew.
     """
-    starts = OfDocuments(document_starts)
+    starts = DocumentCache(document_starts)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
         return varied(q, k, v, None if documents is None else starts(documents), window)
@@ -177,7 +177,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | 
     Returns: ``[batch, heads, row, head]``.
     """
     row, looks_back = q.size(-2), -1 if window is None else window - 1
-    q, k, v = laid_out(q, k, v, ends_meet=starts is not None)
+    q, k, v = to_flash_layout(q, k, v, ends_meet=starts is not None)
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(q, k, v, starts, starts, row, row, 0.0),
         window is None,  # causal; with a window that is its right side
@@ -185,10 +185,10 @@ def flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | 
         window_size_left=looks_back,
         window_size_right=0,
     )
-    return _as_heads(out, row)
+    return _from_flash_layout(out, row)
 
 
-def laid_out(q: Tensor, k: Tensor, v: Tensor, *, ends_meet: bool) -> tuple[Tensor, ...]:
+def to_flash_layout(q: Tensor, k: Tensor, v: Tensor, *, ends_meet: bool) -> tuple[Tensor, ...]:
     """Heads ``[batch, heads, row, head]`` as FlashAttention wants them, in the type of autocast.
 
     Returns: each ``[batch, row, heads, head]``, or ``[batch x row, heads, head]`` where the rows' ends meet.
@@ -200,12 +200,12 @@ def laid_out(q: Tensor, k: Tensor, v: Tensor, *, ends_meet: bool) -> tuple[Tenso
     return tuple(x.flatten(0, 1) if ends_meet else x for x in laid)
 
 
-def _as_heads(out: Tensor, row: int) -> Tensor:
-    """What `laid_out` changed, back: ``[batch, heads, row, head]``."""
+def _from_flash_layout(out: Tensor, row: int) -> Tensor:
+    """What `to_flash_layout` changed, back: ``[batch, heads, row, head]``."""
     return (out.unflatten(0, (-1, row)) if out.dim() == 3 else out).transpose(1, 2)
 
 
-def _package(compiled: bool) -> WholeKernel:
+def _flash_attn_kernel(compiled: bool) -> AttentionKernel:
     """FlashAttention of its authors' package (Dao 2023)."""
     try:
         from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -216,14 +216,14 @@ def _package(compiled: bool) -> WholeKernel:
 
     def varied(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
         row, sides = q.size(-2), (-1, -1) if window is None else (window - 1, 0)
-        heads = laid_out(q, k, v, ends_meet=starts is not None)
+        heads = to_flash_layout(q, k, v, ends_meet=starts is not None)
         if starts is None:
             out: Tensor = flash_attn_func(*heads, causal=True, window_size=sides)
         else:
             out = flash_attn_varlen_func(*heads, starts, starts, row, row, causal=True, window_size=sides)
-        return _as_heads(out, row)
+        return _from_flash_layout(out, row)
 
-    of_documents = _apart(varied, compiled)
+    of_documents = _with_document_starts(varied, compiled)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None

@@ -28,7 +28,7 @@ Forward = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Seen(NamedTuple):
+class KeyMask(NamedTuple):
     """Which keys at hand a query sees.
 
     Fields:
@@ -45,17 +45,17 @@ class LseKernel(ABC):
     """One implementation; see the module."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask) -> Forward:
         """``(out, lse)``."""
 
     @abstractmethod
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_mask: KeyMask
     ) -> Gradients:
         """Gradients of q, k and v."""
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What a mask adds to scores: 0 where it is true, -inf elsewhere."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
@@ -63,27 +63,27 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 class MathKernel(LseKernel):
     """The formulas, with the whole score matrix in memory: any device and dtype, for comparison."""
 
-    def _scores(self, q: Tensor, k: Tensor, seen: Seen) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, key_mask: KeyMask) -> Tensor:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.size(-1))
-        if seen.mask is not None:
-            scores = scores.masked_fill(~seen.mask, float("-inf"))
-        elif seen.causal:
+        if key_mask.mask is not None:
+            scores = scores.masked_fill(~key_mask.mask, float("-inf"))
+        elif key_mask.causal:
             before = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
             scores = scores.masked_fill(~before, float("-inf"))
         return scores
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Forward:
-        scores = self._scores(q, k, seen)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask) -> Forward:
+        scores = self._scores(q, k, key_mask)
         lse = scores.logsumexp(dim=-1)
         # -inf less -inf is no number: a query that sees nothing gets weights exp(-inf - 0) = 0
         weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
         return (weights @ v.to(weights.dtype)).to(q.dtype), lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_mask: KeyMask
     ) -> Gradients:
-        weights = (self._scores(q, k, seen) - lse.unsqueeze(-1)).exp()
+        weights = (self._scores(q, k, key_mask) - lse.unsqueeze(-1)).exp()
         dtype, scale = weights.dtype, 1 / math.sqrt(q.size(-1))
         wide = grad.to(dtype)
         share = wide @ v.to(dtype).transpose(-1, -2)
@@ -95,18 +95,18 @@ class MathKernel(LseKernel):
 class CpuFlash(LseKernel):
     """torch's flash attention for CPUs: fp64, fp32, bf16 and fp16."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Forward:
-        bias = None if seen.mask is None else additive(seen.mask, q.dtype)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask) -> Forward:
+        bias = None if key_mask.mask is None else additive_mask(key_mask.mask, q.dtype)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = op(q, k, v, 0.0, seen.causal, attn_mask=bias)
-        if seen.mask is not None:  # torch says 0, the log of a sum of 1, for a query that sees nothing
-            lse = lse.masked_fill(~seen.mask.any(dim=-1), float("-inf"))
+        out, lse = op(q, k, v, 0.0, key_mask.causal, attn_mask=bias)
+        if key_mask.mask is not None:  # torch says 0, the log of a sum of 1, for a query that sees nothing
+            lse = lse.masked_fill(~key_mask.mask.any(dim=-1), float("-inf"))
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_mask: KeyMask
     ) -> Gradients:
-        bias = None if seen.mask is None else additive(seen.mask, q.dtype)
+        bias = None if key_mask.mask is None else additive_mask(key_mask.mask, q.dtype)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, seen.causal, attn_mask=bias)
+        dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, key_mask.causal, attn_mask=bias)
         return dq, dk, dv

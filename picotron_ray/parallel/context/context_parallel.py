@@ -33,7 +33,13 @@ from picotron_ray.models.parameters import SequenceShard
 from picotron_ray.parallel.attention.backends import AttentionPlan
 from picotron_ray.parallel.attention.lse_kernels import LseKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import lse_kernel
-from picotron_ray.parallel.context.ring_attention import Attend, Merge, Numbers, gathered_parts, ring_part
+from picotron_ray.parallel.context.ring_attention import (
+    DocumentNumbers,
+    LseMerge,
+    TileAttention,
+    gathered_tiles,
+    ring_tile,
+)
 from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 
 
@@ -53,12 +59,12 @@ class _Ring(torch.autograd.Function):
         documents: Tensor | None,
     ) -> Tensor:
         ranks, mine = group.size(), group.rank()
-        attend, merge, held = Attend(kernel, q.size(1), kv.size(2)), Merge(q), kv
+        attend, merge, held = TileAttention(kernel, q.size(1), kv.size(2)), LseMerge(q), kv
         for step in range(ranks):
             coming = Shift(held, group) if step < ranks - 1 else None
             theirs = (mine - step) % ranks
-            part, numbers = ring_part(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
-            attend.forward(merge, q, held, part, numbers)
+            tile, numbers = ring_tile(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
+            attend.forward(merge, q, held, tile, numbers)
             if coming is not None:
                 held = coming.wait()
         out = merge.out.to(q.dtype)
@@ -77,9 +83,9 @@ class _Ring(torch.autograd.Function):
             coming = Shift(held, group) if step < ranks - 1 else None
             carried = Shift(total, group, tag=1) if total is not None else None
             theirs = (mine - step) % ranks
-            part, numbers = ring_part(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
+            tile, numbers = ring_tile(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
             dkv = torch.zeros_like(held, dtype=lse.dtype)
-            ctx.attend.backward(part, numbers, saved, held, dq, dkv)
+            ctx.attend.backward(tile, numbers, saved, held, dq, dkv)
             total = dkv if carried is None else dkv.add_(carried.wait())
             if coming is not None:
                 held = coming.wait()
@@ -101,12 +107,12 @@ class _Gathered(torch.autograd.Function):
         kernel: LseKernel,
         group: dist.ProcessGroup,
         order: Tensor,
-        numbers: Numbers,
+        numbers: DocumentNumbers,
     ) -> Tensor:
-        attend, merge = Attend(kernel, q.size(1), kv.size(2)), Merge(q)
+        attend, merge = TileAttention(kernel, q.size(1), kv.size(2)), LseMerge(q)
         whole = _whole(kv, group, order)
-        for part in gathered_parts(group.rank(), group.size(), q.size(-2)):
-            attend.forward(merge, q, whole, part, numbers)
+        for tile in gathered_tiles(group.rank(), group.size(), q.size(-2)):
+            attend.forward(merge, q, whole, tile, numbers)
         out = merge.out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, merge.lse, order, *numbers)
         ctx.attend, ctx.group = attend, group
@@ -118,17 +124,17 @@ class _Gathered(torch.autograd.Function):
         whole = _whole(kv, ctx.group, order)  # gathered again rather than kept
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(whole, dtype=lse.dtype)
         saved = (gradients[0], q, out, lse)
-        for part in gathered_parts(ctx.group.rank(), ctx.group.size(), q.size(-2)):
-            ctx.attend.backward(part, Numbers(*numbers), saved, whole, dq, dkv)
+        for tile in gathered_tiles(ctx.group.rank(), ctx.group.size(), q.size(-2)):
+            ctx.attend.backward(tile, DocumentNumbers(*numbers), saved, whole, dq, dkv)
         by_rank = torch.empty_like(dkv)
         by_rank[..., order, :] = dkv
         mine = reduce_scatter_sequence(_flat(by_rank), ctx.group)
         return dq.to(q.dtype), _unflat(mine, kv).to(kv.dtype), None, None, None, None
 
 
-def _numbers(documents: Tensor | None, mine: int, theirs: int) -> Numbers:
+def _numbers(documents: Tensor | None, mine: int, theirs: int) -> DocumentNumbers:
     """Of the queries of one rank and the keys of another."""
-    return Numbers() if documents is None else Numbers(documents[mine], documents[theirs])
+    return DocumentNumbers() if documents is None else DocumentNumbers(documents[mine], documents[theirs])
 
 
 def _flat(kv: Tensor) -> Tensor:
@@ -170,7 +176,11 @@ class ContextAttention:
         with torch.autocast(q.device.type, enabled=False):  # what is kept wide stays wide
             if self._variant == "ring":
                 return _Ring.apply(q, kv, self._kernel, self._group, by_rank)
-            numbers = Numbers() if by_rank is None else Numbers(by_rank[self._group.rank()], documents)
+            numbers = (
+                DocumentNumbers()
+                if by_rank is None
+                else DocumentNumbers(by_rank[self._group.rank()], documents)
+            )
             return _Gathered.apply(q, kv, self._kernel, self._group, self._order, numbers)
 
 

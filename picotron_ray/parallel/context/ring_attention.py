@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from picotron_ray.models.layers.document_mask import same_document
-from picotron_ray.parallel.attention.lse_kernels import LseKernel, Seen
+from picotron_ray.parallel.attention.lse_kernels import KeyMask, LseKernel
 
 ALL = slice(None)
 
 
-class Part(NamedTuple):
+class AttentionTile(NamedTuple):
     """One call of a kernel: which local queries see which of the keys at hand, and whether causally."""
 
     queries: slice
@@ -25,26 +25,30 @@ class Part(NamedTuple):
     causal: bool
 
 
-def ring_part(mine: int, theirs: int, length: int) -> Part:
+def ring_tile(mine: int, theirs: int, length: int) -> AttentionTile:
     """What rank ``mine`` computes with the keys of rank ``theirs``; both hold ``length`` tokens."""
     half = length // 2
     if mine == theirs:
-        return Part(ALL, ALL, True)
-    return Part(ALL, slice(0, half), False) if theirs < mine else Part(slice(half, None), ALL, False)
+        return AttentionTile(ALL, ALL, True)
+    return (
+        AttentionTile(ALL, slice(0, half), False)
+        if theirs < mine
+        else AttentionTile(slice(half, None), ALL, False)
+    )
 
 
-def gathered_parts(mine: int, ranks: int, length: int) -> list[Part]:
+def gathered_tiles(mine: int, ranks: int, length: int) -> list[AttentionTile]:
     """What rank ``mine`` computes with the keys of whole rows: per chunk what is before it, and itself."""
     half, parts = length // 2, []
     for queries, chunk in ((slice(0, half), mine), (slice(half, None), 2 * ranks - 1 - mine)):
         start = chunk * half
         if start:
-            parts.append(Part(queries, slice(0, start), False))
-        parts.append(Part(queries, slice(start, start + half), True))
+            parts.append(AttentionTile(queries, slice(0, start), False))
+        parts.append(AttentionTile(queries, slice(start, start + half), True))
     return parts
 
 
-class Merge:
+class LseMerge:
     """Running attention of local queries over more and more of the keys."""
 
     def __init__(self, q: Tensor) -> None:
@@ -62,21 +66,21 @@ class Merge:
         before.copy_(total)
 
 
-class Numbers(NamedTuple):
+class DocumentNumbers(NamedTuple):
     """Documents of the local queries ``[batch, q]`` and of the keys at hand ``[batch, k]``; None: one."""
 
     queries: Tensor | None = None
     keys: Tensor | None = None
 
-    def seen(self, part: Part) -> Seen:
+    def key_mask(self, tile: AttentionTile) -> KeyMask:
         """What the queries of a part see of its keys."""
         if self.queries is None or self.keys is None:
-            return Seen(part.causal)
-        mask = same_document(self.queries[:, part.queries], self.keys[:, part.keys])
-        return Seen(False, mask.tril() if part.causal else mask)
+            return KeyMask(tile.causal)
+        mask = same_document(self.queries[:, tile.queries], self.keys[:, tile.keys])
+        return KeyMask(False, mask.tril() if tile.causal else mask)
 
 
-class Attend:
+class TileAttention:
     """Calls of one kernel on parts of the local queries and of keys: ``kv [2, batch, kv_heads, s, head]``."""
 
     def __init__(self, kernel: LseKernel, heads: int, kv_heads: int) -> None:
@@ -89,24 +93,26 @@ class Attend:
         """Gradients of query heads that share a key, summed."""
         return gradient if self._copies == 1 else gradient.unflatten(1, (-1, self._copies)).sum(dim=2)
 
-    def forward(self, merge: Merge, q: Tensor, kv: Tensor, part: Part, numbers: Numbers) -> None:
-        k, v = self._expand(kv[0][..., part.keys, :]), self._expand(kv[1][..., part.keys, :])
-        merge.add(part.queries, *self._kernel.forward(q[..., part.queries, :], k, v, numbers.seen(part)))
+    def forward(
+        self, merge: LseMerge, q: Tensor, kv: Tensor, tile: AttentionTile, numbers: DocumentNumbers
+    ) -> None:
+        k, v = self._expand(kv[0][..., tile.keys, :]), self._expand(kv[1][..., tile.keys, :])
+        merge.add(tile.queries, *self._kernel.forward(q[..., tile.queries, :], k, v, numbers.key_mask(tile)))
 
     def backward(
         self,
-        part: Part,
-        numbers: Numbers,
+        tile: AttentionTile,
+        numbers: DocumentNumbers,
         saved: tuple[Tensor, ...],
         kv: Tensor,
         dq: Tensor,
         dkv: Tensor,
     ) -> None:
         """Add to ``dq`` and ``dkv`` what one part contributes; ``saved``: (gradient, q, out, lse)."""
-        grad, q, out = (x[..., part.queries, :].contiguous() for x in saved[:3])
-        lse = saved[3][..., part.queries].contiguous()
-        k, v = self._expand(kv[0][..., part.keys, :]), self._expand(kv[1][..., part.keys, :])
-        found_q, found_k, found_v = self._kernel.backward(grad, q, k, v, out, lse, numbers.seen(part))
-        dq[..., part.queries, :] += found_q
-        dkv[0][..., part.keys, :] += self._shared(found_k)
-        dkv[1][..., part.keys, :] += self._shared(found_v)
+        grad, q, out = (x[..., tile.queries, :].contiguous() for x in saved[:3])
+        lse = saved[3][..., tile.queries].contiguous()
+        k, v = self._expand(kv[0][..., tile.keys, :]), self._expand(kv[1][..., tile.keys, :])
+        found_q, found_k, found_v = self._kernel.backward(grad, q, k, v, out, lse, numbers.key_mask(tile))
+        dq[..., tile.queries, :] += found_q
+        dkv[0][..., tile.keys, :] += self._shared(found_k)
+        dkv[1][..., tile.keys, :] += self._shared(found_v)

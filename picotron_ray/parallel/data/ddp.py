@@ -21,7 +21,7 @@ from picotron_ray.comm.all_reduce import buckets
 BUCKET_BYTES = 25 * 2**20
 
 
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients are summed by one collective.
 
     Args:
@@ -46,7 +46,7 @@ class Bucket:
         for parameter, view in self._views.items():
             parameter.grad = view
 
-    def take_in(self, parameter: Tensor) -> None:
+    def move_back(self, parameter: Tensor) -> None:
         """Bring a gradient that lies elsewhere back into the bucket.
 
         torch's pipeline stages, before their first step, drop the gradients of all parameters of a module
@@ -68,7 +68,7 @@ class Bucket:
         self._work = None
 
 
-class Replicated:
+class ReplicatedGradients:
     """The gradients of what one group of ranks holds alike.
 
     Args:
@@ -80,7 +80,7 @@ class Replicated:
         self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         ordered = list(reversed(list(parameters)))
-        self._buckets = [Bucket(part, group) for part in buckets(ordered, bucket_bytes)]
+        self._buckets = [GradientBucket(part, group) for part in buckets(ordered, bucket_bytes)]
         self._bucket = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._started = 0
         self._passes = 0
@@ -101,7 +101,7 @@ class Replicated:
             bucket.clear()
 
     def _accumulated(self, parameter: Tensor) -> None:
-        self._bucket[parameter].take_in(parameter)
+        self._bucket[parameter].move_back(parameter)
         self._seen[parameter] += 1
         if self._seen[parameter] < self._passes:
             return
@@ -114,7 +114,7 @@ class Replicated:
         """Every gradient is the sum over the ranks of the group when this returns."""
         for bucket in self._buckets[self._started :]:
             for parameter in bucket.parameters:
-                bucket.take_in(parameter)
+                bucket.move_back(parameter)
             bucket.start()
         for bucket in self._buckets:
             bucket.wait()
@@ -129,10 +129,10 @@ class Replicated:
 
 def replicated(
     parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup | None]],
-) -> list[Replicated]:
-    """One `Replicated` per group, in the order of their first parameter; without a group there is none."""
+) -> list[ReplicatedGradients]:
+    """One `ReplicatedGradients` per group, in the order of their first parameter; None has none."""
     by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
     for parameter, group in parameters:
         if group is not None:
             by_group.setdefault(group, []).append(parameter)
-    return [Replicated(mine, group) for group, mine in by_group.items()]
+    return [ReplicatedGradients(mine, group) for group, mine in by_group.items()]

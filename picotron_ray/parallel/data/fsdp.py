@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
+class FsdpUnits:
     """What is gathered together, and what is left whole.
 
     Fields:
@@ -33,7 +33,7 @@ class Units:
     whole: frozenset[nn.Parameter] = frozenset()
 
 
-def apply_fsdp(model: nn.Module, units: Units, mesh: DeviceMesh, zero: int) -> None:
+def apply_fsdp(model: nn.Module, units: FsdpUnits, mesh: DeviceMesh, zero: int) -> None:
     """Shard ``model`` in place: each block a unit, and one for what is left.
 
     Args:
@@ -47,7 +47,7 @@ def apply_fsdp(model: nn.Module, units: Units, mesh: DeviceMesh, zero: int) -> N
         else:
             fully_shard(experts, mesh=units.expert_mesh, reshard_after_forward=reshard)
     for block in (*units.blocks, model):
-        without_views(block)
+        clone_output_views(block)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -55,7 +55,7 @@ def apply_fsdp(model: nn.Module, units: Units, mesh: DeviceMesh, zero: int) -> N
             module.set_force_sum_reduction_for_comms(True)
 
 
-def without_views(module: nn.Module) -> None:
+def clone_output_views(module: nn.Module) -> None:
     """Let what ``module`` puts out be no view, in place: a copy where it is one.
 
     FSDP hangs what gathers weights for the backward pass on a module's output. A model of the user's own may
@@ -72,7 +72,7 @@ def without_views(module: nn.Module) -> None:
     module.forward = forward
 
 
-def before_backward(model: nn.Module, zero: int, last: bool) -> None:
+def prepare_backward(model: nn.Module, zero: int, last: bool) -> None:
     """Say what the backward pass of a micro-batch is to do with weights and gradients.
 
     ZeRO-1 and 2 gather weights once per step, 1 reduces once per step too; copies meet once per step always.
@@ -90,7 +90,7 @@ def before_backward(model: nn.Module, zero: int, last: bool) -> None:
         model.set_is_last_backward(last)
 
 
-def let_go(model: nn.Module) -> None:
+def free_gathered_weights(model: nn.Module) -> None:
     """Free the weights that a forward pass without a backward pass gathered and, under ZeRO-1 and 2, kept.
 
     Until then the module's parameters are the gathered ones: gradients would be cleared there and go on
@@ -101,7 +101,7 @@ def let_go(model: nn.Module) -> None:
             module.reshard()
 
 
-def settle(model: nn.Module) -> None:
+def pad_shards(model: nn.Module) -> None:
     """Let FSDP pad its shards now rather than at the first forward pass.
 
     It moves the shards into padded storage lazily; state that was listed before would be stale after.

@@ -74,7 +74,7 @@ class _Finish(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Returning:
+class _ReturningRows:
     def __init__(self, rows: Tensor, transfer: _Transfer) -> None:
         self._rows, self._transfer = rows, transfer
 
@@ -83,7 +83,7 @@ class _Returning:
         return found
 
 
-class _Travelling:
+class _IncomingRows:
     """Rows on their way to their experts.
 
     Args:
@@ -104,10 +104,10 @@ class _Travelling:
         arrived = _Finish.apply(self._rows, self._transfer)
         return arrived[self._order], self._counts.sum(dim=0)
 
-    def send_back(self, rows: Tensor) -> _Returning:
+    def send_back(self, rows: Tensor) -> _ReturningRows:
         arrived = torch.empty_like(rows).index_copy(0, self._order, rows)
         back = _Transfer(self._transfer.group, self._transfer.received, self._transfer.sent)
-        return _Returning(_Start.apply(arrived, back), back)
+        return _ReturningRows(_Start.apply(arrived, back), back)
 
 
 class ExpertTransport:
@@ -116,17 +116,17 @@ class ExpertTransport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def send(self, rows: Tensor, counts: Tensor) -> _Travelling:
+    def send(self, rows: Tensor, counts: Tensor) -> _IncomingRows:
         ranks = self._group.size()
         outgoing = counts.view(ranks, -1)
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing.contiguous(), group=self._group)
         outgoing, incoming = outgoing.cpu(), incoming.cpu()
         transfer = _Transfer(self._group, outgoing.sum(dim=1).tolist(), incoming.sum(dim=1).tolist())
-        return _Travelling(_Start.apply(rows, transfer), transfer, incoming)
+        return _IncomingRows(_Start.apply(rows, transfer), transfer, incoming)
 
 
-class RowSpread:
+class SequenceSpread:
     """Rows that are cut over a cp group in head-tail order: a ``Spread`` for the model."""
 
     chunks = 2
@@ -165,7 +165,7 @@ def apply_expert_parallel(
     for mixture in mixtures:
         mixture.router.shares = tp
         if cp is not None:
-            mixture.router.spread = RowSpread(cp)
+            mixture.router.spread = SequenceSpread(cp)
         if ep is None:
             continue
         mixture.transport = ExpertTransport(ep)

@@ -25,7 +25,7 @@ from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.local_shards import LocalParameter, local_tensor
 
 
-class TiedEnds:
+class TiedEmbeddings:
     """What one rank does to keep the ends alike.
 
     Args:

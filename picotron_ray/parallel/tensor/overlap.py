@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-Kind = Literal["none", "ring", "symmetric-memory"]
+OverlapMethod = Literal["none", "ring", "symmetric-memory"]
 Products = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], tuple[Tensor, ...]]
 
 
@@ -111,7 +111,7 @@ def _as_computed(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Hidden:
+class OverlappedProducts:
     """What modules call.
 
     Fields:
@@ -124,7 +124,7 @@ class Hidden:
     scattered: Callable[[Tensor, Tensor], Tensor]
 
 
-def hidden(overlap: Overlap, compiled: bool) -> Hidden:
+def overlapped_products(overlap: Overlap, compiled: bool) -> OverlappedProducts:
     """Args: compiled: whether torch.compile makes the blocks; it must not look inside."""
 
     def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -141,5 +141,5 @@ def hidden(overlap: Overlap, compiled: bool) -> Hidden:
         return found
 
     if compiled:
-        return Hidden(torch.compiler.disable(products), torch.compiler.disable(scattered))
-    return Hidden(products, scattered)
+        return OverlappedProducts(torch.compiler.disable(products), torch.compiler.disable(scattered))
+    return OverlappedProducts(products, scattered)

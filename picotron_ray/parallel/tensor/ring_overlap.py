@@ -18,7 +18,7 @@ from torch import Tensor
 from picotron_ray.comm.sequence_collectives import Shift
 
 
-class Ring:
+class RingOverlap:
     """See `tensor_overlap.Overlap`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -30,7 +30,7 @@ from picotron_ray.comm.sequence_collectives import gather_sequence, reduce_scatt
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.parameters import Style
 from picotron_ray.parallel.local_shards import chunk
-from picotron_ray.parallel.tensor.overlap import Hidden
+from picotron_ray.parallel.tensor.overlap import OverlappedProducts
 
 
 class _Gather(torch.autograd.Function):
@@ -103,7 +103,7 @@ class TensorParallel:
         overlap: hides the communication of blocks behind their products; None: each follows the other.
     """
 
-    def __init__(self, group: Group, overlap: Hidden | None = None) -> None:
+    def __init__(self, group: Group, overlap: OverlappedProducts | None = None) -> None:
         self.group: Any
         self.group, self.parts, self.index = group, group.size(), group.rank()
         self.overlap, self.overlapped = overlap, 0
@@ -249,7 +249,10 @@ def named_modules(model: nn.Module, globs: Sequence[str]) -> list[Any]:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, group: Group, plan: Sequence[tuple[str, Style]], overlap: Hidden | None = None
+    model: nn.Module,
+    group: Group,
+    plan: Sequence[tuple[str, Style]],
+    overlap: OverlappedProducts | None = None,
 ) -> tuple[int, int]:
     """Cut ``model`` (on the meta device) in place over ``group``.
 

@@ -8,7 +8,7 @@ import pytest
 
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import fitting_degrees, misfits
+from picotron_ray.config.validation.layout import fitting_degrees, layout_problems
 from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Source
 from picotron_ray.errors import ConfigError, LayoutError
@@ -183,7 +183,7 @@ def test_every_layout_has_the_rows_and_the_micro_batches_of_the_list(rows: tuple
     for layout in found:
         assert (layout.pp, layout.schedule, layout.placement) == (2, "custom", listed.placement)
         assert layout.micro_batches(8) == listed.micro_batches
-        assert not misfits(config, layout)
+        assert not layout_problems(config, layout)
     assert {degrees.pp for degrees in fitting_degrees(config, 8)} == {2}
 
 

@@ -14,7 +14,7 @@ from picotron_ray.config.json_schema import job_schema
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.resume import changes
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import misfits
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import Command, Event, GenerationId, GenerationSpec, Source
 from picotron_ray.coordinator.replay import event_line, header_line, replay
@@ -94,7 +94,7 @@ def test_an_added_entry_is_known_to_config_planner_and_layouts(monkeypatch: pyte
     monkeypatch.setitem(SCHEDULES, EAGER.name, EAGER)
     job = parse_job(raw)
     eager, plain_one = (Layout(pp=4, schedule=name) for name in (EAGER.name, "1f1b"))
-    assert misfits(job, eager) == []
+    assert layout_problems(job, eager) == []
     assert step_cost(job, eager, CPU) == step_cost(job, plain_one, CPU)
     assert memory_estimate(job, eager).total_bytes > memory_estimate(job, plain_one).total_bytes
     assert EAGER.name in json.dumps(job_schema())

@@ -62,13 +62,13 @@ def double_partial_gradients(_: int) -> Undo:
 def copies_that_never_meet(_: int) -> Undo:
     import picotron_ray.train.engine as engine
 
-    kept = engine.before_backward
+    kept = engine.prepare_backward
 
     def alone(model: Any, zero: int, last: bool) -> None:
         kept(model, zero, last)
         model.set_requires_all_reduce(False)
 
-    return replace(engine, "before_backward", alone)
+    return replace(engine, "prepare_backward", alone)
 
 
 def double_shards(_: int) -> Undo:
@@ -154,16 +154,16 @@ def first_micro_batch_for_ever() -> Undo:
 
 def double_buckets(chosen: Callable[[torch.Tensor], bool]) -> Any:
     """What is summed over ranks that hold the same comes out doubled, where all of a bucket is chosen."""
-    from picotron_ray.parallel.data.ddp import Bucket
+    from picotron_ray.parallel.data.ddp import GradientBucket
 
-    kept = Bucket.wait
+    kept = GradientBucket.wait
 
-    def doubled(self: Bucket) -> None:
+    def doubled(self: GradientBucket) -> None:
         kept(self)
         if all(chosen(parameter) for parameter in self.parameters):
             torch._foreach_mul_([parameter.grad for parameter in self.parameters], 2.0)
 
-    return replace(Bucket, "wait", doubled)
+    return replace(GradientBucket, "wait", doubled)
 
 
 def double_expert_replicas() -> Any:
@@ -192,7 +192,7 @@ def double_auxiliary() -> Any:
 def count_local_tokens_only() -> Any:
     import picotron_ray.parallel.expert.expert_parallel as expert
 
-    return replace(expert.RowSpread, "totals", lambda self, counts: counts)
+    return replace(expert.SequenceSpread, "totals", lambda self, counts: counts)
 
 
 def double_key_gradients(kind: str) -> Any:

@@ -16,7 +16,7 @@ from itertools import combinations, cycle, product
 from typing import Any
 
 from picotron_ray.config.schema.model import ModelConfig
-from picotron_ray.config.validation.layout import misfits
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
 from tests.support.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, Rows, layout_of, made
@@ -71,7 +71,7 @@ class Case:
     @property
     def misfit(self) -> str:
         """The first rule that it breaks, or empty."""
-        found = misfits(job_of("sgd", self.batch, self.model, self.actions), self.layout)
+        found = layout_problems(job_of("sgd", self.batch, self.model, self.actions), self.layout)
         return f"{found[0].key}: {found[0].text}" if found else ""
 
     @property

@@ -11,7 +11,7 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
-from picotron_ray.parallel.tensor.symmetric_memory import Renumbered
+from picotron_ray.parallel.tensor.symmetric_memory import RenumberedStore
 from tests.gloo.parallel.test_matrix import GPT2, GPT2_TIED, ODD, TIED, WIDE
 from tests.support.gloo.jobs.matrix_jobs import (
     MIXTURE,
@@ -225,7 +225,7 @@ def test_processes_of_different_age_find_each_other() -> None:
     """torch counts the exchanges of a process's life; through C++, as torch calls it."""
     shared = HashStore()
     shared.set_timeout(timedelta(seconds=2))
-    inner = [Renumbered(shared), Renumbered(shared)]
+    inner = [RenumberedStore(shared), RenumberedStore(shared)]
     stores = [PrefixStore("", store) for store in inner]  # C++ in between; the objects must live
     for exchange in range(2):
         numbers = [exchange, 40 + exchange]  # a new process, and one that has been here before

@@ -1,15 +1,16 @@
-"""Waits for gloo operations that an abort can end, also where gloo forgets to end them.
+"""Abortable waits for gloo operations, also for those that gloo forgets to end.
 
-When an inline write to a connection fails (the peer was killed, or closed first), gloo reports the error
-to the operations that are queued and then queues this one, which nobody will ever wake
-(``gloo::transport::tcp::Pair::sendAsyncMode``): its ``waitSend`` sleeps for the whole timeout of the
-group, with all connections already closed. Measured with torch 2.13: about 1 abort in 50 leaves one rank
-like that. The operation runs on a thread of gloo's, so only the wait for it has to be given up:
-``Work.wait``, through which every Python caller waits (collectives, FSDP2, pipeline schedules), is
-replaced by one that looks every 50 ms whether the generation was aborted. Where such a wait cannot be
-limited (sends, reduce-scatter), it moves to a thread of ours.
+An inline write to a connection fails when the peer was killed or has closed first. gloo then reports the
+error to the operations that are queued, and queues this one afterwards, so that nobody wakes it
+(``gloo::transport::tcp::Pair::sendAsyncMode``). Its ``waitSend`` sleeps for the whole timeout of the group,
+with all connections already closed. Measured with torch 2.13: about 1 abort in 50 leaves one rank like that.
 
-What is given up stays alive until its timeout has passed (group_release.py).
+The operation runs on one of gloo's threads, so only the wait for it has to be given up. Every Python caller
+waits through ``Work.wait`` (collectives, FSDP2, pipeline schedules). It is replaced by a wait that asks every
+50 ms whether the generation was aborted. Waits that take no time limit (sends, reduce-scatter) move to a
+thread of ours.
+
+An abandoned operation stays alive until its timeout has passed (group_release.py).
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _plain_wait: Callable[..., bool] = Work.wait
 # gloo waits for these in the calling thread, and wakes them reliably. They must not be polled: a wait
 # that runs out closes all connections.
 _RECEIVES = {int(OpType.RECV), int(OpType.RECVANYSOURCE)}
-# Waits of these ignore a time limit: sends, and what gloo makes of other operations (reduce-scatter).
+# Waits of these ignore a time limit: sends, and operations that gloo composes of others (reduce-scatter).
 _UNTIMED = {int(OpType.SEND), int(OpType.UNKNOWN)}
 
 
 class AbortWatch:
-    """What the waits of one generation go by.
+    """Abort state of one generation, which all its waits watch.
 
     Fields:
         aborted: set by an abort.
-        given_up: whether some operation is still running although its caller has left.
+        given_up: whether an operation still runs whose caller has left.
     """
 
     def __init__(self, aborted: threading.Event) -> None:
@@ -50,6 +51,7 @@ class AbortWatch:
         self._thread: threading.Thread | None = None
 
     def wait(self, work: Any) -> bool:
+        """Wait for an operation; raises PeerLostError where an abort leaves it running."""
         kind = int(work._get_op_type())
         if kind in _RECEIVES:
             return _plain_wait(work)
@@ -95,11 +97,12 @@ class AbortWatch:
         raise PeerLostError("aborted, with an operation that gloo does not end")
 
     def close(self) -> None:
+        """End the thread of waits."""
         self._waits.put(None)
 
 
 class PendingWait:
-    """An operation that another thread waits for."""
+    """Operation that another thread waits for."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -111,7 +114,7 @@ _watch: AbortWatch | None = None
 
 
 def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
-    """Stands in for ``Work.wait``."""
+    """Stand in for ``Work.wait``."""
     if _watch is None or timeout:
         return _plain_wait(work, timeout)
     return _watch.wait(work)

@@ -1,12 +1,12 @@
-"""CUDA kernels that give their log-sum-exp: torch's operators behind scaled_dot_product_attention.
+"""CUDA attention kernels with log-sum-exp: torch's operators behind scaled_dot_product_attention.
 
-A merge needs what the public function keeps to itself: the log-sum-exp, and a backward pass that is given the
-whole row's. So these are private; ``native_functions.yaml`` of torch 2.11 to 2.13 declares them alike, and
-what their results look like was read in ``aten/src/ATen/native/transformers/cuda``; tests/gpu compares them
-with the formulas.
+A merge needs two things that the public function hides: the log-sum-exp, and a backward pass that takes the
+whole row's. So these operators are private. ``native_functions.yaml`` of torch 2.11 to 2.13 declares them
+alike. The form of their results was read in ``aten/src/ATen/native/transformers/cuda``. tests/gpu compares
+them with the formulas.
 
-flash-attn is not among them: its function for a backward pass with another's log-sum-exp is private, and its
-arguments have changed within the versions that we take.
+flash-attn is not among them. Its function for a backward pass with a given log-sum-exp is private, and its
+arguments have changed within the versions that we support.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from picotron_ray.parallel.attention.lse_kernels import (
 
 NO_MASK = "kernels.attention: saw {}, which takes no document masks in parts of rows; use auto or efficient"
 LSE_MULTIPLE = 32
-"""To which the efficient kernel pads the queries of its log-sum-exp (``kAlignLSE``)."""
+"""Multiple to which the efficient kernel pads the queries of its log-sum-exp (``kAlignLSE``)."""
 BIAS_MULTIPLE = 16
-"""Of elements, at which rows of its bias start: 16 bytes at least, in every type."""
+"""Alignment of the rows of its bias, in elements: at least 16 bytes in every type."""
 
 
 class CudaFlash(LseKernel):
@@ -68,7 +68,7 @@ class CudaCudnn(LseKernel):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_mask: KeyMask
     ) -> Gradients:
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # for dropout, which is off
         op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         lengths = (None, None, q.size(-2), k.size(-2))
         dq, dk, dv = op(
@@ -87,14 +87,14 @@ class CudaEfficient(LseKernel):
         op = torch.ops.aten._scaled_dot_product_efficient_attention
         out, lse, *_ = op(q, k, v, _bias(key_mask, q), True, 0.0, key_mask.causal)
         lse = lse.narrow(-1, 0, q.size(-2))
-        if key_mask.mask is not None:  # it says 0, the log of a sum of 1, for a query that sees nothing
+        if key_mask.mask is not None:  # it says 0, the log of a sum of 1, for a query without a visible key
             lse = lse.masked_fill(key_mask.mask.any(dim=-1).logical_not(), float("-inf"))
         return out, lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_mask: KeyMask
     ) -> Gradients:
-        seed = torch.zeros((), dtype=torch.int64)  # of a dropout that there is not; on the host, as forward's
+        seed = torch.zeros((), dtype=torch.int64)  # for dropout, which is off; on the host, as forward's
         lse = F.pad(lse, (0, -lse.size(-1) % LSE_MULTIPLE), value=float("inf"))  # no weight, as forward pads
         # the kernel takes out to lie token by token and does not look at its strides
         out = out.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
@@ -107,7 +107,7 @@ class CudaEfficient(LseKernel):
 
 
 def _bias(key_mask: KeyMask, q: Tensor) -> Tensor | None:
-    """What is added to scores, ``[batch, heads, queries, keys]``; rows aligned, heads sharing one."""
+    """Additive mask ``[batch, heads, queries, keys]``, with aligned rows, one mask for all heads."""
     if key_mask.mask is None:
         return None
     batch, _, queries, keys = key_mask.mask.shape

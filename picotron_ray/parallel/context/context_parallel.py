@@ -1,20 +1,21 @@
 """Context parallelism: every row is cut over the cp ranks, and attention sees the keys of all of them.
 
-Rank i holds chunks i and 2n-1-i of 2n (``models.plan.SequenceShard``), which evens out causal attention. Two
-variants, both exact:
+Rank i holds chunks i and 2n-1-i of 2n (``models.parameters.SequenceShard``), which balances causal attention.
+There are two variants, both exact:
 
-- ``ring`` (Liu et al. 2023): keys and values travel round the ranks while each computes with the part it
-  has; in the backward pass their gradients travel along. A rank holds its own part, the one at hand and the
-  one on its way. Which scores are needed follows from where the keys come from: the rank itself (causal), an
-  earlier rank (all queries, the first half of the keys) or a later one (the second half of the queries, all
-  keys): half of the square, each time.
+- ``ring`` (Liu et al. 2023): keys and values travel round the ranks while each computes with the part that it
+  has. In the backward pass their gradients travel along. A rank holds its own part, the current one and the
+  one on its way. The source of the keys decides which scores are needed, half of the square each time:
+  the rank itself (causal), an earlier rank (all queries, the first half of the keys) or a later rank (the
+  second half of the queries, all keys).
 - ``all-gather`` (Dubey et al. 2024): keys and values are gathered first, their gradients reduce-scattered.
-  One collective where the ring has n - 1, for the memory of whole rows of keys; cheap under grouped queries.
+  It needs one collective where the ring has n - 1, and memory for whole rows of keys. It is cheap under
+  grouped queries.
 
-Every rank knows which documents the whole row holds (``models.documents``), so masks need no exchange: each
-is made of the numbers of the queries and of the keys at hand, when it is used.
+Every rank knows the documents of the whole row (``models.layers.document_mask``), so masks need no exchange.
+Each is made when it is used, of the document numbers of its queries and keys.
 
-Which parts there are and how their results are merged is ``parallel.parts``.
+``ring_attention`` has the tiles and the merging of their results.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 
 
 class _Ring(torch.autograd.Function):
-    """q ``[b, heads, s, d]``, kv ``[2, b, kv_heads, s, d]`` → attention ``[b, heads, s, d]``.
+    """Ring attention: q ``[b, heads, s, d]``, kv ``[2, b, kv_heads, s, d]`` → ``[b, heads, s, d]``.
 
     ``documents [ranks, b, s]``: numbers of the tokens of each rank, or None.
     """
@@ -78,7 +79,7 @@ class _Ring(torch.autograd.Function):
         group, ranks, mine = ctx.group, ctx.group.size(), ctx.group.rank()
         saved, held = (gradients[0], q, out, lse), kv
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        total = None  # the gradient of the keys at hand, by the ranks that they have visited
+        total = None  # gradient of the current keys, summed over the ranks that they have visited
         for step in range(ranks):
             coming = Shift(held, group) if step < ranks - 1 else None
             carried = Shift(total, group, tag=1) if total is not None else None
@@ -94,9 +95,9 @@ class _Ring(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """As `_Ring`, all keys gathered first.
+    """All-gather attention, with shapes as of `_Ring`.
 
-    ``order``: where each position lies among what is gathered; ``numbers``: of the whole row as keys.
+    ``order``: the place of each position in the gathered keys; ``numbers``: with the whole row as keys.
     """
 
     @staticmethod
@@ -133,7 +134,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _numbers(documents: Tensor | None, mine: int, theirs: int) -> DocumentNumbers:
-    """Of the queries of one rank and the keys of another."""
+    """Document numbers of one rank's queries and another's keys."""
     return DocumentNumbers() if documents is None else DocumentNumbers(documents[mine], documents[theirs])
 
 
@@ -152,7 +153,7 @@ def _whole(kv: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
 
 
 class ContextAttention:
-    """Causal attention of a rank's queries over the keys of all cp ranks: a kernel for the model."""
+    """Attention kernel for the model: a rank's queries over the keys of all cp ranks, causal."""
 
     def __init__(self, group: dist.ProcessGroup, variant: Context, length: int, backend: Backend) -> None:
         self._group, self._variant, self._backend = group, variant, backend
@@ -173,7 +174,7 @@ class ContextAttention:
         kv, by_rank = torch.stack((k, v)), None
         if documents is not None:
             by_rank = documents[:, self._gathered].unflatten(1, (self._group.size(), -1)).transpose(0, 1)
-        with torch.autocast(q.device.type, enabled=False):  # what is kept wide stays wide
+        with torch.autocast(q.device.type, enabled=False):  # wide results stay wide
             if self._variant == "ring":
                 return _Ring.apply(q, kv, self._kernel, self._group, by_rank)
             numbers = (
@@ -187,7 +188,7 @@ class ContextAttention:
 def apply_context_parallel(
     model: nn.Module, group: dist.ProcessGroup, plan: AttentionPlan, variant: Context
 ) -> int:
-    """Let the attention modules of ``model`` work on this rank's tokens; returns how many there are.
+    """Make the attention modules of ``model`` work on this rank's tokens; returns their number.
 
     Raises LayoutError where the model names none, or a row does not divide.
     """

@@ -1,7 +1,7 @@
-"""Attention over parts of the keys: which parts a context-parallel rank computes, and how they are merged.
+"""Tiles of attention that a context-parallel rank computes, and the merging of their results.
 
 Partial results are merged by their log-sum-exp, in fp32 or wider. Keys that several query heads share are
-expanded only for the kernel, never on the wire.
+expanded for the kernel only, never for transfers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALL = slice(None)
 
 
 class AttentionTile(NamedTuple):
-    """One call of a kernel: which local queries see which of the keys at hand, and whether causally."""
+    """One kernel call: a range of local queries, a range of the current keys, and whether it is causal."""
 
     queries: slice
     keys: slice
@@ -26,7 +26,7 @@ class AttentionTile(NamedTuple):
 
 
 def ring_tile(mine: int, theirs: int, length: int) -> AttentionTile:
-    """What rank ``mine`` computes with the keys of rank ``theirs``; both hold ``length`` tokens."""
+    """Tile of rank ``mine`` with the keys of rank ``theirs``; both hold ``length`` tokens."""
     half = length // 2
     if mine == theirs:
         return AttentionTile(ALL, ALL, True)
@@ -38,7 +38,7 @@ def ring_tile(mine: int, theirs: int, length: int) -> AttentionTile:
 
 
 def gathered_tiles(mine: int, ranks: int, length: int) -> list[AttentionTile]:
-    """What rank ``mine`` computes with the keys of whole rows: per chunk what is before it, and itself."""
+    """Tiles of rank ``mine`` with the keys of whole rows: per chunk the keys before it, and its own."""
     half, parts = length // 2, []
     for queries, chunk in ((slice(0, half), mine), (slice(half, None), 2 * ranks - 1 - mine)):
         start = chunk * half
@@ -49,7 +49,7 @@ def gathered_tiles(mine: int, ranks: int, length: int) -> list[AttentionTile]:
 
 
 class LseMerge:
-    """Running attention of local queries over more and more of the keys."""
+    """Running attention of local queries while keys arrive, merged by log-sum-exp."""
 
     def __init__(self, q: Tensor) -> None:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -57,23 +57,23 @@ class LseMerge:
         self.lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """Take in the result over keys not seen yet."""
+        """Merge the result over further keys."""
         before, seen = self.lse[..., queries], self.out[..., queries, :]
         total = torch.logaddexp(before, lse)
-        # a query that has seen nothing so far keeps -inf and 0: less 0 rather than -inf, or it were no number
+        # a query without a visible key so far keeps -inf and 0; -inf - (-inf) would be NaN, so subtract 0
         level = total.masked_fill(total == float("-inf"), 0.0)
         seen.mul_((before - level).exp().unsqueeze(-1)).add_(out * (lse - level).exp().unsqueeze(-1))
         before.copy_(total)
 
 
 class DocumentNumbers(NamedTuple):
-    """Documents of the local queries ``[batch, q]`` and of the keys at hand ``[batch, k]``; None: one."""
+    """Document numbers of the local queries ``[batch, q]`` and keys ``[batch, k]``; None: one document."""
 
     queries: Tensor | None = None
     keys: Tensor | None = None
 
     def key_mask(self, tile: AttentionTile) -> KeyMask:
-        """What the queries of a part see of its keys."""
+        """Mask of a tile."""
         if self.queries is None or self.keys is None:
             return KeyMask(tile.causal)
         mask = same_document(self.queries[:, tile.queries], self.keys[:, tile.keys])
@@ -81,7 +81,7 @@ class DocumentNumbers(NamedTuple):
 
 
 class TileAttention:
-    """Calls of one kernel on parts of the local queries and of keys: ``kv [2, batch, kv_heads, s, head]``."""
+    """Calls of one kernel on tiles of queries and of keys ``kv [2, batch, kv_heads, s, head]``."""
 
     def __init__(self, kernel: LseKernel, heads: int, kv_heads: int) -> None:
         self._kernel, self._copies = kernel, heads // kv_heads
@@ -90,7 +90,7 @@ class TileAttention:
         return x if self._copies == 1 else x.repeat_interleave(self._copies, dim=1)
 
     def _shared(self, gradient: Tensor) -> Tensor:
-        """Gradients of query heads that share a key, summed."""
+        """Sum the gradients of query heads that share a key."""
         return gradient if self._copies == 1 else gradient.unflatten(1, (-1, self._copies)).sum(dim=2)
 
     def forward(
@@ -108,7 +108,7 @@ class TileAttention:
         dq: Tensor,
         dkv: Tensor,
     ) -> None:
-        """Add to ``dq`` and ``dkv`` what one part contributes; ``saved``: (gradient, q, out, lse)."""
+        """Add a tile's gradients to ``dq`` and ``dkv``; ``saved``: (gradient, q, out, lse)."""
         grad, q, out = (x[..., tile.queries, :].contiguous() for x in saved[:3])
         lse = saved[3][..., tile.queries].contiguous()
         k, v = self._expand(kv[0][..., tile.keys, :]), self._expand(kv[1][..., tile.keys, :])

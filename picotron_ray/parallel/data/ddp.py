@@ -1,11 +1,11 @@
 """Replicated data parallelism: gradients are summed over the replicas while the backward pass goes on.
 
-Gradients live in a few flat buckets, of which each parameter's ``grad`` is a view: nothing is packed or
+Gradients live in a few flat buckets, and each parameter's ``grad`` is a view of one. So nothing is packed or
 unpacked, and one collective per bucket serves many tensors. Buckets are filled in the order in which the
-backward pass finishes parameters (the reverse of their definition) and set off in that order on every rank
-(Li et al. 2020, PyTorch Distributed, section 3.2), once per step: with the last micro-batch.
+backward pass finishes parameters (the reverse of their definition). Every rank starts their reductions in
+that order (Li et al. 2020, PyTorch Distributed, section 3.2), once per step, with the last micro-batch.
 
-Sums, never means: the loss is divided once by the global token count.
+Gradients are summed and never averaged, because the loss is divided once by the global token count.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class GradientBucket:
-    """Parameters whose gradients are summed by one collective.
+    """Bucket of gradients that one collective sums.
 
     Args:
         parameters: of one dtype and device, in the order in which they lie in the bucket.
-        group: the ranks that hold the same.
+        group: the ranks that hold the same parameters.
     """
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -40,17 +40,18 @@ class GradientBucket:
         self.waiting: set[Tensor] = set()
 
     def clear(self) -> None:
-        """Begin a step with gradients of zero, in the bucket."""
+        """Begin a step: zero the gradients and make them views of the bucket."""
         self._flat.zero_()
         self._work, self.waiting = None, set(self.parameters)
         for parameter, view in self._views.items():
             parameter.grad = view
 
     def move_back(self, parameter: Tensor) -> None:
-        """Bring a gradient that lies elsewhere back into the bucket.
+        """Move a gradient that lies elsewhere back into the bucket.
 
-        torch's pipeline stages, before their first step, drop the gradients of all parameters of a module
-        that FSDP knows, also of those that it was told to ignore; the next ones lie in storage of their own.
+        torch's pipeline stages drop gradients before their first step: those of all parameters of a module
+        that FSDP knows, also of parameters that it was told to ignore. The next gradients have storage of
+        their own.
         """
         gradient, view = parameter.grad, self._views[parameter]
         if gradient is not None and gradient.data_ptr() != view.data_ptr():
@@ -58,22 +59,23 @@ class GradientBucket:
             parameter.grad = view
 
     def start(self) -> None:
-        """Set off the sum, if it is not under way."""
+        """Start the sum, unless it is under way."""
         if self._work is None:
             self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def wait(self) -> None:
+        """Wait for the sum."""
         assert self._work is not None, "started before it is waited for"
         self._work.wait()
         self._work = None
 
 
 class ReplicatedGradients:
-    """The gradients of what one group of ranks holds alike.
+    """Gradients of parameters that every rank of a group holds.
 
     Args:
         parameters: trained ones, in the order of their definition; the same on every rank of ``group``.
-        bucket_bytes: the most that one collective sums, but for a larger single parameter.
+        bucket_bytes: limit of one collective; a larger single parameter has a collective of its own.
     """
 
     def __init__(
@@ -92,8 +94,8 @@ class ReplicatedGradients:
     def begin(self, passes: int) -> None:
         """Begin a step in which ``passes`` micro-batches add to every gradient.
 
-        A parameter that gets fewer (a schedule that splits the backward pass adds some by itself, a model
-        may leave some out) holds its bucket, and those after it, back until `finish`.
+        A parameter may get fewer: a schedule that splits the backward pass adds some gradients by itself, and
+        a model may leave parameters out. Its bucket and those after it then wait until `finish`.
         """
         self._passes, self._started = passes, 0
         self._seen = dict.fromkeys(self._bucket, 0)
@@ -111,7 +113,7 @@ class ReplicatedGradients:
             self._started += 1
 
     def finish(self) -> None:
-        """Every gradient is the sum over the ranks of the group when this returns."""
+        """Complete the sums: every gradient is that over the ranks of the group when this returns."""
         for bucket in self._buckets[self._started :]:
             for parameter in bucket.parameters:
                 bucket.move_back(parameter)
@@ -120,6 +122,7 @@ class ReplicatedGradients:
             bucket.wait()
 
     def close(self) -> None:
+        """Remove the hooks and drop the buckets."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -130,7 +133,7 @@ class ReplicatedGradients:
 def replicated(
     parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup | None]],
 ) -> list[ReplicatedGradients]:
-    """One `ReplicatedGradients` per group, in the order of their first parameter; None has none."""
+    """One `ReplicatedGradients` per group, in the order of their first parameters. No group, no object."""
     by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
     for parameter, group in parameters:
         if group is not None:

@@ -1,10 +1,10 @@
 """Pipeline parallelism: torch's schedules over the stages of one rank.
 
-Shapes are static and told to the stages, so nothing is inferred by exchanging pickles at the first step.
-Micro-batches that only hold fill rows run through all stages like any other: the schedules need equal
-counts everywhere. Losses are divided by the global token count before backward, so the schedule must not
-scale gradients. A row's number travels as the last column of its targets, because the schedules cut
-micro-batches out of one tensor only and the row's weight has to come along.
+Shapes are static and given to the stages, so that nothing is inferred by exchanging pickles at the first
+step. Micro-batches that only hold fill rows run through all stages like any other, because schedules need
+equal counts everywhere. Losses are divided by the global token count before backward, so the schedule must
+not scale gradients. A row's number travels as the last column of its targets: schedules cut micro-batches out
+of one tensor only, and the row's weight has to come along.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from picotron_ray.parallel import mesh
 from picotron_ray.parallel.pipeline.schedule_runtime import build_runtime
 
 Named = Mapping[str, Tensor]
-"""What ``forward`` takes besides its input, by name: the same on every stage, which all load the rows."""
+"""Further inputs of ``forward``, by name. Every stage loads the rows and so has the same ones."""
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(what the last stage puts out, targets [rows, seq], weights [rows]) -> scalar sum."""
+"""(output of the last stage, targets [rows, seq], weights [rows]) -> scalar sum."""
 
 
 class Pipeline:
-    """One rank's stages and their schedule.
+    """Pipeline of one rank: its stages and their schedule.
 
     Args:
         models: this rank's parts of the model, by stage.
         layout: degrees; ``layout.pp > 1``.
         group: process group of the pp axis.
-        hidden: an example (meta) of what crosses between stages: ``[micro_batch, seq / cp / tp, hidden]``.
+        hidden: an example (meta) of the tensor that crosses between stages: ``[micro_batch, seq / cp / tp,
+        hidden]``.
         sequence: tokens per row on this rank.
         loss: weighted sum of token losses of one micro-batch.
-        actions: what the ranks do, in order, for a schedule that takes a list of them.
+        actions: the rows of ``layout.actions``, for a schedule that takes them.
 
-    Raises LayoutError where those are not of this layout, or do not stand what it asks for.
+    Raises LayoutError where the actions are not of this layout, or the schedule does not allow it.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Pipeline:
         self._sums: list[Tensor] = []
 
     def _micro_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Called by the schedule on the last stage; remembers the loss before it is scaled."""
+        """Loss of one micro-batch on the last stage, scaled; keeps the unscaled one."""
         total = self._loss(output, target[:, :-1], self._weights[target[:, -1]])
         self._sums.append(total.detach())
         return total * self._scale
@@ -85,7 +86,7 @@ class Pipeline:
         tokens = torch.empty(
             (self._hidden.size(0), self._sequence), dtype=torch.int64, device=self._hidden.device
         )
-        # What the last stage puts out goes nowhere; torch only asks that something is told.
+        # the last stage sends its output nowhere, but torch asks for an example
         return PipelineStage(
             self._models[index],
             index,
@@ -143,7 +144,7 @@ class Pipeline:
     def evaluate(self, micro_batches: Iterable[tuple[Tensor, Tensor, Tensor, Named]]) -> Tensor:
         """Forward only. Each item: inputs, targets ``[micro_batch, seq]``, weights ``[micro_batch]``, named.
 
-        One stage per rank passes micro-batches on as they are done; several take them round one by one.
+        With one stage per rank micro-batches follow each other; with several they go round one by one.
         """
         total = torch.zeros((), device=self._device)
         for inputs, targets, weights, named in micro_batches:
@@ -158,7 +159,7 @@ class Pipeline:
         return total
 
     def _received(self, stage: int, x: Tensor) -> Tensor:
-        """A stage's input: ``x`` where the stage before is here too, or there is none."""
+        """Receive a stage's input; ``x`` itself where the stage before is on this rank, or there is none."""
         if stage == 0 or stage - 1 in self._models:
             return x
         x = torch.empty_like(self._hidden, device=self._device)

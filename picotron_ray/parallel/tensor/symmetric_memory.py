@@ -1,16 +1,17 @@
 """Tensor-parallel overlap by torch's fused operators over symmetric memory (its async TP), called directly.
 
 A rank reads the other ranks' parts out of their device memory while it multiplies
-(``torch.distributed._symmetric_memory``). A compiler that is to put the operators in may find nothing to
-fuse and say nothing (torchtitan#3869). Here they are called, and what torch could do instead is looked for:
+(``torch.distributed._symmetric_memory``). A compiler that should insert the operators may silently find
+nothing to fuse (torchtitan#3869). Here they are called directly. Torch may still do something else, in two
+cases:
 
 - In its test mode it runs a collective and a product. `SymmetricOverlap` profiles a call of each operator
   when it is made, before the first step, and refuses where the fused loop did not run.
 - Under multicast it gathers first and multiplies then, if tokens are few and lie along dimension 0. Here
   they lie along dimension 1.
 
-Ranks that do not reach each other's memory torch refuses in the same calls. Neither operator gathers an
-input for a gradient of weights: a plain all-gather does, while the other product runs.
+The same calls fail where ranks do not reach each other's memory. Neither operator gathers an input for a
+gradient of weights. A plain all-gather does, while the other product runs.
 
 Symmetric memory belongs to one generation. torch keeps workspaces by the name of their group, so each
 `SymmetricOverlap` has a name of its own, which `close` frees. Ranks find each other by keys that torch
@@ -44,7 +45,7 @@ _numbers = count()
 
 
 class RenumberedStore(Store):
-    """A store in which the exchanges of symmetric memory are counted from this one's first."""
+    """Store that counts the exchanges of symmetric memory from its own first one."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class RenumberedStore(Store):
 
 
 class SymmetricOverlap:
-    """See `tensor_overlap.Overlap`; all ranks of the group make theirs together.
+    """`Overlap` by fused operators; all ranks of the group make theirs together.
 
     Raises LayoutError where the operators do not run, or not fused.
     """
@@ -116,7 +117,7 @@ class SymmetricOverlap:
             raise LayoutError(f"{wrong} torch ran {' and '.join(sorted(missing))} unfused; use ring or none")
 
     def close(self) -> None:
-        """Let go of the workspace and the name; the device must have come to the end of all calls."""
+        """Free the workspace and the name; the device must have finished all calls."""
         import torch.distributed._symmetric_memory as symmetric
 
         symmetric._group_name_to_workspace_tensor.pop(self._name, None)

@@ -66,7 +66,7 @@ def validate(
 
 @contextlib.contextmanager
 def _naming_the_step(as_json: bool) -> Iterator[None]:
-    """Say on stdout, beside the error's own lines, which step of ``resolve_job`` refused; JSON has it anyway."""
+    """Say on stdout, beside the error's lines, which step of ``resolve_job`` refused; JSON has it anyway."""
     try:
         yield
     except PicotronError as error:

@@ -18,6 +18,7 @@ from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.messages import Alert, Command, Event
 from picotron_ray.failures import FailureKind
+from picotron_ray.layout.layout import current_names
 
 
 def header_line(job: JobConfig, planner: dict[str, Any]) -> str:
@@ -83,7 +84,7 @@ def replay(lines: Iterable[str], planner: Callable[[JobConfig, dict[str, Any]], 
     for number, row in enumerate(rows, start=2):
         if not row.strip():
             continue
-        data = json.loads(row)
+        data = json.loads(current_names(row))
         if data["event"].get("type") == "Begin" and data["event"]["term"] != term:
             machine, term = Machine(job, choose), data["event"]["term"]
         commands = machine.handle(decode(data["event"]), data["now"])

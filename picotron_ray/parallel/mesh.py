@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Coordinates, Layout
 from picotron_ray.layout.recompute_policy import stage_words
-from picotron_ray.layout.schedules import RULES, Rules
+from picotron_ray.layout.schedules import SCHEDULES, PipelineSchedule
 from picotron_ray.parallel.tensor.overlap import Overlap
 
 AXES = ("pp", "data", "tp")
@@ -100,17 +100,17 @@ def check_supported(layout: Layout) -> None:
 
     What depends on the order of a schedule of the job's own, the pipeline refuses (`check_schedule`).
     """
-    rules = RULES.get(layout.schedule)
-    least, most = rules.virtual if rules is not None and layout.pp > 1 else (1, 1)
-    if layout.schedule == "custom":
+    schedule = SCHEDULES[layout.schedule]
+    least, most = schedule.stages_per_rank if layout.pp > 1 else (1, 1)
+    if schedule.with_actions:
         _check_placement(layout)
     elif not least <= layout.virtual_stages <= most:
         raise LayoutError(
             f"layout.virtual_stages: saw {layout.virtual_stages} with schedule {layout.schedule}, pp="
             f"{layout.pp}, expected {least}"
         )
-    if layout.pp > 1 and rules is not None:
-        check_schedule(layout, rules)
+    if layout.pp > 1:
+        check_schedule(layout, schedule)
     if len(stage_words(layout.recompute)) not in (1, layout.stages):
         raise LayoutError(
             f"layout.recompute: saw {layout.recompute}, expected one word, or one for each of {layout.stages}"
@@ -127,13 +127,13 @@ def check_supported(layout: Layout) -> None:
             )
 
 
-def check_schedule(layout: Layout, rules: Rules) -> None:
+def check_schedule(layout: Layout, schedule: PipelineSchedule) -> None:
     """Refuse what a split backward pass does not stand. Raises LayoutError."""
-    if rules.splits and layout.zero == 3:
+    if schedule.splits_backward and layout.zero == 3:
         raise LayoutError(
             f"layout.zero: saw 3 with schedule {layout.schedule}, under which it gives wrong gradients; use 2"
         )
-    if rules.splits and layout.recompute != "none":
+    if schedule.splits_backward and layout.recompute != "none":
         raise LayoutError(
             f"layout.recompute: saw {layout.recompute} with schedule {layout.schedule}, expected none"
         )
@@ -144,8 +144,9 @@ def _check_placement(layout: Layout) -> None:
     sizes = [len(stages) for stages in layout.placement]
     if sizes != [layout.virtual_stages] * layout.pp or held != list(range(layout.stages)) or layout.pp == 1:
         raise LayoutError(
-            f"layout.placement: saw {layout.placement} with schedule custom, expected {layout.virtual_stages}"
-            f" stages of {layout.stages} for each of {layout.pp} pipeline ranks, two or more"
+            f"layout.placement: saw {layout.placement} with schedule {layout.schedule}, expected"
+            f" {layout.virtual_stages} stages of {layout.stages} for each of {layout.pp} pipeline ranks,"
+            " two or more"
         )
 
 

@@ -1,4 +1,4 @@
-"""Seconds that one block's collectives take per micro-batch: of tensor, context and expert parallelism."""
+"""Communication cost of one block and micro-batch: tensor, context and expert parallelism, in seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Passes(NamedTuple):
     both: float
     """forward and backward"""
     again: float
-    """a forward pass that runs again in the backward pass: it ends with the last thing that is kept"""
+    """a forward pass repeated within the backward pass, up to the last tensor that is kept"""
 
 
 NOTHING = Passes(0.0, 0.0)
@@ -32,11 +32,11 @@ def tensor_passes(
 
     With sequence parallelism each block all-gathers and reduce-scatters twice forward and twice backward: 8
     collectives of (tp - 1)/tp of the hidden states (Korthikanti et al. 2022). The four all-reduces without it
-    move as much. The last one forward need not run again: nothing is kept of what it gives.
+    move as much. A repeated forward pass leaves out the last collective, of whose result nothing is kept.
 
-    What ``kernels.tp_overlap`` gathers it gathers again for backward, once per module, and each collective is
-    tp - 1 transfers; that products hide them is not counted, as no overlap is. Its last sum does run again,
-    being one operation with the product before it, of which the input is kept.
+    ``kernels.tp_overlap`` gathers again for the backward pass, once per module. Each of its collectives is tp
+    - 1 transfers. Overlap itself is not counted. Its last sum is one operation with the product before it,
+    whose input is kept, so a repeated forward pass runs it too.
     """
     if layout.tp == 1:
         return NOTHING
@@ -56,9 +56,9 @@ def context_passes(
 ) -> Passes:
     """Context-parallel traffic.
 
-    The keys and values of the other ranks pass by once forward and once backward, and their gradients (in
-    fp32 or wider) come back. The ring sends part by part and calls its kernel once per part, in both
-    directions; the all-gather pays for its collectives.
+    The keys and values of the other ranks arrive once forward and once backward. Their gradients (in fp32 or
+    wider) go back. The ring sends part by part and calls its kernel once per part, in both directions. The
+    all-gather pays for its collectives.
     """
     if layout.cp == 1:
         return NOTHING
@@ -76,8 +76,8 @@ def expert_passes(
 ) -> Passes:
     """Expert-parallel traffic.
 
-    The chosen tokens go to their experts and come back, forward and backward: 4 all-to-alls of which
-    (ep - 1)/ep leave the rank, and one of the counts. What comes back is kept, to be weighted.
+    Tokens go to their experts and come back, forward and backward: 4 all-to-alls, of which (ep - 1)/ep leave
+    the rank, and one of the counts. The rows that come back are kept, to be weighted.
     """
     sizes = sizes_of(job.model)
     if layout.ep == 1 or not sizes.routed:

@@ -36,7 +36,7 @@ from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.build import definition_of
-from picotron_ray.parallel.data.fsdp import let_go
+from picotron_ray.parallel.data.fsdp import free_gathered_weights
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm
 from picotron_ray.parallel.local_shards import local_parameters
 from picotron_ray.parallel.mesh import Mesh, make_mesh
@@ -186,7 +186,7 @@ class Engine:
                 total += loss
             tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
         for model in self._models.values():
-            let_go(model)
+            free_gathered_weights(model)
         return (total, tokens_seen) if self._owns_loss else (0.0, 0)
 
     def adapt(self, batches: Sequence[StepBatch]) -> PrecisionPolicy | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.models.definition import ModelDefinition
-from picotron_ray.parallel.data.fsdp import before_backward
+from picotron_ray.parallel.data.fsdp import prepare_backward
 from picotron_ray.parallel.local_shards import LocalParameter, chunk
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import Mesh
@@ -90,7 +90,7 @@ class LoopPasses:
             loss = self.compute.forward(micro_batch)
             on_phase("backward")
             if self._zero and len(micro_batches) > 1 and number in (1, len(micro_batches)):
-                before_backward(self.compute.model, self._zero, last=number > 1)
+                prepare_backward(self.compute.model, self._zero, last=number > 1)
             (loss * scale).backward()
             sums.append(loss.detach())
         return torch.stack(sums).sum()

@@ -121,7 +121,8 @@ if __name__ == "__main__":
     folder = Path(tempfile.mkdtemp(prefix="trace-job-"))
     (folder / "hook").mkdir()
     (folder / "out").mkdir()
-    hook = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport trace_job\ntrace_job.record()\n"
+    here = str(Path(__file__).parent)
+    hook = f"import sys; sys.path.insert(0, {here!r})\nimport trace_job\ntrace_job.record()\n"
     (folder / "hook" / "sitecustomize.py").write_text(hook)
     env = {
         **os.environ,

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from picotron_ray.layout.recompute_policy import Kind
+from picotron_ray.layout.recompute_policy import RecomputeKind
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 KEPT = frozenset(
@@ -65,7 +65,7 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
         yield
 
 
-def _contexts(kind: Kind, routers: Sequence[Any]) -> tuple[Any, Any]:
+def _contexts(kind: RecomputeKind, routers: Sequence[Any]) -> tuple[Any, Any]:
     """Contexts of the first forward pass and of the one in the backward pass."""
     if kind == "full":
         return nullcontext(), _again(routers)
@@ -74,7 +74,7 @@ def _contexts(kind: Kind, routers: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def apply_recompute(
-    blocks: Sequence[nn.Module], kinds: Sequence[Kind], routers: Sequence[Sequence[Any]]
+    blocks: Sequence[nn.Module], kinds: Sequence[RecomputeKind], routers: Sequence[Sequence[Any]]
 ) -> int:
     """Make chosen blocks compute their activations twice, in place; returns how many.
 

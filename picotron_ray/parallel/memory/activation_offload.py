@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from picotron_ray.comm.copy_stream import Lane, host_like
+from picotron_ray.comm.copy_stream import CopyStream, host_like
 from picotron_ray.parallel.memory.weight_casts import Recast, made, of_a_parameter, recast
 
 SMALLEST_BYTES = 2**16
@@ -73,7 +73,7 @@ class ActivationOffload:
 
     def __init__(self, smallest_bytes: int = SMALLEST_BYTES, *, recasts: bool = False) -> None:
         self._smallest, self._recasts = smallest_bytes, recasts
-        self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
+        self._lanes: dict[torch.device, tuple[CopyStream, CopyStream]] = {}
         self._last: Visit | None = None
         self._held: list[Visit] = []  # whose sources are not let go yet
         self._seen: dict[int, StorageWeakRef] = {}  # storages that a block of this micro-batch has saved
@@ -99,7 +99,7 @@ class ActivationOffload:
             self._last = None
             self._seen.clear()
         if device not in self._lanes:
-            self._lanes[device] = Lane(device), Lane(device)
+            self._lanes[device] = CopyStream(device), CopyStream(device)
         self._last = Visit(self._last, device)
         return self._last
 

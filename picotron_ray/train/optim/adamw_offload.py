@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from picotron_ray.comm.all_reduce import buckets
-from picotron_ray.comm.copy_stream import Lane, host_zeros
+from picotron_ray.comm.copy_stream import CopyStream, host_zeros
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 
 BUCKET_BYTES = 32 * 2**20
@@ -136,7 +136,7 @@ class OffloadedAdamW:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._config, self._threads, self._device = config, threads, device
-        self._down, self._up = Lane(device), Lane(device)
+        self._down, self._up = CopyStream(device), CopyStream(device)
         self._buckets: list[OffloadBucket] = []
         self.moments: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
         for group in groups:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from picotron_ray.comm.p2p import swap
+from picotron_ray.comm.p2p import exchange
 from picotron_ray.layout.shards import Box, region
 from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.train.optim.matrix_exchange import Matrix, Route, routes
@@ -110,7 +110,7 @@ class Muon:
             for peer, boxes in route.outgoing.items()
         }
         whole = {n: self._like.new_empty(m.box.size) for n, m in enumerate(matrices) if m.owner == self._rank}
-        for number, box, values in self._swap(outgoing, route):
+        for number, box, values in self._exchange(outgoing, route):
             whole[number][region(box, matrices[number].box)] = values
         return {number: values.view(matrices[number].shape) for number, values in whole.items()}
 
@@ -134,15 +134,15 @@ class Muon:
             return found[number].view(of.size)[region(box, of)]
 
         outgoing = {peer: [part(*what) for what in boxes] for peer, boxes in route.outgoing.items()}
-        for number, box, values in self._swap(outgoing, route):
+        for number, box, values in self._exchange(outgoing, route):
             yield matrices[number], box, values
 
-    def _swap(
+    def _exchange(
         self, outgoing: Mapping[int, Sequence[Tensor]], route: Route
     ) -> Iterator[tuple[int, Box, Tensor]]:
         """(number of the matrix, box, values of the box's shape) of everything that arrives."""
         counts = {peer: sum(box.numel for _, box in boxes) for peer, boxes in route.incoming.items()}
-        for peer, flat in swap(outgoing, counts, self._rank, self._like).items():
+        for peer, flat in exchange(outgoing, counts, self._rank, self._like).items():
             parts = flat.split([box.numel for _, box in route.incoming[peer]])
             for (number, box), values in zip(route.incoming[peer], parts, strict=True):
                 yield number, box, values.view(box.size)

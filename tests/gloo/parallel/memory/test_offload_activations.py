@@ -26,7 +26,7 @@ from picotron_ray.parallel.memory.activation_offload import ActivationOffload
 from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 from picotron_ray.planner.model_sizes import sizes_of
 from tests.support.gloo.jobs.matrix_jobs import MIXTURE, MODEL, make_job, run_layout
-from tests.support.gloo.late_copies import LateLane
+from tests.support.gloo.late_copies import LateCopyStream
 from tests.support.gloo.parity import compare, thinned
 from tests.support.gloo.pool import Pool, WorkerError
 
@@ -136,7 +136,7 @@ def gradients(
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_copies_are_waited_for(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """However late a copy comes, nothing reads what it has not brought, or frees what it has not read."""
-    monkeypatch.setattr(offload_module, "Lane", LateLane)
+    monkeypatch.setattr(offload_module, "CopyStream", LateCopyStream)
     expected, found = gradients(policy, None, None), gradients(policy, ActivationOffload(0), None)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 

@@ -98,7 +98,7 @@ def draw(lines: list[str]) -> str:
         style = next((style for start, style in STYLES.items() if line.startswith(start)), "")
         console.print(Text(line, style="bold yellow" if "warning: " in line else style), soft_wrap=False)
     form = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    form = form.replace("Fira Code", "DejaVu Sans Mono")
+    form = form.replace("Fira Code", "DejaVu Sans Mono").replace("family: arial", "family: arial, sans-serif")
     here = machine()
     title = f"4 workers on {here['cores']} cores of an {here['processor']}, no GPU"
     svg = console.export_svg(title=title, code_format=form, unique_id="kill")

@@ -6,6 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 MOST_WORDS = 1000
@@ -49,3 +51,21 @@ def test_the_training_loop_has_as_many_lines_as_the_readme_says() -> None:
     said = re.search(r"training loop is these (\d+) lines: \[[^]]*\]\(([^)]+)\)", README)
     assert said is not None
     assert len((ROOT / said[2]).read_text().splitlines()) == int(said[1])
+
+
+def test_make_has_a_target_for_each_check_and_each_one_named() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"check", "test", "docs", "bench", "deep"} <= targets
+    pages = [README, (ROOT / "CONTRIBUTING.md").read_text()]
+    named = {name for page in pages for name in re.findall(r"\bmake ([\w-]+)`", page)}
+    assert named
+    assert named <= targets
+
+
+def test_the_hooks_fetch_nothing() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [repository["repo"] for repository in config["repos"]] == ["local"]
+    hooks = config["repos"][0]["hooks"]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    tools = {" ".join(hook["entry"].split()[:2]) for hook in hooks}
+    assert tools == {"ruff check", "ruff format", "lint-imports", "mypy"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 
 from picotron_ray.cli import app
 from picotron_ray.config.json_schema import key_schemas
+from picotron_ray.config.load import parse_job
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted(
@@ -107,6 +110,42 @@ def test_every_claim_has_a_command_that_names_existing_tests() -> None:
         paths = [word for word in words if "/" in word]
         assert paths or words[0] == "picotron-ray", command
         assert [path for path in paths if not (ROOT / path).exists()] == [], command
+
+
+# --- words and examples ---------------------------------------------------------------------------------
+
+WORDS = """
+run term generation layout slot snapshot commit chunk ledger re-mesh incident stage micro-batch rank worker agent
+coordinator driver
+"""
+
+
+def test_the_glossary_has_the_words_of_the_service() -> None:
+    text = (ROOT / "docs" / "concepts.md").read_text()
+    glossary = re.search(r"```\{glossary\}\n(.*?)```", text, re.DOTALL)
+    assert glossary is not None
+    terms = re.findall(r"^(\S.*)$", glossary[1], re.MULTILINE)
+    assert set(terms) >= set(WORDS.split())
+    assert len(terms) == len(set(terms))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_examples_are_python(page: Path) -> None:
+    for block in blocks(page, "python"):
+        ast.parse(block)
+
+
+USED = [page for page in PAGES if not page.name.startswith("add-a-") and blocks(page, "yaml")]
+
+
+@pytest.mark.parametrize("page", USED, ids=names)
+def test_examples_of_configs_are_valid(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        parse_job(yaml.safe_load(block))
 
 
 # --- commands and keys ----------------------------------------------------------------------------------

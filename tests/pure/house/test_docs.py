@@ -115,8 +115,8 @@ def test_every_claim_has_a_command_that_names_existing_tests() -> None:
 # --- words and examples ---------------------------------------------------------------------------------
 
 WORDS = """
-run term generation layout slot snapshot commit chunk ledger re-mesh incident stage micro-batch rank worker agent
-coordinator driver
+run term generation layout slot snapshot commit chunk ledger re-mesh incident stage micro-batch rank worker
+agent coordinator driver
 """
 
 

@@ -19,7 +19,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.attention import sdpa
 from picotron_ray.models.layers.document_mask import document_numbers, same_document
 from picotron_ray.parallel.attention.backends import attention_kernel
-from picotron_ray.parallel.attention.lse_kernels import LseKernel, MathKernel
+from picotron_ray.parallel.attention.lse_kernels import KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import lse_kernel
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.merged_parts import merged

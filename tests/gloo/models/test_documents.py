@@ -16,7 +16,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.document_mask import document_numbers, same_document, seen_in_row
 from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.attention.backends import attention_kernel
-from picotron_ray.parallel.attention.lse_kernels import CpuFlash, LseKernel, MathKernel
+from picotron_ray.parallel.attention.lse_kernels import CpuFlash, KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaFlash
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.jobs.matrix_jobs import (

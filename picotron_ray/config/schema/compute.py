@@ -16,7 +16,16 @@ Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 class LayoutConfig(Section):
-    """Parallel degrees to use; ``auto`` leaves a degree to the planner at every generation."""
+    """Parallel degrees; ``auto`` leaves a degree to the planner at every generation.
+
+    Example::
+
+        layout:
+          tp: 2
+          pp: 2
+          schedule: interleaved-1f1b
+          zero: 1
+    """
 
     dp: Degree = Field(default="auto", description="data-parallel replicas")
     tp: Degree = Field(default="auto", description="tensor-parallel ranks")
@@ -78,7 +87,14 @@ class LayoutConfig(Section):
 
 
 class AdaptivePrecisionConfig(Section):
-    """Which parts of the model compute in ``precision``, by measurement; the others stay in fp32."""
+    """Adaptive precision: the parts of a model that bear it compute in ``precision``, the others in fp32.
+
+    Example::
+
+        precision: bf16
+        adaptive_precision:
+          error_bound: 1.0e-3
+    """
 
     error_bound: float | None = Field(
         default=None,
@@ -95,7 +111,15 @@ class AdaptivePrecisionConfig(Section):
 
 
 class KernelsConfig(Section):
-    """Which implementations compute."""
+    """Implementations of attention, norms, products and the loss.
+
+    Example::
+
+        kernels:
+          attention: flash
+          loss: linear
+          loss_chunk: 512
+    """
 
     attention: Literal["auto", "flash", "efficient", "cudnn", "flash-attn", "math"] = Field(
         default="auto",

@@ -6,14 +6,17 @@ commands that speak to a run that goes on take its name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from picotron_ray import launch
+from picotron_ray.errors import PicotronError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
 
 app = typer.Typer(
@@ -46,12 +49,12 @@ def validate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the resolved config, or one line per mistake (exit code 2)."""
-    with reported(as_json):
-        from picotron_ray.config.load import load_job, public_dict, to_yaml
+    """Print the resolved config, or one line per mistake (exit code 2) and the step that refused it."""
+    with reported(as_json), _naming_the_step(as_json):
+        from picotron_ray.config.export import public_dict, to_yaml
         from picotron_ray.config.support.precision import outlook
 
-        job = load_job(config, overrides or [])
+        job = _job(config, overrides)
         changed, notes = _compared(job) if resume else [], list(filter(None, [outlook(job)]))
         if as_json:
             found = {"valid": True, "config": public_dict(job), **({"notes": notes} if notes else {})}
@@ -59,6 +62,17 @@ def validate(
         else:
             lines = changed or [to_yaml(job).rstrip()]
             print("\n".join([*lines, *(f"# {note}" for note in notes)]))
+
+
+@contextlib.contextmanager
+def _naming_the_step(as_json: bool) -> Iterator[None]:
+    """Say on stdout, beside the error's own lines, which step of ``resolve_job`` refused; JSON has it anyway."""
+    try:
+        yield
+    except PicotronError as error:
+        if error.step and not as_json:
+            print(f"# refused by step: {error.step}")
+        raise
 
 
 def _compared(job: Any) -> list[str]:
@@ -290,7 +304,7 @@ def bench_recovery(
     with reported(json_file == "-"):
         from picotron_ray.bench.common.report import recovery_lines
         from picotron_ray.bench.recovery import bench
-        from picotron_ray.runtime.driver.driver import without_rays_messages
+        from picotron_ray.runtime.driver.follow_run import without_rays_messages
 
         chosen = bench.chosen_peers(peers)
         with without_rays_messages():
@@ -362,9 +376,9 @@ def _result(found: dict[str, Any], lines: list[str], json_file: str | None) -> N
 
 
 def _job(config: str, overrides: list[str] | None) -> Any:
-    from picotron_ray.config.load import load_job
+    from picotron_ray.runtime.driver.resolve_job import CONFIG, resolve_words
 
-    return load_job(config, overrides or [])
+    return resolve_words(config, overrides or [], (CONFIG,)).job
 
 
 def _table(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -36,7 +36,8 @@ def reported(as_json: bool) -> Iterator[None]:
         yield
     except PicotronError as error:
         if as_json:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}), flush=True)
+            step = {"step": error.step} if error.step else {}
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code, **step}), flush=True)
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
@@ -50,12 +51,9 @@ def train(
 ) -> None:
     """Run a job, or attach to the run of its name; SIGINT or SIGTERM stops it with a commit."""
     with reported(as_json):
-        from picotron_ray.config.load import load_job
-
-        job = load_job(config, overrides or [])
         from picotron_ray.runtime.driver.driver import drive
 
-        code = drive(job, as_json=as_json, detach=detach)
+        code = drive(config, overrides or [], as_json=as_json, detach=detach)
     raise typer.Exit(code)
 
 

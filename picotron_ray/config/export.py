@@ -38,14 +38,3 @@ def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def fingerprint(job: JobConfig) -> dict[str, Any]:
-    """Dotted key → value of everything that may not change within a run.
-
-    Model, seed, data (not the prefetch depth), precision and the optimizer's name: with these equal, the
-    samples and the meaning of a checkpoint are equal too.
-    """
-    from picotron_ray.config.resume import verdict
-
-    return {key: value for key, value in flatten(public_dict(job)).items() if verdict(key) == "refuse"}

@@ -55,6 +55,15 @@ def verdict(key: str) -> Verdict:
     return "may"
 
 
+def fingerprint(job: JobConfig) -> dict[str, Any]:
+    """Dotted key → value of everything that may not change within a run.
+
+    Model, seed, data (not the prefetch depth), precision and the optimizer's name: with these equal, the
+    samples and the meaning of a checkpoint are equal too.
+    """
+    return {key: value for key, value in flatten(public_dict(job)).items() if verdict(key) == "refuse"}
+
+
 def compare(old: Mapping[str, Any], new: JobConfig) -> list[tuple[str, Verdict]]:
     """(dotted key, verdict) of every key that differs between an earlier launch and this one.
 

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from picotron_ray.coordinator.messages import Command, Event, GenerationSpec
+from picotron_ray.failures import FailureKind
 
 MESSAGES: dict[str, Any] = {kind.__name__: kind for union in (Event, Command) for kind in get_args(union)}
 
@@ -92,10 +93,15 @@ def _object_reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def _literal_reader(allowed: tuple[Any, ...]) -> Callable[[Any], Any]:
+    members = {member: member for member in allowed}  # a kind of failure is found by its text
+
     def read(value: Any) -> Any:
-        if value not in allowed:
+        if not isinstance(value, str | int):
             raise ValueError(f"saw {value!r}, allowed are {', '.join(map(repr, allowed))}")
-        return value
+        member = members.get(value, members.get(FailureKind.named(str(value))))
+        if member is None:
+            raise ValueError(f"saw {value!r}, allowed are {', '.join(map(repr, allowed))}")
+        return member
 
     return read
 

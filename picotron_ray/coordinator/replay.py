@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode, encode, plain
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.machine_memory import Choose
-from picotron_ray.coordinator.messages import Command, Event
+from picotron_ray.coordinator.messages import Alert, Command, Event
+from picotron_ray.failures import FailureKind
 
 
 def header_line(job: JobConfig, planner: dict[str, Any]) -> str:
@@ -36,6 +37,14 @@ def _dump(value: Any) -> str:
 def _plain_commands(commands: Iterable[Command]) -> list[dict[str, Any]]:
     plain_commands: list[dict[str, Any]] = json.loads(_dump([encode(command) for command in commands]))
     return plain_commands
+
+
+def _respelled(command: Command) -> Command:
+    """``command`` with its kind of failure as it is spelled now."""
+    kind = FailureKind.named(str(command.data.get("cause", ""))) if isinstance(command, Alert) else None
+    if kind is None or not isinstance(command, Alert):
+        return command
+    return replace(command, data={**command.data, "cause": kind.value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ def replay(lines: Iterable[str], planner: Callable[[JobConfig, dict[str, Any]], 
         commands = machine.handle(decode(data["event"]), data["now"])
         events += 1
         # decoded first: a log of before a field was added has had its default
-        recorded = _plain_commands(decode(command) for command in data["commands"])
+        recorded = _plain_commands(_respelled(decode(command)) for command in data["commands"])
         replayed = _plain_commands(commands)
         if replayed != recorded:
             return Replay(events, Difference(number, recorded, replayed))

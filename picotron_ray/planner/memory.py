@@ -17,7 +17,6 @@ from picotron_ray.layout.schedule_actions import action_list
 from picotron_ray.layout.schedules import in_flight
 from picotron_ray.planner.model_sizes import (
     blocks_again,
-    joined_parameters,
     sizes_of,
     stage_depth,
     stage_parameters,
@@ -147,7 +146,8 @@ def _joined(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
     """
     if job.kernels.projections != "fused" or _casts(job):
         return 0.0
-    dense, experts = joined_parameters(job.model)
+    sizes = sizes_of(job.model)
+    dense, experts = sizes.fused, sizes.fused_experts
     one = ((dense if layout.zero else 0) + experts / layout.ep) / layout.tp * STATE_BYTES[job.precision]
     return one * again.kept * _in_flight(job, layout, rank)
 
@@ -184,8 +184,7 @@ def _cast(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
     kept = again.kept * _in_flight(job, layout, rank)
     copies = matrices * (kept + again.repeated)
     if layout.zero == 3:
-        dense, experts = joined_parameters(job.model)
-        joined = dense + experts // layout.ep if job.kernels.projections == "fused" else 0
+        joined = sizes.fused + sizes.fused_experts // layout.ep if job.kernels.projections == "fused" else 0
         copies = matrices + joined * kept
     head = sizes.vocabulary * sizes.hidden if rank == layout.last_stage_rank else 0
     return (copies + head) / layout.tp * COMPUTE_BYTES[job.precision]
@@ -215,8 +214,8 @@ def _kept_by_kind(job: JobConfig) -> dict[Kind, float]:
     whole = sizes.activations
     if job.kernels.activation == "compiled":  # silu of the gate is computed again
         whole -= job.model.intermediate_size
-    if _casts(job) and job.model.builder is None and job.kernels.projections == "separate":
-        whole += sizes.hidden * (2 if job.model.is_gpt2 else 3)
+    if _casts(job) and job.kernels.projections == "separate":
+        whole += sizes.recast
     return {
         "kept": whole * item + 2 * wider + _routing(job) + _unfused(job),
         "full": sizes.hidden * item + wider,
@@ -247,7 +246,7 @@ def _unfused(job: JobConfig) -> float:
     if job.cluster.device != "cpu" or model.builder is not None:
         return 0.0
     closed = norm_kernel(job, "cpu") == "closed-form"
-    normed = 0 if model.is_gpt2 or closed else 2 * model.hidden_size
+    normed = 0 if closed else sizes_of(model).rms_normed
     return normed * STATE_BYTES[job.precision] + model.query_width * COMPUTE_BYTES[job.precision]
 
 

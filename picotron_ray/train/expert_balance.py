@@ -1,7 +1,7 @@
 """The balance of experts over a step: their load over the global batch, and the bias that evens it.
 
 The bias of an expert moves by ``bias_rate`` against its load's distance from the mean, once per step, by the
-sign alone (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts").
+sign alone (Wang et al. 2024, "Auxiliary-Loss-Free ExpertLoad Balancing Strategy for Mixture-of-Experts").
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from picotron_ray.models.layers.moe import MixtureOfExperts
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ExpertLoad:
     """How the experts of one layer were used in a step, over the global batch.
 
     Fields:
@@ -29,7 +29,7 @@ class Load:
     dropped: int
 
 
-class Balance:
+class ExpertBalance:
     """The mixtures of one pipeline stage.
 
     Args:
@@ -69,10 +69,10 @@ class Balance:
                     (used.mean() - used).sign().to(router.bias.dtype), alpha=router.config.bias_rate
                 )
 
-    def loads(self) -> dict[int, Load]:
+    def loads(self) -> dict[int, ExpertLoad]:
         """By layer number, of the step that `reduce` ended."""
         found = {}
         for (layer, _), load in zip(self._mixtures, self._loads, strict=True):
             shares = load[:-1] / load[:-1].mean()
-            found[layer] = Load(tuple(shares.tolist()), int(load[-1]))
+            found[layer] = ExpertLoad(tuple(shares.tolist()), int(load[-1]))
         return found

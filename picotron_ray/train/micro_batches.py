@@ -15,10 +15,10 @@ from picotron_ray.models.parameters import SequenceShard
 from picotron_ray.train.precision.precision import master_dtype
 
 MicroBatch = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
-"""Inputs, targets, weights, and by name what forward takes besides."""
+"""MicroBatcher, targets, weights, and by name what forward takes besides."""
 
 
-class Inputs:
+class MicroBatcher:
     """Makes them of batches.
 
     Args:

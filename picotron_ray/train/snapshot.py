@@ -29,7 +29,7 @@ RELEASE_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class SnapshotWriter:
     """Who writes: the place of a rank in its generation and among its node's replicas."""
 
     term: int
@@ -44,7 +44,7 @@ class Writer:
     @classmethod
     def of(
         cls, generation: tuple[int, int], rank: int, layout: Layout, nodes: Sequence[str], global_batch: int
-    ) -> Writer:
+    ) -> SnapshotWriter:
         """``nodes``: the node of every rank."""
         mates = [r for r in layout.state_replicas(rank) if nodes[r] == nodes[rank]]
         return cls(
@@ -65,7 +65,7 @@ class Snapshotter:
     def __init__(
         self,
         pool: SlotPool,
-        writer: Writer,
+        writer: SnapshotWriter,
         state: Sequence[StateTensor],
         protected: SlotKey,
         on_sealed: Callable[[int, bool, float], None],

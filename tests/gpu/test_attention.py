@@ -16,8 +16,8 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.models.layers.attention import sdpa
 from picotron_ray.models.layers.document_mask import document_numbers, same_document
-from picotron_ray.models.llama import sdpa
 from picotron_ray.parallel.attention.backends import whole_kernel
 from picotron_ray.parallel.attention.lse_kernels import LseKernel, MathKernel, Seen
 from picotron_ray.parallel.attention.lse_kernels_cuda import lse_kernel

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 
@@ -121,7 +121,7 @@ class World:
     # --- reading -------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> State:
+    def state(self) -> MachineState:
         return self.machine.view.state
 
     @property

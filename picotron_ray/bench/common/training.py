@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.data.batch import StepBatch
-from picotron_ray.train.engine import Engine, OnPhase, silent
+from picotron_ray.train.engine import Engine, silent
 from picotron_ray.train.optim.lr_schedule import learning_rate
+from picotron_ray.train.passes import OnPhase
 
 
 class Training(Protocol):

@@ -113,4 +113,4 @@ def _uneven(base: Setting) -> str:
 def _no_llama(model: ModelConfig) -> bool:
     """Whether blocks are others than Llama's."""
     other_heads = model.head_size * model.heads != model.hidden_size
-    return any((model.is_gpt2, other_heads, model.qkv_bias, model.qk_norm, model.sliding_window))
+    return any((model.family != "llama", other_heads, model.qkv_bias, model.qk_norm, model.sliding_window))

@@ -31,10 +31,10 @@ from picotron_ray.bench.mfu.settings import (
     switched,
 )
 from picotron_ray.config.load import load_job
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import chosen
-from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, PicotronError
-from picotron_ray.runtime.ray_cluster.names import cache_folder
+from picotron_ray.runtime.driver.resolve_job import DATA, ResolvedJob, resolve
 
 POLL_S = 0.1
 Say = Callable[[str], None]
@@ -69,14 +69,14 @@ def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> 
     if options.peak_tflops is not None and not options.peak_tflops > 0:
         raise ConfigError(f"--peak-tflops: saw {options.peak_tflops:g}, expected a number above 0")
     peers = chosen_peers(options.peers, options.checkouts)
-    device = _device(config, overrides, options.workers)
-    overrides = [*overrides, *_precision(config, overrides, device)]
+    asked = load_job(config, [*overrides, *alone(options.workers)])
+    device = _device(asked, options.workers)
+    overrides = [*overrides, *_precision(asked, device)]
     base = base_setting(config, overrides, options.workers, device)
     found = [*(switched(base) if options.ablate else []), *(peer(base, name) for name in peers)]
     settings = [base, *(item for item in found if isinstance(item, Setting))]
     refused = {item.name: item.reason for item in found if isinstance(item, Refusal)}
-    data = base.job.data
-    build_dataset(data, base.job.model.vocab_size, base.job.seed, cache_folder())  # once, and refused here
+    resolve(ResolvedJob(base.job), (DATA,))  # once for all settings, and refused here
     with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
         events = _measure(settings, options, Path(name), say)
     return {
@@ -89,9 +89,9 @@ def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> 
     }
 
 
-def _device(config: str, overrides: Sequence[str], workers: int) -> str:
+def _device(job: JobConfig, workers: int) -> str:
     """``cpu`` or ``cuda``; raises ConfigError where a worker would have no GPU."""
-    asked = load_job(config, [*overrides, *alone(workers)]).cluster.device
+    asked = job.cluster.device
     if asked == "cpu":
         return asked
     import torch  # takes a second
@@ -106,9 +106,9 @@ def _device(config: str, overrides: Sequence[str], workers: int) -> str:
     return "cuda"
 
 
-def _precision(config: str, overrides: Sequence[str], device: str) -> list[str]:
+def _precision(job: JobConfig, device: str) -> list[str]:
     """Settle ``precision: auto`` for this machine's devices, as an override; none where it is named."""
-    if load_job(config, overrides).precision != "auto":
+    if job.precision != "auto":
         return []
     found = []
     if device == "cuda":

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from picotron_ray.config.load import load_job, parse_job
-from picotron_ray.config.overrides import apply_overrides
+from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.kernels import attention_backends, norm_kernel
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import profile_of
 from picotron_ray.planner.search import choose_layout
-from picotron_ray.runtime.driver.custom_model import with_built_model
+from picotron_ray.runtime.driver.resolve_job import CONFIG, OWN_MODEL, resolve_words
 
 Kind = Literal["engine", "plain", "picotron", "torchtitan"]
 
@@ -108,7 +107,7 @@ def base_setting(config: str, overrides: Sequence[str], workers: int, device: st
     Raises ConfigError for a bad config, LayoutError where no layout uses all the workers.
     """
     fixed = [*overrides, *alone(workers), f"cluster.device={device}"]
-    job = with_built_model(load_job(config, fixed))
+    job = resolve_words(config, fixed, (CONFIG, OWN_MODEL)).job
     layout = _layout(job, workers, device)
     pins = [f"layout.{key}={getattr(layout, key)}" for key in PINNED]
     if job.model.builder is None and job.kernels.attention == "auto":
@@ -120,10 +119,7 @@ def changed(job: JobConfig, overrides: Sequence[str]) -> JobConfig:
     """Change ``job`` by dotted overrides outside its model section; ConfigError as from `load_job`."""
     raw = job.model_dump(mode="json")
     raw["model"].pop("built")
-    problems = apply_overrides(raw, overrides)
-    if problems:
-        raise ConfigError(*problems)
-    return parse_job(raw).model_copy(update={"model": job.model})
+    return parse_job(raw, overrides).model_copy(update={"model": job.model})
 
 
 def _layout(job: JobConfig, workers: int, device: str) -> Layout:

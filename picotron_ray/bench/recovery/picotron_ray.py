@@ -22,8 +22,8 @@ from picotron_ray.bench.common.observe_run import committed_rows, generation_of,
 from picotron_ray.bench.common.statistics import WINDOW_STEPS, Kill, lost_samples, step_time
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
-from picotron_ray.runtime.driver.driver import poll, take_down
-from picotron_ray.runtime.driver.preflight import ensure_coordinator
+from picotron_ray.runtime.driver.driver import ensure_coordinator
+from picotron_ray.runtime.driver.follow_run import poll, take_down
 from picotron_ray.runtime.heartbeat import PageView
 from picotron_ray.runtime.ray_cluster import connect
 

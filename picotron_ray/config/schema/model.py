@@ -8,6 +8,7 @@ from pydantic import Field
 
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.custom_model import IMPORT_PATH, BuiltModel, PlanConfig
+from picotron_ray.models.families.registry import FAMILIES, FamilyName
 
 
 class MoeConfig(Section):
@@ -87,9 +88,9 @@ class ModelConfig(Section):
           tie_embeddings: true
     """
 
-    family: Literal["llama", "gpt2"] = Field(
+    family: FamilyName = Field(
         default="llama",
-        description="llama: as other keys say; gpt2: LayerNorm, learned positions, GELU, biases, no dropout",
+        description="; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items()),
     )
     vocab_size: int = Field(
         default=264, ge=2, description="rows of the embedding; at least the tokenizer's vocabulary"
@@ -138,11 +139,6 @@ class ModelConfig(Section):
 
     def __hash__(self) -> int:  # ``arguments`` and ``tensor`` are mappings
         return hash(self.model_dump_json())
-
-    @property
-    def is_gpt2(self) -> bool:
-        """Whether blocks are GPT-2's: LayerNorm, GELU, a bias in every linear layer, no rotary positions."""
-        return self.family == "gpt2"
 
     @property
     def head_size(self) -> int:

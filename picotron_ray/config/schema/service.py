@@ -246,6 +246,17 @@ class TrackerConfig(Section):
     )
 
 
+FaultName = Literal["kill", "stop", "hang", "remove-node"]
+FaultTarget = Literal["worker", "node", "coordinator"]
+FAULT_TARGETS: dict[FaultName, tuple[FaultTarget, ...]] = {
+    "kill": ("worker", "coordinator"),
+    "stop": ("worker", "coordinator"),
+    "hang": ("worker", "coordinator"),
+    "remove-node": ("node",),
+}
+"""Scripted faults and their possible targets; each is a class in ``runtime.chaos.faults``."""
+
+
 class ChaosFault(Section):
     """Scripted fault, for tests, demos and drills.
 
@@ -257,7 +268,7 @@ class ChaosFault(Section):
             step: 100
     """
 
-    fault: Literal["kill", "stop", "hang", "remove-node"] = Field(
+    fault: FaultName = Field(
         description="kill: SIGKILL; stop: SIGSTOP; hang: a thread that never returns;"
         " remove-node: the whole node"
     )

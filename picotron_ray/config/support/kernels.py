@@ -6,6 +6,7 @@ from typing import Literal
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
+from picotron_ray.models.families.registry import family_of
 
 Backend = Literal["flash", "efficient", "cudnn", "flash-attn", "math"]
 Norm = Literal["eager", "closed-form", "compiled"]
@@ -88,7 +89,7 @@ def norm_kernel(job: JobConfig, device: str) -> Norm:
     asked, model = job.kernels.norm, job.model
     if asked != "auto":
         return asked
-    able = model.builder is None and not model.is_gpt2 and not job.kernels.compile
+    able = model.builder is None and family_of(model).norms == "RMSNorm" and not job.kernels.compile
     return "closed-form" if able and device == "cpu" else "eager"
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from picotron_ray.coordinator.states import TRANSITIONS, State
+from picotron_ray.coordinator.states import TRANSITIONS, MachineState
 
-Pair = tuple[State, State]
-ALL_PAIRS: tuple[Pair, ...] = tuple((a, b) for a in State for b in sorted(TRANSITIONS[a]))
+Pair = tuple[MachineState, MachineState]
+ALL_PAIRS: tuple[Pair, ...] = tuple((a, b) for a in MachineState for b in sorted(TRANSITIONS[a]))
 
 
 @dataclass

@@ -8,7 +8,8 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.shell import Shell
 from picotron_ray.coordinator.simulator.world import RESTART_S, Sim
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
 
 Fault = Callable[[Sim], None]
 
@@ -38,7 +39,7 @@ def error(sim: Sim) -> None:
     if workers := [w for w in _workers(sim) if w.generation is not None and not w.hung]:
         worker = sim.rng.pick(workers)
         if worker.generation is not None:
-            worker.leave(worker.generation, "failed", sim.rng.pick(("nan", "oom", "error: boom")))
+            worker.leave(worker.generation, FailureKind.FAILED, sim.rng.pick(("nan", "oom", "error: boom")))
 
 
 def node(sim: Sim) -> None:
@@ -94,7 +95,7 @@ def pause(sim: Sim) -> None:
 def rival(sim: Sim) -> None:
     """The coordinator is stopped, taken for dead and replaced; then it wakes up and acts."""
     old = sim.shell
-    if old is None or old.machine.ctx.term == 0:
+    if old is None or old.machine.memory.term == 0:
         return
     sim.shell = None
     seconds = sim.rng.uniform(2.5, 8.0)
@@ -184,10 +185,16 @@ FAULTS: dict[str, Fault] = {
 LONGEST_S = 30.0  # nothing that a fault sets off by itself comes later than this after it
 
 
-RARE_STATES = (State.FINALISING, State.COLLECTING, State.LEAVING, State.WAITING, State.ABORTING)
+RARE_STATES = (
+    MachineState.FINALISING,
+    MachineState.COLLECTING,
+    MachineState.LEAVING,
+    MachineState.WAITING,
+    MachineState.ABORTING,
+)
 
 
-def ambush(sim: Sim) -> list[tuple[State, float, str]]:
+def ambush(sim: Sim) -> list[tuple[MachineState, float, str]]:
     """Faults that lie in wait for a state that is soon over: (state, seconds after it began, fault)."""
     names = [name for name in FAULTS if name != "stop"]
     return [

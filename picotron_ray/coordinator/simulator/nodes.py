@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator.training import Generation, Held
-
-if TYPE_CHECKING:
-    from picotron_ray.coordinator.simulator.world import Sim
+from picotron_ray.coordinator.simulator.protocols import Generation, World
+from picotron_ray.coordinator.simulator.slots import SimSlot
+from picotron_ray.failures import FailureKind
 
 
 class SimWorker:
@@ -56,7 +53,7 @@ class SimWorker:
         if mode == "boundary" and not at.broken:
             at.boundary = True
         elif mode == "hard":
-            self.leave(at, "peer_lost")
+            self.leave(at, FailureKind.PEER_LOST)
 
     def leave(self, generation: Generation, kind: m.OutcomeKind, detail: str = "") -> None:
         """End the generation on this member; leaving early breaks it for the others."""
@@ -78,11 +75,11 @@ class SimWorker:
 class SimNode:
     """A node with its agent; it dies with everything on it."""
 
-    def __init__(self, sim: Sim, name: str, capacity: int) -> None:
+    def __init__(self, sim: World, name: str, capacity: int) -> None:
         self.sim, self.name, self.capacity = sim, name, capacity
         self.term = 0  # newest coordinator heard of
         self.workers: dict[str, SimWorker] = {}
-        self.slots: dict[str, Held] = {}
+        self.slots: dict[str, SimSlot] = {}
         self.spec: m.GenerationSpec | None = None  # newest generation heard of
         self.cut_until = 0.0  # no messages between here and any coordinator before this time
 
@@ -100,7 +97,7 @@ class SimNode:
             if worker.ready:
                 self.report(m.WorkerReady(worker.name, self.name), reliable=True)
 
-    def keep(self, held: Held) -> None:
+    def keep(self, held: SimSlot) -> None:
         """A slot is sealed; one file per name."""
         old = self.slots.get(held.info.slot)
         held.pinned = held.pinned or (old is not None and old.pinned)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
+from picotron_ray.coordinator.simulator.protocols import Coordinator, Generation, Node, Observer
 from picotron_ray.coordinator.simulator.rng import Rng
-from picotron_ray.coordinator.simulator.storage import Storage
-from picotron_ray.coordinator.simulator.training import Generation, History
-
-if TYPE_CHECKING:
-    from picotron_ray.coordinator.simulator.checks import Checks
-    from picotron_ray.coordinator.simulator.shell import Shell
+from picotron_ray.coordinator.simulator.slots import StepHistory
+from picotron_ray.coordinator.simulator.storage import SimStorage
+from picotron_ray.coordinator.simulator.training import SimGeneration
 
 RESTART_S = 2.0  # a dead coordinator is back after this long
 SETTLED_S = 10.0  # after a disturbance: until everything has been asked again
@@ -26,7 +24,7 @@ RETRY_S = 1.0  # a call whose reply was lost is confirmed through the agent
 class Sim:
     """One simulated run. ``after`` schedules; ``run`` goes on until the run is over."""
 
-    def __init__(self, seed: int, job: JobConfig, choose: Choose, checks: Checks) -> None:
+    def __init__(self, seed: int, job: JobConfig, choose: Choose, checks: Observer) -> None:
         self.rng, self.job, self.choose, self.checks = Rng(seed), job, choose, checks
         self.now = 0.0
         self.step_s = 1.0  # of a step, however many do it
@@ -37,11 +35,11 @@ class Sim:
         self.nodes: dict[str, SimNode] = {}
         self.ghosts: set[str] = set()  # nodes that are gone and nobody was told
         self.names = 0  # nodes ever made
-        self.storage = Storage()
-        self.generations: dict[m.GenerationId, Generation] = {}
+        self.storage = SimStorage()
+        self.generations: dict[m.GenerationId, SimGeneration] = {}
         self.bad_manifests: set[str] = set()
         self.noise_until = 0.0  # messages are lost, doubled and late before this time
-        self.shell: Shell | None = None  # the present coordinator
+        self.shell: Coordinator | None = None  # the present coordinator
         self.quiet_at = 0.0  # when the last fault is over
         self.over = self.stop_asked = False
         self.struck: list[str] = []  # names of the faults so far
@@ -104,16 +102,16 @@ class Sim:
     def worker(self, name: str) -> SimWorker | None:
         return next((node.workers[name] for node in self.nodes.values() if name in node.workers), None)
 
-    def generation(self, spec: m.GenerationSpec) -> Generation:
+    def generation(self, spec: m.GenerationSpec) -> SimGeneration:
         """The one object behind all members of ``spec``."""
         if spec.id not in self.generations:
-            self.generations[spec.id] = Generation(self, spec, self._history(spec))
+            self.generations[spec.id] = SimGeneration(self, spec, self._history(spec))
         known = self.generations[spec.id]
         if known.spec != spec:
             self.violation(f"generation {spec.id} was used twice")
         return known
 
-    def _history(self, spec: m.GenerationSpec) -> History:
+    def _history(self, spec: m.GenerationSpec) -> StepHistory:
         source = spec.source
         if source.kind == "init":
             return ()
@@ -143,7 +141,7 @@ class Sim:
         noisy = self.now < self.noise_until and self.rng.chance(0.3)
         return self.rng.uniform(0.2, 2.5) if noisy else 0.001 + self.rng.below(9) * 0.001
 
-    def reachable(self, node: SimNode) -> bool:
+    def reachable(self, node: Node) -> bool:
         """Whether a node's messages have all gone through lately."""
         return self.now > self.noise_until + SETTLED_S and self.now > node.cut_until + SETTLED_S
 
@@ -158,7 +156,7 @@ class Sim:
         if self.shell is not None:
             self.shell.deliver(event)
 
-    def to_coordinator(self, node: SimNode, event: m.Event, reliable: bool) -> None:
+    def to_coordinator(self, node: Node, event: m.Event, reliable: bool) -> None:
         """From an agent. ``reliable``: sent again until it has arrived, maybe twice."""
         gone = self.nodes.get(node.name) is not node
         if gone and (node.name in self.ghosts or not isinstance(event, m.WorkerExited)):

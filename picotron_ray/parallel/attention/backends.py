@@ -27,7 +27,7 @@ from picotron_ray.models.layers.document_mask import document_starts, seen_in_ro
 from picotron_ray.parallel.attention.lse_kernels import additive
 
 WholeKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
-"""See ``models.llama.sdpa``; or with where documents start, for their numbers."""
+"""See `models.layers.attention.sdpa`; or with where documents start, for their numbers."""
 
 NO_MASK = "kernels.attention: saw cudnn, which takes neither document masks nor windows here; use auto"
 

@@ -20,7 +20,7 @@ PATIENCE_S = 5.0
 """Workers that are missing for a shorter time find room that is there already."""
 
 
-class Demand:
+class RoomRequest:
     """Call ``update`` about once a second; the group ends with the process that made it."""
 
     def __init__(self) -> None:

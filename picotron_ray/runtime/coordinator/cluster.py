@@ -197,8 +197,8 @@ class Cluster:
                 notices.append(DrainNotice(node, time.monotonic() + left if deadline else 0.0))
         return notices
 
-    async def remove_node(self, index: int) -> None:
-        """Scripted fault: the node that joined as number ``index`` goes as if unplugged."""
+    def remove_node(self, index: int) -> None:
+        """Unplug the node that joined as number ``index`` (a scripted fault)."""
         if index < len(self._order):
             self._agents[self._order[index]].die.remote()
 

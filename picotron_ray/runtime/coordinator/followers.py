@@ -8,7 +8,7 @@ RECENT_S = 3.0
 """Whoever asked for longer ago is taken for gone; followers ask twice a second."""
 
 
-class Audience:
+class Followers:
     """Those that keep asking for the status; methods may be called from several threads."""
 
     def __init__(self) -> None:

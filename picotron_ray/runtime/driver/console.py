@@ -125,7 +125,7 @@ def table(status: dict[str, Any]) -> Table:
     return grid
 
 
-class Progress:
+class ProgressView:
     """Shows statuses as they come: a live table on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
@@ -138,7 +138,7 @@ class Progress:
         )
         self._shown_step, self._shown_at_s = -1, 0.0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressView:
         if self._live:
             self._live.start()
         return self

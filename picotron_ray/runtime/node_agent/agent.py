@@ -37,7 +37,7 @@ from picotron_ray.observability.exporter import Exporter, PortTakenError, addres
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
-from picotron_ray.runtime.node_agent.stall_detector import Busy
+from picotron_ray.runtime.node_agent.stall_detector import CpuUse
 from picotron_ray.runtime.ray_cluster import cleanup
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
@@ -58,7 +58,7 @@ class Agent:
         self._term = 0
         self._gpus = Gpus()
         self._gone: set[str] = set()  # workers whose end has been reported
-        self._busy = Busy()
+        self._cpu_use = CpuUse()
         self._stalls: dict[str, int] = {}  # worker -> phase_count of the stall reported
         self._sealed: tuple[int, int, int] = (0, 0, -1)  # term, n, step last reported
         self._quarantined: set[str] = set()
@@ -286,9 +286,9 @@ class Agent:
             page for page in living if page.stalled(now) and self._stalls.get(page.worker) != page.phase_count
         ]
         if stuck:
-            self._busy.look(living, now)
+            self._cpu_use.look(living, now)
         for page in stuck:
-            if self._busy.excuses(page, living, now):
+            if self._cpu_use.excuses(page, living, now):
                 continue
             self._tell("stalled", page.worker, [page.term, page.n], page.phase, now - page.phase_since_s)
             self._stalls[page.worker] = page.phase_count

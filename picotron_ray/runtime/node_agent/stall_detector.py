@@ -17,7 +17,7 @@ WINDOW_S = 0.4
 PATIENCE = 10.0
 
 
-class Busy:
+class CpuUse:
     """CPU use of a node's workers, looked at while a stall is suspected."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from picotron_ray.config.support.extras import needed_extras
 @functools.cache
 def package_fingerprint() -> str:
     """Hash over the names and contents of all Python files of the package, 16 hex digits."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     digest = blake3.blake3()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

@@ -34,3 +34,9 @@ def cache_folder() -> Path:
     """Tokenised data, shared by all runs of a user on a machine."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "picotron_ray"
+
+
+def event_folder(run: str) -> Path:
+    """Where a run's coordinator keeps the event logs that replay."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "picotron_ray" / run / "events"

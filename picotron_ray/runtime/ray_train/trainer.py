@@ -28,12 +28,14 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
-from picotron_ray.runtime.driver import console, driver, preflight
-from picotron_ray.runtime.driver.custom_model import with_built_model
-from picotron_ray.runtime.driver.submission import current, with_user_paths
+from picotron_ray.runtime.driver import console, driver, follow_run
+from picotron_ray.runtime.driver.preflight import check_same_run
+from picotron_ray.runtime.driver.resolve_job import OWN_MODEL, PATHS, ResolvedJob, check_machine
+from picotron_ray.runtime.driver.resolve_job import resolve as resolve_job
+from picotron_ray.runtime.driver.submission import current
 from picotron_ray.runtime.ray_cluster import owner_process
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
-from picotron_ray.runtime.ray_train.configs import Job, resolve
+from picotron_ray.runtime.ray_train.configs import Job, job_of
 from picotron_ray.runtime.ray_train.result import CommitCheckpoint, result_of
 
 STOP_S = 90.0
@@ -60,7 +62,8 @@ class ElasticTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
     ) -> None:
-        self.job = with_built_model(with_user_paths(resolve(job, scaling_config, run_config), current()))
+        asked = ResolvedJob(job_of(job, scaling_config, run_config), submission=current())
+        self.job = resolve_job(asked, (PATHS, OWN_MODEL)).job
         cluster = self.job.cluster
         self.scaling_config = scaling_config or ScalingConfig(
             num_workers=(cluster.min_workers, cluster.max_workers), use_gpu=cluster.device == "cuda"
@@ -80,7 +83,7 @@ class ElasticTrainer:
         """
         try:
             summary = self._train()
-        except driver.LostRunError as error:
+        except follow_run.LostRunError as error:
             raise ControllerError(error) from error
         result = result_of(self.job, summary)
         if result.error is not None:
@@ -105,20 +108,20 @@ class ElasticTrainer:
                 with contextlib.suppress(ValueError):
                     ray.kill(coordinator)
             elif not given:
-                driver.take_down(local, coordinator)
+                follow_run.take_down(local, coordinator)
 
     def _start(self, local: LocalRay | None) -> tuple[Any, bool]:
         """The run's coordinator, and whether it goes on since before."""
-        while (found := preflight.find_coordinator(self.job.name)) is not None:
-            status = driver.poll(found, 0)
+        while (found := follow_run.find_coordinator(self.job.name)) is not None:
+            status = follow_run.poll(found, 0)
             if status is None or not status["done"]:
-                preflight.check_same_run(self.job, open_storage(self.job.storage, self.job.name))
+                check_same_run(self.job, open_storage(self.job.storage, self.job.name))
                 return found, True
             ray.kill(found)
-            time.sleep(driver.POLL_S)
+            time.sleep(follow_run.POLL_S)
         if local is None:
-            preflight.check(self.job)
-        return preflight.ensure_coordinator(
+            check_machine(self.job)
+        return driver.ensure_coordinator(
             self.job, owns_ray=local is not None, tied_to=owner_process.this_process()
         )
 
@@ -127,7 +130,7 @@ class ElasticTrainer:
         with _signals() as signals, _progress() as shown:
             watcher = _Watcher(self.job, self._context(), shown)
             try:
-                final = driver.follow(self.job.name, coordinator, watcher, signals)
+                final = follow_run.follow(self.job.name, coordinator, watcher, signals)
             except BaseException:
                 _stop(coordinator)
                 raise
@@ -145,10 +148,10 @@ class ElasticTrainer:
         )
 
 
-class _Watcher(console.Progress):
+class _Watcher(console.ProgressView):
     """Shows statuses, if there is anybody to see them, and turns them into calls of the user's callbacks."""
 
-    def __init__(self, job: JobConfig, context: TrainRunContext, shown: console.Progress | None) -> None:
+    def __init__(self, job: JobConfig, context: TrainRunContext, shown: console.ProgressView | None) -> None:
         self._job, self._context, self._shown = job, context, shown
         self._reported: tuple[Any, ...] = (0, None, None)
         self._committed: int | None = None
@@ -211,27 +214,27 @@ def _stop(coordinator: Any) -> None:
     coordinator.request.remote("stop")
     deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline:
-        status = driver.poll(coordinator, 0)
+        status = follow_run.poll(coordinator, 0)
         if status is not None and status["done"]:
             return
-        time.sleep(driver.POLL_S)
+        time.sleep(follow_run.POLL_S)
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[driver.Signals]:
+def _signals() -> Iterator[follow_run.Signals]:
     """Signals are noted, where this thread can: in others (Tune's) whoever runs them decides."""
     if threading.current_thread() is not threading.main_thread():
-        yield driver.Signals()
+        yield follow_run.Signals()
         return
-    with driver.signal_handlers() as signals:
+    with follow_run.signal_handlers() as signals:
         yield signals
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[console.Progress | None]:
+def _progress() -> Iterator[console.ProgressView | None]:
     """As launch shows it, on stderr; nothing in a thread of Tune's, which has a table of its own."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
-    with console.Progress(console.console(as_json=True)) as shown:
+    with console.ProgressView(console.console(as_json=True)) as shown:
         yield shown

@@ -29,8 +29,10 @@ def open_origin(job: JobConfig) -> Storage:
     return open_storage(job.storage.model_copy(update={"url": url}), job.init_from.run)
 
 
-def settle(job: JobConfig, storage: Storage, verify: bool = False) -> tuple[JobConfig, dict[str, Any] | None]:
-    """The job with ``init_from.step`` filled in, and the commit's record for a new run's run.json.
+def find_start(
+    job: JobConfig, storage: Storage, verify: bool = False
+) -> tuple[int | None, dict[str, Any] | None]:
+    """The step of ``init_from`` that the run means, and the commit's record for a new run's run.json.
 
     A run that exists keeps the step that its run.json holds; the record is then None.
 
@@ -40,16 +42,14 @@ def settle(job: JobConfig, storage: Storage, verify: bool = False) -> tuple[JobC
     Raises:
         ConfigError: there is no such run or step, it does not verify, or its model is another one.
     """
-    if job.init_from.run is None:
-        return job, None
     try:
         saved = json.loads(storage.get("run.json"))["config"].get("init_from") or {}
     except NotFoundError:
         found = _find(job, verify)
-        return _with_step(job, found.manifest.step), found.origin()
+        return found.manifest.step, found.origin()
     if job.init_from.step is None and saved.get("run") == job.init_from.run:
-        return _with_step(job, saved["step"]), None
-    return job, None
+        return saved["step"], None
+    return job.init_from.step, None
 
 
 def imported_note(job: JobConfig, storage: Storage) -> str | None:
@@ -70,10 +70,6 @@ def imported_note(job: JobConfig, storage: Storage) -> str | None:
                 " import again under another name"
             )
     return source_note(job, found)
-
-
-def _with_step(job: JobConfig, step: int) -> JobConfig:
-    return job.model_copy(update={"init_from": job.init_from.model_copy(update={"step": step})})
 
 
 def _find(job: JobConfig, verify: bool) -> import_commit.FoundCommit:

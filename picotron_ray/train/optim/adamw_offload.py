@@ -35,16 +35,16 @@ SLOTS = 2
 """Buckets under way: one on the wire, one at the host's cores."""
 
 
-class Alike(NamedTuple):
-    """Parameters that decay alike: their names, this rank's weights, and where their gradients stand."""
+class ParameterGroup(NamedTuple):
+    """Parameters of one weight decay: their names, this rank's weights, and where their gradients stand."""
 
     names: Sequence[str]
     weights: list[Tensor]
-    numbers: Sequence[int]
+    indices: Sequence[int]
     decay: float
 
 
-class Part(NamedTuple):
+class ParameterSlice(NamedTuple):
     """A parameter, or a stretch of a large one: whose gradient, from which element, and its weights, flat."""
 
     number: int
@@ -52,16 +52,16 @@ class Part(NamedTuple):
     weights: Tensor
 
 
-def runs(alike: Alike, bucket_bytes: int) -> Iterator[Alike]:
+def bucketed(group: ParameterGroup, bucket_bytes: int) -> Iterator[ParameterGroup]:
     """The parameters in order, as many at a time as fit a bucket; a larger one alone."""
     taken = 0
-    for weights in buckets(alike.weights, bucket_bytes):
+    for weights in buckets(group.weights, bucket_bytes):
         which = slice(taken, taken + len(weights))
-        yield Alike(alike.names[which], weights, alike.numbers[which], alike.decay)
+        yield ParameterGroup(group.names[which], weights, group.indices[which], group.decay)
         taken += len(weights)
 
 
-def cuts(run: Alike, most: int) -> Iterator[tuple[slice, list[Part]]]:
+def slices(run: ParameterGroup, most: int) -> Iterator[tuple[slice, list[ParameterSlice]]]:
     """The buckets of a run: where they lie among its elements, and what they hold.
 
     Args:
@@ -69,14 +69,17 @@ def cuts(run: Alike, most: int) -> Iterator[tuple[slice, list[Part]]]:
     """
     first, total = run.weights[0].view(-1), sum(weight.numel() for weight in run.weights)
     if len(run.weights) > 1 or total <= most:
-        yield slice(0, total), [Part(n, 0, w.view(-1)) for n, w in zip(run.numbers, run.weights, strict=True)]
+        yield (
+            slice(0, total),
+            [ParameterSlice(n, 0, w.view(-1)) for n, w in zip(run.indices, run.weights, strict=True)],
+        )
         return
     for start in range(0, total, most):
         where = slice(start, min(start + most, total))
-        yield where, [Part(run.numbers[0], start, first[where])]
+        yield where, [ParameterSlice(run.indices[0], start, first[where])]
 
 
-class Bucket:
+class OffloadBucket:
     """What travels together.
 
     Args:
@@ -85,7 +88,7 @@ class Bucket:
         first, second: their moments, flat, in host memory.
     """
 
-    def __init__(self, parts: Sequence[Part], decay: float, first: Tensor, second: Tensor) -> None:
+    def __init__(self, parts: Sequence[ParameterSlice], decay: float, first: Tensor, second: Tensor) -> None:
         self.parts, self.decay, self.first, self.second = parts, decay, first, second
         self.weights = [part.weights for part in parts]
         self._sizes = [part.weights.numel() for part in parts]
@@ -103,7 +106,7 @@ class Bucket:
         return list(flat[: self.elements].split(self._sizes))
 
 
-class Slot:
+class Staging:
     """Staging of one bucket under way: gradients down, updates up, on both sides."""
 
     def __init__(self, like: Tensor, elements: int) -> None:
@@ -127,32 +130,32 @@ class OffloadedAdamW:
     def __init__(
         self,
         config: OptimizerConfig,
-        groups: Sequence[Alike],
+        groups: Sequence[ParameterGroup],
         device: torch.device,
         threads: int,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._config, self._threads, self._device = config, threads, device
         self._down, self._up = Lane(device), Lane(device)
-        self._buckets: list[Bucket] = []
+        self._buckets: list[OffloadBucket] = []
         self.moments: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
-        for alike in groups:
-            for run in runs(alike, bucket_bytes):
+        for group in groups:
+            for run in bucketed(group, bucket_bytes):
                 self._add(run, bucket_bytes)
         most = max((bucket.elements for bucket in self._buckets), default=0)
         count = min(SLOTS, len(self._buckets))
-        self._slots = [Slot(self._buckets[0].weights[0], most) for _ in range(count)]
+        self._slots = [Staging(self._buckets[0].weights[0], most) for _ in range(count)]
 
-    def _add(self, alike: Alike, bucket_bytes: int) -> None:
+    def _add(self, group: ParameterGroup, bucket_bytes: int) -> None:
         """Moments of parameters that fit one bucket, or of a single one that is cut into several."""
-        sizes = [weight.numel() for weight in alike.weights]
-        dtype = alike.weights[0].dtype
+        sizes = [weight.numel() for weight in group.weights]
+        dtype = group.weights[0].dtype
         flats = [host_zeros(sum(sizes), dtype, self._device) for _ in MOMENTS]
         for moment, flat in zip(MOMENTS, flats, strict=True):
-            views = [p.view(w.shape) for p, w in zip(flat.split(sizes), alike.weights, strict=True)]
-            self.moments[moment] |= zip(alike.names, views, strict=True)
-        for where, parts in cuts(alike, max(1, bucket_bytes // dtype.itemsize)):
-            self._buckets.append(Bucket(parts, alike.decay, *(flat[where] for flat in flats)))
+            views = [p.view(w.shape) for p, w in zip(flat.split(sizes), group.weights, strict=True)]
+            self.moments[moment] |= zip(group.names, views, strict=True)
+        for where, parts in slices(group, max(1, bucket_bytes // dtype.itemsize)):
+            self._buckets.append(OffloadBucket(parts, group.decay, *(flat[where] for flat in flats)))
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
         """One update. When it returns, moments are written; the weights' part is in the device's queue.
@@ -183,7 +186,7 @@ class OffloadedAdamW:
         torch.cat(bucket.gradients(gradients), out=flat)
         slot.arrived = self._down.copy(slot.gradient[: bucket.elements], flat)
 
-    def _update(self, bucket: Bucket, slot: Slot, rate: float, step: int) -> None:
+    def _update(self, bucket: OffloadBucket, slot: Staging, rate: float, step: int) -> None:
         """Write the bucket's moments, and into the slot what is to be added to its weights."""
         update = slot.update[: bucket.elements].zero_()
         with _threads(self._threads):

@@ -82,7 +82,7 @@ def _add(route: Route, source: int, target: int, what: tuple[int, Box], rank: in
         route.incoming.setdefault(source, []).append(what)
 
 
-def share_out(
+def assign_owners(
     specs: Sequence[ParameterSpec],
     layout: Layout,
     rank: int,

@@ -1,6 +1,6 @@
 """Muon: momentum, orthogonalised (Jordan et al. 2024), shared out over the ranks that hold a matrix.
 
-Momentum lives in the boxes of its parameter like any other moment. Per step and round (`share_out`) each
+Momentum lives in the boxes of its parameter like any other moment. Per step and round (`assign_owners`) each
 matrix's direction goes to its owner, which makes it whole and orthogonalises it, and the result goes back
 to every rank that holds part of the matrix: two exchanges, whatever the number of matrices. What travels has
 the type in which the iteration runs.
@@ -50,7 +50,7 @@ class Muon:
 
     Args:
         parameters: those of which this rank holds something.
-        rounds: who works on which matrix (`parallel.matrices.share_out`).
+        rounds: who works on which matrix (`parallel.matrices.assign_owners`).
         rank: this rank.
         momentum: decay of the momentum.
         dtype: type in which matrices travel and are orthogonalised.

@@ -19,11 +19,11 @@ from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.local_shards import LocalParameter
-from picotron_ray.train.optim.adamw import AdamW, QuantisedAdamW
-from picotron_ray.train.optim.adamw_offload import MOMENTS, Alike, OffloadedAdamW
-from picotron_ray.train.optim.matrix_exchange import share_out
+from picotron_ray.train.optim.adamw import AdamW, QuantizedAdamW
+from picotron_ray.train.optim.adamw_offload import MOMENTS, OffloadedAdamW, ParameterGroup
+from picotron_ray.train.optim.matrix_exchange import assign_owners
 from picotron_ray.train.optim.muon import Muon
-from picotron_ray.train.optim.quantized_state import Quantised
+from picotron_ray.train.optim.quantized_state import QuantizedTensor
 from picotron_ray.train.precision.precision import orthogonalisation_dtype
 
 MOMENTUM = "momentum"  # Muon's
@@ -54,7 +54,7 @@ def build_optimizer(
         threads = max(1, int(job.cluster.cpus_per_worker))
         host = (device, threads) if config.offload else None
         return Optimizer(config, parameters, fused=fused, host=host)
-    rounds = share_out([spec for spec in table if spec.matrix], layout, rank)
+    rounds = assign_owners([spec for spec in table if spec.matrix], layout, rank)
     mine = [parameter for parameter in parameters if parameter.spec.matrix]
     dtype = orthogonalisation_dtype(job, device)
     muon = Muon(mine, rounds, rank, config.momentum, dtype, device)
@@ -89,18 +89,18 @@ class Optimizer:
         self._locals = [parameter.local for parameter in parameters]
         others = [i for i, p in enumerate(parameters) if muon is None or p.spec.name not in muon.momentum]
         self._groups = [
-            self._alike(chosen, config.weight_decay if decay else 0.0)
+            self._group(chosen, config.weight_decay if decay else 0.0)
             for decay in (True, False)
             if (chosen := [i for i in others if decays(parameters[i].spec, config) is decay])
         ]
-        self._adamw: AdamW | QuantisedAdamW | OffloadedAdamW | None = None
+        self._adamw: AdamW | QuantizedAdamW | OffloadedAdamW | None = None
         if host is not None:
             self._adamw = OffloadedAdamW(config, self._groups, *host)
         elif config.moments == "8bit":
-            self._adamw = QuantisedAdamW(config, self._groups, fused)
+            self._adamw = QuantizedAdamW(config, self._groups, fused)
         elif config.name != "sgd":
             self._adamw = AdamW(config, self._groups, fused)
-        self.moments: dict[str, dict[str, Tensor | Quantised]] = {}
+        self.moments: dict[str, dict[str, Tensor | QuantizedTensor]] = {}
         if self._adamw is not None:
             self.moments |= {moment: dict(kept) for moment, kept in self._adamw.moments.items()}
         if muon is not None:
@@ -111,11 +111,13 @@ class Optimizer:
         if self.config.moments != "8bit":
             return ()
         kept = self.moments[MOMENTS[0]].values()
-        count = sum(isinstance(moment, Quantised) for moment in kept)
+        count = sum(isinstance(moment, QuantizedTensor) for moment in kept)
         return (f"moments of {count} of {len(kept)} tensors in 8 bits",)
 
-    def _alike(self, chosen: Sequence[int], decay: float) -> Alike:
-        return Alike([self._names[i] for i in chosen], [self._locals[i] for i in chosen], chosen, decay)
+    def _group(self, chosen: Sequence[int], decay: float) -> ParameterGroup:
+        return ParameterGroup(
+            [self._names[i] for i in chosen], [self._locals[i] for i in chosen], chosen, decay
+        )
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
@@ -126,9 +128,9 @@ class Optimizer:
         if self._adamw is not None:
             self._adamw.step(gradients, rate, step)
         else:
-            for alike in self._groups:
-                torch._foreach_mul_(alike.weights, 1.0 - rate * alike.decay)
-                torch._foreach_add_(alike.weights, [gradients[i] for i in alike.numbers], alpha=-rate)
+            for group in self._groups:
+                torch._foreach_mul_(group.weights, 1.0 - rate * group.decay)
+                torch._foreach_add_(group.weights, [gradients[i] for i in group.indices], alpha=-rate)
         if self._muon is not None:
             named = zip(self._names, gradients, strict=True)
             mine = {name: gradient for name, gradient in named if name in self._muon.momentum}

@@ -35,12 +35,12 @@ LEAST = 4096
 SMALLEST_SCALE = 1e-30
 
 
-def fits(tensor: Tensor) -> bool:
+def is_quantizable(tensor: Tensor) -> bool:
     """Whether a tensor is large enough, and whole blocks."""
     return tensor.numel() >= LEAST and tensor.numel() % BLOCK == 0
 
 
-class Map(NamedTuple):
+class Codebook(NamedTuple):
     """The 256 numbers that values are rounded to, in order, and what finds the nearest.
 
     Fields:
@@ -57,7 +57,7 @@ class Map(NamedTuple):
 
 
 @functools.cache
-def map_of(signed: bool, device: torch.device) -> Map:
+def codebook_of(signed: bool, device: torch.device) -> Codebook:
     """torchao's dynamic map; raises LayoutError where torchao is missing."""
     try:
         from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
@@ -71,7 +71,7 @@ def map_of(signed: bool, device: torch.device) -> Map:
     smallest = torch.minimum(heads.view(torch.float32), (heads + 0xFFFF).view(torch.float32))
     first = torch.bucketize(smallest.nan_to_num(0.0), middles, right=True).to(torch.uint8)
     borders = torch.cat([middles, middles.new_full((1,), math.inf)])
-    return Map(numbers.to(device), borders.to(device), first.roll(2**15).to(device), signed)
+    return Codebook(numbers.to(device), borders.to(device), first.roll(2**15).to(device), signed)
 
 
 def middles_of(numbers: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def middles_of(numbers: Tensor) -> Tensor:
     return ((numbers[1:].double() + numbers[:-1].double()) / 2).float()
 
 
-def encode(values: Tensor, chart: Map, stored: bool = False) -> tuple[Tensor, Tensor]:
+def encode(values: Tensor, codebook: Codebook, stored: bool = False) -> tuple[Tensor, Tensor]:
     """Codes ``[n]`` and scales ``[n / 256]`` of values ``[n]``, fp32.
 
     Args:
@@ -88,29 +88,29 @@ def encode(values: Tensor, chart: Map, stored: bool = False) -> tuple[Tensor, Te
     blocks = values.view(-1, BLOCK)
     low, high = torch.aminmax(blocks, dim=-1)
     scales = torch.maximum(high, -low)
-    if stored and chart.signed:
-        scales = torch.where(-low >= high, low / chart.numbers[0], high)
+    if stored and codebook.signed:
+        scales = torch.where(-low >= high, low / codebook.numbers[0], high)
     scales.clamp_(min=SMALLEST_SCALE)
     scaled = (blocks / scales.unsqueeze(-1)).view(-1)
     head = (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
-    codes = chart.first.index_select(0, head)
-    codes += scaled >= chart.borders.index_select(0, codes.int())
+    codes = codebook.first.index_select(0, head)
+    codes += scaled >= codebook.borders.index_select(0, codes.int())
     return codes, ((scales.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
 
 
-def decode(codes: Tensor, scales: Tensor, chart: Map) -> Tensor:
+def decode(codes: Tensor, scales: Tensor, codebook: Codebook) -> Tensor:
     """Values ``[n]``, fp32."""
-    numbers = chart.numbers.index_select(0, codes.int())
+    numbers = codebook.numbers.index_select(0, codes.int())
     return numbers.view(-1, BLOCK).mul_(scales.unsqueeze(-1)).view(-1)
 
 
-class Quantised:
+class QuantizedTensor:
     """A tensor in 8 bits, or some of its rows; to checkpoints it is one of fp32 (`dcp.Encoded`).
 
     Args:
         codes: ``[n]``, whole blocks.
         scales: ``[n / 256]``.
-        chart: what the codes mean.
+        codebook: what the codes mean.
         shape: of the tensor.
         start: its first element among the codes.
     """
@@ -118,28 +118,30 @@ class Quantised:
     dtype = torch.float32
 
     def __init__(
-        self, codes: Tensor, scales: Tensor, chart: Map, shape: tuple[int, ...], start: int = 0
+        self, codes: Tensor, scales: Tensor, codebook: Codebook, shape: tuple[int, ...], start: int = 0
     ) -> None:
         self.codes, self.scales, self.shape = codes, scales, shape
-        self._chart, self._start = chart, start
+        self._codebook, self._start = codebook, start
 
-    def __getitem__(self, rows: slice) -> Quantised:
+    def __getitem__(self, rows: slice) -> QuantizedTensor:
         first, last, _ = rows.indices(self.shape[0])
         start = self._start + first * math.prod(self.shape[1:])
-        return Quantised(self.codes, self.scales, self._chart, (last - first, *self.shape[1:]), start)
+        return QuantizedTensor(
+            self.codes, self.scales, self._codebook, (last - first, *self.shape[1:]), start
+        )
 
-    def part(self, first: int, last: int, shape: tuple[int, ...]) -> Quantised:
+    def part(self, first: int, last: int, shape: tuple[int, ...]) -> QuantizedTensor:
         """The codes ``first`` to ``last``, whole blocks, as a tensor; they are shared."""
         scales = self.scales[first // BLOCK : last // BLOCK]
-        return Quantised(self.codes[first:last], scales, self._chart, shape)
+        return QuantizedTensor(self.codes[first:last], scales, self._codebook, shape)
 
     def values(self) -> Tensor:
         """All that the codes mean, flat, on their device."""
-        return decode(self.codes, self.scales, self._chart)
+        return decode(self.codes, self.scales, self._codebook)
 
     def keep(self, values: Tensor, stored: bool = False) -> None:
         """Take over values ``[n]`` of all codes; ``stored`` as in `encode`."""
-        codes, scales = encode(values, self._chart, stored)
+        codes, scales = encode(values, self._codebook, stored)
         self.codes.copy_(codes)
         self.scales.copy_(scales)
 
@@ -148,18 +150,20 @@ class Quantised:
         size = math.prod(self.shape)
         low, high = self._start // BLOCK, -(-(self._start + size) // BLOCK)
         codes, scales = self.codes[low * BLOCK : high * BLOCK].cpu(), self.scales[low:high].cpu()
-        flat = decode(codes, scales, map_of(self._chart.signed, codes.device))
+        flat = decode(codes, scales, codebook_of(self._codebook.signed, codes.device))
         return flat[self._start - low * BLOCK :][:size].view(self.shape)
 
     def encode(self, values: Tensor) -> None:
         """Take over values of the whole tensor from the host's memory, encoded there."""
         assert values.numel() == self.codes.numel(), "rows of a tensor are not written"
-        codes, scales = encode(values.view(-1), map_of(self._chart.signed, values.device), stored=True)
+        codes, scales = encode(
+            values.view(-1), codebook_of(self._codebook.signed, values.device), stored=True
+        )
         self.codes.copy_(codes)
         self.scales.copy_(scales)
 
     def zero_(self) -> None:
         """Make all values zero."""
-        codes, scales = encode(self.scales.new_zeros(BLOCK), self._chart)
+        codes, scales = encode(self.scales.new_zeros(BLOCK), self._codebook)
         self.codes.copy_(codes[0].expand_as(self.codes))
         self.scales.copy_(scales.expand_as(self.scales))

@@ -15,7 +15,7 @@ MEMORY_STEPS = 50
 """Over about how many of the last steps the deviation is taken (exponential weights)."""
 
 
-class GradientSwings:
+class GradientVariability:
     """Running mean and variance of the logarithm of every part's gradient norm."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.document_mask import document_numbers, same_document, seen_in_row
-from picotron_ray.models.llama import Transformer
+from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.attention.backends import whole_kernel
 from picotron_ray.parallel.attention.lse_kernels import CpuFlash, LseKernel, MathKernel, Seen
 from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaFlash

@@ -61,7 +61,7 @@ LAYOUTS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("layout", "rows", "model"), thinned(LAYOUTS, range(8), lambda x, *_: str(x)))
+@pytest.mark.parametrize(("layout", "rows", "model"), thinned(LAYOUTS, (0, 3, 6), lambda x, *_: str(x)))
 def test_every_layout_equals_separate_ones_in_one_process(
     pool: Pool, layout: Layout, rows: int, model: ModelConfig
 ) -> None:

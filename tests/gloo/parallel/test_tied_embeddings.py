@@ -75,7 +75,7 @@ def named(layout: Layout, batch: int, model: ModelConfig, actions: Rows) -> str:
     return f"{layout}-{KINDS[model]}-{batch}"
 
 
-@pytest.mark.parametrize(("layout", "batch", "model", "actions"), thinned(LAYOUTS, range(12), named))
+@pytest.mark.parametrize(("layout", "batch", "model", "actions"), thinned(LAYOUTS, (0, 3, 6, 9), named))
 def test_every_schedule_equals_one_process(
     pool: Pool, layout: Layout, batch: int, model: ModelConfig, actions: Rows
 ) -> None:

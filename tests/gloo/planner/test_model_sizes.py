@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig, MoeConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.llama import Transformer
-from picotron_ray.models.parameters import parameter_table
+from picotron_ray.models.families.registry import parameter_table
+from picotron_ray.models.transformer import Transformer
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.model_sizes import (
     flops_per_token,

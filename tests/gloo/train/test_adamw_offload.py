@@ -18,7 +18,7 @@ from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim import adamw_offload
-from picotron_ray.train.optim.adamw_offload import Alike, OffloadedAdamW
+from picotron_ray.train.optim.adamw_offload import OffloadedAdamW, ParameterGroup
 from tests.support.gloo.jobs.matrix_jobs import CPU, MIXTURE, MODEL, assemble, batch, make_job, run_layout
 from tests.support.gloo.jobs.muon_jobs import leg
 from tests.support.gloo.late_copies import LateLane
@@ -88,8 +88,10 @@ def tensors(seed: int) -> list[Tensor]:
 def made(bucket_bytes: int) -> tuple[OffloadedAdamW, list[Tensor]]:
     weights = tensors(0)
     groups = [([0, 2, 4], 0.3), ([1, 3, 5], 0.0)]
-    alike = [Alike([f"w{i}" for i in ns], [weights[i] for i in ns], ns, decay) for ns, decay in groups]
-    return OffloadedAdamW(OptimizerConfig(offload=True), alike, CPU, 1, bucket_bytes), weights
+    group = [
+        ParameterGroup([f"w{i}" for i in ns], [weights[i] for i in ns], ns, decay) for ns, decay in groups
+    ]
+    return OffloadedAdamW(OptimizerConfig(offload=True), group, CPU, 1, bucket_bytes), weights
 
 
 @pytest.mark.parametrize("lane", [Lane, LateLane], ids=["prompt", "late"])

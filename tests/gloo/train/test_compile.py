@@ -35,6 +35,7 @@ def test_a_compiled_block_equals_the_plain_one(pool: Pool) -> None:
 FUNCTIONS = KernelsConfig(norm="compiled", activation="compiled")
 
 
+@pytest.mark.deep
 def test_compiled_functions_equal_plain_ones(pool: Pool) -> None:
     model = ModelConfig(**{**MODEL.model_dump(), "layers": 2})
     job, layout = make_job("adamw", 12, model, kernels=FUNCTIONS), Layout(tp=2, micro_batch=6)
@@ -83,6 +84,7 @@ def kept_by_swiglu(job: Job, compiled: bool) -> int:
     return sum(kept.values()) // 15
 
 
+@pytest.mark.deep
 def test_a_compiled_gate_keeps_less(pool: Pool) -> None:
     """What the planner takes off, in elements per token."""
     job = make_job("sgd", 12)
@@ -98,6 +100,7 @@ def test_a_compiled_gate_keeps_less(pool: Pool) -> None:
     assert less == (eager - compiled) * 3 * SEQUENCE * MODEL.layers * 8
 
 
+@pytest.mark.deep
 def test_a_compiled_block_with_fused_projections(pool: Pool) -> None:
     kernels = KernelsConfig(compile=True, projections="fused", loss="linear", loss_chunk=5)
     job, layout = make_job("adamw", 12, SHALLOW, kernels=kernels), Layout(micro_batch=12)

@@ -10,7 +10,8 @@ import pytest
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver import submission
-from picotron_ray.runtime.driver.submission import Submission, with_user_paths
+from picotron_ray.runtime.driver.resolve_job import with_user_paths
+from picotron_ray.runtime.driver.submission import Submission
 
 JOB = Submission("raysubmit_1", {"team": "a"}, uploaded=True)
 BARE = Submission("raysubmit_2", {}, uploaded=False)

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.append_queue import BACKOFF_S, AppendQueue
-from picotron_ray.coordinator.checkpoint_tracker import Checkpoints, known_layouts
+from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker, known_layouts
 from picotron_ray.coordinator.lineage import descend, on_lineage
-from picotron_ray.coordinator.policies.failure import Breaker, Remedy
-from picotron_ray.coordinator.policies.membership import Roster, Worker, choose_members, starts
+from picotron_ray.coordinator.policies.failure import Breaker
+from picotron_ray.coordinator.policies.membership import Roster, RosterWorker, choose_members, starts
 from picotron_ray.coordinator.policies.restore_point import cover, newest_slots, restore_point
 from picotron_ray.coordinator.policies.scale_up import GrowthView, decide
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind, Remedy
 from picotron_ray.layout.layout import Layout
 from tests.support.coordinator_world import World, choose_dp, flush, job, of, outcomes, snapshot
 
@@ -143,7 +144,7 @@ def test_layouts_are_known_from_sources_where_the_log_entry_is_missing() -> None
 
 def test_breaker_changes_the_remedy_before_it_gives_up() -> None:
     breaker = Breaker(100, 6)
-    remedies = [breaker.record("killed", 10)[0] for _ in range(6)]
+    remedies = [breaker.record(FailureKind.WORKER_EXITED, 10)[0] for _ in range(6)]
     assert remedies == [
         Remedy.RETRY, Remedy.EXCLUDE, Remedy.COMMIT, Remedy.SHRINK, Remedy.SHRINK, Remedy.GIVE_UP,
     ]  # fmt: skip
@@ -152,18 +153,18 @@ def test_breaker_changes_the_remedy_before_it_gives_up() -> None:
 def test_breaker_progress_means_a_step_that_was_never_reached() -> None:
     breaker = Breaker(100, 6)
     for _ in range(3):
-        breaker.record("nan", 10)
+        breaker.record(FailureKind.FAILED, 10)
     assert not breaker.progressed(10)
-    assert breaker.record("nan", 8)[0] is Remedy.SHRINK
+    assert breaker.record(FailureKind.FAILED, 8)[0] is Remedy.SHRINK
     assert breaker.progressed(11)
     assert not breaker.progressed(12), "told once"
-    assert breaker.record("nan", 12)[0] is Remedy.RETRY
+    assert breaker.record(FailureKind.FAILED, 12)[0] is Remedy.RETRY
 
 
 def test_breaker_counts_everything_in_total_but_lost_nodes_not_in_a_row() -> None:
     breaker = Breaker(7, 3)
-    assert [breaker.record("node lost", 5)[0] for _ in range(7)] == [Remedy.RETRY] * 7
-    remedy, why = breaker.record("corrupt", 50)
+    assert [breaker.record(FailureKind.NODE_LOST, 5)[0] for _ in range(7)] == [Remedy.RETRY] * 7
+    remedy, why = breaker.record(FailureKind.CORRUPT, 50)
     assert remedy is Remedy.GIVE_UP
     assert "max_failures=7" in why
 
@@ -210,7 +211,7 @@ def roster(*nodes: tuple[str, int], workers: str = "") -> Roster:
     for name, capacity in nodes:
         found.join(name, capacity, 0.0)
     for at, node in enumerate(workers.split()):
-        found.workers[f"w{at}"] = Worker(f"w{at}", node, "idle", float(at))
+        found.workers[f"w{at}"] = RosterWorker(f"w{at}", node, "idle", float(at))
     return found
 
 
@@ -278,63 +279,63 @@ def test_log_entries_go_one_at_a_time_and_are_tried_again_later_and_later() -> N
 # --- commits --------------------------------------------------------------------------------------
 
 
-def seal(saves: Checkpoints, one: m.GenerationSpec, step: int, node: str) -> list[m.Command]:
+def seal(checkpoints: CheckpointTracker, one: m.GenerationSpec, step: int, node: str) -> list[m.Command]:
     slots = tuple(slot for slot in snapshot(one, step) if slot.node == node)
-    return saves.sealed((step, one.id), node, slots, one.layout)
+    return checkpoints.sealed((step, one.id), node, slots, one.layout)
 
 
 def test_a_newer_snapshot_waits_for_the_upload_under_way_but_replaces_one_that_fails() -> None:
     one = spec(1, m.Source("init"), None, Layout(tp=2))
-    saves = Checkpoints(10.0)
-    seal(saves, one, 10, "n0")
-    assert saves.plan(0.0) == [], "half of the state"
-    seal(saves, one, 10, "n1")
-    assert [c.step for c in of(saves.plan(0.0), m.Upload)] == [10, 10]
-    seal(saves, one, 20, "n0")
-    seal(saves, one, 20, "n1")
-    assert saves.plan(1.0) == []
-    assert not saves.uploaded(m.Uploaded("n0", one.id, 10, "down"), 1.0)
-    commands = saves.plan(1.0)
+    checkpoints = CheckpointTracker(10.0)
+    seal(checkpoints, one, 10, "n0")
+    assert checkpoints.plan(0.0) == [], "half of the state"
+    seal(checkpoints, one, 10, "n1")
+    assert [c.step for c in of(checkpoints.plan(0.0), m.Upload)] == [10, 10]
+    seal(checkpoints, one, 20, "n0")
+    seal(checkpoints, one, 20, "n1")
+    assert checkpoints.plan(1.0) == []
+    assert not checkpoints.uploaded(m.Uploaded("n0", one.id, 10, "down"), 1.0)
+    commands = checkpoints.plan(1.0)
     assert [c.step for c in of(commands, m.Release)] == [10, 10]
     assert [c.step for c in of(commands, m.Upload)] == [20, 20]
-    assert not saves.uploaded(m.Uploaded("n0", one.id, 10), 2.0), "of the one that was given up"
-    assert not saves.uploaded(m.Uploaded("n0", one.id, 20), 2.0)
-    assert not saves.uploaded(m.Uploaded("n0", one.id, 20), 2.0), "told twice"
-    assert saves.uploaded(m.Uploaded("n1", one.id, 20), 2.0)
-    assert saves.commit() == m.AppendCommit(one.id, 20, ("n0", "n1"))
-    assert len(saves.settled((20, one.id), ["n0", "n1"])) == 2
-    assert [c.step for c in of(seal(saves, one, 20, "n1"), m.Release)] == [20], "too late"
+    assert not checkpoints.uploaded(m.Uploaded("n0", one.id, 10), 2.0), "of the one that was given up"
+    assert not checkpoints.uploaded(m.Uploaded("n0", one.id, 20), 2.0)
+    assert not checkpoints.uploaded(m.Uploaded("n0", one.id, 20), 2.0), "told twice"
+    assert checkpoints.uploaded(m.Uploaded("n1", one.id, 20), 2.0)
+    assert checkpoints.commit() == m.AppendCommit(one.id, 20, ("n0", "n1"))
+    assert len(checkpoints.settled((20, one.id), ["n0", "n1"])) == 2
+    assert [c.step for c in of(seal(checkpoints, one, 20, "n1"), m.Release)] == [20], "too late"
 
 
 def test_a_lost_node_or_slot_plans_the_checkpoint_anew_from_the_replicas() -> None:
     one = spec(1, m.Source("init"), None, Layout(dp=4))
-    saves = Checkpoints(10.0)
+    checkpoints = CheckpointTracker(10.0)
     for node in ("n0", "n1"):
-        seal(saves, one, 10, node)
-    assert [c.node for c in of(saves.plan(0.0), m.Upload)] == ["n0"]
-    saves.node_lost("n0")
-    assert [c.node for c in of(saves.plan(1.0), m.Upload)] == ["n1"]
-    assert saves.job is not None
-    saves.slot_lost("n1", saves.job.parts["n1"][0])
-    assert saves.plan(2.0) == []
-    assert saves.job is None
-    assert saves.wake_at is None
+        seal(checkpoints, one, 10, node)
+    assert [c.node for c in of(checkpoints.plan(0.0), m.Upload)] == ["n0"]
+    checkpoints.node_lost("n0")
+    assert [c.node for c in of(checkpoints.plan(1.0), m.Upload)] == ["n1"]
+    assert checkpoints.pending is not None
+    checkpoints.slot_lost("n1", checkpoints.pending.parts["n1"][0])
+    assert checkpoints.plan(2.0) == []
+    assert checkpoints.pending is None
+    assert checkpoints.wake_at is None
 
 
 def test_a_rewind_voids_the_checkpoints_after_it() -> None:
     one = spec(1, m.Source("init"), None)
-    saves = Checkpoints(10.0)
+    checkpoints = CheckpointTracker(10.0)
     for step in (10, 20):
         for node in ("n0", "n1"):
-            seal(saves, one, step, node)
-    saves.plan(0.0)
-    assert saves.job is not None
-    assert saves.job.state[0] == 20
+            seal(checkpoints, one, step, node)
+    checkpoints.plan(0.0)
+    assert checkpoints.pending is not None
+    assert checkpoints.pending.state[0] == 20
     two = spec(2, m.Source("commit", 10, one.id, manifest="m10"), one)
-    saves.rewound(two)
-    assert {c.step for c in of(saves.release_void(), m.Release)} == {20}
-    assert saves.release_void() == []
-    assert saves.job is None
+    checkpoints.rewound(two)
+    assert {c.step for c in of(checkpoints.release_void(), m.Release)} == {20}
+    assert checkpoints.release_void() == []
+    assert checkpoints.pending is None
 
 
 # --- the machine with these policies --------------------------------------------------------------
@@ -343,8 +344,8 @@ def test_a_rewind_voids_the_checkpoints_after_it() -> None:
 def fail(world: World, detail: str, step: int = 5, slots: tuple[m.SlotInfo, ...] = ()) -> list[m.Command]:
     """Rank 0 fails, the others lose it; all nodes answer with ``slots``."""
     spec = world.spec
-    first = m.Outcome(spec.members[0].worker, spec.id, "failed", step, detail)
-    commands = world.send(first, *outcomes(spec, "peer_lost", step, but=(spec.members[0].worker,)))
+    first = m.Outcome(spec.members[0].worker, spec.id, FailureKind.FAILED, step, detail)
+    commands = world.send(first, *outcomes(spec, FailureKind.PEER_LOST, step, but=(spec.members[0].worker,)))
     return commands + world.answer(commands, slots)
 
 
@@ -391,7 +392,7 @@ def test_a_corrupt_slot_is_quarantined_and_the_next_rung_used() -> None:
     fail(world, "error: boom", slots=(*flush(first, 5, [0, 1]), *snapshot(first, 4)))
     bad = world.spec.source.slots[0].slot
     spec = world.spec
-    told = [m.Outcome(x.worker, spec.id, "failed", 5, f"corrupt:{bad}") for x in spec.members]
+    told = [m.Outcome(x.worker, spec.id, FailureKind.FAILED, 5, f"corrupt:{bad}") for x in spec.members]
     commands = world.send(*told)
     assert of(commands, m.Quarantine) == [m.Quarantine("a", bad)]
     world.answer(commands, (*flush(first, 5, [0, 1]), *snapshot(first, 4)))
@@ -466,7 +467,7 @@ def test_too_few_workers_in_time_ends_a_new_run_with_one_line() -> None:
 def test_the_least_number_of_workers_starts_after_the_wait() -> None:
     world = World()
     world.ready(world.begin(("a", 2)))
-    assert world.state is State.STARTING
+    assert world.state is MachineState.STARTING
     commands = world.wait(120)
     assert len(world.run(world.answer(commands)).members) == 2
 
@@ -475,10 +476,10 @@ def test_workers_that_never_start_end_the_run() -> None:
     world = World()
     world.begin(("a", 1))
     for _ in range(60):
-        for worker in list(world.machine.ctx.roster.workers):
+        for worker in list(world.machine.memory.roster.workers):
             world.send(m.WorkerExited(worker, "start_failed"))
         world.wait(5)
-        if world.state is State.DONE:
+        if world.state is MachineState.DONE:
             break
     assert world.machine.view.result is not None
     assert "do not start" in world.machine.view.result.detail
@@ -489,7 +490,9 @@ def test_a_worker_that_does_not_come_up_is_killed_and_tried_again() -> None:
     world.up(("a", 4))
     world.send(m.NodeJoined("b", 1))
     world.send(m.WorkerExited(world.spec.members[0].worker, "killed"))
-    world.answer(world.send(*outcomes(world.spec, "peer_lost", 3, but=(world.spec.members[0].worker,))))
+    world.answer(
+        world.send(*outcomes(world.spec, FailureKind.PEER_LOST, 3, but=(world.spec.members[0].worker,)))
+    )
     (start,) = of(world.wait(3), m.StartWorker)
     assert start.worker in {c.worker for c in of(world.wait(125), m.KillWorker)}
 
@@ -520,7 +523,7 @@ def test_the_coordinators_own_sleep_is_nobodys_silence() -> None:
     world.up(("a", 4))
     world.now += 60.0
     assert not of(world.send(m.Tick()), m.Interrupt)
-    assert world.state is State.RUNNING
+    assert world.state is MachineState.RUNNING
 
 
 def test_a_draining_node_is_left_at_a_boundary() -> None:
@@ -565,7 +568,7 @@ def test_stop_in_the_middle_of_a_recovery_commits_what_there_is() -> None:
     one = world.up(("a", 4))
     dead = one.members[0].worker
     world.send(m.WorkerExited(dead, "killed"), m.UserRequest("stop"))
-    commands = world.send(*outcomes(one, "peer_lost", 7, but=(dead,)))
+    commands = world.send(*outcomes(one, FailureKind.PEER_LOST, 7, but=(dead,)))
     commands = world.answer(commands, flush(one, 7, [1]))
     assert [c.step for c in of(commands, m.Upload)] == [7]
 
@@ -589,7 +592,7 @@ def test_a_commit_on_its_way_is_awaited_rather_than_voided() -> None:
     assert of(world.send(m.Uploaded("a", one.id, 50)), m.AppendCommit)
     commands = world.send(m.NodeLost("a", "removed"))
     alive = [member.worker for member in one.members if member.node == "b"]
-    commands = world.send(*(m.Outcome(w, one.id, "peer_lost", 50) for w in alive))
+    commands = world.send(*(m.Outcome(w, one.id, FailureKind.PEER_LOST, 50) for w in alive))
     assert not of(world.answer(commands), m.RunGeneration)
     commands = world.send(m.Appended("commit", one.id, 50, 9, "m50"))
     assert world.run(commands).source.manifest == "m50"
@@ -599,7 +602,9 @@ def test_without_replacement_the_dead_are_not_replaced() -> None:
     world = World(job(elastic__replace_workers=False))
     one = world.up(("a", 4))
     dead = one.members[0].worker
-    commands = world.send(m.WorkerExited(dead, "killed"), *outcomes(one, "peer_lost", 5, but=(dead,)))
+    commands = world.send(
+        m.WorkerExited(dead, "killed"), *outcomes(one, FailureKind.PEER_LOST, 5, but=(dead,))
+    )
     world.answer(commands, flush(one, 5, [1, 2, 3]))
     assert not of(world.wait(30), m.StartWorker)
 
@@ -619,10 +624,12 @@ def test_a_spare_that_dies_harms_nobody_and_is_replaced() -> None:
     world = World(job(elastic__grow=False))
     one = world.up(("a", 4))
     dead = one.members[0].worker
-    commands = world.send(m.WorkerExited(dead, "killed"), *outcomes(one, "peer_lost", 5, but=(dead,)))
+    commands = world.send(
+        m.WorkerExited(dead, "killed"), *outcomes(one, FailureKind.PEER_LOST, 5, but=(dead,))
+    )
     world.answer(commands, flush(one, 5, [1, 2, 3]))
     (start,) = of(world.wait(3), m.StartWorker)
     world.send(m.WorkerReady(start.worker, start.node))
     commands = world.send(m.WorkerExited(start.worker, "oom"))
-    assert world.state is State.RUNNING
+    assert world.state is MachineState.RUNNING
     assert of(commands, m.StartWorker)

@@ -23,8 +23,8 @@ from picotron_ray.planner.device_profile import CPU, GPU, DeviceProfile, profile
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.model_sizes import (
     flops_per_token,
-    of_the_latest,
     parameter_count,
+    remember_latest,
     stage_flops_per_token,
     stage_parameters,
 )
@@ -661,7 +661,7 @@ def test_nothing_is_sharded_over_one_replica() -> None:
 def test_what_is_remembered_is_told_apart_by_every_argument() -> None:
     calls: list[tuple[int, int]] = []
 
-    @of_the_latest
+    @remember_latest
     def scaled(config: list[int], by: int, plus: int = 0) -> int:
         calls.append((by, plus))
         return config[0] * by + plus

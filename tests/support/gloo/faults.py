@@ -46,27 +46,27 @@ def one_document_on_rank_1(rank: int) -> Undo:
 
 
 def double_partial_gradients(_: int) -> Undo:
-    import picotron_ray.train.engine as engine
+    import picotron_ray.train.gradients as gradients
 
-    kept = engine.sum_
+    kept = gradients.sum_
 
     def doubled(tensors: Any, group: Any) -> None:
         kept(tensors, group)
         torch._foreach_mul_(tensors, 2.0)
 
-    return replace(engine, "sum_", doubled)
+    return replace(gradients, "sum_", doubled)
 
 
 def copies_that_never_meet(_: int) -> Undo:
-    import picotron_ray.train.engine as engine
+    import picotron_ray.train.passes as passes
 
-    kept = engine.before_backward
+    kept = passes.before_backward
 
     def alone(model: Any, zero: int, last: bool) -> None:
         kept(model, zero, last)
         model.set_requires_all_reduce(False)
 
-    return replace(engine, "before_backward", alone)
+    return replace(passes, "before_backward", alone)
 
 
 def double_shards(_: int) -> Undo:
@@ -87,7 +87,7 @@ def double_shards(_: int) -> Undo:
 
 def emulated_fp8(_: int) -> Undo:
     """No fault: fp8 where no device has it."""
-    import picotron_ray.parallel.fp8 as fp8
+    import picotron_ray.parallel.precision.fp8 as fp8
     import picotron_ray.train.engine as engine
 
     undo = replace(engine, "check_precision", lambda job, device: None)
@@ -96,15 +96,15 @@ def emulated_fp8(_: int) -> Undo:
 
 
 def wider_scales(_: int) -> Undo:
-    import picotron_ray.train.optim.quantized_state as quantised
+    import picotron_ray.train.optim.quantized_state as quantized
 
-    kept = quantised.encode
+    kept = quantized.encode
 
     def wider(*given: Any) -> Any:
         codes, scales = kept(*given)
         return codes, scales * 1.02
 
-    return replace(quantised, "encode", wider)
+    return replace(quantized, "encode", wider)
 
 
 def double_pipeline_losses(_: int) -> Undo:

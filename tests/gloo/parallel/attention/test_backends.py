@@ -21,8 +21,10 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.models.families.llama.modules import block as llama_block
+from picotron_ray.models.layers.attention import sdpa
 from picotron_ray.models.layers.document_mask import document_numbers, document_starts, seen_in_row
-from picotron_ray.models.llama import Block, Transformer, sdpa
+from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.attention import backends
 from picotron_ray.parallel.attention.backends import OfDocuments, flash, whole_kernel
 from picotron_ray.train.engine import build_engine
@@ -248,8 +250,8 @@ def test_compiled_blocks_leave_numbers_of_documents_alone(compiled: bool) -> Non
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    block = Block(MODEL, backends._apart(flash, compiled)).double()
-    plain = Block(MODEL, sdpa).double()
+    block = llama_block(MODEL, backends._apart(flash, compiled)).double()
+    plain = llama_block(MODEL, sdpa).double()
     plain.load_state_dict(block.state_dict())
     run = torch.compile(block.forward, dynamic=False, backend="eager")
     generator, made = torch.Generator().manual_seed(0), []

@@ -17,9 +17,9 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import recomputed
+from picotron_ray.models.families.registry import family_of
 from picotron_ray.models.layers.fused_linear import lay_together
-from picotron_ray.models.llama import Transformer
-from picotron_ray.models.parameters import joint_modules
+from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.memory import activation_offload as offload_module
 from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
 from picotron_ray.parallel.memory.activation_offload import ActivationOffload
@@ -110,7 +110,7 @@ def model_and_blocks(*, fused: bool = False) -> tuple[Transformer, list[nn.Modul
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     if fused:
-        for module in named_modules(model, joint_modules(WIDE)):
+        for module in named_modules(model, family_of(WIDE).fused_modules(WIDE)):
             module.fuse()
         lay_together(model)
     return model, list(model.layers.values())

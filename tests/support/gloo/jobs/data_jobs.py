@@ -66,7 +66,7 @@ def overlapped(job: Job, config: JobConfig, layout: Layout, bucket_bytes: int) -
         groups, engine = _opened(job, config, layout)
     finally:
         replicated.Replicated.__init__.__defaults__ = kept
-    (copies,) = engine._replicated
+    (copies,) = engine._gradients._replicated
     started: list[int] = []
 
     def on_phase(phase: str) -> None:

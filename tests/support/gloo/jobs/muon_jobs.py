@@ -64,7 +64,7 @@ def orthogonalise_shards() -> Any:
     import picotron_ray.train.optim.optimizer as optimizer
     from picotron_ray.train.optim.matrix_exchange import Matrix
 
-    kept = optimizer.share_out
+    kept = optimizer.assign_owners
 
     def shards(*arguments: Any) -> Any:
         return [
@@ -76,7 +76,7 @@ def orthogonalise_shards() -> Any:
             for matrices in kept(*arguments)
         ]
 
-    return replace(optimizer, "share_out", shards)
+    return replace(optimizer, "assign_owners", shards)
 
 
 PLANTS = {"messages": double_messages, "shards": orthogonalise_shards}

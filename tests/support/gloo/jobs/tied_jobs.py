@@ -24,11 +24,11 @@ def stale() -> Any:
 
 def counted_twice() -> Any:
     """Both ends count in the norm."""
-    import picotron_ray.parallel.parallelize as parallelize
+    import picotron_ray.parallel.local_shards as local_shards
 
-    kept = parallelize.counts_in_norm
+    kept = local_shards.counts_in_norm
     return replace(
-        parallelize,
+        local_shards,
         "counts_in_norm",
         lambda spec, layout, rank: kept(dataclasses.replace(spec, copy=False), layout, rank),
     )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from picotron_ray.runtime.coordinator.followers import RECENT_S, Audience
-from picotron_ray.runtime.driver import driver
-from picotron_ray.runtime.driver.console import Progress
+from picotron_ray.runtime.coordinator.followers import RECENT_S, Followers
+from picotron_ray.runtime.driver import follow_run
+from picotron_ray.runtime.driver.console import ProgressView
 
 Answer = dict[str, Any] | None | Callable[[], None]
 
@@ -58,15 +58,15 @@ class Coordinator:
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coordinator], tuple[Any, str]]:
     """Follow a coordinator; returns the last status and everything that was printed."""
-    monkeypatch.setattr(driver, "POLL_S", 0.0)
-    monkeypatch.setattr(driver, "poll", lambda coordinator, since, follower: coordinator.poll(since))
-    monkeypatch.setattr(driver, "_request", lambda coordinator, what: coordinator.requests.append(what))
+    monkeypatch.setattr(follow_run, "POLL_S", 0.0)
+    monkeypatch.setattr(follow_run, "poll", lambda coordinator, since, follower: coordinator.poll(since))
+    monkeypatch.setattr(follow_run, "_request", lambda coordinator, what: coordinator.requests.append(what))
 
     def follow(coordinator: Coordinator) -> tuple[Any, str]:
         with open(os.devnull, "w") as sink:
             console = Console(file=sink, record=True, width=200)
-            with driver.signal_handlers() as signals, Progress(console) as progress:
-                final = driver.follow("night", coordinator, progress, signals)
+            with follow_run.signal_handlers() as signals, ProgressView(console) as progress:
+                final = follow_run.follow("night", coordinator, progress, signals)
         return final, console.export_text()
 
     return follow
@@ -115,8 +115,8 @@ def test_a_second_interrupt_leaves_the_run_but_a_second_term_does_not(shown: Any
 
 
 def test_a_silent_coordinator_is_given_up(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "SILENCE_S", -1.0)
-    with pytest.raises(driver.LostRunError, match="`picotron-ray logs night`") as lost:
+    monkeypatch.setattr(follow_run, "SILENCE_S", -1.0)
+    with pytest.raises(follow_run.LostRunError, match="`picotron-ray logs night`") as lost:
         shown(Coordinator(None))
     assert lost.value.exit_code == 1
 
@@ -139,7 +139,7 @@ def test_what_was_heard_of_the_end_stays_heard(shown: Callable[[Coordinator], tu
 
 
 def test_an_audience_forgets_those_that_stopped_asking() -> None:
-    audience = Audience()
+    audience = Followers()
     assert audience.answered("a", False, 0.0) == 0
     assert audience.answered("b", False, 0.1) == 1
     assert audience.answered("a", True, 0.2) == 1

@@ -15,8 +15,8 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.parameters import parameter_table
-from picotron_ray.parallel import fp8
+from picotron_ray.models.families.registry import parameter_table
+from picotron_ray.parallel.precision import fp8
 from picotron_ray.train import engine as engine_module
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.precision.precision import check_precision

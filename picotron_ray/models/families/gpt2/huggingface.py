@@ -8,10 +8,13 @@ Dropout is not modelled here: what a config says of it is dropped, and an export
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.models.huggingface.config_reader import Keys
+from picotron_ray.models.huggingface.mapping import Held, HuggingFaceMapping
+
+if TYPE_CHECKING:
+    from picotron_ray.config.schema.model import ModelConfig
 
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."
@@ -25,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
 }
-"""What transformers takes for absent keys."""
+"""Values that transformers takes for absent keys."""
 _ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -52,29 +55,13 @@ _BLOCK = (
 )
 
 
-class Held(NamedTuple):
-    """How a checkpoint holds some of our parameters.
-
-    Fields:
-        ours: canonical names; several are joined along their outputs (dimension 0) in one tensor.
-        theirs: tensors of the checkpoint; several are stacked in one parameter of ours.
-        stacked: whether ours is a stack of theirs, one per expert.
-        transposed: whether the tensor is the transpose of ours.
-    """
-
-    ours: tuple[str, ...]
-    theirs: tuple[str, ...]
-    stacked: bool = False
-    transposed: bool = False
-
-
 def _prefix(names: Collection[str]) -> str:
-    """What the file's names begin with; that of transformers where no file is looked at."""
+    """Prefix of the file's names; that of transformers where no file is looked at."""
     return "" if "wte.weight" in names else PREFIX
 
 
-def held(model: ModelConfig, names: Collection[str] = ()) -> Iterator[Held]:
-    """All parameters, each once.
+def tensors(model: ModelConfig, architecture: str, names: Collection[str] = ()) -> Iterator[Held]:
+    """Tensors of a checkpoint with our parameters that each holds; each parameter comes once.
 
     Args:
         names: of the tensors in a checkpoint that is read.
@@ -102,7 +89,7 @@ def masks(model: ModelConfig, names: Collection[str]) -> set[str]:
     return {f"{at}h.{n}.attn.{mask}" for n in range(model.layers) for mask in ("bias", "masked_bias")}
 
 
-def model_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
+def model_keys(architecture: str, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Our ``model`` section for its config.json. Raises ConfigError, one line that names the key."""
     keys = Keys(hf, DEFAULTS, _ALIASES)
     keys.fixed(FIXED)
@@ -121,12 +108,9 @@ def model_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def hf_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json of an exported model."""
+def hf_config(model: ModelConfig, architecture: str, length: int) -> dict[str, Any]:
+    """Keys of config.json that say what is computed; its longest row is that of its table."""
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "gpt2",
-        "dtype": dtype,
         "vocab_size": model.vocab_size,
         "n_embd": model.hidden_size,
         "n_inner": model.intermediate_size,
@@ -140,3 +124,14 @@ def hf_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "attn_pdrop": 0.0,
         "resid_pdrop": 0.0,
     }
+
+
+HUGGINGFACE = HuggingFaceMapping(
+    defaults={ARCHITECTURE: DEFAULTS},
+    model_types={ARCHITECTURE: "gpt2"},
+    model_keys=model_keys,
+    architecture_of=lambda model, imported: ARCHITECTURE,
+    tensors=tensors,
+    ignored=masks,
+    config=hf_config,
+)

@@ -10,9 +10,9 @@ import torch
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.optim.adamw import QuantisedAdamW
-from picotron_ray.train.optim.adamw_offload import Alike
-from picotron_ray.train.optim.quantized_state import BLOCK, Quantised, decode, encode, map_of
+from picotron_ray.train.optim.adamw import QuantizedAdamW
+from picotron_ray.train.optim.adamw_offload import ParameterGroup
+from picotron_ray.train.optim.quantized_state import BLOCK, QuantizedTensor, codebook_of, decode, encode
 from tests.support.gloo.jobs.matrix_jobs import batch
 from tests.support.gloo.jobs.quantized_jobs import BATCH, job_of
 
@@ -26,18 +26,18 @@ def test_codes_are_those_of_a_cpu(signed: bool, stored: bool) -> None:
     """Bit for bit: divisions and products of fp32 are rounded alike."""
     values = torch.randn(4096, BLOCK, generator=torch.Generator().manual_seed(0)).view(-1)
     values = values if signed else values.square()
-    codes, scales = encode(values, map_of(signed, CPU), stored)
-    found, found_scales = encode(values.to(CUDA), map_of(signed, CUDA), stored)
+    codes, scales = encode(values, codebook_of(signed, CPU), stored)
+    found, found_scales = encode(values.to(CUDA), codebook_of(signed, CUDA), stored)
     assert torch.equal(found.cpu(), codes)
     assert torch.equal(found_scales.cpu(), scales)
-    decoded = decode(found, found_scales, map_of(signed, CUDA))
-    assert torch.equal(decoded.cpu(), decode(codes, scales, map_of(signed, CPU)))
+    decoded = decode(found, found_scales, codebook_of(signed, CUDA))
+    assert torch.equal(decoded.cpu(), decode(codes, scales, codebook_of(signed, CPU)))
 
 
 def test_what_comes_out_goes_back_in() -> None:
     """Through the host's memory, as snapshots and restores do it."""
-    values, chart = torch.randn(64 * 512, device=CUDA), map_of(True, CUDA)
-    kept = Quantised(*encode(values, chart), chart, (64, 512))
+    values, codebook = torch.randn(64 * 512, device=CUDA), codebook_of(True, CUDA)
+    kept = QuantizedTensor(*encode(values, codebook), codebook, (64, 512))
     codes, scales = kept.codes.clone(), kept.scales.clone()
     out = kept.decoded()
     assert out.device.type == "cpu"
@@ -53,7 +53,9 @@ def test_updates_are_those_of_a_cpu(fused: bool) -> None:
     found = []
     for device in (CPU, CUDA):
         weights = [torch.ones(512, 512, device=device), torch.ones(100, device=device)]
-        ours = QuantisedAdamW(OptimizerConfig(), [Alike(["a", "b"], weights, [0, 1], 0.1)], fused, 2**16)
+        ours = QuantizedAdamW(
+            OptimizerConfig(), [ParameterGroup(["a", "b"], weights, [0, 1], 0.1)], fused, 2**16
+        )
         generator = torch.Generator().manual_seed(0)
         for step in range(1, 6):
             gradients = [torch.randn(w.shape, generator=generator).to(device) for w in weights]

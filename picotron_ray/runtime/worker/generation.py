@@ -208,9 +208,7 @@ class GenerationRun:
             )
         nodes = [member.node for member in spec.members]
         identity = (spec.id.term, spec.id.n)
-        writer = SnapshotWriter.of(
-            identity, self.rank, spec.layout, nodes, resources.job.data.global_batch
-        )
+        writer = SnapshotWriter.of(identity, self.rank, spec.layout, nodes, resources.job.data.global_batch)
         return Snapshotter(
             pool=resources.pool,
             writer=writer,

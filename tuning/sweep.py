@@ -47,7 +47,10 @@ def main(
     concurrent: Annotated[int | None, typer.Option(help="trials at once; default: as many as fit")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sweep layouts and micro-batches by tokens/s, then learning rates by held-out loss."""
+    """Sweep layouts and micro-batches by tokens/s, then learning rates by held-out loss.
+
+    Example: python -m tuning.sweep quickstart --trials 8 --steps 50
+    """
     with reported(as_json):
         from picotron_ray.runtime.driver.follow_run import without_rays_messages
         from picotron_ray.runtime.driver.resolve_job import CONFIG, PATHS, resolve_words

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from typing import Any
 
 import typer
@@ -20,9 +19,10 @@ from picotron_ray.config.json_schema import allowed, key_schemas
 from picotron_ray.config.load import recipe_names
 from picotron_ray.config.resume import table
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.states import MachineState
 from picotron_ray.observability.catalogue import CATALOGUE
-
-RECORD = "picotron_ray.runtime.coordinator.run_record"
+from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures
+from picotron_ray.runtime.coordinator.run_record import EXIT_CODES, RunRecord
 
 
 def config_keys() -> Iterator[str]:
@@ -102,7 +102,7 @@ def exit_codes() -> Iterator[str]:
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and issubclass(kind, errors.PicotronError):
             yield f"{name} {kind.exit_code}"
-    for status, code in import_module(RECORD).EXIT_CODES.items():
+    for status, code in EXIT_CODES.items():
         yield f"run {status} {code}"
 
 
@@ -118,22 +118,9 @@ def metrics() -> Iterator[str]:
 
 def label_values() -> Iterator[str]:
     """``metric{label="value"}`` of what the coordinator serves before anything has happened."""
-    from picotron_ray.coordinator.states import State
-    from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures
-
-    figures = CoordinatorFigures(having(RECORD, "summary")(JobConfig()), lambda: next(iter(State)))
+    figures = CoordinatorFigures(RunRecord(JobConfig()), lambda: next(iter(MachineState)))
     for sample in figures():
         yield from (f'{sample.name}{{{label}="{value}"}}' for label, value in sample.labels.items())
-
-
-def having(module: str, method: str) -> Any:
-    """The class of a module that has a method, whatever it is called."""
-    (found,) = (
-        kind
-        for kind in vars(import_module(module)).values()
-        if inspect.isclass(kind) and kind.__module__ == module and callable(getattr(kind, method, None))
-    )
-    return found
 
 
 def paths(value: Any, prefix: str = "") -> Iterator[str]:
@@ -155,6 +142,6 @@ SECTIONS = {
     "exit_codes": exit_codes,
     "metrics": metrics,
     "label_values": label_values,
-    "status": lambda: paths(having(RECORD, "summary")(JobConfig()).status(0)),
+    "status": lambda: paths(RunRecord(JobConfig()).status(0)),
 }
 """Name of a section → its lines. ``summary`` needs a run: see ``tests/support/small_run.py``."""

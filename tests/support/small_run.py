@@ -13,11 +13,11 @@ from picotron_ray.checkpoint.store.upload import upload_slots
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.driver.submission import Submission
+from picotron_ray.runtime.run_storage.run_store import Archive
 from tests.support.checkpoint_kit import make_state, write_slots
-from tests.support.interface import RECORD, having
 
-STORE = "picotron_ray.runtime.run_storage.run_store"
 STEPS = 2
 
 
@@ -29,9 +29,9 @@ def ledger_line(step: int) -> str:
 def summary(folder: Path) -> dict[str, Any]:
     """Train nothing, but commit and lose a worker; then end the run and sum it up."""
     job = JobConfig.model_validate({"name": "small", "storage": {"url": str(folder / "runs")}})
-    store = having(STORE, "finish")(job, lambda step: None)
-    record = having(RECORD, "summary")(job)
-    record.begin(store.claim(), store)
+    store = Archive(job, lambda step: None)
+    record = RunRecord(job)
+    record.begin(store.claim(), store.commit_figures)
     record.attached(Submission("raysubmit_1", {}, uploaded=False).plain())
     members = (m.Member("a", "node"), m.Member("b", "node"))
     first = m.GenerationSpec(m.GenerationId(1, 1), members, Layout(dp=2), m.Source("init", 0), "")
@@ -43,12 +43,12 @@ def summary(folder: Path) -> dict[str, Any]:
     return dict(store.finish(record.summary(m.Finish("finished"))))
 
 
-def _committed(store: Any, job: JobConfig, spec: m.GenerationSpec, folder: Path) -> m.Appended:
+def _committed(store: Archive, job: JobConfig, spec: m.GenerationSpec, folder: Path) -> m.Appended:
     key = (spec.id.term, spec.id.n, STEPS)
     lines = tuple(ledger_line(step) for step in range(1, STEPS + 1))
     store.append_generation(spec)
     slots = write_slots(folder, make_state(0), spec.layout, key, lines)
     part = upload_slots(slots, open_storage(job.storage, job.name), *key, owner="node")
-    event: m.Appended = store.commit(spec.id, STEPS, [part.to_dict()])
+    event = store.commit(spec.id, STEPS, [part.to_dict()])
     assert event.seq, event.error
     return event

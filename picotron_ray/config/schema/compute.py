@@ -33,7 +33,16 @@ ONE_STAGE = " and ".join(name for name, entry in SCHEDULES.items() if entry.stag
 
 
 class LayoutConfig(Section):
-    """Parallel degrees to use; ``auto`` leaves a degree to the planner at every generation."""
+    """Parallel degrees; ``auto`` leaves a degree to the planner at every generation.
+
+    Example::
+
+        layout:
+          tp: 2
+          pp: 2
+          schedule: interleaved-1f1b
+          zero: 1
+    """
 
     dp: Degree = Field(default="auto", description="data-parallel replicas")
     tp: Degree = Field(default="auto", description="tensor-parallel ranks")
@@ -95,7 +104,14 @@ class LayoutConfig(Section):
 
 
 class AdaptivePrecisionConfig(Section):
-    """Which parts of the model compute in ``precision``, by measurement; the others stay in fp32."""
+    """Adaptive precision: the parts of a model that bear it compute in ``precision``, the others in fp32.
+
+    Example::
+
+        precision: bf16
+        adaptive_precision:
+          error_bound: 1.0e-3
+    """
 
     error_bound: float | None = Field(
         default=None,
@@ -112,7 +128,15 @@ class AdaptivePrecisionConfig(Section):
 
 
 class KernelsConfig(Section):
-    """Which implementations compute."""
+    """Implementations of attention, norms, products and the loss.
+
+    Example::
+
+        kernels:
+          attention: flash
+          loss: linear
+          loss_chunk: 512
+    """
 
     attention: Literal["auto", "flash", "efficient", "cudnn", "flash-attn", "math"] = Field(
         default="auto",

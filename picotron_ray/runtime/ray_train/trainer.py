@@ -43,7 +43,22 @@ STOP_S = 90.0
 
 
 class ElasticTrainer:
-    """Trains a job on as many workers as there are, within bounds; see ``ray_configs`` for what is applied.
+    """Trainer of a job on as many workers as there are, within bounds.
+
+    ``ray_train.configs`` says what is applied of Ray's configs.
+
+    Example:
+        >>> import picotron_ray
+        >>> from ray.train import RunConfig, ScalingConfig
+        >>> trainer = picotron_ray.ElasticTrainer(
+        ...     "tiny",  # a recipe, a YAML file, a dict or a JobConfig
+        ...     scaling_config=ScalingConfig(num_workers=(1, 2)),
+        ...     run_config=RunConfig(name="mine"),
+        ... )
+        >>> trainer.job.name, trainer.job.cluster.max_workers
+        ('mine', 2)
+        >>> result = trainer.fit()  # doctest: +SKIP
+        >>> result.metrics["eval_loss"], result.checkpoint.step  # doctest: +SKIP
 
     Args:
         job: a ``JobConfig``, plain data as YAML gives it, or the path of a YAML file or packaged recipe.

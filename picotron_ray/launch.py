@@ -49,7 +49,10 @@ def reported(as_json: bool) -> Iterator[None]:
 def train(
     config: Config, overrides: Overrides = None, as_json: AsJson = False, detach: Detach = False
 ) -> None:
-    """Run a job, or attach to the run of its name; SIGINT or SIGTERM stops it with a commit."""
+    """Run a job, or attach to the run of its name; SIGINT or SIGTERM stops it with a commit.
+
+    Example: picotron-ray train quickstart steps=50 storage.url=./runs
+    """
     with reported(as_json):
         from picotron_ray.runtime.driver.driver import drive
 
@@ -58,7 +61,10 @@ def train(
 
 
 def main() -> None:
-    """Entry point of ``python -m picotron_ray.launch``."""
+    """Take the command line of ``python -m picotron_ray.launch``.
+
+    Example: python -m picotron_ray.launch quickstart steps=50
+    """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(train)
     app()

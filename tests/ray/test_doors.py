@@ -14,7 +14,7 @@ from picotron_ray import ElasticTrainer
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import driver
-from picotron_ray.runtime.driver.resolve_job import CONFIG, PATHS, check_machine, resolve_words
+from picotron_ray.runtime.driver.resolve_job import PATHS, check_machine, resolve_words
 
 
 class EnoughError(Exception):
@@ -82,7 +82,7 @@ def test_the_trainer_opens_the_dataset_once_and_chooses_the_layout_once(
 
 def test_a_checked_machine_is_asked_once(words: list[str], counted: dict[str, int]) -> None:
     """As ElasticTrainer does on the Ray that it is given."""
-    assert check_machine(resolve_words("tiny", words, (CONFIG, PATHS)).job) == []
+    assert check_machine(resolve_words("tiny", words, (PATHS,)).job) == []
     assert counted == {"datasets": 1, "layouts": 1}
 
 
@@ -98,7 +98,7 @@ def test_a_sweep_opens_the_dataset_once_and_ranks_layouts_once(
     monkeypatch.setattr(follow_run, "take_down", lambda local: None)
     monkeypatch.setattr(stages, "living_nodes", lambda: [NodeView("a", "h", 16, 0, 16, 0)])
     monkeypatch.setattr(stages.Sweep, "run", lambda self: {"layouts": len(self._begin())})
-    job = resolve_words("tiny", words, (CONFIG, PATHS)).job
+    job = resolve_words("tiny", words, (PATHS,)).job
     options = sweep.Options(name="s", trials=4, steps=4)
     with open(os.devnull, "w") as sink:
         found = sweep.run(job, options, 1, Console(file=sink))

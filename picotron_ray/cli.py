@@ -79,7 +79,7 @@ def _naming_the_step(as_json: bool) -> Iterator[None]:
 
 
 def _compared(job: Any) -> list[str]:
-    """One line per key in which a stored run of that name differs; ConfigError where one may not."""
+    """List the keys in which a stored run of that name differs; ConfigError where one may not."""
     from picotron_ray.runtime.driver import storage_commands
 
     return storage_commands.changed_keys(job)

@@ -64,6 +64,14 @@ def main() -> None:
     """Take the command line of ``python -m picotron_ray.launch``.
 
     Example: python -m picotron_ray.launch quickstart steps=50
+
+    >>> import sys
+    >>> sys.argv = ["launch", "quickstart", "steps=0"]
+    >>> try:
+    ...     main()
+    ... except SystemExit as end:
+    ...     print("exit code", end.code)  # 2: a bad config, and nothing was started
+    exit code 2
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(train)

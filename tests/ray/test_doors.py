@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ def enough(job: JobConfig) -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often a door opens a dataset and has the planner rank layouts, wherever it calls them from."""
+    """Count the datasets that a door opens and the times that the planner ranks layouts for it."""
     counts = {"datasets": 0, "layouts": 0}
 
     def counting(what: str, module: Any, name: str) -> None:
@@ -115,3 +118,15 @@ def test_bench_mfu_opens_the_dataset_once_and_chooses_the_layout_once(
     monkeypatch.setattr(run, "result", lambda *_: {})
     run.bench("tiny", words, run.Options(1, 1, 0, 1, False, "none", None, None, None), lambda line: None)
     assert counted == {"datasets": 1, "layouts": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_way_from_the_command_line_to_the_worker() -> None:
+    """A real launch, traced: half the files and a third of the steps back up of commit 03561a3 (12 and 6)."""
+    done = subprocess.run(
+        [sys.executable, "tests/support/trace_job.py"], capture_output=True, text=True, check=True
+    )
+    (found,) = re.findall(r"(\d+) files on the way, (\d+) steps back up", done.stdout)
+    assert int(found[0]) <= 6, done.stdout
+    assert int(found[1]) <= 2, done.stdout

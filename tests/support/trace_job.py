@@ -49,7 +49,7 @@ TIMEOUT_S = 400.0
 
 
 def is_config(value: Any, depth: int = 0) -> bool:
-    """Whether a value is a config, or holds one directly."""
+    """True for a config, and for what holds one directly."""
     if type(value).__name__ == "JobConfig":
         return True
     if isinstance(value, dict):
@@ -80,7 +80,7 @@ def entry(code: CodeType) -> int:
 
 
 def is_actor_start(frame: FrameType) -> bool:
-    """Whether a call is Ray's, of an actor that is given a config."""
+    """True where Ray is asked for an actor that is given a config."""
     code = frame.f_code
     if code.co_name != "_remote" or not code.co_filename.endswith("ray/actor.py"):
         return False
@@ -115,6 +115,10 @@ class Recorder:
         if stack:
             line = {"what": what, "thread": threading.get_ident(), "stack": stack}
             self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close the record."""
+        self._file.close()
 
 
 def record() -> None:

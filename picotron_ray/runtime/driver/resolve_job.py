@@ -64,7 +64,7 @@ class ResolvedJob:
     notes: tuple[str, ...] = ()
 
     def noting(self, *lines: str | None) -> ResolvedJob:
-        """With those of the lines that say something."""
+        """Add those of the lines that say something."""
         return replace(self, notes=(*self.notes, *filter(None, lines)))
 
 
@@ -77,6 +77,9 @@ class Step(NamedTuple):
 
 def resolve(resolved: ResolvedJob, steps: Sequence[Step]) -> ResolvedJob:
     """Take the steps in their order.
+
+    >>> resolve(ResolvedJob(JobConfig(steps=3)), (OWN_MODEL,)).job.steps
+    3
 
     Raises:
         PicotronError: a step refuses; ``error.step`` names it.

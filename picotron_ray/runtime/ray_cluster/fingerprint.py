@@ -48,7 +48,7 @@ def builder_fingerprint(builder: str) -> str:
 
 
 def node_versions(job: JobConfig) -> dict[str, str]:
-    """What a node must share with the coordinator to take part in a run."""
+    """Versions that a node must share with the coordinator to take part in a run."""
     versions = {
         "picotron_ray": package_fingerprint(),
         "torch": version("torch"),

@@ -9,7 +9,7 @@ like that. The operation runs on a thread of gloo's, so only the wait for it has
 replaced by one that looks every 50 ms whether the generation was aborted. Where such a wait cannot be
 limited (sends, reduce-scatter), it moves to a thread of ours.
 
-What is given up stays alive until its timeout has passed (``ProcessGroups.close``).
+What is given up stays alive until its timeout has passed (group_release.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import OpType, Work  # type: ignore[attr-defined]
 
+from picotron_ray.comm.group_release import leave, park_at_exit
 from picotron_ray.errors import PeerLostError
 
 POLL = timedelta(milliseconds=50)
@@ -68,6 +69,7 @@ class Watch:
     def _wait_elsewhere(self, work: Any) -> bool:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gloo-waits", daemon=True)
+            park_at_exit(self._thread)
             self._thread.start()
         pending = Pending(work)
         self._waits.put(pending)
@@ -86,6 +88,7 @@ class Watch:
                 pending.error = error
             pending.work = None
             pending.done.set()
+        leave(threading.current_thread())
 
     def _give_up(self) -> None:
         self.given_up = True

@@ -24,13 +24,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from picotron_ray.comm.abortable_wait import Watch, unwatch, watch
+from picotron_ray.comm.group_release import PROMPT_S, release
 from picotron_ray.comm.sockets import Address, SocketInfo, shut, tcp_sockets
 from picotron_ray.errors import PeerLostError
 
@@ -90,6 +90,7 @@ class ProcessGroups:
         self._store: PrefixStore | None = None
         self._initialised = False
         self._watch: Watch | None = None
+        self._left_behind = False
         self._hook = sys.excepthook
 
     @classmethod
@@ -190,8 +191,11 @@ class ProcessGroups:
 
     @property
     def given_up(self) -> bool:
-        """Whether an operation had to be left behind (waits.py); its sockets close after its timeout."""
-        return self._watch is not None and self._watch.given_up
+        """Whether an operation was left behind (abortable_wait.py); its sockets close after its timeout.
+
+        After `close` this is true also where no caller had waited for the operation.
+        """
+        return self._left_behind or (self._watch is not None and self._watch.given_up)
 
     def _check(self) -> None:
         if self.aborted:
@@ -279,31 +283,21 @@ class ProcessGroups:
     def close(self) -> None:
         """Destroy the groups; every engine, mesh and traceback over them must be gone before.
 
-        After an abort nothing here waits for a peer: groups in which an operation was given up stay
-        alive until its timeout has passed, because their destructors would wait for it.
+        Nothing here waits for a peer: where an operation still runs, the groups stay behind until its
+        timeout, with a thread of their own (group_release.py).
         """
-        _bury(None, 0.0)
         if self.aborted:
             shut(self._is_ours)
+        self._left_behind = self.given_up
         if self._watch is not None:
-            if self._watch.given_up:
-                _bury(list(dist.distributed_c10d._world.pg_map), self.timeout.total_seconds())
             unwatch()
             self._watch = None
         self._initialised = False
-        if dist.is_initialized():
-            dist.destroy_process_group()
         self._store = None
         self._client = None
+        if dist.is_initialized():
+            groups = list(dist.distributed_c10d._world.pg_map)
+            dist.destroy_process_group()
+            gone = release(groups, 0.0 if self._left_behind else PROMPT_S)
+            self._left_behind = not gone
         sys.excepthook = self._hook  # init_process_group wraps it once more each time
-
-
-_buried: list[tuple[float, Any]] = []
-
-
-def _bury(groups: Any, timeout_s: float) -> None:
-    """Keep ``groups`` until ``timeout_s`` has passed, and let go of those whose time has come."""
-    now = time.monotonic()
-    _buried[:] = [(until, kept) for until, kept in _buried if until > now]
-    if groups is not None:
-        _buried.append((now + timeout_s + 5.0, groups))

@@ -346,7 +346,7 @@ class Engine:
     def close(self) -> None:
         """Drop every reference to the model and the process groups; the engine is unusable afterwards.
 
-        Modules and hooks form cycles: the caller collects garbage once, after it has closed the groups.
+        Modules and hooks form cycles: the caller collects garbage once, before it closes the groups.
         """
         if self._pipeline is not None:
             self._pipeline.close()

@@ -269,8 +269,8 @@ class GenerationRun:
         if self._engine is not None:
             self._engine.close()
         self._engine = self._snapshots = self._loader = None
-        self._groups.close()
         gc.collect()
+        self._groups.close()
         page.put(clean=-1)
         page.phase("idle")
         page.forget_limits()

@@ -60,10 +60,10 @@ def until_lost(
         error.__traceback__ = None
     ended = time.monotonic()
     groups.abort()
-    given_up = groups.given_up
     engine.close()
     groups.close()
     gc.collect()
+    given_up = groups.given_up
     return {"kind": kind, "steps": steps, "ended": ended, "sockets": 0 if given_up else open_files() - before}
 
 

@@ -5,8 +5,8 @@ the run's own. Of one name there is one run: where it goes on, ``fit`` attaches 
 interrupted, it resumes from its newest commit. As Ray Train does, ``fit`` raises what ended a failed run.
 
 Unlike a launched run, this one ends with the process that called ``fit`` (``ray_cluster.owner_process``): an
-interrupt, an exception of a callback, Tune's stop of a trial and a kill all stop it with a commit and leave no
-actor.
+interrupt, an exception of a callback, Tune's stop of a trial and a kill all stop it with a commit and leave
+no actor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The invariants, judged from what the simulation knows, not from what the machine believes.
+"""Invariants, judged from what the simulation knows, not from what the machine believes.
 
 1. One writer: terms never go back in the log; a commit follows its generation and covers the whole state;
    a fenced coordinator orders nothing any more.
@@ -29,7 +29,7 @@ ASKED_AGAIN_S = 80.0  # a reply that was lost is asked for again after this long
 
 
 class Checks:
-    """Watches one simulation; everything found is reported to ``sim.violation``."""
+    """Watcher of one simulation; everything found is reported to ``sim.violation``."""
 
     def __init__(self, coverage: Coverage) -> None:
         self.coverage = coverage
@@ -43,7 +43,7 @@ class Checks:
     # --- what the machine did ------------------------------------------------------------------------
 
     def handled(self, shell: Coordinator, event: m.Event, commands: Sequence[m.Command]) -> None:
-        """After each event of each coordinator."""
+        """Check after each event of each coordinator."""
         for pair in shell.machine.memory.transitions:
             self.coverage.note(pair)
             self.entered(pair[1])
@@ -68,7 +68,7 @@ class Checks:
                 self._finished(shell, command)
 
     def _finished(self, shell: Coordinator, command: m.Finish) -> None:
-        """The present coordinator may only end a finished run; one that was replaced must be fenced."""
+        """Check an end: the present coordinator may end only a finished run; a replaced one is fenced."""
         if self.sim.shell is not shell:
             return
         if command.status not in ("finished", "stopped") or (
@@ -92,7 +92,7 @@ class Checks:
             self.sim.violation(f"the run ended while {', '.join(busy)} were in a generation")
 
     def _abort_has_a_reason(self, shell: Coordinator) -> None:
-        """A generation in which everybody trains, and is heard, is not torn apart."""
+        """Check that no generation is torn apart in which everybody trains and is heard."""
         spec = shell.machine.memory.spec
         generation = None if spec is None else self.sim.generations.get(spec.id)
         if self.sim.shell is not shell or generation is None or generation.broken or generation.ended:
@@ -109,7 +109,7 @@ class Checks:
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
 
     def _uses_all_it_can(self, shell: Coordinator) -> None:
-        """Long after the last fault, a run trains on as many workers as its planner wants."""
+        """Check that, long after the last fault, a run trains on as many workers as its planner wants."""
         spec, job = shell.machine.memory.spec, self.sim.job
         if spec is None or self.stepped_at < self.sim.quiet_at + CALM_S:
             return
@@ -119,13 +119,13 @@ class Checks:
             self.sim.violation(f"ended on {len(spec.members)} workers, {wanted} were to be had")
 
     def _at_work(self, worker: Worker) -> bool:
-        """In a generation, alive, and within reach."""
+        """Whether a worker is in a generation, alive, and within reach."""
         return worker.generation is not None and not worker.hung and self.sim.reachable(worker.node)
 
     # --- launches -------------------------------------------------------------------------------------
 
     def launched(self, shell: Coordinator, spec: m.GenerationSpec) -> None:
-        """Before the order goes out."""
+        """Check a launch before the order goes out."""
         if spec.id in self.specs:
             self.sim.violation(f"generation {spec.id} was launched twice")
         names = {member.worker for member in spec.members}
@@ -228,7 +228,7 @@ class Checks:
         return found.pop()
 
     def _exact(self, history: StepHistory, step: int) -> None:
-        """Each step once, in order, up to ``step``."""
+        """Check that a history holds each step once, in order, up to ``step``."""
         at = 0
         for generation, first, last in history:
             if first != at or last <= first:
@@ -239,7 +239,7 @@ class Checks:
             self.sim.violation(f"history of step {step} ends at {at}")
 
     def deleted(self, info: m.SlotInfo) -> None:
-        """A slot goes because of a release: not while a generation may have to take its state from there."""
+        """Check a deletion by a release: no generation may have to take its state from that slot."""
         newest = None if self.sim.shell is None else self.sim.shell.newest
         if newest is None or info not in newest.source.slots:
             return
@@ -248,11 +248,11 @@ class Checks:
             self.sim.violation(f"{info.slot} was deleted while {newest.id} restores from it")
 
     def stepped(self, generation: Generation) -> None:
-        """A step was finished just now."""
+        """Note that a step was finished just now."""
         self.stepped_at = self.sim.now
 
     def log(self) -> None:
-        """At the end: one writer at a time."""
+        """Check at the end that the log had one writer at a time."""
         terms = [entry.term for entry in self.sim.storage.log]
         if terms != sorted(terms):
             self.sim.violation(f"terms go back in the log: {terms}")

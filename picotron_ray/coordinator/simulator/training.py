@@ -1,4 +1,4 @@
-"""One simulated generation at work: rendezvous, steps, snapshots, and how it breaks.
+"""Simulated generation at work: rendezvous, steps, snapshots, and how it breaks.
 
 A state is represented by its history: segments (generation, from, to) that say which generation did which
 steps. Snapshots are written down only when somebody could look at them: at checkpoints, and when the
@@ -31,7 +31,7 @@ class SimGeneration:
     # --- at work ------------------------------------------------------------------------------------
 
     def join(self, worker: Worker) -> None:
-        """A member reached the rendezvous; the last one sets the generation off."""
+        """Enter a member that reached the rendezvous; the last one sets the generation off."""
         if not self.joined:
             self.sim.after(LONGEST_RENDEZVOUS_S, self._expect_all)
         self.joined.add(worker.name)
@@ -90,7 +90,7 @@ class SimGeneration:
         return hung
 
     def stalled(self) -> None:
-        """Agents notice that nothing moves."""
+        """Let the agents notice that nothing moves."""
         if not self.watched:
             self.watched = True
             self._complain()
@@ -154,7 +154,7 @@ class SimGeneration:
         return [w for x in self.spec.members if (w := self.sim.worker(x.worker)) is not None]
 
     def shatter(self) -> None:
-        """A member is gone: no step is finished any more. What each one had sealed is written down."""
+        """Break the generation: no step is finished any more; all that members had sealed is written."""
         if self.broken or self.ended:
             return
         self.broken = True
@@ -172,6 +172,6 @@ class SimGeneration:
                 self.sim.after(rng.uniform(0.01, 0.1), worker.leave, self, FailureKind.PEER_LOST)
 
     def flush(self, worker: Worker) -> None:
-        """A survivor writes down its live state, where it is clean."""
+        """Write down a survivor's live state, where it is clean."""
         if self.began_at and not worker.writing and worker.clean > self.spec.resume_step:
             self._write(worker, worker.clean, whole=True)

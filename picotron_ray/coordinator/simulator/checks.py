@@ -16,7 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.coverage import Coverage
-from picotron_ray.coordinator.simulator.protocols import Coordinator, Generation, Worker
+from picotron_ray.coordinator.simulator.protocols import (
+    CoordinatorProtocol,
+    GenerationProtocol,
+    WorkerProtocol,
+)
 from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory, complete
 from picotron_ray.coordinator.simulator.training import LONGEST_RENDEZVOUS_S
 from picotron_ray.coordinator.simulator.world import Sim
@@ -42,7 +46,7 @@ class Checks:
 
     # --- what the machine did ------------------------------------------------------------------------
 
-    def handled(self, shell: Coordinator, event: m.Event, commands: Sequence[m.Command]) -> None:
+    def handled(self, shell: CoordinatorProtocol, event: m.Event, commands: Sequence[m.Command]) -> None:
         """Check after each event of each coordinator."""
         for pair in shell.machine.memory.transitions:
             self.coverage.note(pair)
@@ -67,7 +71,7 @@ class Checks:
             elif isinstance(command, m.Finish):
                 self._finished(shell, command)
 
-    def _finished(self, shell: Coordinator, command: m.Finish) -> None:
+    def _finished(self, shell: CoordinatorProtocol, command: m.Finish) -> None:
         """Check an end: the present coordinator may end only a finished run; a replaced one is fenced."""
         if self.sim.shell is not shell:
             return
@@ -91,7 +95,7 @@ class Checks:
         if busy := [w.name for n in self.sim.nodes.values() for w in n.workers.values() if self._at_work(w)]:
             self.sim.violation(f"the run ended while {', '.join(busy)} were in a generation")
 
-    def _abort_has_a_reason(self, shell: Coordinator) -> None:
+    def _abort_has_a_reason(self, shell: CoordinatorProtocol) -> None:
         """Check that no generation is torn apart in which everybody trains and is heard."""
         spec = shell.machine.memory.spec
         generation = None if spec is None else self.sim.generations.get(spec.id)
@@ -108,7 +112,7 @@ class Checks:
         if well and not slow and (not silent or all(self.sim.reachable(worker.node) for worker in members)):
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
 
-    def _uses_all_it_can(self, shell: Coordinator) -> None:
+    def _uses_all_it_can(self, shell: CoordinatorProtocol) -> None:
         """Check that, long after the last fault, a run trains on as many workers as its planner wants."""
         spec, job = shell.machine.memory.spec, self.sim.job
         if spec is None or self.stepped_at < self.sim.quiet_at + CALM_S:
@@ -118,13 +122,13 @@ class Checks:
         if len(spec.members) < wanted:
             self.sim.violation(f"ended on {len(spec.members)} workers, {wanted} were to be had")
 
-    def _at_work(self, worker: Worker) -> bool:
+    def _at_work(self, worker: WorkerProtocol) -> bool:
         """Whether a worker is in a generation, alive, and within reach."""
         return worker.generation is not None and not worker.hung and self.sim.reachable(worker.node)
 
     # --- launches -------------------------------------------------------------------------------------
 
-    def launched(self, shell: Coordinator, spec: m.GenerationSpec) -> None:
+    def launched(self, shell: CoordinatorProtocol, spec: m.GenerationSpec) -> None:
         """Check a launch before the order goes out."""
         if spec.id in self.specs:
             self.sim.violation(f"generation {spec.id} was launched twice")
@@ -140,7 +144,7 @@ class Checks:
         self.specs[spec.id] = spec
 
     def _source_is_sound(
-        self, shell: Coordinator, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
+        self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
     ) -> None:
         source = spec.source
         if source.generation is None:
@@ -157,7 +161,7 @@ class Checks:
             self._exact(self.history_of(source.slots), source.step)
 
     def _source_is_newest(
-        self, shell: Coordinator, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
+        self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
     ) -> None:
         memory = shell.machine.memory
         best = max(self._commit_steps(shell, chain), default=0)
@@ -179,14 +183,14 @@ class Checks:
             if old and good and self._valid(chain, commit.generation, commit.step):
                 yield commit.step
 
-    def _commit_steps(self, shell: Coordinator, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+    def _commit_steps(self, shell: CoordinatorProtocol, chain: dict[m.GenerationId, int]) -> Iterator[int]:
         for commit in shell.commits:
             if commit.manifest not in self.sim.bad_manifests and self._valid(
                 chain, commit.generation, commit.step
             ):
                 yield commit.step
 
-    def _slot_steps(self, shell: Coordinator, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+    def _slot_steps(self, shell: CoordinatorProtocol, chain: dict[m.GenerationId, int]) -> Iterator[int]:
         """Steps of all complete states that the coordinator could have known of."""
         states: dict[tuple[m.GenerationId, int], list[m.SlotInfo]] = defaultdict(list)
         for name in shell.machine.memory.roster.nodes:
@@ -247,7 +251,7 @@ class Checks:
         if generation is None or generation.step <= newest.resume_step:
             self.sim.violation(f"{info.slot} was deleted while {newest.id} restores from it")
 
-    def stepped(self, generation: Generation) -> None:
+    def stepped(self, generation: GenerationProtocol) -> None:
         """Note that a step was finished just now."""
         self.stepped_at = self.sim.now
 

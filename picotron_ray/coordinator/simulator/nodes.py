@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator.protocols import Generation, World
+from picotron_ray.coordinator.simulator.protocols import GenerationProtocol, World
 from picotron_ray.coordinator.simulator.slots import SimSlot
 from picotron_ray.failures import FailureKind
 
@@ -27,7 +27,7 @@ class SimWorker:
     def __init__(self, name: str, node: SimNode) -> None:
         self.name, self.node = name, node
         self.ready = self.hung = False
-        self.generation: Generation | None = None
+        self.generation: GenerationProtocol | None = None
         self.last: m.GenerationId | None = None  # newest generation that it was told to run
         self.outcome: m.Outcome | None = None
         self.clean, self.writing = 0, False
@@ -55,7 +55,7 @@ class SimWorker:
         elif mode == "hard":
             self.leave(at, FailureKind.PEER_LOST)
 
-    def leave(self, generation: Generation, kind: m.OutcomeKind, detail: str = "") -> None:
+    def leave(self, generation: GenerationProtocol, kind: m.OutcomeKind, detail: str = "") -> None:
         """End the generation on this member; leaving early breaks it for the others."""
         if self.generation is not generation or self.node.sim.worker(self.name) is not self or self.hung:
             return

@@ -10,7 +10,12 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
-from picotron_ray.coordinator.simulator.protocols import Coordinator, Generation, Node, Observer
+from picotron_ray.coordinator.simulator.protocols import (
+    CoordinatorProtocol,
+    GenerationProtocol,
+    NodeProtocol,
+    Observer,
+)
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.slots import StepHistory
 from picotron_ray.coordinator.simulator.storage import SimStorage
@@ -39,7 +44,7 @@ class Sim:
         self.generations: dict[m.GenerationId, SimGeneration] = {}
         self.bad_manifests: set[str] = set()
         self.noise_until = 0.0  # messages are lost, doubled and late before this time
-        self.shell: Coordinator | None = None  # the present coordinator
+        self.shell: CoordinatorProtocol | None = None  # the present coordinator
         self.quiet_at = 0.0  # when the last fault is over
         self.over = self.stop_asked = False
         self.struck: list[str] = []  # names of the faults so far
@@ -136,7 +141,7 @@ class Sim:
                 return f"corrupt:{slot.slot}"
         return ""
 
-    def stepped(self, generation: Generation) -> None:
+    def stepped(self, generation: GenerationProtocol) -> None:
         self.checks.stepped(generation)
 
     # --- network ------------------------------------------------------------------------------------
@@ -145,7 +150,7 @@ class Sim:
         noisy = self.now < self.noise_until and self.rng.chance(0.3)
         return self.rng.uniform(0.2, 2.5) if noisy else 0.001 + self.rng.below(9) * 0.001
 
-    def reachable(self, node: Node) -> bool:
+    def reachable(self, node: NodeProtocol) -> bool:
         """Whether a node's messages have all gone through lately."""
         return self.now > self.noise_until + SETTLED_S and self.now > node.cut_until + SETTLED_S
 
@@ -160,7 +165,7 @@ class Sim:
         if self.shell is not None:
             self.shell.deliver(event)
 
-    def to_coordinator(self, node: Node, event: m.Event, reliable: bool) -> None:
+    def to_coordinator(self, node: NodeProtocol, event: m.Event, reliable: bool) -> None:
         """Send an event from an agent. ``reliable``: it is sent again until it has arrived, maybe twice."""
         gone = self.nodes.get(node.name) is not node
         if gone and (node.name in self.ghosts or not isinstance(event, m.WorkerExited)):

@@ -28,8 +28,8 @@ UNAVAILABLE_RETRY_S = 0.2
 class CommandExecutor:
     """Methods by command, on the coordinator's loop.
 
-    ``report`` takes the events that come of commands. ``term`` is set once it is claimed. ``ending`` stops all
-    that would otherwise try again.
+    ``report`` takes the events that come of commands. ``term`` is set once it is claimed. ``ending`` stops
+    all that would otherwise try again.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Trackers of the run: fed from the committed ledger, on a thread of their own.
 
 The ledger is read on the thread of the run's storage, like everything of the log. It is written to the
-trackers on this one. A tracker that fails (a server that is away, a full disk) costs the run nothing. The failure is an
-event, and the next commit brings the tracker all rows since the last that it took.
+trackers on this one. A tracker that fails (a server that is away, a full disk) costs the run nothing. The
+failure is an event, and the next commit brings the tracker all rows since the last that it took.
 """
 
 from __future__ import annotations

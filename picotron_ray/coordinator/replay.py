@@ -1,4 +1,4 @@
-"""The event log of a run, and the proof that it replays: the same events give the same commands.
+"""Event log of a run, and the proof that it replays: the same events give the same commands.
 
 One JSON line per event: ``{"now": seconds, "event": {...}, "commands": [...]}``. The first line is the
 header ``{"job": {...}, "planner": {...}}``: all that the machine was made from. A log that no longer
@@ -22,12 +22,16 @@ from picotron_ray.layout.layout import current_names
 
 
 def header_line(job: JobConfig, planner: dict[str, Any]) -> str:
-    """First line of a log. ``planner``: whatever the caller needs to build the same ``choose`` again."""
+    """Return the first line of a log.
+
+    Args:
+        planner: whatever the caller needs to build the same ``choose`` again.
+    """
     return _dump({"job": job.model_dump(mode="json"), "planner": planner})
 
 
 def event_line(now: float, event: Event, commands: Sequence[Command]) -> str:
-    """One line per handled event."""
+    """Return the line of one handled event."""
     return _dump({"now": now, "event": encode(event), "commands": [encode(c) for c in commands]})
 
 
@@ -41,7 +45,7 @@ def _plain_commands(commands: Iterable[Command]) -> list[dict[str, Any]]:
 
 
 def _respelled(command: Command) -> Command:
-    """``command`` with its kind of failure as it is spelled now."""
+    """Return ``command`` with its kind of failure as it is spelled now."""
     kind = FailureKind.named(str(command.data.get("cause", ""))) if isinstance(command, Alert) else None
     if kind is None or not isinstance(command, Alert):
         return command

@@ -15,7 +15,7 @@ from picotron_ray.layout.schedules import SCHEDULES, PipelineShape, canonical_na
 
 _LAYOUT_NAME = re.compile(r"\bdp\d+-tp\d+-pp\d+-[\w-]+")
 
-Context = Literal["ring", "all-gather"]
+ContextVariant = Literal["ring", "all-gather"]
 Zero = Literal[0, 1, 2, 3]
 
 
@@ -82,7 +82,7 @@ class Layout:
     virtual_stages: int = 1
     micro_batch: int = 1
     recompute: str = "none"
-    context: Context = "ring"
+    context: ContextVariant = "ring"
     placement: tuple[tuple[int, ...], ...] = ()
     offload_activations: bool = False
 

@@ -34,7 +34,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-Rows = tuple[tuple[Action, ...], ...]
+ActionRows = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ActionList:
     (2, (2.0, 1.0), 1.0)
     """
 
-    rows: Rows
+    rows: ActionRows
     placement: tuple[tuple[int, ...], ...]
     micro_batches: int
     splits: bool
@@ -110,7 +110,7 @@ def _read(number: int, row: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def _placement(rows: Rows) -> tuple[tuple[int, ...], ...]:
+def _placement(rows: ActionRows) -> tuple[tuple[int, ...], ...]:
     """The stages of every rank; each on one rank, equally many on all, none left out."""
     row_of: dict[int, int] = {}
     for number, row in enumerate(rows):
@@ -175,7 +175,7 @@ def _needs(action: Action, last: int) -> tuple[Action, ...]:
     return ()
 
 
-def _span(rows: Rows) -> int:
+def _span(rows: ActionRows) -> int:
     """Units of time until all ranks are done, if each goes through its row in order.
 
     Raises ConfigError where ranks come to wait for each other.
@@ -199,7 +199,7 @@ def _span(rows: Rows) -> int:
     return max(clocks)
 
 
-def _deadlock(rows: Rows, heads: list[int], last: int) -> ConfigError:
+def _deadlock(rows: ActionRows, heads: list[int], last: int) -> ConfigError:
     """The error for rows that wait for each other, with the action at which each stands."""
     given = {action for row in rows for action in row}
     waits = []

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from picotron_ray.errors import LayoutError
-from picotron_ray.layout.schedule_actions import Action, Rows, action_list
+from picotron_ray.layout.schedule_actions import Action, ActionRows, action_list
 
 Placement = Literal["loop", "v", "list"]
 MANY = 1 << 16
@@ -71,7 +71,7 @@ class PipelineSchedule:
 
     name: str
     aliases: tuple[str, ...] = ()
-    rows: Callable[[PipelineShape], Rows] | None = None
+    rows: Callable[[PipelineShape], ActionRows] | None = None
     torch_class: str = ""
     with_actions: Callable[[tuple[str, ...]], PipelineSchedule] | None = None
     stages_per_rank: tuple[int, int] = (1, 1)
@@ -112,8 +112,8 @@ def _whole_rounds(shape: PipelineShape) -> str:
     return f"needs a multiple of {rounds} micro-batches ({shape.ranks} or a little more per round)"
 
 
-def rows_ahead(ahead: Callable[[int], int], shape: PipelineShape) -> Rows:
-    """Rows of one stage per rank: some forward passes first, then one backward and one forward in turn.
+def rows_ahead(ahead: Callable[[int], int], shape: PipelineShape) -> ActionRows:
+    """ActionRows of one stage per rank: some forward passes first, then one backward and one forward in turn.
 
     Args:
         ahead: forward passes that a rank, by its number, makes before the pair of its first backward pass.

@@ -13,7 +13,7 @@ from picotron_ray.planner.memory import STATE_BYTES
 from picotron_ray.planner.model_sizes import sizes_of
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of one block and micro-batch."""
 
     both: float
@@ -22,12 +22,12 @@ class Passes(NamedTuple):
     """a forward pass repeated within the backward pass, up to the last tensor that is kept"""
 
 
-NOTHING = Passes(0.0, 0.0)
+NOTHING = PassTimes(0.0, 0.0)
 
 
 def tensor_passes(
     job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
-) -> Passes:
+) -> PassTimes:
     """Tensor-parallel traffic.
 
     With sequence parallelism each block all-gathers and reduce-scatters twice forward and twice backward: 8
@@ -46,14 +46,14 @@ def tensor_passes(
     if job.kernels.tp_overlap != "none":
         parted = seconds + (layout.tp - 2) * profile.latency_s
         if job.model.moe.experts:  # attention alone
-            return Passes(5 * parted + 4 * seconds, 2 * parted + seconds)
-        return Passes(10 * parted, 4 * parted)
-    return Passes(8 * seconds, (3 if sizes_of(job.model).sequence_cut else 2) * seconds)
+            return PassTimes(5 * parted + 4 * seconds, 2 * parted + seconds)
+        return PassTimes(10 * parted, 4 * parted)
+    return PassTimes(8 * seconds, (3 if sizes_of(job.model).sequence_cut else 2) * seconds)
 
 
 def context_passes(
     job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
-) -> Passes:
+) -> PassTimes:
     """Context-parallel traffic.
 
     The keys and values of the other ranks arrive once forward and once backward. Their gradients (in fp32 or
@@ -68,12 +68,12 @@ def context_passes(
     calls = (others if layout.context == "ring" else math.log2(layout.cp)) * profile.latency_s
     forward = elements * item / link(profile, crosses) + calls + others * profile.kernel_s
     backward = elements * (item + STATE_BYTES[job.precision]) / link(profile, crosses) + 2 * calls
-    return Passes(forward + backward + others * profile.kernel_s, forward)
+    return PassTimes(forward + backward + others * profile.kernel_s, forward)
 
 
 def expert_passes(
     job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
-) -> Passes:
+) -> PassTimes:
     """Expert-parallel traffic.
 
     Tokens go to their experts and come back, forward and backward: 4 all-to-alls, of which (ep - 1)/ep leave
@@ -86,7 +86,7 @@ def expert_passes(
     moved = sent * (layout.ep - 1) / layout.ep
     crosses = any(size % (layout.ep * layout.tp) for size in node_sizes)
     seconds, call = moved / link(profile, crosses), math.log2(layout.ep) * profile.latency_s
-    return Passes(4 * seconds + 5 * call, 2 * seconds + 3 * call)
+    return PassTimes(4 * seconds + 5 * call, 2 * seconds + 3 * call)
 
 
 def micro_batch_tokens(job: JobConfig, layout: Layout) -> int:

@@ -26,8 +26,8 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.models.layers.document_mask import document_starts, seen_in_row
 from picotron_ray.parallel.attention.lse_kernels import additive_mask
 
-AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
-"""See `models.layers.attention.sdpa`; or with where documents start, for their numbers."""
+RowAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
+"""See ``models.layers.attention.sdpa``; or with the starts of documents in place of their numbers."""
 
 NO_MASK = "kernels.attention: saw cudnn, which takes neither document masks nor windows here; use auto"
 
@@ -85,7 +85,7 @@ def _window_mask(row: int, window: int, dtype: torch.dtype, device: torch.device
         return additive_mask(seen_in_row(row, None, window, device), dtype)
 
 
-def attention_kernel(backend: Backend, *, compiled: bool = False) -> AttentionKernel:
+def attention_kernel(backend: Backend, *, compiled: bool = False) -> RowAttention:
     """Causal attention kernel over whole rows, by one implementation.
 
     The kernel takes ``q [batch, heads, seq, head]``, ``k, v [batch, kv_heads, seq, head]``, document numbers
@@ -113,7 +113,7 @@ def attention_kernel(backend: Backend, *, compiled: bool = False) -> AttentionKe
     return attend
 
 
-def _torch_kernel(backend: Backend) -> AttentionKernel:
+def _torch_kernel(backend: Backend) -> RowAttention:
     """One of torch's implementations, with a mask for documents and windows."""
     chosen, mask = _TORCH[backend], DocumentCache(_mask)
     shares_keys = backend in ("flash", "math")
@@ -147,7 +147,7 @@ _TORCH: dict[str, SDPBackend] = {
 }
 
 
-def _with_document_starts(varied: AttentionKernel, compiled: bool) -> AttentionKernel:
+def _with_document_starts(varied: RowAttention, compiled: bool) -> RowAttention:
     """Adapt a kernel that takes the starts of documents to one that takes their numbers.
 
     The host waits for the device to learn the number of documents: once per micro-batch and stage, and again
@@ -208,7 +208,7 @@ def _from_flash_layout(out: Tensor, row: int) -> Tensor:
     return (out.unflatten(0, (-1, row)) if out.dim() == 3 else out).transpose(1, 2)
 
 
-def _flash_attn_kernel(compiled: bool) -> AttentionKernel:
+def _flash_attn_kernel(compiled: bool) -> RowAttention:
     """FlashAttention from its authors' package (Dao 2023)."""
     try:
         from flash_attn import flash_attn_func, flash_attn_varlen_func

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from picotron_ray.comm.sequence_collectives import Shift, gather_sequence, reduce_scatter_sequence
 from picotron_ray.config.support.kernels import Backend
 from picotron_ray.errors import LayoutError
-from picotron_ray.layout.layout import Context
+from picotron_ray.layout.layout import ContextVariant
 from picotron_ray.models.parameters import SequenceShard
 from picotron_ray.parallel.attention.backends import AttentionPlan
 from picotron_ray.parallel.attention.lse_kernels import LseKernel
@@ -155,7 +155,9 @@ def _whole(kv: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
 class ContextAttention:
     """Attention kernel for the model: a rank's queries over the keys of all cp ranks, causal."""
 
-    def __init__(self, group: dist.ProcessGroup, variant: Context, length: int, backend: Backend) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, variant: ContextVariant, length: int, backend: Backend
+    ) -> None:
         self._group, self._variant, self._backend = group, variant, backend
         ranks = group.size()
         gathered = [at for index in range(ranks) for at in SequenceShard(length, ranks, index).positions()]
@@ -186,7 +188,7 @@ class ContextAttention:
 
 
 def apply_context_parallel(
-    model: nn.Module, group: dist.ProcessGroup, plan: AttentionPlan, variant: Context
+    model: nn.Module, group: dist.ProcessGroup, plan: AttentionPlan, variant: ContextVariant
 ) -> int:
     """Make the attention modules of ``model`` work on this rank's tokens; returns their number.
 

@@ -18,7 +18,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from picotron_ray.layout.schedule_actions import Rows
+from picotron_ray.layout.schedule_actions import ActionRows
 from picotron_ray.layout.schedules import PipelineSchedule, PipelineShape
 
 _AHEAD = {_ComputationType.SEND_F: 1, _ComputationType.RECV_B: 1}
@@ -45,7 +45,9 @@ class ActionSchedule(_PipelineScheduleRuntime):
         rows: the actions of every pipeline rank, in order.
     """
 
-    def __init__(self, stages: list[PipelineStage], micro_batches: int, rows: Rows, **options: Any) -> None:
+    def __init__(
+        self, stages: list[PipelineStage], micro_batches: int, rows: ActionRows, **options: Any
+    ) -> None:
         super().__init__(stages, micro_batches, **options)
         last = stages[0].num_stages - 1
         taken = [a.micro_batch for row in rows for a in row if (a.stage, a.kind) == (last, "F")]

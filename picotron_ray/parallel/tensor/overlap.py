@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 OverlapMethod = Literal["none", "ring", "symmetric-memory"]
-Products = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], tuple[Tensor, ...]]
+ProductsCall = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], tuple[Tensor, ...]]
 
 
 class Overlap(Protocol):
@@ -120,7 +120,7 @@ class OverlappedProducts:
         scattered: ``[batch, seq, in]`` x ``[out, in]`` → this rank's ``[batch, seq / n, out]`` of the sum.
     """
 
-    products: Products
+    products: ProductsCall
     scattered: Callable[[Tensor, Tensor], Tensor]
 
 

@@ -39,7 +39,7 @@ from picotron_ray.comm.sequence_collectives import GatherAhead
 from picotron_ray.errors import LayoutError
 
 FUSED = frozenset({"fused_all_gather_matmul", "fused_matmul_reduce_scatter"})
-"""What torch records when the fused loops run."""
+"""Names that torch records when the fused loops run."""
 _EXCHANGE = re.compile(r"(.*SymmetricMemory/)(\d+)(.*)")
 _numbers = count()
 

@@ -27,7 +27,7 @@ from picotron_ray.train.optim.matrix_exchange import assign_owners
 from picotron_ray.train.optim.muon import Muon
 from picotron_ray.train.optim.quantized_state import QuantizedTensor
 from picotron_ray.train.optim.sgd import SGD
-from picotron_ray.train.precision.precision import orthogonalisation_dtype
+from picotron_ray.train.precision.precision import orthogonalization_dtype
 
 
 class UpdateRule(Protocol):
@@ -71,7 +71,7 @@ def build_optimizer(
         return Optimizer(config, parameters, fused=fused, host=host)
     rounds = assign_owners([spec for spec in table if spec.matrix], layout, rank)
     mine = [parameter for parameter in parameters if parameter.spec.matrix]
-    dtype = orthogonalisation_dtype(job, device)
+    dtype = orthogonalization_dtype(job, device)
     muon = Muon(mine, rounds, rank, config.momentum, dtype, device)
     return Optimizer(config, parameters, muon, fused=fused)
 

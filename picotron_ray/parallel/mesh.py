@@ -68,6 +68,7 @@ class Mesh:
 
     @property
     def at(self) -> Coordinates:
+        """Coordinates of this rank in the layout."""
         return self.layout.coordinates(self.rank)
 
     def axis(self, name: str) -> DeviceMesh | None:
@@ -179,6 +180,7 @@ def _copy(layout: Layout, rank: int) -> int:
 
 
 def group_name(axis: str, ranks: list[int]) -> str:
+    """Return the name of a group: the same for equal axes and ranks, in every generation."""
     return f"picotron-{axis}-" + "-".join(map(str, ranks))
 
 

@@ -36,9 +36,14 @@ class HeartbeatPage(Protocol):
 
     computing_step: int
 
-    def phase(self, name: str) -> None: ...
-    def put(self, **values: float) -> None: ...
-    def count_step(self, seconds: float) -> None: ...
+    def phase(self, name: str) -> None:
+        """Say which phase of a step begins."""
+
+    def put(self, **values: float) -> None:
+        """Set values of the page."""
+
+    def count_step(self, seconds: float) -> None:
+        """Add a step of this duration."""
 
 
 @dataclass(slots=True)

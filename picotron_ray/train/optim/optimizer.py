@@ -38,7 +38,9 @@ class UpdateRule(Protocol):
     """
 
     @property
-    def moments(self) -> Mapping[str, Mapping[str, Tensor | QuantizedTensor]]: ...
+    def moments(self) -> Mapping[str, Mapping[str, Tensor | QuantizedTensor]]:
+        """Live storage of the moments."""
+        ...
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
         """Update once; ``gradients`` are those of all parameters of the rank."""
@@ -165,4 +167,5 @@ class _MuonRule:
         self.moments: dict[str, dict[str, Tensor]] = {"momentum": muon.momentum}
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
+        """Update the matrices once."""
         self._muon.step({name: gradients[i] for i, name in self._mine}, rate, self._decay)

@@ -238,14 +238,14 @@ def _data_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[st
 
 
 def _autocast(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
-    """Without a phrase: the job's precision says it."""
+    """Yield no phrase: the job's precision says it."""
     if plan.autocast is not None:
         apply_autocast(model, plan.device, plan.autocast, gathers=mesh.layout.zero == 3)
     yield from ()
 
 
 def _precision_switches(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
-    """Without a phrase: their positions are decided later, and logged then."""
+    """Yield no phrase: their positions are decided later, and logged then."""
     if plan.switches is not None:
         plan.switches.install(model)
     yield from ()

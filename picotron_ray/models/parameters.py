@@ -26,6 +26,7 @@ Style = Literal[
     "experts",
     "inner",
     "whole",
+    "cut_norm",
 ]
 
 

@@ -14,6 +14,7 @@ Styles (Korthikanti et al. 2022: activations between blocks are cut over the seq
     mixture: input gathered over the sequence, output reduce-scattered over it.
     experts: every stacked expert cut in its inner width.
     whole: nothing is cut; each rank uses it for its own heads.
+    cut_norm: a norm over features that colwise cut (weight dim 0); its sum of squares is that of all ranks.
     inner: input features cut, as rowwise, but the partial sums are left to whoever adds them up.
 """
 

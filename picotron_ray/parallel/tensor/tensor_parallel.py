@@ -30,6 +30,7 @@ from picotron_ray.comm.sequence_collectives import gather_sequence, reduce_scatt
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.parameters import Style
 from picotron_ray.parallel.local_shards import chunk
+from picotron_ray.parallel.tensor.cut_norm import cut_rms_norm
 from picotron_ray.parallel.tensor.overlap import Hidden
 
 
@@ -121,6 +122,7 @@ class TensorParallel:
             "experts": self.experts,
             "inner": self.inner,
             "whole": self.sequence,
+            "cut_norm": self.cut_norm,
         }
 
     def _cut(self, module: Any, dim: int, name: str = "weight", *, even: bool = True) -> None:
@@ -140,6 +142,12 @@ class TensorParallel:
 
     def sequence(self, module: Any) -> None:
         """A norm of its own tokens or heads; its gradient is partial (``parallelize.local_gradient``)."""
+
+    def cut_norm(self, module: Any) -> None:
+        """A norm over all heads together, of which each rank has some for all tokens: no partial gradient."""
+        width = module.weight.size(0)
+        self._cut(module, 0)
+        module.forward = lambda x: cut_rms_norm(x, module.weight, module.eps, width, self.group)
 
     def positions(self, module: Any) -> None:
         """Learned positions follow the tokens; as with a norm the gradient is partial."""

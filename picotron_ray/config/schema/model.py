@@ -8,7 +8,7 @@ from pydantic import Field
 
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.custom_model import IMPORT_PATH, BuiltModel, PlanConfig
-from picotron_ray.models.families.registry import FamilyName
+from picotron_ray.models.families.registry import FAMILIES, FamilyName
 
 
 class MoeConfig(Section):
@@ -60,7 +60,7 @@ class ModelConfig(Section):
 
     family: FamilyName = Field(
         default="llama",
-        description="llama: as other keys say; gpt2: LayerNorm, learned positions, GELU, biases, no dropout",
+        description="; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items()),
     )
     vocab_size: int = Field(
         default=264, ge=2, description="rows of the embedding; at least the tokenizer's vocabulary"

@@ -29,6 +29,7 @@ class Family:
     """One architecture.
 
     Fields:
+        summary: its blocks in a few words, for the config reference.
         rotary: whether positions are rotary, which need an even head size.
         norms: the kind of its norms. Of RMSNorm alone the gradient can be had in closed form.
         rules: mistakes in a config's ``model`` section, given the tokens of a row.
@@ -41,6 +42,7 @@ class Family:
         huggingface: its checkpoints in Hugging Face's format.
     """
 
+    summary: str
     rotary: bool
     norms: Literal["RMSNorm", "LayerNorm"]
     rules: Callable[[ModelConfig, int], Iterator[Problem]]

@@ -17,6 +17,7 @@ from picotron_ray.models.families.gpt2.table import (
 )
 
 GPT2 = Family(
+    summary="LayerNorm, learned positions, GELU, biases, no dropout",
     rotary=False,
     norms="LayerNorm",
     rules=rules,

@@ -14,6 +14,7 @@ from picotron_ray.models.families.llama.table import (
 )
 
 LLAMA = Family(
+    summary="as other keys say",
     rotary=True,
     norms="RMSNorm",
     rules=rules,

@@ -24,6 +24,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt2-small": 124_439_808,
     "gpt2-medium": 354_823_168,
+    "olmo2-1b": 1_484_916_736,
 }
 SELF_CONTAINED = ("quickstart", "tiny")  # on the standard library's source
 

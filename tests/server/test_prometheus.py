@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.observability.catalogue import CATALOGUE, series_of
-from tests.support.runs import Watched, start, tiny_job
+from tests.support.runs.ray_runs import Watched, start, tiny_job
 
 pytestmark = [
     pytest.mark.timeout(300),

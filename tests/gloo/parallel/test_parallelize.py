@@ -25,7 +25,7 @@ from picotron_ray.parallel.stage_plan import StagePlan
 from picotron_ray.train import engine as engine_module
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.faults import planted
-from tests.support.gloo.jobs.matrix_jobs import CPU, Result, batch, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, Result, batch, make_job, run_layout
 from tests.support.gloo.parity import compare
 from tests.support.gloo.pool import Job, Pool, WorkerError
 

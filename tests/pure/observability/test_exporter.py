@@ -32,7 +32,7 @@ from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essenti
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.heartbeat import Page, read_page
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
-from tests.support.coordinator_world import job
+from tests.support.runs.coordinator_world import job
 
 RUN = {"run": "r"}
 NODE = {"run": "r", "node": "n"}

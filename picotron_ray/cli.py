@@ -51,7 +51,7 @@ def validate(
 ) -> None:
     """Print the resolved config, or one line per mistake (exit code 2) and the step that refused it.
 
-    Example: picotron-ray validate quickstart steps=50 cluster.max_workers=2
+    Example: picotron-ray validate tiny steps=3
     """
     with reported(as_json), _naming_the_step(as_json):
         from picotron_ray.config.export import public_dict, to_yaml
@@ -69,7 +69,7 @@ def validate(
 
 @contextlib.contextmanager
 def _naming_the_step(as_json: bool) -> Iterator[None]:
-    """Say on stdout which step of ``resolve_job`` refused, beside the error's own lines; JSON has it."""
+    """Name on stdout, beside the error's own lines, the step that refused; JSON has it anyway."""
     try:
         yield
     except PicotronError as error:
@@ -79,7 +79,7 @@ def _naming_the_step(as_json: bool) -> Iterator[None]:
 
 
 def _compared(job: Any) -> list[str]:
-    """One line per key in which a stored run of that name differs; ConfigError where one may not."""
+    """List the keys in which a stored run of that name differs; ConfigError where one may not."""
     from picotron_ray.runtime.driver import storage_commands
 
     return storage_commands.changed_keys(job)
@@ -94,7 +94,7 @@ def config_schema(
 ) -> None:
     """Print the JSON Schema of a config, for editors (with --json on one line).
 
-    Example: picotron-ray config-schema --on-resume
+    Example: picotron-ray config-schema --json
     """
     if on_resume:
         from picotron_ray.config.resume import markdown, table
@@ -110,7 +110,7 @@ def config_schema(
 def status(run: Run, as_json: AsJson = False) -> None:
     """Step, loss, layout, members and recent events of a run that goes on.
 
-    Example: picotron-ray status quickstart --json
+    Example: picotron-ray status quickstart
     """
     with reported(as_json):
         from picotron_ray.runtime.driver import control
@@ -139,7 +139,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="keep reading")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What the run's processes on this machine wrote, each line after its pid; they outlive the run.
+    """Print what the run's processes on this machine wrote, each line after its pid; it outlives the run.
 
     Example: picotron-ray logs quickstart --follow
     """
@@ -215,7 +215,7 @@ def checkpoint_now(
 def checkpoints_list(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Every commit that is kept, oldest first.
 
-    Example: picotron-ray checkpoints ls quickstart storage.url=./runs
+    Example: picotron-ray checkpoints ls quickstart
     """
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
@@ -227,7 +227,7 @@ def checkpoints_list(config: Config, overrides: Overrides = None, as_json: AsJso
 def checkpoints_verify(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Read every commit and compare all digests; exit code 4 where one is damaged.
 
-    Example: picotron-ray checkpoints verify quickstart
+    Example: picotron-ray checkpoints verify quickstart --json
     """
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
@@ -242,7 +242,7 @@ def checkpoints_verify(config: Config, overrides: Overrides = None, as_json: AsJ
 def checkpoints_gc(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Retire commits beyond retention and delete what nothing needs; refused while the run goes on.
 
-    Example: picotron-ray checkpoints gc quickstart checkpoint.keep_last=1
+    Example: picotron-ray checkpoints gc quickstart checkpoint.keep_last=2
     """
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
@@ -365,7 +365,7 @@ def bench_throughput(
 ) -> None:
     """Steps per second of the service, the same loop under torchrun, and plain PyTorch, in turns.
 
-    Example: picotron-ray bench throughput --pairs 5 --workers 2
+    Example: picotron-ray bench throughput --pairs 4 --json -
     """
     with reported(json_file == "-"):
         from picotron_ray.bench.common.report import throughput_lines
@@ -397,7 +397,7 @@ def bench_mfu(
 ) -> None:
     """Tokens per second, MFU, a step's phases and peak memory of a config's engine, without Ray.
 
-    Example: picotron-ray bench mfu quickstart --workers 2 --ablate
+    Example: picotron-ray bench mfu quickstart --peers none --rounds 2
     """
     with reported(json_file == "-"):
         from picotron_ray.bench.mfu import report, run
@@ -424,9 +424,9 @@ def _result(found: dict[str, Any], lines: list[str], json_file: str | None) -> N
 
 
 def _job(config: str, overrides: list[str] | None) -> Any:
-    from picotron_ray.runtime.driver.resolve_job import CONFIG, resolve_words
+    from picotron_ray.runtime.driver.resolve_job import resolve_words
 
-    return resolve_words(config, overrides or [], (CONFIG,)).job
+    return resolve_words(config, overrides or []).job
 
 
 def _table(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -10,7 +10,7 @@ class PicotronError(Exception):
 
     exit_code = 3
     step: str = ""
-    """Name of the step of ``resolve_job`` that raised it; empty elsewhere, and lost by pickling."""
+    """Name of the step of ``resolve_job`` that raised it; empty elsewhere."""
 
 
 class ConfigError(PicotronError):

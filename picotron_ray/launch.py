@@ -51,7 +51,7 @@ def train(
 ) -> None:
     """Run a job, or attach to the run of its name; SIGINT or SIGTERM stops it with a commit.
 
-    Example: picotron-ray train quickstart steps=50 cluster.max_workers=2
+    Example: picotron-ray train quickstart steps=50 storage.url=./runs
     """
     with reported(as_json):
         from picotron_ray.runtime.driver.driver import drive
@@ -61,9 +61,17 @@ def train(
 
 
 def main() -> None:
-    """Entry point of ``python -m picotron_ray.launch``.
+    """Take the command line of ``python -m picotron_ray.launch``.
 
-    Example: python -m picotron_ray.launch quickstart steps=50 cluster.max_workers=2
+    Example: python -m picotron_ray.launch quickstart steps=50
+
+    >>> import sys
+    >>> sys.argv = ["launch", "quickstart", "steps=0"]
+    >>> try:
+    ...     main()
+    ... except SystemExit as end:
+    ...     print("exit code", end.code)  # 2: a bad config, and nothing was started
+    exit code 2
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(train)

@@ -43,7 +43,7 @@ def local_cpus(job: JobConfig, concurrent: int) -> int:
 
 
 def most_at_once(workers: int, needs: WorkerNeeds, nodes: list[NodeView]) -> int:
-    """How many trials of ``workers`` workers fit at once, each with its driver, wherever that is put."""
+    """Number of trials of ``workers`` workers that fit at once, each with its driver on any node."""
     for count in range(sum(node.capacity(needs) for node in nodes) // workers, 0, -1):
         drivers = count * DRIVER_CPUS
         room = sum(replace(node, cpus=node.cpus - drivers).capacity(needs) for node in nodes)

@@ -49,14 +49,14 @@ def main(
 ) -> None:
     """Sweep layouts and micro-batches by tokens/s, then learning rates by held-out loss.
 
-    Example: python -m tuning.sweep quickstart --trials 8 --steps 50
+    Example: python -m tuning.sweep quickstart --trials 6 --micro-batches 4,8
     """
     with reported(as_json):
         from picotron_ray.runtime.driver.follow_run import without_rays_messages
-        from picotron_ray.runtime.driver.resolve_job import CONFIG, PATHS, resolve_words
+        from picotron_ray.runtime.driver.resolve_job import PATHS, resolve_words
         from picotron_ray.runtime.driver.submission import current
 
-        job = resolve_words(config, overrides or [], (CONFIG, PATHS), current()).job
+        job = resolve_words(config, overrides or [], (PATHS,), current()).job
         options = _options(
             name=name or f"{job.name}-sweep",
             trials=trials,

@@ -1,4 +1,4 @@
-"""What leaves the process: the resolved config as YAML or plain data, never with a secret in it."""
+"""The resolved config as YAML or plain data, as it leaves the process: never with a secret in it."""
 
 from __future__ import annotations
 

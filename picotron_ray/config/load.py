@@ -1,4 +1,4 @@
-"""From what the user wrote to a valid ``JobConfig``, or to one line per mistake, all of them at once.
+"""Load what the user wrote as a valid ``JobConfig``, or as one line per mistake, all of them at once.
 
 YAML here is PyYAML's safe subset with two changes: a repeated key is a mistake rather than a silent
 "last one wins", and ``1e-3`` is a number (YAML 1.1 reads it as a string).
@@ -210,5 +210,5 @@ def _without(node: Any, path: Place) -> Any:
 
 
 def _overlap(key: str, other: str) -> bool:
-    """Whether one of two dotted keys is, or holds, the other."""
+    """True where one of two dotted keys is, or holds, the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")

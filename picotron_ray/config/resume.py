@@ -1,4 +1,4 @@
-"""A second launch of a run: which changed keys are harmless, which deserve a warning, which are refused.
+"""Comparison of two launches of a run: changed keys are harmless, deserve a warning, or are refused.
 
 A run's meaning is its model, its seed, its samples and their order. Those are pinned; what only says how,
 where or for how long to compute may change; what bends the loss curve may change with a warning.
@@ -46,7 +46,7 @@ MEANINGS: dict[Verdict, str] = {
 
 
 def verdict(key: str) -> Verdict:
-    """Whether a dotted key may change between two launches of one run."""
+    """Judge whether a dotted key may change between two launches of one run."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         found = _VERDICTS.get(".".join(parts[:length]))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from picotron_ray import ElasticTrainer
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import driver
-from picotron_ray.runtime.driver.resolve_job import CONFIG, PATHS, check_machine, resolve_words
+from picotron_ray.runtime.driver.resolve_job import PATHS, check_machine, resolve_words
 
 
 class EnoughError(Exception):
@@ -27,7 +30,7 @@ def enough(job: JobConfig) -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often a door opens a dataset and has the planner rank layouts, wherever it calls them from."""
+    """Count the datasets that a door opens and the times that the planner ranks layouts for it."""
     counts = {"datasets": 0, "layouts": 0}
 
     def counting(what: str, module: Any, name: str) -> None:
@@ -82,7 +85,7 @@ def test_the_trainer_opens_the_dataset_once_and_chooses_the_layout_once(
 
 def test_a_checked_machine_is_asked_once(words: list[str], counted: dict[str, int]) -> None:
     """As ElasticTrainer does on the Ray that it is given."""
-    assert check_machine(resolve_words("tiny", words, (CONFIG, PATHS)).job) == []
+    assert check_machine(resolve_words("tiny", words, (PATHS,)).job) == []
     assert counted == {"datasets": 1, "layouts": 1}
 
 
@@ -98,7 +101,7 @@ def test_a_sweep_opens_the_dataset_once_and_ranks_layouts_once(
     monkeypatch.setattr(follow_run, "take_down", lambda local: None)
     monkeypatch.setattr(stages, "living_nodes", lambda: [NodeView("a", "h", 16, 0, 16, 0)])
     monkeypatch.setattr(stages.Sweep, "run", lambda self: {"layouts": len(self._begin())})
-    job = resolve_words("tiny", words, (CONFIG, PATHS)).job
+    job = resolve_words("tiny", words, (PATHS,)).job
     options = sweep.Options(name="s", trials=4, steps=4)
     with open(os.devnull, "w") as sink:
         found = sweep.run(job, options, 1, Console(file=sink))
@@ -115,3 +118,15 @@ def test_bench_mfu_opens_the_dataset_once_and_chooses_the_layout_once(
     monkeypatch.setattr(run, "result", lambda *_: {})
     run.bench("tiny", words, run.Options(1, 1, 0, 1, False, "none", None, None, None), lambda line: None)
     assert counted == {"datasets": 1, "layouts": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_way_from_the_command_line_to_the_worker() -> None:
+    """A real launch, traced: half the files and a third of the steps back up of commit 03561a3 (12 and 6)."""
+    done = subprocess.run(
+        [sys.executable, "tests/support/trace_job.py"], capture_output=True, text=True, check=True
+    )
+    (found,) = re.findall(r"(\d+) files on the way, (\d+) steps back up", done.stdout)
+    assert int(found[0]) <= 6, done.stdout
+    assert int(found[1]) <= 2, done.stdout

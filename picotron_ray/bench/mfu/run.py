@@ -30,11 +30,10 @@ from picotron_ray.bench.mfu.settings import (
     base_setting,
     switched,
 )
-from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import chosen
 from picotron_ray.errors import ConfigError, PicotronError
-from picotron_ray.runtime.driver.resolve_job import DATA, ResolvedJob, resolve
+from picotron_ray.runtime.driver.resolve_job import DATA, ResolvedJob, resolve, resolve_words
 
 POLL_S = 0.1
 Say = Callable[[str], None]
@@ -69,7 +68,7 @@ def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> 
     if options.peak_tflops is not None and not options.peak_tflops > 0:
         raise ConfigError(f"--peak-tflops: saw {options.peak_tflops:g}, expected a number above 0")
     peers = chosen_peers(options.peers, options.checkouts)
-    asked = load_job(config, [*overrides, *alone(options.workers)])
+    asked = resolve_words(config, [*overrides, *alone(options.workers)]).job
     device = _device(asked, options.workers)
     overrides = [*overrides, *_precision(asked, device)]
     base = base_setting(config, overrides, options.workers, device)

@@ -18,7 +18,7 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import profile_of
 from picotron_ray.planner.search import choose_layout
-from picotron_ray.runtime.driver.resolve_job import CONFIG, OWN_MODEL, resolve_words
+from picotron_ray.runtime.driver.resolve_job import OWN_MODEL, resolve_words
 
 Kind = Literal["engine", "plain", "picotron", "torchtitan"]
 
@@ -107,7 +107,7 @@ def base_setting(config: str, overrides: Sequence[str], workers: int, device: st
     Raises ConfigError for a bad config, LayoutError where no layout uses all the workers.
     """
     fixed = [*overrides, *alone(workers), f"cluster.device={device}"]
-    job = resolve_words(config, fixed, (CONFIG, OWN_MODEL)).job
+    job = resolve_words(config, fixed, (OWN_MODEL,)).job
     layout = _layout(job, workers, device)
     pins = [f"layout.{key}={getattr(layout, key)}" for key in PINNED]
     if job.model.builder is None and job.kernels.attention == "auto":

@@ -47,7 +47,7 @@ class LostRunError(PicotronError):
 
 @dataclass(slots=True)
 class Signals:
-    """What the user asked for by signal."""
+    """Requests of the user by signal."""
 
     asked: int = 0
     detach: bool = False
@@ -57,15 +57,15 @@ class Signals:
         self.detach = self.detach or (self.asked > 0 and number == signal.SIGINT)
         self.asked += 1
 
-    def news(self) -> bool:
-        """Whether a first signal came that was not yet acted on."""
+    def first_request(self) -> bool:
+        """True once, for the first signal."""
         fresh, self._told = self.asked > 0 and not self._told, self.asked > 0
         return fresh
 
 
 @contextlib.contextmanager
 def signal_handlers() -> Iterator[Signals]:
-    """SIGINT and SIGTERM are noted instead of raised."""
+    """Note SIGINT and SIGTERM instead of raising them."""
     signals = Signals()
     before = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -106,7 +106,7 @@ def follow(
     since, term, heard = 0, 0, time.monotonic()
     final: dict[str, Any] | None = None
     while not signals.detach:
-        if signals.news():
+        if signals.first_request():
             progress.say(
                 "stopping at the next step, with a commit; interrupt again to leave it running instead"
             )
@@ -144,7 +144,7 @@ def poll(coordinator: Any, since: int, timeout_s: float = 10.0, follower: str = 
 
 
 def ask(coordinator: Any, method: str, *arguments: Any, timeout_s: float = 10.0) -> dict[str, Any] | None:
-    """What a method of the coordinator answers; None while it does not."""
+    """Call a method of the coordinator; returns its answer, or None while there is none."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 

@@ -50,7 +50,7 @@ def check_services(job: JobConfig) -> None:
 
 
 def check_resume_step(job: JobConfig, storage: Storage) -> None:
-    """Whether the step to resume from was committed; raises ConfigError naming those that were."""
+    """Check that the step to resume from was committed; raises ConfigError naming those that were."""
     wanted = job.checkpoint.resume_step
     if wanted is None:
         return
@@ -74,7 +74,7 @@ def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
 
 
 def check_cluster(job: JobConfig) -> None:
-    """Whether the connected cluster can host ``min_workers``, with the kernels and precision asked for.
+    """Check that the connected cluster can host ``min_workers``, with the kernels and precision asked for.
 
     Raises ConfigError where not.
     """
@@ -107,5 +107,5 @@ def check_cluster(job: JobConfig) -> None:
 
 
 def _missing_extras(job: JobConfig) -> dict[str, str]:
-    """By key, what the job needs and this environment, which workers share, has not."""
+    """Find the extras that the job needs and this environment, which workers share, lacks; by config key."""
     return {extra.key: extra.missing for extra in needed_extras(job) if find_spec(extra.module) is None}

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from picotron_ray.data.dataset import DataSplits
 
 Say = Callable[[str], None]
+CONFIG = "config"
+"""Name of what comes before all steps: reading and validating the user's words."""
 
 
 def _silent(line: str) -> None:
@@ -41,7 +43,6 @@ class ResolvedJob:
 
     Fields:
         job: the config as it stands.
-        source, overrides: the user's words, for the step ``config``.
         submission: the Ray job that this process runs in.
         owns_ray: the Ray that the run gets was started for it alone.
         say: told one line per fact that the user may want to see.
@@ -53,8 +54,6 @@ class ResolvedJob:
     """
 
     job: JobConfig
-    source: str = ""
-    overrides: tuple[str, ...] = ()
     submission: Submission | None = None
     owns_ray: bool = False
     say: Say = _silent
@@ -65,7 +64,7 @@ class ResolvedJob:
     notes: tuple[str, ...] = ()
 
     def noting(self, *lines: str | None) -> ResolvedJob:
-        """With those of the lines that say something."""
+        """Add those of the lines that say something."""
         return replace(self, notes=(*self.notes, *filter(None, lines)))
 
 
@@ -78,6 +77,9 @@ class Step(NamedTuple):
 
 def resolve(resolved: ResolvedJob, steps: Sequence[Step]) -> ResolvedJob:
     """Take the steps in their order.
+
+    >>> resolve(ResolvedJob(JobConfig(steps=3)), (OWN_MODEL,)).job.steps
+    3
 
     Raises:
         PicotronError: a step refuses; ``error.step`` names it.
@@ -101,16 +103,21 @@ def naming(step: str) -> Iterator[None]:
 def resolve_words(
     source: str,
     overrides: Sequence[str],
-    steps: Sequence[Step],
+    steps: Sequence[Step] = (),
     submission: Submission | None = None,
     say: Say = _silent,
 ) -> ResolvedJob:
-    """Resolve what a user typed: a YAML file or recipe, and dotted overrides.
+    """Read what a user typed (a YAML file or recipe, and dotted overrides), then take the steps.
 
-    >>> resolve_words("tiny", ["steps=3"], [CONFIG]).job.steps
+    >>> resolve_words("tiny", ["steps=3"]).job.steps
     3
+
+    Raises:
+        PicotronError: a step refuses; ``error.step`` names it (``config``: the words themselves are bad).
     """
-    return resolve(ResolvedJob(JobConfig(), source, tuple(overrides), submission, say=say), steps)
+    with naming(CONFIG):
+        job = load_job(source, overrides)
+    return resolve(ResolvedJob(job, submission, say=say), steps)
 
 
 def check_machine(job: JobConfig) -> list[str]:
@@ -123,11 +130,6 @@ def check_machine(job: JobConfig) -> list[str]:
 
 
 # --- the words ---------------------------------------------------------------------------------------------
-
-
-def _config(at: ResolvedJob) -> ResolvedJob:
-    """Read and validate the user's words. Touches: reads the file."""
-    return replace(at, job=load_job(at.source, at.overrides))
 
 
 def _paths(at: ResolvedJob) -> ResolvedJob:
@@ -327,7 +329,6 @@ def _opened(at: ResolvedJob) -> Storage:
     return at.storage or open_storage(at.job.storage, at.job.name)
 
 
-CONFIG = Step("config", _config)
 PATHS = Step("paths", _paths)
 OWN_MODEL = Step("own model", _own_model)
 DATA = Step("data", _data)
@@ -336,8 +337,8 @@ STORAGE = Step("storage", _storage)
 INIT_FROM = Step("init_from", _init_from)
 SAME_RUN = Step("same run", _same_run)
 
-FROM_WORDS = (CONFIG, PATHS, OWN_MODEL)
-"""From the command line to a job that any process can read."""
+FROM_WORDS = (PATHS, OWN_MODEL)
+"""From a valid config to a job that any process can read."""
 ON_THE_MACHINE = (
     DATA,
     LAYOUT,

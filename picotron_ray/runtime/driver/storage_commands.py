@@ -1,4 +1,4 @@
-"""Looking at a run's storage from outside: commits, their soundness, collection, the ledger."""
+"""Commands on a run's storage, from outside the run: commits, their soundness, collection, the ledger."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@
 the run's own. Of one name there is one run: where it goes on, ``fit`` attaches to it; where it was
 interrupted, it resumes from its newest commit. As Ray Train does, ``fit`` raises what ended a failed run.
 
-Unlike a launched run, this one ends with the process that called ``fit`` (``runtime.owner``): an interrupt,
-an exception of a callback, Tune's stop of a trial and a kill all stop it with a commit and leave no actor.
+Unlike a launched run, this one ends with the process that called ``fit`` (``ray_cluster.owner_process``): an
+interrupt, an exception of a callback, Tune's stop of a trial and a kill all stop it with a commit and leave
+no actor.
 """
 
 from __future__ import annotations
@@ -43,22 +44,21 @@ STOP_S = 90.0
 
 
 class ElasticTrainer:
-    """Trainer of a job on as many workers as there are, within bounds.
+    """Trainer of a job on as many workers as there are, within bounds, by Ray Train's conventions.
 
-    ``ray_train.configs`` says what is applied of Ray's configs.
+    ``ray_train.configs`` lists the fields of Ray's configs that are applied; others are refused.
 
     Example:
-        >>> import picotron_ray
-        >>> from ray.train import RunConfig, ScalingConfig
-        >>> trainer = picotron_ray.ElasticTrainer(
-        ...     "tiny",  # a recipe, a YAML file, a dict or a JobConfig
-        ...     scaling_config=ScalingConfig(num_workers=(1, 2)),
-        ...     run_config=RunConfig(name="mine"),
+        >>> import ray.train
+        >>> from picotron_ray import ElasticTrainer
+        >>> trainer = ElasticTrainer(
+        ...     {"name": "elastic", "steps": 50, "cluster": {"device": "cpu"}},
+        ...     scaling_config=ray.train.ScalingConfig(num_workers=(1, 4)),
         ... )
-        >>> trainer.job.name, trainer.job.cluster.max_workers
-        ('mine', 2)
+        >>> trainer.job.cluster.min_workers, trainer.job.cluster.max_workers
+        (1, 4)
         >>> result = trainer.fit()  # doctest: +SKIP
-        >>> result.metrics["eval_loss"], result.checkpoint.step  # doctest: +SKIP
+        >>> result.metrics["loss"], result.checkpoint.tensors()  # doctest: +SKIP
 
     Args:
         job: a ``JobConfig``, plain data as YAML gives it, or the path of a YAML file or packaged recipe.
@@ -164,7 +164,7 @@ class ElasticTrainer:
 
 
 class _Watcher(console.ProgressView):
-    """Shows statuses, if there is anybody to see them, and turns them into calls of the user's callbacks."""
+    """Display of statuses, if there is anybody to see them, that also calls the user's callbacks."""
 
     def __init__(self, job: JobConfig, context: TrainRunContext, shown: console.ProgressView | None) -> None:
         self._job, self._context, self._shown = job, context, shown
@@ -178,7 +178,7 @@ class _Watcher(console.ProgressView):
             self._shown.say(text, style)
 
     def show(self, status: dict[str, Any]) -> None:
-        """Called with every new status."""
+        """Take a new status."""
         if self._shown:
             self._shown.show(status)
         self._exceptions(status)
@@ -207,7 +207,7 @@ class _Watcher(console.ProgressView):
 
 
 def figures(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """What ``after_report`` gets: a dict per worker by rank, those of the run as a whole in each of them."""
+    """Figures for ``after_report``: a dict per worker by rank, with those of the whole run in each."""
     names = ("step", "loss", "eval_loss", "eval_step", "tokens_per_s")
     common = {name: status[name] for name in names if status[name] is not None}
     pages = [(worker, status["pages"].get(worker, {})) for worker in status["members"]]
@@ -237,7 +237,7 @@ def _stop(coordinator: Any) -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[follow_run.Signals]:
-    """Signals are noted, where this thread can: in others (Tune's) whoever runs them decides."""
+    """Note signals where this thread can: in others (Tune's) whoever runs them decides."""
     if threading.current_thread() is not threading.main_thread():
         yield follow_run.Signals()
         return
@@ -247,7 +247,7 @@ def _signals() -> Iterator[follow_run.Signals]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[console.ProgressView | None]:
-    """As launch shows it, on stderr; nothing in a thread of Tune's, which has a table of its own."""
+    """Display as launch has it, on stderr; none in a thread of Tune's, which has a table of its own."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return

@@ -53,7 +53,7 @@ def find_start(
 
 
 def imported_note(job: JobConfig, storage: Storage) -> str | None:
-    """What to say of a run whose weights come from Hugging Face, or of the one that it starts from.
+    """Warning about a run whose weights come from Hugging Face, or about the one that it starts from.
 
     Raises ConfigError where the data is not of their tokenizer, or the import was cut off before its commit:
     the run would begin with random weights.
@@ -92,8 +92,8 @@ def _find(job: JobConfig, verify: bool) -> import_commit.FoundCommit:
     return found
 
 
-def _fit(was: str, now: str, optimizer_state: bool) -> bool:
-    """Whether a run of one precision can start from another's state: all but fp64 keep fp32 masters.
+def compatible_precision(was: str, now: str, optimizer_state: bool) -> bool:
+    """True where a run of one precision can start from another's state: all but fp64 keep fp32 masters.
 
     fp16 has a loss scale in its optimizer state, which the others do not. ``auto`` is judged once settled.
     """
@@ -110,7 +110,9 @@ def _refuse_other_model(job: JobConfig, theirs: dict[str, Any]) -> None:
         needed = key.startswith("model.") or key == "precision"
         needed |= key == "optimizer.name" and job.init_from.optimizer_state
         was = before.get(key, defaults.get(key))
-        same = key == "precision" and _fit(str(was), str(value), job.init_from.optimizer_state)
+        same = key == "precision" and compatible_precision(
+            str(was), str(value), job.init_from.optimizer_state
+        )
         if needed and key not in FREE and was != value and not same:
             problems.append(
                 f"{key}: run {job.init_from.run!r} in init_from has {was!r}, saw {value!r}; make them equal"

@@ -18,7 +18,7 @@ BARE = Submission("raysubmit_2", {}, uploaded=False)
 
 
 def environment(**runtime_env: object) -> dict[str, str]:
-    """What Ray's job supervisor gives its driver."""
+    """The environment that Ray's job supervisor gives its driver."""
     metadata = {"job_submission_id": "raysubmit_1", "job_name": "raysubmit_1", "team": "a"}
     return {submission.JOB_CONFIG: json.dumps({"runtime_env": runtime_env, "metadata": metadata})}
 

@@ -31,7 +31,7 @@ def names(steps: tuple[Step, ...]) -> list[str]:
 
 def test_the_order_of_the_steps() -> None:
     """As launch has always judged: what is refused first is what a user reads first."""
-    assert names(FROM_WORDS) == ["config", "paths", "own model"]
+    assert names(FROM_WORDS) == ["paths", "own model"]
     machine = ["data", "layout", "snapshot room", "services", "storage", "start", "same run"]
     assert names(ON_THE_MACHINE) == machine
     assert names(ON_THE_CLUSTER) == ["own model", "precision", "room", "init_from", "metrics host"]

@@ -1,4 +1,4 @@
-"""The entries that wait to be written to the run's log: one at a time, in order, until each is durable.
+"""Queue of entries for the run's log: one is written at a time, in order, until each is durable.
 
 Keeping one append in flight makes the log's order the machine's order, so a commit can never precede its
 generation, and a re-mesh need not wait for storage. A reply that never comes is asked for again: the
@@ -36,7 +36,7 @@ class AppendQueue:
     attempt: int = 0
 
     def pump(self, now: float) -> list[PendingAppend]:
-        """The entry to write now, if any."""
+        """Return the entry to write now, if any."""
         if not self.entries or now < self.due:
             return []
         self.in_flight, self.due = True, now + self.reply_timeout_s
@@ -57,11 +57,15 @@ class AppendQueue:
         self.entries = deque(kept)
 
     def newest_commit(self) -> AppendCommit | None:
-        """The last commit that waits to be written, or for the reply to that."""
+        """Return the last commit that waits to be written, or for the reply to that."""
         return next((e for e in reversed(self.entries) if isinstance(e, AppendCommit)), None)
 
     def settle(self, event: Appended, now: float) -> PendingAppend | None:
-        """Take a reply; the entry that it made durable, None for an error or a reply seen before."""
+        """Take a reply.
+
+        Returns:
+            The entry that it made durable; None for an error, or for a reply that was seen before.
+        """
         head = self.entries[0] if self.entries else None
         step = 0 if event.kind == "generation" else event.step
         if head is None or _key(head) != (event.kind, event.generation, step):

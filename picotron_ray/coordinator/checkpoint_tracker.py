@@ -1,8 +1,9 @@
-"""From sealed snapshots to a commit: upload on every node concerned, then one log entry, then release.
+"""Tracker of checkpoints, from sealed snapshots to a commit.
 
-One checkpoint is under way at a time. Its upload starts as soon as the seals reported so far cover the
-whole state. A newer complete snapshot waits, and takes over where the present one is stuck in errors or
-can no longer be completed. Uploads outlive their generation: slots belong to agents, not to workers.
+The nodes concerned upload their slots, one log entry follows, then the slots are released. One checkpoint is
+under way at a time. Its upload starts as soon as the seals reported so far cover the whole state. A newer
+complete snapshot waits. It takes over where the present one is stuck in errors or cannot be completed.
+Uploads outlive their generation: slots belong to agents, not to workers.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class PendingCheckpoint:
 
 @dataclass(slots=True)
 class CheckpointTracker:
-    """``committed``: the newest commit's step on the lineage."""
+    """Checkpoints of the lineage; ``committed`` is the newest commit's step."""
 
     reply_timeout_s: float
     committed: int = 0
@@ -60,7 +61,7 @@ class CheckpointTracker:
     def sealed(
         self, state: StateKey, node: str, slots: tuple[SlotInfo, ...], layout: Layout
     ) -> list[Command]:
-        """A node holds a pinned checkpoint snapshot; release it at once where it comes too late."""
+        """Note a pinned checkpoint snapshot of a node; one that comes too late is released at once."""
         if self.released is not None and state <= self.released:
             return [self._release(node, state)]
         self.seals.setdefault(state, {})[node] = slots
@@ -68,7 +69,7 @@ class CheckpointTracker:
         return []
 
     def uploaded(self, event: Uploaded, now: float) -> bool:
-        """Take one node's result; True where it was the last one and the commit may be appended."""
+        """Take one node's result; True where it was the last one, so that the commit may be appended."""
         pending = self.pending
         if (
             pending is None
@@ -86,7 +87,7 @@ class CheckpointTracker:
         return pending.uploaded
 
     def settled(self, state: StateKey, nodes: Iterable[str]) -> list[Command]:
-        """A checkpoint became durable (or was given up): free it and everything older on ``nodes``."""
+        """Free a checkpoint that became durable, or was given up, and everything older on ``nodes``."""
         if self.pending is not None and self.pending.state <= state:
             self.pending = None
         self.seals = {key: held for key, held in self.seals.items() if key > state}
@@ -96,7 +97,7 @@ class CheckpointTracker:
         return [self._release(node, state) for node in nodes]
 
     def outdated(self, state: StateKey) -> bool:
-        """A commit failed: give it up where a newer checkpoint is sealed as a whole; True where it was."""
+        """Give up a commit that failed, where a newer checkpoint is sealed as a whole; True where it was."""
         pending = self.pending
         newer = [key for key in self.seals if key > state and self._covered(key) is not None]
         if pending is None or pending.state != state or not newer:
@@ -109,7 +110,7 @@ class CheckpointTracker:
         return cover((s for held in self.seals[state].values() for s in held), self.layouts[state])
 
     def node_lost(self, node: str) -> None:
-        """Its slots are gone; a checkpoint that needs them is planned anew from the other seals."""
+        """Forget the slots of a node; a checkpoint that needs them is planned anew from the other seals."""
         for held in self.seals.values():
             held.pop(node, None)
         pending = self.pending
@@ -117,7 +118,7 @@ class CheckpointTracker:
             self.pending = None
 
     def slot_lost(self, node: str, slot: str) -> None:
-        """One slot is corrupt: a checkpoint that needs it is planned anew from the other seals."""
+        """Forget a corrupt slot; a checkpoint that needs it is planned anew from the other seals."""
         for held in self.seals.values():
             if node in held:
                 held[node] = tuple(info for info in held[node] if info.slot != slot)
@@ -137,14 +138,14 @@ class CheckpointTracker:
             self.released = None
 
     def voided(self, node: str, state: StateKey) -> None:
-        """A pinned snapshot that does not count: to be released once the present generation has trained.
+        """Note a pinned snapshot that does not count: it is released once the present generation has trained.
 
         Not before: a release also lets go of older slots, and the state just resumed from is older.
         """
         self.void.append((node, state))
 
     def release_void(self) -> list[Command]:
-        """The releases that waited for the present generation's first step."""
+        """Return the releases that waited for the present generation's first step."""
         commands: list[Command] = [self._release(node, state) for node, state in self.void]
         self.void.clear()
         return commands
@@ -196,7 +197,7 @@ class CheckpointTracker:
         return commands
 
     def commit(self) -> AppendCommit:
-        """The log entry for the checkpoint whose uploads are complete."""
+        """Return the log entry for the checkpoint whose uploads are complete."""
         assert self.pending is not None
         return AppendCommit(self.pending.state[1], self.pending.state[0], tuple(sorted(self.pending.parts)))
 

@@ -1,4 +1,7 @@
-"""What each event changes in the machine's memory; what follows from it is derived afterwards."""
+"""Handlers of events: each changes the machine's memory.
+
+The consequences are derived from the whole memory afterwards (``machine.advance``).
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec 
 
 
 def _plan_rewind(memory: MachineMemory, event: m.Begin) -> None:
-    """``checkpoint.resume_step`` is obeyed once per run, not again after each restart."""
+    """Obey ``checkpoint.resume_step`` once per run, not again after each restart."""
     step = memory.job.checkpoint.resume_step
     done = any(spec.source.kind == "commit" and spec.resume_step == step for spec in event.generations)
     if step is not None and not done:
@@ -110,7 +113,7 @@ def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
 
 
 def _release_committed(memory: MachineMemory, node: str) -> None:
-    """Pins of an earlier term, whose commit was never followed by its release, are undone."""
+    """Undo pins of an earlier term, whose commit was never followed by its release."""
     commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
     if commit is not None:
         memory.emit(m.Release(node, commit.generation, commit.step, commit.step))
@@ -140,7 +143,10 @@ def worker_exited(memory: MachineMemory, event: m.WorkerExited) -> None:
 
 
 def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
-    """Sign of life and progress; a node lost by silence alone is taken back, without its old workers."""
+    """Note a sign of life and progress.
+
+    A node that was lost by silence alone is taken back in. Its old workers are killed first.
+    """
     node = memory.roster.nodes.get(event.node)
     if node is None:
         silent = memory.roster.silent.get(event.node)
@@ -170,7 +176,7 @@ def progress(memory: MachineMemory, step: int) -> None:
 
 
 def outcome(memory: MachineMemory, event: m.Outcome) -> None:
-    """A member left the present generation; anything but an orderly end is a failure of it."""
+    """Note that a member left the present generation; anything but an orderly end is a failure of it."""
     worker = memory.roster.workers.get(event.worker)
     if memory.spec is None or event.generation != memory.spec.id or not memory.is_member(event.worker):
         return
@@ -196,7 +202,10 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
 
 
 def stalled(memory: MachineMemory, event: m.Stalled) -> None:
-    """Who is stuck shows when all are told to leave: it alone does not answer."""
+    """Abort the generation of a member whose phase lasts too long.
+
+    The stuck one shows when all are told to leave: it alone does not answer.
+    """
     running = memory.state in (MachineState.RUNNING, MachineState.LEAVING)
     if (
         not running
@@ -210,7 +219,7 @@ def stalled(memory: MachineMemory, event: m.Stalled) -> None:
 
 
 def _quarantine(memory: MachineMemory, worker: str, name: str) -> None:
-    """What failed its digest is never offered again; the next rung of the ladder is used."""
+    """Set aside data that failed its digest; the next rung of the ladder is used instead."""
     assert memory.spec is not None
     source = memory.spec.source
     for slot in source.slots:
@@ -302,7 +311,7 @@ def _take_snapshot(memory: MachineMemory) -> None:
 
 
 def tick(memory: MachineMemory, event: m.Tick) -> None:
-    """Nothing by itself: what is due is found afterwards."""
+    """Change nothing: all that is due at a time is found afterwards."""
 
 
 HANDLERS: dict[type[Any], Callable[[MachineMemory, Any], None]] = {

@@ -1,4 +1,4 @@
-"""How a generation comes to its end: in order at a step boundary, or torn out of its collectives."""
+"""End of a generation: in order at a step boundary, or torn out of its collectives."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def _interrupt(memory: MachineMemory, mode: str) -> None:
 
 
 def step_leaving(memory: MachineMemory) -> bool:
-    """True once all members have left; who lags behind after the first one left aborts the generation."""
+    """Wait for all members to leave; True once they have.
+
+    A member that lags behind after the first one left aborts the generation.
+    """
     unsettled = memory.unsettled()
     if not unsettled:
         return True
@@ -82,7 +85,7 @@ def step_leaving(memory: MachineMemory) -> bool:
 
 
 def step_aborting(memory: MachineMemory) -> bool:
-    """True once all members have settled; who does not in time is killed."""
+    """Wait for all members to settle; True once they have. Those that do not in time are killed."""
     unsettled = memory.unsettled()
     if not unsettled:
         return True
@@ -101,7 +104,7 @@ def step_aborting(memory: MachineMemory) -> bool:
 
 
 def _find_culprit(memory: MachineMemory, worker: str) -> None:
-    """Who does not answer is to blame where so far only its victims were heard."""
+    """Blame the worker that does not answer, where so far only its victims were heard."""
     incident = memory.incident
     if incident is not None and not incident.culprit:
         incident.kind, incident.target, incident.culprit = FailureKind.HANG, worker, True
@@ -109,7 +112,10 @@ def _find_culprit(memory: MachineMemory, worker: str) -> None:
 
 
 def kill(memory: MachineMemory, name: str, reason: str) -> None:
-    """Order a worker's death; it counts as alive until its exit is reported or it was ordered too often."""
+    """Order a worker's death.
+
+    It counts as alive until its exit is reported, or until it was ordered too often.
+    """
     worker = memory.roster.workers[name]
     worker.writing = worker.writing or worker.state == "busy"
     worker.state, worker.since = "dying", memory.now

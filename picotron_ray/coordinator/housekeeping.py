@@ -1,4 +1,4 @@
-"""What the machine looks after between events: silence, starts, growth, drains, storage."""
+"""Housekeeping of the machine between events: silence, starts, growth, drains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPLACE_AFTER_S = 2.0  # replacements wait for the survivors' first step, which 
 
 
 def lose_node(memory: MachineMemory, node: str, reason: str, *, silent: bool = False) -> None:
-    """A node is gone, and with it its workers and slots."""
+    """Forget a node, and with it its workers and slots."""
     if node not in memory.roster.nodes:
         memory.roster.lose(node, silent=silent)
         return
@@ -34,7 +34,7 @@ def lose_node(memory: MachineMemory, node: str, reason: str, *, silent: bool = F
 
 
 def worker_gone(memory: MachineMemory, worker: RosterWorker, cause: str) -> None:
-    """A worker that has just been taken off the roster exited."""
+    """Judge the exit of a worker that has just been taken off the roster."""
     if worker.state == "dying":
         return
     memory.deaths += 1
@@ -48,7 +48,7 @@ def worker_gone(memory: MachineMemory, worker: RosterWorker, cause: str) -> None
 
 
 def start_failed(memory: MachineMemory, node: str, text: str) -> None:
-    """A start that fails is tried again later on; before any generation ran, not for ever."""
+    """Put a failed start off; before any generation ran, starts are not tried for ever."""
     memory.roster.start_failed(node, memory.now)
     memory.alert(
         "warning", "failure", text, cause=FailureKind.START_FAILED.value, target=node, step=memory.seen_step
@@ -61,7 +61,7 @@ def start_failed(memory: MachineMemory, node: str, text: str) -> None:
 
 
 def upkeep(memory: MachineMemory) -> None:
-    """Everything that time alone brings about."""
+    """Do everything that time alone brings about."""
     for node in memory.roster.silent_nodes(memory.now, memory.job.elastic.node_timeout_s):
         lose_node(memory, node, f"silent for {memory.job.elastic.node_timeout_s:g} s", silent=True)
     workers = memory.roster.in_state("dying", "starting")
@@ -75,7 +75,7 @@ def upkeep(memory: MachineMemory) -> None:
 
 
 def wanted(memory: MachineMemory) -> int:
-    """How many workers the run would have where there is room."""
+    """Number of workers that the run would have where there is room."""
     replaced = 0 if memory.job.elastic.replace_workers else memory.deaths
     return max(0, memory.job.cluster.max_workers - replaced)
 
@@ -95,7 +95,7 @@ def start_workers(memory: MachineMemory) -> None:
 
 
 def step_running(memory: MachineMemory) -> None:
-    """Reasons to stop a healthy generation: a request, a drain, workers that would make it faster."""
+    """Stop a healthy generation for a request, a drain, or workers that would make it faster."""
     if memory.stop_requested:
         leave(memory, "stop requested")
     elif (reason := _drains(memory)) is not None or (reason := _grows(memory)) is not None:

@@ -32,7 +32,7 @@ REPLY_FACTOR = 10.0  # x retry_deadline_s: an answer from storage that has not c
 
 @dataclass(frozen=True, slots=True)
 class MachineView:
-    """What `status` shows of the machine."""
+    """Summary of the machine, as ``status`` shows it."""
 
     state: MachineState
     term: int
@@ -62,7 +62,7 @@ class Machine:
         self._slept_s = 0.0
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """The commands that follow from ``event`` at ``now`` (seconds, never going back), in order."""
+        """Return the commands that follow from ``event`` at ``now`` (seconds, never going back), in order."""
         memory = self.memory
         memory.now, memory.out = self._clock(now), []
         memory.transitions.clear()
@@ -81,7 +81,7 @@ class Machine:
         return memory.out
 
     def _clock(self, now: float) -> float:
-        """``now`` without the time that the coordinator itself slept through."""
+        """Return ``now`` without the time that the coordinator itself slept through."""
         if self._last is not None and now - self._last > LONGEST_GAP_S:
             self._slept_s += now - self._last - LONGEST_GAP_S
         self._last = now if self._last is None else max(now, self._last)
@@ -89,7 +89,7 @@ class Machine:
 
     @property
     def wake_at(self) -> float | None:
-        """When a ``Tick`` should come at the latest, on the clock of ``handle``; None: no need."""
+        """Latest time for the next ``Tick``, on the clock of ``handle``; None: no need."""
         memory = self.memory
         times = [
             memory.deadline,
@@ -129,7 +129,7 @@ def advance(memory: MachineMemory) -> None:
 
 
 def _step_starting(memory: MachineMemory) -> None:
-    """The first generation of a term waits for all workers, later for the least number of them."""
+    """Wait for the term's first members: all workers, and after a while the least number of them."""
     if memory.stop_requested and (memory.spec is None or not memory.roster.nodes):
         memory.finish("stopped", "before training started")
         return

@@ -1,4 +1,4 @@
-"""Everything that the machine remembers, and the few verbs that its parts share.
+"""Memory of the machine, and the few verbs that its parts share.
 
 The machine is level-triggered: an event only changes what is written here; what follows from it is then
 derived from the whole (``machine.advance``). So a duplicated, late or reordered event does no harm, and
@@ -34,7 +34,7 @@ from picotron_ray.layout.layout import Layout
 
 
 class LayoutProposal(Protocol):
-    """What the planner proposes for a number of workers; it may use fewer."""
+    """Planner's proposal for a number of workers; it may use fewer."""
 
     @property
     def layout(self) -> Layout: ...
@@ -49,7 +49,7 @@ Choose = Callable[[int], LayoutProposal]
 
 @dataclass(slots=True)
 class Incident:
-    """Why a generation ended other than in order."""
+    """Reason for which a generation ended other than in order."""
 
     kind: FailureKind
     cause: str  # in the words of who reported it, such as the reason of a process's end
@@ -62,7 +62,7 @@ class Incident:
 
 @dataclass
 class MachineMemory:
-    """The machine's memory. Times are seconds on its clock, which skips the coordinator's own sleep."""
+    """Memory of the machine. Times are seconds on its clock, which skips the coordinator's own sleep."""
 
     job: JobConfig
     choose: Choose
@@ -150,7 +150,7 @@ class MachineMemory:
         return [m for m in members if m.worker not in self.outcomes and m.worker in self.roster.workers]
 
     def choice(self, workers: int) -> LayoutProposal | None:
-        """The planner's proposal for up to ``workers`` workers; None where no layout fits."""
+        """Ask for the planner's proposal for up to ``workers`` workers; None where no layout fits."""
         if workers not in self.choices:
             try:
                 self.choices[workers] = self.choose(workers)

@@ -1,4 +1,4 @@
-"""From the end of one generation to the start of the next: inventory, restore point, members, launch.
+"""Recovery, from the end of one generation to the next: inventory, restore point, members, launch.
 
 The one place that decides what happens next; every way out of a generation leads here.
 """
@@ -45,7 +45,10 @@ def _ask(memory: MachineMemory) -> None:
 
 
 def ask_again(memory: MachineMemory, node: str) -> None:
-    """A node came in, or its last writer ended, while inventories are taken: what it holds now counts."""
+    """Ask a node that came in, or whose last writer ended, while inventories are taken.
+
+    The slots that it holds now count.
+    """
     if node in memory.roster.nodes:
         memory.inventory.pop(node, None)
         memory.request += 1
@@ -155,7 +158,7 @@ def _apply_remedy(memory: MachineMemory, point: Source) -> bool:
 
 
 def pick(memory: MachineMemory) -> tuple[LayoutProposal, tuple[Member, ...]] | None:
-    """The layout and members that the ready workers allow now; None where they are too few."""
+    """Pick the layout and members that the ready workers allow now; None where they are too few."""
     usable = memory.roster.usable()
     least, most = memory.job.cluster.min_workers, min(len(usable), memory.job.cluster.max_workers)
     if most < least:

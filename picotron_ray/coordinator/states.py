@@ -1,4 +1,4 @@
-"""The states of the coordinator's machine, which may follow which, and which end the run.
+"""States of the coordinator's machine, and the transitions between them.
 
 ::
 

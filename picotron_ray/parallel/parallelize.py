@@ -54,9 +54,9 @@ from torch import nn
 
 from picotron_ray.layout.recompute_policy import recomputed
 from picotron_ray.models.parameters import SequenceShard
-from picotron_ray.parallel.attention.backends import whole_kernel
+from picotron_ray.parallel.attention.backends import attention_kernel
 from picotron_ray.parallel.context.context_parallel import apply_context_parallel
-from picotron_ray.parallel.data.fsdp import Units, apply_fsdp
+from picotron_ray.parallel.data.fsdp import FsdpUnits, apply_fsdp
 from picotron_ray.parallel.expert.expert_parallel import apply_expert_parallel
 from picotron_ray.parallel.local_shards import chunk
 from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
@@ -66,8 +66,8 @@ from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.precision.autocast import apply_autocast
 from picotron_ray.parallel.precision.fp8 import apply_fp8
 from picotron_ray.parallel.stage_plan import StagePlan
-from picotron_ray.parallel.tensor.overlap import Overlap, hidden
-from picotron_ray.parallel.tensor.ring_overlap import Ring
+from picotron_ray.parallel.tensor.overlap import Overlap, overlapped_products
+from picotron_ray.parallel.tensor.ring_overlap import RingOverlap
 from picotron_ray.parallel.tensor.tensor_parallel import apply_tensor_parallel, named_modules
 
 
@@ -123,7 +123,7 @@ def _tensor_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[
             yield f"no tensor parallelism that {plan.overlap} could overlap"
         return
     overlap = _overlap(mesh, tp, plan)
-    means = None if overlap is None else hidden(overlap, plan.compiled)
+    means = None if overlap is None else overlapped_products(overlap, plan.compiled)
     count, overlapped = apply_tensor_parallel(model, tp, plan.styles, means)
     plan.tie(model)
     kind = "tensor" if any(style == "sum_rowwise" for _, style in plan.styles) else "tensor and sequence"
@@ -135,11 +135,11 @@ def _tensor_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[
 def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: StagePlan) -> Overlap | None:
     """Return the method that hides tensor parallelism's communication; the stages of a rank share it."""
     if mesh.overlap is None and plan.overlap == "ring":
-        mesh.overlap = Ring(tp)
+        mesh.overlap = RingOverlap(tp)
     elif mesh.overlap is None and plan.overlap == "symmetric-memory":
-        from picotron_ray.parallel.tensor.symmetric_memory import Symmetric
+        from picotron_ray.parallel.tensor.symmetric_memory import SymmetricOverlap
 
-        mesh.overlap = found = Symmetric(tp, plan.device)
+        mesh.overlap = found = SymmetricOverlap(tp, plan.device)
         mesh.on_close.append(found.close)
     return mesh.overlap
 
@@ -158,7 +158,7 @@ def _expert_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[
 def _attention_kernel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     modules = named_modules(model, plan.attention.modules)
     if modules:
-        kernel = whole_kernel(plan.attention.backend, compiled=plan.compiled)
+        kernel = attention_kernel(plan.attention.backend, compiled=plan.compiled)
         for module in modules:
             module.kernel = kernel
         yield str(plan.attention)
@@ -230,7 +230,7 @@ def _data_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[st
     if mesh.sharded is not None:
         whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
         experts = [m.experts for m in named_modules(model, plan.mixtures)] if layout.ep > 1 else []
-        apply_fsdp(model, Units(plan.blocks, experts, mesh.experts, whole), mesh.sharded, layout.zero)
+        apply_fsdp(model, FsdpUnits(plan.blocks, experts, mesh.experts, whole), mesh.sharded, layout.zero)
         copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
         yield f"FSDP2 over {layout.shards}{copies}, zero {layout.zero}"
     elif layout.replicas > 1:
@@ -238,14 +238,14 @@ def _data_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[st
 
 
 def _autocast(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
-    """Without a phrase: the job's precision says it."""
+    """Yield no phrase: the job's precision says it."""
     if plan.autocast is not None:
         apply_autocast(model, plan.device, plan.autocast, gathers=mesh.layout.zero == 3)
     yield from ()
 
 
 def _precision_switches(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
-    """Without a phrase: their positions are decided later, and logged then."""
+    """Yield no phrase: their positions are decided later, and logged then."""
     if plan.switches is not None:
         plan.switches.install(model)
     yield from ()

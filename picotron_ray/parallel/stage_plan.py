@@ -11,7 +11,7 @@ from torch import nn
 from picotron_ray.models.parameters import Style
 from picotron_ray.parallel.attention.backends import AttentionPlan
 from picotron_ray.parallel.precision.switches import PrecisionSwitches
-from picotron_ray.parallel.tensor.overlap import Kind
+from picotron_ray.parallel.tensor.overlap import OverlapMethod
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ class StagePlan:
     functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     loss_chunk: int | None = None
     fp8: bool = False
-    overlap: Kind = "none"
+    overlap: OverlapMethod = "none"
     device: torch.device = CPU
     tie: Callable[[nn.Module], None] = lambda model: None
     stage: int = 0

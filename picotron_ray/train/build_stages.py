@@ -23,7 +23,7 @@ from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.models.layers.fused_linear import lay_together
 from picotron_ray.models.layers.moe import MixtureOfExperts
 from picotron_ray.parallel.attention.backends import AttentionPlan
-from picotron_ray.parallel.data.fsdp import settle
+from picotron_ray.parallel.data.fsdp import pad_shards
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.parallelize import parallelize
 from picotron_ray.parallel.precision.switches import PrecisionSwitches
@@ -69,7 +69,7 @@ def build_stages(
         definition.materialise(model, device)
         if not layout.zero:  # FSDP gathers each parameter into storage of its own
             lay_together(model)
-        settle(model)
+        pad_shards(model)
         models[stage] = model
     return models, (*applied, *of_a_stage)
 

@@ -66,7 +66,7 @@ class StepGraph:
 
     @property
     def recorded(self) -> bool:
-        """Whether a micro-batch was recorded."""
+        """True once a micro-batch was recorded."""
         return self._fed is not None
 
     def record(self, like: MicroBatch, scale: float) -> None:

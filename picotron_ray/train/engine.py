@@ -36,7 +36,7 @@ from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.build import definition_of
-from picotron_ray.parallel.data.fsdp import let_go
+from picotron_ray.parallel.data.fsdp import free_gathered_weights
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm
 from picotron_ray.parallel.local_shards import local_parameters
 from picotron_ray.parallel.mesh import Mesh, make_mesh
@@ -45,13 +45,7 @@ from picotron_ray.train.build_stages import build_stages, mixtures_of
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
 from picotron_ray.train.optim.optimizer import build_optimizer
 from picotron_ray.train.passes import OnPhase, choose_passes
-from picotron_ray.train.precision.adaptive import (
-    Adaptation,
-    AdaptivePrecision,
-    FixedPrecision,
-    PrecisionPolicy,
-    parts_of,
-)
+from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose_adaptation, parts_of
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.precision.loss_scaler import loss_scaling
 from picotron_ray.train.precision.precision import check_precision, master_dtype
@@ -103,14 +97,14 @@ class Engine:
         self._optimizer = build_optimizer(job, trained, table, mesh.layout, mesh.rank, device)
         self._scaling = loss_scaling(job.precision, device)
         self._balance = ExpertBalance(mixtures_of(self._models, definition), mesh.group("data"))
-        self._adaptation: Adaptation = FixedPrecision()
-        if adaptive:
-            variability = variability or GradientVariability()
-            self._adaptation = AdaptivePrecision(
-                job.adaptive_precision, sizes, switches, trained, self.layout, device, variability
-            )
+        variability = variability or GradientVariability()
+        self._adaptation = choose_adaptation(
+            job.adaptive_precision, sizes, switches, trained, self.layout, device, variability
+        )
         moments = self._optimizer.moments
         self._state = TrainingState(definition, mesh, parameters, trained, moments, self._scaling)
+        limit = job.optimizer.clip_norm
+        self._clip_norm = math.inf if limit is None else limit
         self.applied += self._optimizer.applied + self._passes.applied
 
     # --- a step --------------------------------------------------------------------------------------
@@ -155,11 +149,11 @@ class Engine:
     def clip(self, on_phase: OnPhase = silent) -> float:
         """Clip to ``optimizer.clip_norm``; return the global norm before clipping."""
         on_phase("clip")
-        gradients, limit = self._gradients.values, self.job.optimizer.clip_norm
+        gradients = self._gradients.values
         norm = global_norm(gradients, self._counted, self.layout, self.device)
         self._adaptation.observe(gradients)
-        if limit is not None and math.isfinite(norm):
-            clip_(gradients, norm, limit)
+        if math.isfinite(norm):
+            clip_(gradients, norm, self._clip_norm)
         return norm
 
     def optimizer_step(self, rate: float) -> None:
@@ -186,7 +180,7 @@ class Engine:
                 total += loss
             tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
         for model in self._models.values():
-            let_go(model)
+            free_gathered_weights(model)
         return (total, tokens_seen) if self._owns_loss else (0.0, 0)
 
     def adapt(self, batches: Sequence[StepBatch]) -> PrecisionPolicy | None:

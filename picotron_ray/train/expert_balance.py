@@ -1,4 +1,4 @@
-"""The balance of experts over a step: their load over the global batch, and the bias that evens it.
+"""Load of experts over a step's global batch, and the bias that balances it.
 
 The bias of an expert moves by ``bias_rate`` against its load's distance from the mean, once per step, by the
 sign alone (Wang et al. 2024, "Auxiliary-Loss-Free ExpertLoad Balancing Strategy for Mixture-of-Experts").
@@ -18,11 +18,11 @@ from picotron_ray.models.layers.moe import MixtureOfExperts
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """How the experts of one layer were used in a step, over the global batch.
+    """Load of one layer's experts in a step, over the global batch.
 
     Fields:
         shares: assignments of each expert / the mean over the experts.
-        dropped: assignments over capacity, which went to no expert.
+        dropped: assignments over capacity. They reach no expert.
     """
 
     shares: tuple[float, ...]
@@ -30,11 +30,11 @@ class ExpertLoad:
 
 
 class ExpertBalance:
-    """The mixtures of one pipeline stage.
+    """Balances the mixtures of one pipeline stage.
 
     Args:
         mixtures: layer number and module.
-        group: ranks that feed other tokens to the same layers; None: there are none.
+        group: ranks that feed other tokens to the same layers. None: there are none.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ExpertBalance:
         self._loads: list[Tensor] = []
 
     def begin(self, scale: float) -> None:
-        """A step begins. ``scale``: gradient of the auxiliary losses."""
+        """Begin a step. ``scale``: gradient of the auxiliary losses."""
         for _, mixture in self._mixtures:
             mixture.scale, mixture.router.load = scale, None
 
@@ -70,7 +70,7 @@ class ExpertBalance:
                 )
 
     def loads(self) -> dict[int, ExpertLoad]:
-        """By layer number, of the step that `reduce` ended."""
+        """Return the loads of the step that `reduce` ended, by layer number."""
         found = {}
         for (layer, _), load in zip(self._mixtures, self._loads, strict=True):
             shares = load[:-1] / load[:-1].mean()

@@ -13,7 +13,7 @@ from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.parallel.data.ddp import replicated
 from picotron_ray.parallel.local_shards import LocalParameter, local_gradient
 from picotron_ray.parallel.mesh import Mesh
-from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
+from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
 
 NEVER = 2**62
 """Micro-batches that the sums over replicas wait for where no hook runs: more than any step has."""
@@ -34,7 +34,7 @@ class Gradients:
         self._parameters, self._layout = parameters, mesh.layout
         self._sequence_parallel, self._tp = definition.sequence_parallel, mesh.group("tp")
         other_end = mesh.layout.other_end(mesh.at.pp)
-        self._ends = TiedEnds(parameters, definition.copies.values(), mesh.group("pp"), other_end)
+        self._ends = TiedEmbeddings(parameters, definition.copies.values(), mesh.group("pp"), other_end)
         summed = [parameter for parameter in parameters if parameter.spec.trained]
         self.trained = [parameter for parameter in summed if not self._ends.follows(parameter)]
         self._replicated = replicated((p.parameter, _sum_group(p, mesh)) for p in summed)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.models.definition import ModelDefinition
-from picotron_ray.parallel.data.fsdp import before_backward
+from picotron_ray.parallel.data.fsdp import prepare_backward
 from picotron_ray.parallel.local_shards import LocalParameter, chunk
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import Mesh
@@ -82,6 +82,7 @@ class LoopPasses:
         self.compute, self._batcher, self._zero = compute, batcher, zero
 
     def run(self, batch: StepBatch, scale: float, on_phase: OnPhase) -> Tensor:
+        """Run each micro-batch forward and backward."""
         micro_batches = list(self._batcher.micro_batches(batch))
         sums = []
         for number, micro_batch in enumerate(micro_batches, 1):
@@ -90,16 +91,18 @@ class LoopPasses:
             loss = self.compute.forward(micro_batch)
             on_phase("backward")
             if self._zero and len(micro_batches) > 1 and number in (1, len(micro_batches)):
-                before_backward(self.compute.model, self._zero, last=number > 1)
+                prepare_backward(self.compute.model, self._zero, last=number > 1)
             (loss * scale).backward()
             sums.append(loss.detach())
         return torch.stack(sums).sum()
 
     def losses(self, batch: StepBatch) -> Iterator[float]:
+        """Yield one loss sum per micro-batch."""
         for micro_batch in self._batcher.micro_batches(batch):
             yield float(self.compute.forward(micro_batch))
 
     def close(self) -> None:
+        """Drop the model."""
         del self.compute
 
 
@@ -114,6 +117,7 @@ class GraphPasses:
         self.compute, self._batcher, self._graph, self._gradients = compute, batcher, graph, gradients
 
     def run(self, batch: StepBatch, scale: float, on_phase: OnPhase) -> Tensor:
+        """Replay each micro-batch; record the first one before."""
         micro_batches = list(self._batcher.micro_batches(batch))
         if not self._graph.recorded:
             self._graph.record(micro_batches[0], scale)
@@ -121,10 +125,12 @@ class GraphPasses:
         return torch.stack([self._graph.replay(micro_batch, scale) for micro_batch in micro_batches]).sum()
 
     def losses(self, batch: StepBatch) -> Iterator[float]:
+        """Yield one loss sum per micro-batch."""
         for micro_batch in self._batcher.micro_batches(batch):
             yield float(self.compute.forward(micro_batch))
 
     def close(self) -> None:
+        """Drop the graph and the model."""
         self._graph.close()
         del self.compute, self._gradients
 
@@ -138,12 +144,15 @@ class PipelinePasses:
         self.pipeline, self._batcher = pipeline, batcher
 
     def run(self, batch: StepBatch, scale: float, on_phase: OnPhase) -> Tensor:
+        """Run the schedule."""
         return self.pipeline.step(*self._batcher.whole(batch), scale)
 
     def losses(self, batch: StepBatch) -> Iterator[float]:
+        """Yield the loss sum of all micro-batches."""
         yield float(self.pipeline.evaluate(self._batcher.micro_batches(batch)))
 
     def close(self) -> None:
+        """Drop the schedules, which hold the models and the group."""
         self.pipeline.close()
 
 

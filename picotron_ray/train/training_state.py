@@ -20,7 +20,7 @@ Moments = Mapping[str, Mapping[str, Tensor | QuantizedTensor]]
 
 
 class TrainingState:
-    """What a rank holds of a training: live storage, the same for the engine's whole life.
+    """Live storage of a rank's weights, moments and loss scale, the same for the engine's whole life.
 
     Args:
         parameters: all that this rank holds.

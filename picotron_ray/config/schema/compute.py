@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from picotron_ray.config.schema.base import Section
+from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Zero
 from picotron_ray.layout.recompute_policy import PATTERN
-from picotron_ray.layout.schedules import Schedule
+from picotron_ray.layout.schedules import SCHEDULES, canonical_name, schedule_names
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
 Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
+def _schedule(name: str) -> str:
+    try:
+        return canonical_name(name)
+    except LayoutError as error:
+        raise ValueError(str(error)) from None
+
+
+def _schedule_choices(schema: dict[str, Any]) -> None:
+    schema["enum"] = schedule_names()
+
+
+ScheduleName = Annotated[str, AfterValidator(_schedule), Field(json_schema_extra=_schedule_choices)]
+"""Name of an entry of `SCHEDULES`; an alias becomes the name."""
+ONE_STAGE = " and ".join(name for name, entry in SCHEDULES.items() if entry.stages_per_rank[1] == 1)
 
 
 class LayoutConfig(Section):
@@ -51,9 +68,9 @@ class LayoutConfig(Section):
         description="copies of what zero 1 to 3 share out (HSDP), each over 1/replicate of dp x cp; auto:"
         " where the planner says that it pays",
     )
-    schedule: Schedule = Field(
+    schedule: ScheduleName = Field(
         default="1f1b",
-        description="pipeline schedule, where pp > 1; all but afab and 1f1b cut more than one stage per rank;"
+        description=f"pipeline schedule, where pp > 1; all but {ONE_STAGE} cut more than one stage per rank;"
         " custom: the one that actions writes down",
     )
     actions: tuple[str, ...] = Field(

@@ -1,4 +1,4 @@
-"""What goes into the coordinator's machine (events) and comes out of it (commands).
+"""Messages of the coordinator's machine: events go in, commands come out.
 
 Plain frozen dataclasses that turn into JSON and back, so that the event log of a real run can be
 replayed. No member of this module touches a clock, a socket or a thread.

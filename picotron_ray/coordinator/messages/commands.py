@@ -82,7 +82,7 @@ class AppendCommit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The pinned snapshots up to ``step`` may be overwritten; ``committed``: the newest commit's step."""
+    """Allow that pinned snapshots up to ``step`` are overwritten; ``committed``: the newest commit's step."""
 
     node: str
     generation: GenerationId
@@ -116,7 +116,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run is over; stop every worker (fenced: touch nothing, a newer coordinator has them)."""
+    """End the run: stop every worker (fenced: touch nothing, a newer coordinator has them)."""
 
     status: Literal["finished", "failed", "stopped", "storage", "fenced"]
     detail: str = ""

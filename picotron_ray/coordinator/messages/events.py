@@ -34,8 +34,10 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A node can take part. Workers that it already has, but that ``Begin`` did not name (it could not be
-    reached then), are reported by ``WorkerReady`` right after: the machine does not know them, kills them.
+    """Node that can take part.
+
+    Workers that it has already, but that ``Begin`` did not name (it could not be reached then), are reported
+    by ``WorkerReady`` right after. The machine does not know them and kills them.
     """
 
     node: str
@@ -63,7 +65,7 @@ class WorkerExited:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """A member's phase outlasted its own limit.
+    """Member in a phase that outlasted the phase's own limit.
 
     Which member is the stuck one is not known: a healthy one blocked in a collective with it looks the
     same from outside. So the machine interrupts all members (hard) exactly as after a death, this one
@@ -79,7 +81,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Every ``heartbeat_s`` per node, also from one without workers.
+    """Sign of life, every ``heartbeat_s`` per node, also from one without workers.
 
     ``node_timeout_s`` of silence is a lost node.
     ``steps`` maps a worker to its finished steps in the running generation. A node that was counted as
@@ -93,7 +95,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How ``run_generation`` ended on one member. ``step``: finished steps of its clean live state."""
+    """End of ``run_generation`` on one member. ``step``: finished steps of its clean live state."""
 
     worker: str
     generation: GenerationId
@@ -105,7 +107,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSealed:
-    """All living members on ``node`` sealed (and pinned) the checkpoint snapshot of ``step``: these slots."""
+    """Slots of the checkpoint snapshot of ``step``, sealed and pinned by all living members on ``node``."""
 
     node: str
     generation: GenerationId
@@ -124,7 +126,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """One node's chunks of a checkpoint are in storage, or not.
+    """Result of one node's upload of a checkpoint.
 
     ``error``: "corrupt:<slot file>" where a slot fails its digest, else any text; tried again later.
     """
@@ -137,7 +139,7 @@ class Uploaded:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A log entry is durable (``seq`` > 0), failed for now (``error``), or was refused (``fenced``)."""
+    """Result of a log entry: durable (``seq`` > 0), failed for now (``error``), or refused (``fenced``)."""
 
     kind: Literal["generation", "commit"]
     generation: GenerationId
@@ -161,7 +163,7 @@ class UserRequest:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; sent at least once per second and at every wake-up that the machine asked for."""
+    """Passing of time; sent at least once per second and at every wake-up that the machine asked for."""
 
 
 Event = (

@@ -1,4 +1,4 @@
-"""Values inside of events and commands: who, which state, from where."""
+"""Values inside of events and commands: workers, generations, states, slots."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SlotInfo:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a generation takes its state from; exactly one of the three kinds."""
+    """Source of a generation's state; exactly one of the three kinds."""
 
     kind: Literal["init", "slots", "commit"]
     step: int = 0

@@ -15,7 +15,7 @@ from picotron_ray.failures import FAILURE_RULES, LADDER, FailureKind, Remedy
 
 @dataclass(slots=True)
 class Breaker:
-    """Counts failures; ``step`` is the furthest finished step that the present row of failures reached."""
+    """Counter of failures; ``step`` is the furthest finished step that the present row of them reached."""
 
     max_failures: int
     max_in_a_row: int

@@ -1,7 +1,7 @@
-"""Who is there: nodes, workers, where to start workers, and which of them take part.
+"""Membership: the roster of nodes and workers, and the policies that pick from it.
 
-The roster is the machine's only record of the cluster. Its methods change it; the functions below are
-policies over it and change nothing.
+The roster is the machine's only record of the cluster. Its methods change it. The functions below it are
+policies: they decide on which nodes workers start and which of them take part, and change nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Roster:
         return True
 
     def lose(self, name: str, *, silent: bool) -> list[RosterWorker]:
-        """Forget a node; its workers, which are gone with it. A silent one may speak again."""
+        """Forget a node; returns its workers, which are gone with it. A silent one may speak again."""
         node = self.nodes.pop(name, None)
         gone = [worker for worker in self.workers.values() if worker.node == name]
         for worker in gone:
@@ -95,7 +95,7 @@ class Roster:
 
 
 def starts(roster: Roster, wanted: int, now: float) -> list[str]:
-    """On which nodes to start a worker now (one entry each) so that ``wanted`` live: biggest node first."""
+    """Nodes on which to start a worker now (one entry each) so that ``wanted`` live: biggest node first."""
     missing = wanted - len(roster.alive())
     found: list[str] = []
     if missing <= 0:
@@ -111,7 +111,7 @@ def starts(roster: Roster, wanted: int, now: float) -> list[str]:
 def choose_members(
     workers: Iterable[RosterWorker], count: int, previous: Iterable[Member] = ()
 ) -> tuple[Member, ...]:
-    """``count`` of ``workers`` in rank order: node by node, fullest node first, then as ranked before.
+    """Pick ``count`` of ``workers`` in rank order: node by node, fullest first, then as ranked before.
 
     Neighbouring ranks share a node, so the chattiest axis (tensor parallelism) stays inside one.
     """

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run, and when: drawn by seed, about half of it during a recovery."""
+"""Faults of a simulated run: drawn by seed, about half of them during a recovery."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def restart(sim: Sim) -> None:
 
 
 def coordinator(sim: Sim) -> None:
-    """A new coordinator process."""
+    """Start a new coordinator process."""
     if sim.shell is None and not sim.over:
         sim.shell = Shell(sim)
         sim.shell.start()
@@ -195,7 +195,7 @@ RARE_STATES = (
 
 
 def ambush(sim: Sim) -> list[tuple[MachineState, float, str]]:
-    """Faults that lie in wait for a state that is soon over: (state, seconds after it began, fault)."""
+    """Draw faults that lie in wait for a state that is soon over: (state, seconds after it began, fault)."""
     names = [name for name in FAULTS if name != "stop"]
     return [
         (sim.rng.pick(RARE_STATES), sim.rng.uniform(0.0, 1.5) * sim.rng.random(), sim.rng.pick(names))
@@ -204,7 +204,10 @@ def ambush(sim: Sim) -> list[tuple[MachineState, float, str]]:
 
 
 def plan(sim: Sim, count: int) -> list[tuple[float, str]]:
-    """``count`` faults: each at a time of its own, or shortly after the one before; some runs are stopped."""
+    """Draw ``count`` faults: each at a time of its own, or shortly after the one before.
+
+    Some runs are stopped in the end.
+    """
     names, times = [name for name in FAULTS if name != "stop"], 0.5
     drawn: list[tuple[float, str]] = []
     for _ in range(count):

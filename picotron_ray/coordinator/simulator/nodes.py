@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator.protocols import Generation, World
+from picotron_ray.coordinator.simulator.protocols import GenerationProtocol, World
 from picotron_ray.coordinator.simulator.slots import SimSlot
 from picotron_ray.failures import FailureKind
 
@@ -27,7 +27,7 @@ class SimWorker:
     def __init__(self, name: str, node: SimNode) -> None:
         self.name, self.node = name, node
         self.ready = self.hung = False
-        self.generation: Generation | None = None
+        self.generation: GenerationProtocol | None = None
         self.last: m.GenerationId | None = None  # newest generation that it was told to run
         self.outcome: m.Outcome | None = None
         self.clean, self.writing = 0, False
@@ -55,7 +55,7 @@ class SimWorker:
         elif mode == "hard":
             self.leave(at, FailureKind.PEER_LOST)
 
-    def leave(self, generation: Generation, kind: m.OutcomeKind, detail: str = "") -> None:
+    def leave(self, generation: GenerationProtocol, kind: m.OutcomeKind, detail: str = "") -> None:
         """End the generation on this member; leaving early breaks it for the others."""
         if self.generation is not generation or self.node.sim.worker(self.name) is not self or self.hung:
             return
@@ -91,14 +91,14 @@ class SimNode:
         self.sim.to_coordinator(self, event, reliable)
 
     def hello(self) -> None:
-        """Make itself known to a coordinator that does not know it, with what lives on it."""
+        """Introduce itself to a coordinator that does not know it, with what lives on it."""
         self.report(m.NodeJoined(self.name, self.capacity), reliable=True)
         for worker in self.workers.values():
             if worker.ready:
                 self.report(m.WorkerReady(worker.name, self.name), reliable=True)
 
     def keep(self, held: SimSlot) -> None:
-        """A slot is sealed; one file per name."""
+        """Keep a sealed slot; there is one file per name."""
         old = self.slots.get(held.info.slot)
         held.pinned = held.pinned or (old is not None and old.pinned)
         self.slots[held.info.slot] = held
@@ -150,7 +150,7 @@ class SimNode:
         self.slots.pop(slot, None)
 
     def release(self, generation: m.GenerationId, step: int) -> None:
-        """Unpin up to a state; what dead workers left behind from before it is deleted."""
+        """Unpin up to a state; delete what dead workers left behind from before it."""
         for held in list(self.slots.values()):
             key = (held.info.generation, held.info.step)
             if key < (generation, step) and held.info.slot.split(".")[0] not in self.workers:

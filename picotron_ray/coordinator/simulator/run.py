@@ -1,4 +1,4 @@
-"""One seed: draw a cluster, a job and its faults, run it to the end, report."""
+"""Simulation of one seed: draw a cluster, a job and its faults, run it to the end, report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAULT_WINDOW_S = 4.0  # a fault counts as at work for this long (coverage)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of one seed; ``failures`` is empty where all invariants held."""
+    """Result of one seed; ``failures`` is empty where all invariants held."""
 
     seed: int
     events: int
@@ -122,7 +122,7 @@ def _strike(sim: Sim, coverage: Coverage, name: str) -> None:
 
 
 def simulate_many(seeds: Iterable[int]) -> tuple[list[Report], Coverage]:
-    """Many seeds, and their coverage together."""
+    """Run many seeds, and add up their coverage."""
     coverage = Coverage()
     reports = []
     for seed in seeds:

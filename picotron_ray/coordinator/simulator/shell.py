@@ -114,7 +114,7 @@ class Shell:
         self.sim.after(1.0, self._tick)
 
     def pause(self, seconds: float) -> None:
-        """SIGSTOP for a while; what arrives meanwhile is handled afterwards."""
+        """Stop for a while, as by SIGSTOP; events that arrive meanwhile are handled afterwards."""
         self.paused_until = self.sim.now + seconds
         self.sim.after(seconds + 0.001, self._resume)
 
@@ -191,7 +191,7 @@ class Shell:
             generation.pin_next = True
 
     def append(self, command: m.AppendGeneration | m.AppendCommit) -> None:
-        """Storage may be down (an error after a while), slow, or do it and lose the reply."""
+        """Write a log entry; storage may be down (an error after a while), slow, or lose the reply."""
         storage, sim = self.sim.storage, self.sim
         delay = sim.rng.uniform(0.5, 6.0) if sim.now < storage.slow_until else sim.rng.uniform(0.002, 0.05)
         sim.after(delay, self._append, command)

@@ -1,4 +1,4 @@
-"""The simulated store: one log with conditional appends, uploaded parts, outages, lags and lost replies."""
+"""Simulated storage: one log with conditional appends, uploaded parts, outages, lags and lost replies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory, compl
 
 
 class SimLogEntry(NamedTuple):
-    """One log entry as written: by which term, what."""
+    """Log entry as written, with the term of its writer."""
 
     term: int
     kind: str  # term, generation, commit
@@ -45,7 +45,7 @@ class SimStorage:
         return self._append(SimLogEntry(term, "generation", spec, spec.id, spec.resume_step))
 
     def append_commit(self, term: int, command: m.AppendCommit) -> m.Appended:
-        """Checks what a real assembly of the manifest checks: the parts are there and cover the whole."""
+        """Append a commit after the checks of a real assembly: the parts are there and cover the whole."""
         key = f"manifests/{command.step}-{command.generation}"
         spec = next(
             (e.spec for e in self.log if e.kind == "generation" and e.generation == command.generation), None

@@ -1,4 +1,4 @@
-"""One simulated generation at work: rendezvous, steps, snapshots, and how it breaks.
+"""Simulated generation at work: rendezvous, steps, snapshots, and how it breaks.
 
 A state is represented by its history: segments (generation, from, to) that say which generation did which
 steps. Snapshots are written down only when somebody could look at them: at checkpoints, and when the
@@ -8,7 +8,7 @@ generation ends, where each member may or may not have sealed the step before th
 from __future__ import annotations
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator.protocols import Worker, World
+from picotron_ray.coordinator.simulator.protocols import WorkerProtocol, World
 from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory
 from picotron_ray.failures import FailureKind
 
@@ -30,8 +30,8 @@ class SimGeneration:
 
     # --- at work ------------------------------------------------------------------------------------
 
-    def join(self, worker: Worker) -> None:
-        """A member reached the rendezvous; the last one sets the generation off."""
+    def join(self, worker: WorkerProtocol) -> None:
+        """Enter a member that reached the rendezvous; the last one sets the generation off."""
         if not self.joined:
             self.sim.after(LONGEST_RENDEZVOUS_S, self._expect_all)
         self.joined.add(worker.name)
@@ -90,7 +90,7 @@ class SimGeneration:
         return hung
 
     def stalled(self) -> None:
-        """Agents notice that nothing moves."""
+        """Let the agents notice that nothing moves."""
         if not self.watched:
             self.watched = True
             self._complain()
@@ -125,7 +125,9 @@ class SimGeneration:
             slots = tuple(self._write(worker, step, pinned=True) for worker in living)
             node.report(m.SnapshotSealed(name, self.spec.id, step, slots))
 
-    def _write(self, worker: Worker, step: int, *, pinned: bool = False, whole: bool = False) -> m.SlotInfo:
+    def _write(
+        self, worker: WorkerProtocol, step: int, *, pinned: bool = False, whole: bool = False
+    ) -> m.SlotInfo:
         rank = next(i for i, member in enumerate(self.spec.members) if member.worker == worker.name)
         layout = self.spec.layout
         group = layout.state_group(rank)
@@ -149,12 +151,12 @@ class SimGeneration:
 
     # --- the end ------------------------------------------------------------------------------------
 
-    def members(self) -> list[Worker]:
+    def members(self) -> list[WorkerProtocol]:
         """Members whose process lives."""
         return [w for x in self.spec.members if (w := self.sim.worker(x.worker)) is not None]
 
     def shatter(self) -> None:
-        """A member is gone: no step is finished any more. What each one had sealed is written down."""
+        """Break the generation: no step is finished any more; all that members had sealed is written."""
         if self.broken or self.ended:
             return
         self.broken = True
@@ -171,7 +173,7 @@ class SimGeneration:
             if worker.generation is self and not worker.hung and rng.chance(0.5):
                 self.sim.after(rng.uniform(0.01, 0.1), worker.leave, self, FailureKind.PEER_LOST)
 
-    def flush(self, worker: Worker) -> None:
-        """A survivor writes down its live state, where it is clean."""
+    def flush(self, worker: WorkerProtocol) -> None:
+        """Write down a survivor's live state, where it is clean."""
         if self.began_at and not worker.writing and worker.clean > self.spec.resume_step:
             self._write(worker, worker.clean, whole=True)

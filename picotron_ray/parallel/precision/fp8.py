@@ -1,13 +1,13 @@
-"""fp8 training by torchao (extra ``fp8``): the products of the linear layers inside blocks.
+"""fp8 training by torchao (extra ``fp8``), for the products of the linear layers inside blocks.
 
 Inputs and weights are cast to e4m3, gradients to e5m2 (Micikevicius et al. 2022, FP8 Formats for Deep
-Learning), each tensor with a scale of its own that is made from its largest value at every use; products
-accumulate wider and come out in bf16. Weights stay fp32. Head, embeddings, router, norms and stacked experts
-are no such layers.
+Learning). Each tensor has a scale of its own, computed from its largest value at every use. Products
+accumulate in a wider type and are returned in bf16. Weights stay fp32. Head, embeddings, router, norms and
+stacked experts are not converted.
 
-torchao puts a subclass of nn.Linear in each one's place, which has the same parameters under the same names.
-It is applied before anything cuts the model. Under tensor parallelism each rank's part of a weight is scaled
-by itself, so that losses differ between layouts as roundings do.
+torchao replaces each layer by a subclass of nn.Linear with the same parameters under the same names. That
+happens before anything cuts the model. Under tensor parallelism each rank's part of a weight has its own
+scale, so that losses differ between layouts by roundings.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from picotron_ray.config.support.precision import TORCHAO
 from picotron_ray.errors import LayoutError
 
 EMULATE = False
-"""For tests: the same roundings by wider products, on devices that have no fp8."""
+"""Emulate fp8: the same roundings by wider products, for tests on devices without it."""
 
 
 def apply_fp8(blocks: Sequence[nn.Module]) -> int:
-    """Let every linear layer inside the blocks compute in fp8, in place; returns how many.
+    """Convert every linear layer inside the blocks to fp8, in place; return their number.
 
-    Raises LayoutError where torchao is missing.
+    Raises:
+        LayoutError: torchao is missing.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -47,7 +48,7 @@ def apply_fp8(blocks: Sequence[nn.Module]) -> int:
 
 
 def _product(module: Any, x: Tensor) -> Tensor:
-    """``x`` times the weight as torchao's layer computes it, without its bias."""
+    """Multiply ``x`` by the weight as torchao's layer does, without its bias."""
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     if torch.is_autocast_enabled():

@@ -1,4 +1,4 @@
-"""The coordinator: a thin Ray shell around the pure machine of ``picotron_ray.coordinator``.
+"""Coordinator: a thin Ray shell around the pure machine of ``picotron_ray.coordinator``.
 
 One thread owns the machine and runs an event loop; whatever arrives (calls of agents and the driver,
 results of actor calls, storage, time) becomes an event there, and each command the machine answers with
@@ -52,7 +52,7 @@ NODE_POLL_S = 1.0
 
 
 class Coordinator:
-    """Methods are called through Ray, several at a time; they only hand over to the loop's thread."""
+    """Ray actor. Its methods run on several threads at a time and only hand over to the loop's thread."""
 
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
         self._job = JobConfig.model_validate(job)
@@ -88,7 +88,7 @@ class Coordinator:
     # --- called through Ray ------------------------------------------------------------------------------
 
     def status(self, since: int = 0, follower: str = "") -> dict[str, Any]:
-        """What the driver shows.
+        """Return the state of the run, as the driver shows it.
 
         Args:
             since: number of the last event that it has.
@@ -101,23 +101,23 @@ class Coordinator:
         return found
 
     def config(self) -> dict[str, Any]:
-        """The config that the run goes on with, without secrets."""
+        """Return the config that the run goes on with, without secrets."""
         return public_dict(self._job)
 
     def attached(self, submission: dict[str, Any]) -> None:
-        """A driver in a Ray job follows the run; told again after every restart."""
+        """Note a driver in a Ray job that follows the run; told again after every restart."""
         self._record.attached(submission)
 
     def pid(self) -> int:
-        """Process id, for drills that kill it."""
+        """Return the process id, for drills that kill it."""
         return os.getpid()
 
     def request(self, what: str) -> None:
-        """``stop`` (with a commit) or ``checkpoint``."""
+        """Ask for a ``stop`` (with a commit) or a ``checkpoint``."""
         self._post(m.UserRequest(what))  # type: ignore[arg-type]
 
     def heartbeat(self, node: str, figures: list[dict[str, Any]]) -> None:
-        """Once a second from every agent: its living workers' pages."""
+        """Take the pages of a node's living workers, once a second from every agent."""
         newest = max((m.GenerationId(f["term"], f["n"]) for f in figures if f["term"]), default=None)
         steps = {f["worker"]: f["step"] for f in figures if m.GenerationId(f["term"], f["n"]) == newest}
         self._cluster.heard(node)
@@ -126,15 +126,15 @@ class Coordinator:
         self._loop.call_soon_threadsafe(self._chaos.reached, max(steps.values(), default=0))
 
     def sealed(self, node: str, generation: tuple[int, int], step: int, slots: list[m.SlotInfo]) -> None:
-        """All members on a node sealed a pinned snapshot."""
+        """Hear that all members on a node sealed a pinned snapshot."""
         self._post(m.SnapshotSealed(node, m.GenerationId(*generation), step, tuple(slots)))
 
     def worker_exited(self, worker: str, cause: str) -> None:
-        """An agent found a worker's process gone."""
+        """Hear that a worker's process is gone."""
         self._post(m.WorkerExited(worker, cause))
 
     def stalled(self, worker: str, generation: list[int], phase: str, waited_s: float) -> None:
-        """An agent found a worker in a phase for longer than the phase's limit."""
+        """Hear that a worker is in a phase for longer than the phase's limit."""
         self._post(m.Stalled(worker, m.GenerationId(*generation), phase, waited_s))
 
     # --- the loop's thread -------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Coordinator:
             ray.kill(ray.get_actor(coordinator_name(self._job.name), NAMESPACE))
 
     async def _end_with(self, process: dict[str, Any]) -> None:
-        """Once the process that the run is tied to is gone: stop with a commit, then go."""
+        """Wait for the end of the process that the run is tied to; then stop with a commit."""
         while not await asyncio.to_thread(owner_process.is_gone, process):
             await asyncio.sleep(owner_process.POLL_S)
         self._record.note("warning", "orphaned", "the process that asked for this run is gone: stopping it")
@@ -272,6 +272,6 @@ class Coordinator:
 
 
 def event_log_lines(folder: Path) -> list[dict[str, Any]]:
-    """All records of all terms, oldest first, without the headers."""
+    """Read all records of all terms, oldest first, without the headers."""
     files = sorted(folder.glob("events-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
     return [json.loads(line) for path in files for line in path.read_text().splitlines()[1:]]

@@ -1,7 +1,7 @@
-"""The coordinator's hands: each command of the machine, carried out through Ray and storage.
+"""Executor of commands: each command of the machine is carried out through Ray and storage.
 
-A command is a short method here that never blocks the loop; what comes of it returns as an event. Nothing
-here decides anything about the run.
+A command is a short method here that never blocks the loop. Its result returns as an event. Nothing here
+decides anything about the run.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ UNAVAILABLE_RETRY_S = 0.2
 
 
 class CommandExecutor:
-    """Lives on the coordinator's loop.
+    """Methods by command, on the coordinator's loop.
 
-    ``report`` takes the events that come of commands; ``term`` is set once claimed; ``ending`` stops what
-    would otherwise try again.
+    ``report`` takes the events that come of commands. ``term`` is set once it is claimed. ``ending`` stops
+    all that would otherwise try again.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CommandExecutor:
         self.ending = False
 
     def carry_out(self, command: m.Command) -> None:
-        """Start what the command says."""
+        """Start the work of a command."""
         self._methods[type(command)](self, command)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -107,7 +107,7 @@ class CommandExecutor:
     async def _run_member(
         self, spec: m.GenerationSpec, member: m.Member, store: tuple[str, int] | None
     ) -> None:
-        """One member's whole generation; a lost reply is asked for again, because a second call joins."""
+        """Run one member's whole generation; a lost reply is asked for again, because a second call joins."""
         while not self.ending:
             try:
                 answer = await self._cluster.call_worker(
@@ -135,7 +135,7 @@ class CommandExecutor:
             self._tell(worker, "interrupt", self.term, _pair(command.generation), "snapshot")
 
     def _tell(self, worker: str, method: str, *arguments: Any) -> None:
-        """A call whose answer does not matter: what it causes comes back as an event."""
+        """Call a worker without waiting for its answer: the effect comes back as an event."""
 
         async def call() -> None:
             try:

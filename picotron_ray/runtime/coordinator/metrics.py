@@ -1,4 +1,4 @@
-"""What the coordinator and the agents measure for the endpoints of ``observability.exporter``.
+"""Figures that the coordinator measures for the endpoints of ``observability.exporter``.
 
 Called by a scrape, on the endpoint's thread: everything here reads copies or files and waits for nobody.
 """
@@ -22,14 +22,14 @@ LEVELS = ("info", "warning", "error")
 
 
 class CoordinatorFigures:
-    """Measures a run as its coordinator knows it."""
+    """Figures of a run, as its coordinator knows it."""
 
     def __init__(self, record: RunRecord, state: Callable[[], MachineState]) -> None:
         """``state``: of the coordinator's machine, as of now."""
         self._record, self._state = record, state
 
     def __call__(self) -> list[Sample]:
-        """All samples whose figures are known."""
+        """Measure all samples whose figures are known."""
         status, measured = self._record.status(NO_EVENTS), self._record.measured()
         return [*_training(status, measured), *self._elastic(status, measured), *_checkpoints(measured)]
 
@@ -86,7 +86,7 @@ def _checkpoints(measured: Measured) -> Iterator[Sample]:
 
 
 def essentials(samples: list[Sample]) -> dict[str, float]:
-    """Value by name of the figures that Ray is given too."""
+    """Pick the figures that Ray is given too: value by name."""
     return {
         sample.name: sample.value
         for sample in samples

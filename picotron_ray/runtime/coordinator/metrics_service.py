@@ -1,4 +1,4 @@
-"""The coordinator's part in being watched: its endpoint, the list of all endpoints, and Ray's gauges.
+"""Metrics service of the coordinator: its endpoint, the list of all endpoints, and Ray's gauges.
 
 Three ways lead to a run's metrics: the endpoints of the coordinator and of every agent; a file of them for
 Prometheus' ``file_sd_configs`` in the run's state folder; and ``ray_picotron_*`` gauges of the essential
@@ -29,12 +29,12 @@ COORDINATOR: Server = "coordinator"
 
 
 def targets_file(event_folder: Path) -> Path:
-    """The run's own discovery file for Prometheus."""
+    """Return the path of the run's own discovery file for Prometheus."""
     return event_folder.parent / "prometheus_targets.json"
 
 
 def targets(run: str, endpoints: dict[str, str]) -> list[dict[str, Any]]:
-    """Endpoints (``host:port`` by node, or ``coordinator``) as Prometheus' file_sd wants them."""
+    """List endpoints (``host:port`` by node, or ``coordinator``) as Prometheus' file_sd wants them."""
     return [
         {
             "targets": [endpoint],
@@ -45,7 +45,7 @@ def targets(run: str, endpoints: dict[str, str]) -> list[dict[str, Any]]:
 
 
 class MetricsService:
-    """Made and used on the coordinator's loop."""
+    """Endpoint, discovery file and gauges; made and used on the coordinator's loop."""
 
     def __init__(
         self,
@@ -76,9 +76,10 @@ class MetricsService:
     async def keep(
         self, agents: Callable[[], dict[str, dict[str, str]]], goes_on: Callable[[], bool]
     ) -> None:
-        """Until the run ends: name the endpoints that there are, and give Ray the essential figures.
+        """Name the endpoints that there are, and give Ray the essential figures, until the run ends.
 
-        ``agents``: per node, ``{"address": …}`` or ``{"problem": …}``.
+        Args:
+            agents: per node, ``{"address": …}`` or ``{"problem": …}``.
         """
         named: dict[str, str] = {}
         while goes_on():

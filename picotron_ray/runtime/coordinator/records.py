@@ -27,7 +27,7 @@ def sign_of(event: m.Event) -> tuple[FailureKind, str] | None:
 
 @dataclass(slots=True)
 class FailureRecord:
-    """One interruption of training: what failed, when it was noticed, and when steps went on."""
+    """One interruption of training."""
 
     kind: FailureKind
     target: str
@@ -67,7 +67,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A copy of what metrics and trackers want.
+    """Copy of the facts that metrics and trackers want.
 
     Fields:
         leader: page of rank 0 of the running generation; empty while there is none.
@@ -87,7 +87,7 @@ class Measured:
 
 
 def generation_entry(record: GenerationRecord) -> dict[str, Any]:
-    """A generation as summary.json lists it."""
+    """Format a generation as summary.json lists it."""
     spec = record.spec
     return {
         "term": spec.id.term,
@@ -101,7 +101,7 @@ def generation_entry(record: GenerationRecord) -> dict[str, Any]:
 
 
 def failure_entry(failure: FailureRecord) -> dict[str, Any]:
-    """A failure as the status and summary.json list it."""
+    """Format a failure as the status and summary.json list it."""
     return {
         "kind": failure.kind.value,
         "target": failure.target,

@@ -1,4 +1,4 @@
-"""What a run did: events for the driver, generations, failures with their cost, and the summary.
+"""Record of a run: events for the driver, generations, failures with their cost, and the summary.
 
 Filled from what the coordinator handles anyway; read by ``status`` from other threads, so every public
 method takes the lock.
@@ -46,7 +46,11 @@ class RunRecord:
         self._metrics: dict[str, Any] | None = None
 
     def begin(self, term: int, commit_figures: Mapping[int, dict[str, Any]]) -> None:
-        """A coordinator of ``term`` takes over; ``commit_figures`` grows with its commits, by step."""
+        """Take over as the coordinator of ``term``.
+
+        Args:
+            commit_figures: sizes and times by step; it grows with the commits.
+        """
         with self._lock:
             self._term, self._commit_figures = term, commit_figures
             self._running = False  # generations so far were recalled
@@ -55,7 +59,7 @@ class RunRecord:
     # --- filling -----------------------------------------------------------------------------------------
 
     def note(self, level: str, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
-        """An event for people; numbered, so that a driver asks only for what it has not seen."""
+        """Note an event for people; numbered, so that a driver asks only for what it has not seen."""
         with self._lock:
             self._seq += 1
             event = {"seq": self._seq, "t": time.time(), "level": level, "kind": kind, "text": text}
@@ -63,7 +67,7 @@ class RunRecord:
             self._facts.noted[level] += 1
 
     def attached(self, submission: dict[str, Any]) -> None:
-        """A Ray job whose driver started or follows the run; known ones are not told again."""
+        """Note a Ray job whose driver started or follows the run; known ones are not told again."""
         with self._lock:
             if submission not in self._facts.submissions:
                 self._facts.submissions.append(submission)
@@ -72,7 +76,7 @@ class RunRecord:
                 )
 
     def figures(self, node: str, figures: list[dict[str, Any]]) -> None:
-        """Pages of a node's workers, as its heartbeat brought them."""
+        """Take the pages of a node's workers, as its heartbeat brought them."""
         with self._lock:
             for page in figures:
                 page["node"] = node
@@ -102,7 +106,11 @@ class RunRecord:
                 self.observe(decode(line["event"]), [decode(command) for command in line["commands"]], at_s)
 
     def observe(self, event: m.Event, commands: list[m.Command], at_s: float) -> None:
-        """Follow the machine: what failed, and which generation came of it. ``at_s``: since the epoch."""
+        """Follow the machine: note failures, and which generation came of each.
+
+        Args:
+            at_s: seconds since the epoch.
+        """
         with self._lock:
             self._observe_event(event, at_s)
             for command in commands:
@@ -133,20 +141,20 @@ class RunRecord:
             self._failed(*sign, record, at_s)
 
     def _judged(self, data: dict[str, Any], at_s: float) -> None:
-        """A failure that the machine found without a sign of its own, as at a term's beginning."""
+        """Note a failure that the machine found without a sign of its own, as at a term's beginning."""
         if not self._open and self._facts.generations:
             kind = FailureKind.named(str(data.get("cause", ""))) or FailureKind.FAILED
             target = str(data.get("target", ""))
             self._failed(FAILURE_RULES[kind].reported_as, target, self._facts.generations[-1], at_s)
 
     def _went_on(self, record: GenerationRecord, at_s: float) -> None:
-        """The first step of a generation ends the records of all failures before it."""
+        """Close the records of all failures before a generation, whose first step is finished."""
         for failure in [open_ for open_ in self._open if open_.involved is not record.involved]:
             failure.recovered_s = at_s - (self._began + failure.detected_s)
             self._open.remove(failure)
 
     def _failed(self, kind: FailureKind, target: str, record: GenerationRecord, at_s: float) -> None:
-        """The first sign of a failure opens its record; the gravest sign names it, however late it comes."""
+        """Note a sign of a failure: the first one opens its record, the gravest one names it."""
         last = self._facts.failures[-1] if self._facts.failures else None
         if target in record.involved and (last is None or last.involved is not record.involved):
             failure = FailureRecord(
@@ -188,14 +196,14 @@ class RunRecord:
         self._facts.checkpoints.append({"step": event.step, "stall_s": stall_s, **(figures or {})})
 
     def serves(self, endpoints: dict[str, str], file: str) -> None:
-        """Metrics endpoints (``host:port`` by node, or ``coordinator``), and the file that lists them."""
+        """Note metrics endpoints (``host:port`` by node or ``coordinator``) and the file that lists them."""
         with self._lock:
             self._metrics = {"endpoints": endpoints, "file": file}
 
     # --- reading -----------------------------------------------------------------------------------------
 
     def status(self, since: int) -> dict[str, Any]:
-        """State for the driver; ``events`` are those numbered above ``since``."""
+        """Return the state for the driver; ``events`` are those numbered above ``since``."""
         with self._lock:
             record = self._facts.generations[-1] if self._facts.generations else None
             page = self._leader(record)
@@ -234,7 +242,7 @@ class RunRecord:
             }
 
     def measured(self) -> Measured:
-        """What is served as metrics, beyond ``status``."""
+        """Return the facts that are served as metrics, beyond ``status``."""
         with self._lock:
             facts = self._facts
             return Measured(
@@ -249,7 +257,7 @@ class RunRecord:
             )
 
     def _leader(self, record: GenerationRecord | None) -> dict[str, Any]:
-        """The page of rank 0 of the running generation; the newest one known while there is none."""
+        """Return the page of rank 0 of the running generation; empty while there is none."""
         if record is not None:
             for page in self._facts.pages.values():
                 if (page["term"], page["n"], page["rank"]) == (record.spec.id.term, record.spec.id.n, 0):
@@ -270,7 +278,7 @@ class RunRecord:
         return self._newest_eval().get("eval_step")
 
     def summary(self, finish: m.Finish) -> dict[str, Any]:
-        """What summary.json holds, as far as this coordinator knows; the archive adds the ledger's part."""
+        """Return the content of summary.json, without the ledger's part, which is added when it is stored."""
         with self._lock:
             facts = self._facts
             times = sorted(facts.step_times)

@@ -1,8 +1,8 @@
-"""The run's trackers in the coordinator: fed from the committed ledger, on a thread of their own.
+"""Trackers of the run: fed from the committed ledger, on a thread of their own.
 
-The ledger is read on the archive's thread, like everything of the log, and written to the trackers on this
-one. A tracker that fails (a server that is away, a full disk) costs the run nothing: it is an event, and the
-next commit brings it all rows since the last that it took.
+The ledger is read on the thread of the run's storage, like everything of the log. It is written to the
+trackers on this one. A tracker that fails (a server that is away, a full disk) costs the run nothing. The
+failure is an event, and the next commit brings the tracker all rows since the last that it took.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ END_TIMEOUT_S = 30.0
 
 
 def tracker_folder(event_folder: Path) -> Path:
-    """Where trackers write whose config names no folder."""
+    """Return the folder for trackers whose config names none."""
     return event_folder.parent / "trackers"
 
 
 class Tracking:
-    """``observe`` and ``finish`` are called on the coordinator's loop and never block it."""
+    """Feeder of trackers; ``observe`` and ``finish`` are called on the coordinator's loop, never block it."""
 
     def __init__(self, job: JobConfig, archive: Archive, record: RunRecord, event_folder: Path) -> None:
         self._job, self._archive, self._record = job, archive, record
@@ -50,7 +50,7 @@ class Tracking:
                 self._submit(self._rewind, command.spec.resume_step)
 
     async def finish(self) -> None:
-        """The last rows and the end of every tracker; gives up after ``END_TIMEOUT_S``."""
+        """Write the last rows and end every tracker; gives up after ``END_TIMEOUT_S``."""
         if self._thread is None:
             return
         for work in (self._catch_up, self._close):

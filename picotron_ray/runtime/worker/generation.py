@@ -1,9 +1,9 @@
-"""One worker's part of one generation: groups, build, restore, loop, and an orderly way out.
+"""Part of one worker in one generation: groups, build, restore, loop, and an orderly way out.
 
-Whatever ends the loop, the way out is the same: if the live state is clean (no optimizer write was under
-way) and not sealed yet, it is flushed into a slot; then every reference to the process groups is dropped
-and they are closed, so that the next generation starts in the same process. The first rung of the
-recovery ladder, live state, is thereby a slot like any other.
+Any end of the loop leads the same way out. A clean live state (no optimizer write was under way) that is not
+sealed yet is flushed into a slot. Then every reference to the process groups is dropped and they are closed,
+so that the next generation starts in the same process. The first rung of the recovery ladder, live state, is
+thereby a slot like any other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class WorkerResources:
-    """What a worker keeps between generations."""
+    """Resources that a worker keeps between generations."""
 
     job: JobConfig
     worker: str
@@ -65,7 +65,10 @@ class WorkerResources:
 
 
 class GenerationRun:
-    """Runs once, in the thread that calls ``run``; ``interrupt`` and ``committed`` come from others."""
+    """Run of one generation.
+
+    It runs once, in the thread that calls ``run``; ``interrupt`` and ``committed`` come from other threads.
+    """
 
     def __init__(self, resources: WorkerResources, spec: GenerationSpec, store: tuple[str, int]) -> None:
         self.spec = spec
@@ -91,7 +94,11 @@ class GenerationRun:
     # --- called from other threads -------------------------------------------------------------------
 
     def interrupt(self, flag: int | None) -> None:
-        """With a flag: ask all members, through the next step's exchange. Without: abort at once."""
+        """Ask this member to leave.
+
+        Args:
+            flag: asks all members, through the next step's exchange; None aborts the process groups at once.
+        """
         if flag is not None:
             self._requests.add(flag)
             return
@@ -99,7 +106,7 @@ class GenerationRun:
         self._groups.abort()
 
     def committed(self, step: int) -> None:
-        """Ledger lines up to ``step`` are in storage: snapshots need not carry them any more."""
+        """Drop ledger lines up to ``step``: they are in storage, snapshots need not carry them any more."""
         # the loop appends at the end while this drops from the front: both are single list operations
         lines = list(self._tail)
         keep = next((i for i, line in enumerate(lines) if json.loads(line)["step"] > step), len(lines))
@@ -219,7 +226,10 @@ class GenerationRun:
         )
 
     def _protected(self) -> SlotKey:
-        """The state that this generation came from must stay until a newer one is sealed everywhere."""
+        """Key of the state that this generation came from.
+
+        It must stay until a newer one is sealed everywhere.
+        """
         source = self.spec.source
         if source.kind == "slots" and source.generation is not None:
             return (source.generation.term, source.generation.n, source.step)
@@ -237,7 +247,7 @@ class GenerationRun:
             self._resources.page.put(pinned=step)
 
     def _copying(self, phase: str) -> None:
-        """A scripted fault may strike with a slot half written; the loop's own phase stays as it is."""
+        """Let a scripted fault strike with a slot half written; the loop's own phase stays as it is."""
         page = self._resources.page
         if page.on_phase is not None:
             page.on_phase(page.computing_step, phase)
@@ -263,7 +273,7 @@ class GenerationRun:
         return FailureKind.FAILED, f"error: {type(error).__name__}: {error}"
 
     def _leave(self) -> int:
-        """Flush what is clean, let go of everything; returns the step of the clean state, -1 if none."""
+        """Flush the clean state and close everything; returns the step of the clean state, -1 if none."""
         page = self._resources.page
         clean = int(page.value("clean"))
         if self._snapshots is not None:
@@ -285,5 +295,5 @@ class GenerationRun:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Of the device or of the host, whose allocator has no error class of its own in torch."""
+    """Whether memory ran out, of the device or of the host, whose allocator has no error class in torch."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""The worker: a Ray actor that owns one GPU (or one CPU slot) and lives through many generations.
+"""Worker: a Ray actor that owns one GPU (or one CPU slot) and lives through many generations.
 
 Between generations the process, its CUDA context, imports, dataset and compiled code stay. Every control
 call carries the coordinator's term, and an older one is refused; every call may come twice. In particular
@@ -39,7 +39,7 @@ FLAGS = {"boundary": STOP, "snapshot": SNAPSHOT, "hard": None}
 
 
 class Worker:
-    """Methods are called through Ray, several at a time; ``run_generation`` occupies one of its threads."""
+    """Ray actor. Several methods run at a time; ``run_generation`` occupies one of its threads."""
 
     def __init__(self, job: dict[str, Any], worker: str, node: str, folder: str) -> None:
         torch.set_num_threads(1)
@@ -90,7 +90,7 @@ class Worker:
     # --- called through Ray ------------------------------------------------------------------------------
 
     def ready(self) -> str:
-        """Answers once the constructor is through; returns the fingerprint of the data it sees."""
+        """Answer once the constructor is through; returns the fingerprint of the data it sees."""
         return self._resources.data.fingerprint
 
     def run_generation(self, term: int, spec: GenerationSpec, store: tuple[str, int] | None) -> Outcome:
@@ -144,7 +144,7 @@ class Worker:
     # --- helpers -------------------------------------------------------------------------------------
 
     def _accept(self, term: int) -> bool:
-        """Fencing: false for calls of a coordinator that a newer one has replaced."""
+        """Whether a call is of the newest term; one of a coordinator that was replaced is refused."""
         if term < self._term:
             return False
         self._term = term

@@ -1,8 +1,8 @@
-"""AdamW of torch's with its moments beside the weights, and with them in 8 bits (`quantized`).
+"""Torch's AdamW, with its moments beside the weights, in full or in 8 bits (`quantized_state`).
 
-In 8 bits a bucket's moments are decoded, updated by the same kernel, and encoded again, so that what is wide
-is as large as a bucket. Blocks are of what a rank holds of a tensor, row after row: layouts that cut columns,
-or rows of widths that blocks do not divide, have others, and come to other roundings.
+In 8 bits, one bucket's moments at a time are decoded, updated by the same kernel, and encoded again. So only
+one bucket is ever wide. A block is 256 consecutive elements of a rank's part of a tensor, row after row.
+Layouts that cut columns, or rows whose width blocks do not divide, have other blocks, and so other roundings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from picotron_ray.train.optim.adamw_offload import MOMENTS, ParameterGroup, Para
 from picotron_ray.train.optim.quantized_state import BLOCK, QuantizedTensor, codebook_of, is_quantizable
 
 BUCKET_ELEMENTS = 4 * 2**20
-"""Whose moments are decoded at a time; whole blocks, and about 30 bytes each for the time."""
+"""Elements whose moments are decoded at a time; whole blocks. Each takes about 30 bytes meanwhile."""
 
 
 def update(
@@ -32,7 +32,7 @@ def update(
     step: int,
     decay: float,
 ) -> None:
-    """Torch's AdamW on a list of tensors, in place.
+    """Apply torch's AdamW to a list of tensors, in place.
 
     Args:
         fused: by one kernel; else by a few operations, each over all tensors (foreach).
@@ -64,7 +64,7 @@ def update(
 
 
 class AdamW:
-    """Moments beside the weights.
+    """AdamW with its moments beside the weights.
 
     Fields:
         moments: per moment name, a tensor by the name of each parameter, in its box.
@@ -82,7 +82,7 @@ class AdamW:
         }
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
-        """One update; ``step`` is its number, from 1."""
+        """Update once; ``step`` is the update's number, from 1."""
         for names, weights, indices, decay in self._groups:
             averages, squares = ([self.moments[moment][name] for name in names] for moment in MOMENTS)
             chosen = [gradients[number] for number in indices]
@@ -90,7 +90,7 @@ class AdamW:
 
 
 class QuantizedAdamW:
-    """Moments in 8 bits where tensors are large enough, in blocks of their own.
+    """AdamW with its moments in 8 bits, for tensors of enough elements in whole blocks.
 
     Fields:
         moments: per moment name, by the name of each parameter, a `QuantizedTensor` or a plain tensor.
@@ -114,7 +114,7 @@ class QuantizedAdamW:
                 self._add(run, bucket_elements)
 
     def _add(self, run: ParameterGroup, most: int) -> None:
-        """Moments of parameters that fit one bucket, or of a single one that is cut into several."""
+        """Add moments of parameters that fit one bucket, or of a single one that is cut into several."""
         sizes = [weight.numel() for weight in run.weights]
         device = run.weights[0].device
         flats = []
@@ -135,7 +135,7 @@ class QuantizedAdamW:
             self._buckets.append((parts, run.decay, kept))
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
-        """One update; ``step`` is its number, from 1."""
+        """Update once; ``step`` is the update's number, from 1."""
         self._others.step(gradients, rate, step)
         for parts, decay, kept in self._buckets:
             sizes = [part.weights.numel() for part in parts]
@@ -152,7 +152,7 @@ class QuantizedAdamW:
 
 
 def _chosen(group: ParameterGroup, large: bool) -> ParameterGroup:
-    """Those whose moments are kept in 8 bits, or the others."""
+    """Select the parameters whose moments are kept in 8 bits, or the others."""
     names, weights, indices, decay = group
     which = [i for i, weight in enumerate(weights) if is_quantizable(weight) is large]
     return ParameterGroup(

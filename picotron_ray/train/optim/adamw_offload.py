@@ -1,17 +1,17 @@
 """AdamW with its moments in host memory (ZeRO-Offload, Ren et al. 2021).
 
-Weights and gradients stay on the device. Per step the gradients go down in buckets, the host's cores update
-the moments, and what is to be added to the weights comes back: 4 bytes per parameter each way in fp32, while
-8 of the 16 that a parameter takes on the device are given up. A bucket goes down while the host works on the
-one before it and the last one's update goes up, on streams of their own where the device is CUDA. On a CPU
-the same code copies within one memory, which only tests ask for.
+Weights and gradients stay on the device. In each step gradients go down to the host in buckets, the host's
+cores update the moments, and the updates of the weights come back. In fp32 that is 4 bytes per parameter each
+way, and the device holds 8 bytes per parameter instead of 16. Three buckets are under way at a time: one goes
+down while the host works on the one before it, and the update of the one before that goes up. On CUDA the
+copies run on their own streams. On a CPU the same code copies within one memory. Only tests ask for that.
 
-The arithmetic is AdamW's as the device does it, by the same kernel of torch, but for one rounding: the kernel
-runs on weights of zero without decay, so that it leaves the update itself, and the device adds that to the
-weight, which it decayed before.
+The arithmetic is AdamW's on the device, by the same kernel of torch, but for one rounding: the kernel runs on
+weights of zero without decay, and so leaves the update itself. The device decays the weight and adds the
+update to it.
 
-Host memory is pinned, so that copies run beside kernels; torch's allocator keeps pinned blocks when a
-generation ends, and buckets of one size are found there again by the next.
+Host memory is pinned, so that copies run beside kernels. Torch's allocator keeps pinned blocks when a
+generation ends, and the next one finds its buckets there again.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from picotron_ray.comm.all_reduce import buckets
-from picotron_ray.comm.copy_stream import Lane, host_zeros
+from picotron_ray.comm.copy_stream import CopyStream, host_zeros
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 
 BUCKET_BYTES = 32 * 2**20
-"""Of gradients that travel together; a larger tensor travels in stretches."""
+"""Gradients that travel together. A larger tensor travels in slices."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SLOTS = 2
-"""Buckets under way: one on the wire, one at the host's cores."""
+"""Staging buffers: one for the bucket on the wire, one for the bucket at the host's cores."""
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters of one weight decay: their names, this rank's weights, and where their gradients stand."""
+    """Parameters of one weight decay: names, this rank's weights, and the indices of their gradients."""
 
     names: Sequence[str]
     weights: list[Tensor]
@@ -45,7 +45,7 @@ class ParameterGroup(NamedTuple):
 
 
 class ParameterSlice(NamedTuple):
-    """A parameter, or a stretch of a large one: whose gradient, from which element, and its weights, flat."""
+    """A parameter, or a slice of a large one: gradient's index, first element, and the weights, flat."""
 
     number: int
     start: int
@@ -53,7 +53,7 @@ class ParameterSlice(NamedTuple):
 
 
 def bucketed(group: ParameterGroup, bucket_bytes: int) -> Iterator[ParameterGroup]:
-    """The parameters in order, as many at a time as fit a bucket; a larger one alone."""
+    """Yield the parameters in order, as many at a time as fit a bucket; a larger one alone."""
     taken = 0
     for weights in buckets(group.weights, bucket_bytes):
         which = slice(taken, taken + len(weights))
@@ -62,7 +62,7 @@ def bucketed(group: ParameterGroup, bucket_bytes: int) -> Iterator[ParameterGrou
 
 
 def slices(run: ParameterGroup, most: int) -> Iterator[tuple[slice, list[ParameterSlice]]]:
-    """The buckets of a run: where they lie among its elements, and what they hold.
+    """Yield the buckets of a run: their range of its elements, and the parameters in it.
 
     Args:
         most: elements of a bucket.
@@ -80,7 +80,7 @@ def slices(run: ParameterGroup, most: int) -> Iterator[tuple[slice, list[Paramet
 
 
 class OffloadBucket:
-    """What travels together.
+    """Parameters whose gradients and updates travel together.
 
     Args:
         parts: of one dtype.
@@ -95,19 +95,19 @@ class OffloadBucket:
         self.elements = sum(self._sizes)
 
     def gradients(self, of_all: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the parts, flat."""
+        """Select the gradients of this bucket's parts, flat."""
         return [
             of_all[part.number].reshape(-1).narrow(0, part.start, size)
             for part, size in zip(self.parts, self._sizes, strict=True)
         ]
 
     def updates(self, flat: Tensor) -> list[Tensor]:
-        """What of a flat buffer belongs to each part."""
+        """Split a flat buffer into the pieces of each part."""
         return list(flat[: self.elements].split(self._sizes))
 
 
 class Staging:
-    """Staging of one bucket under way: gradients down, updates up, on both sides."""
+    """Staging buffers of one bucket under way: gradients down, updates up, on both sides."""
 
     def __init__(self, like: Tensor, elements: int) -> None:
         self.down, self.up = like.new_empty(elements), like.new_empty(elements)
@@ -117,7 +117,7 @@ class Staging:
 
 
 class OffloadedAdamW:
-    """Moments of one rank's parameters on the host, and their update.
+    """AdamW with the moments of one rank's parameters in host memory.
 
     Args:
         groups: the parameters; each group has buckets of its own.
@@ -136,7 +136,7 @@ class OffloadedAdamW:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._config, self._threads, self._device = config, threads, device
-        self._down, self._up = Lane(device), Lane(device)
+        self._down, self._up = CopyStream(device), CopyStream(device)
         self._buckets: list[OffloadBucket] = []
         self.moments: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
         for group in groups:
@@ -147,7 +147,7 @@ class OffloadedAdamW:
         self._slots = [Staging(self._buckets[0].weights[0], most) for _ in range(count)]
 
     def _add(self, group: ParameterGroup, bucket_bytes: int) -> None:
-        """Moments of parameters that fit one bucket, or of a single one that is cut into several."""
+        """Add moments of parameters that fit one bucket, or of a single one that is cut into several."""
         sizes = [weight.numel() for weight in group.weights]
         dtype = group.weights[0].dtype
         flats = [host_zeros(sum(sizes), dtype, self._device) for _ in MOMENTS]
@@ -158,7 +158,7 @@ class OffloadedAdamW:
             self._buckets.append(OffloadBucket(parts, group.decay, *(flat[where] for flat in flats)))
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
-        """One update. When it returns, moments are written; the weights' part is in the device's queue.
+        """Update once. On return, moments are written, and the update of weights is in the device's queue.
 
         Args:
             gradients: of all parameters, on the device.
@@ -180,14 +180,14 @@ class OffloadedAdamW:
             torch._foreach_add_(bucket.weights, bucket.updates(slot.up))
 
     def _send_down(self, number: int, gradients: Sequence[Tensor]) -> None:
-        """Start a bucket's gradients on their way; the host is through with those that its slot held."""
+        """Start to copy a bucket's gradients down. The host must be done with the staging buffers."""
         bucket, slot = self._buckets[number], self._slots[number % SLOTS]
         flat = slot.down[: bucket.elements]
         torch.cat(bucket.gradients(gradients), out=flat)
         slot.arrived = self._down.copy(slot.gradient[: bucket.elements], flat)
 
     def _update(self, bucket: OffloadBucket, slot: Staging, rate: float, step: int) -> None:
-        """Write the bucket's moments, and into the slot what is to be added to its weights."""
+        """Write the bucket's moments, and the update of its weights into the staging buffers."""
         update = slot.update[: bucket.elements].zero_()
         with _threads(self._threads):
             adamw(

@@ -206,3 +206,18 @@ class AdaptivePrecision:
             dist.all_reduce(values, op=how)
         found: list[float] = values.tolist()
         return found
+
+
+def choose_adaptation(
+    config: AdaptivePrecisionConfig,
+    sizes: Mapping[str, int],
+    switches: PrecisionSwitches,
+    parameters: Sequence[LocalParameter],
+    layout: Layout,
+    device: torch.device,
+    variability: GradientVariability,
+) -> Adaptation:
+    """Return what a job asks for: `AdaptivePrecision` under an error bound, else `FixedPrecision`."""
+    if config.error_bound is None:
+        return FixedPrecision()
+    return AdaptivePrecision(config, sizes, switches, parameters, layout, device, variability)

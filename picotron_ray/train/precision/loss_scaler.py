@@ -1,9 +1,9 @@
 """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, Mixed Precision Training, section 3.2).
 
-Small gradients vanish in fp16, so the loss is multiplied before the backward pass and the gradients divided
-after it. Where one overflows, the usual loop drops the batch. Here the same batch is computed again with
-half the scale: no sample is skipped, and the ledger stays what it is. The scale is part of the training
-state, so a run that is restored goes on with the one it had.
+Small gradients vanish in fp16. So the loss is multiplied before the backward pass, and the gradients divided
+after it. If one overflows, the usual loop drops the batch. Here the same batch is computed again with half
+the scale: no sample is skipped, and the ledger stays exact. The scale is part of the training state, so that
+a restored run goes on with it.
 """
 
 from __future__ import annotations

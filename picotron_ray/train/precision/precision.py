@@ -28,7 +28,7 @@ def master_dtype(job: JobConfig) -> torch.dtype:
 
 
 def check_precision(job: JobConfig, device: torch.device) -> None:
-    """Raise LayoutError where this device does not compute in the job's precision, or launch left it open."""
+    """Raise LayoutError if this device does not compute in the job's precision, or launch left it open."""
     if job.precision == "auto":
         raise LayoutError("precision: saw auto, which launch settles before workers start; name one")
     cuda = device.type == "cuda"
@@ -38,13 +38,13 @@ def check_precision(job: JobConfig, device: torch.device) -> None:
 
 
 def set_matrix_products(job: JobConfig) -> None:
-    """Let fp32 matrix products of this process run in TF32, or not: a setting of the whole process."""
+    """Choose whether fp32 matrix products of this process run in TF32: a setting of the whole process."""
     torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
 
 
-def orthogonalisation_dtype(job: JobConfig, device: torch.device) -> torch.dtype:
-    """Type of Muon's Newton-Schulz iteration, which bfloat16 suffices for (Jordan et al. 2024).
+def orthogonalization_dtype(job: JobConfig, device: torch.device) -> torch.dtype:
+    """Return the type of Muon's Newton-Schulz iteration: bfloat16 suffices (Jordan et al. 2024).
 
-    On CPUs its products are no faster in bfloat16: there it is the master type.
+    On CPUs, products in bfloat16 are no faster: there it is the master type.
     """
     return torch.bfloat16 if job.precision in ("bf16", "fp8") and device.type == "cuda" else master_dtype(job)

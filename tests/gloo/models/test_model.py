@@ -21,6 +21,7 @@ from picotron_ray.models.transformer import Transformer
 from picotron_ray.planner.model_sizes import parameter_count, stage_bounds, stage_flops_per_token
 
 TINY = ModelConfig(vocab_size=48, hidden_size=24, intermediate_size=40, layers=3, heads=6, kv_heads=2)
+OLMO2 = TINY.model_copy(update={"family": "olmo2"})
 GPT2 = TINY.model_copy(update={"family": "gpt2", "kv_heads": 6, "max_positions": 16})
 
 
@@ -82,7 +83,7 @@ def reference(model: Transformer, tokens: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("config", [TINY, GPT2])
+@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2])
 @pytest.mark.parametrize("tie", [False, True])
 def test_table_is_the_module(tie: bool, config: ModelConfig) -> None:
     config = config.model_copy(update={"tie_embeddings": tie})
@@ -218,7 +219,7 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 RECORDED = 0.037330959
 
 
-@pytest.mark.parametrize("config", [TINY, GPT2])
+@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2])
 def test_plan_names_every_module_that_has_parameters(config: ModelConfig) -> None:
     model = Transformer(config)
     globs = {glob.replace("*", "0") for glob, _ in family_of(config).tensor_plan(config)}

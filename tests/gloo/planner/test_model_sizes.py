@@ -27,6 +27,7 @@ MODELS = [
     ModelConfig(hidden_size=96, heads=6, kv_heads=1, layers=2, intermediate_size=31, vocab_size=257),
     ModelConfig(family="gpt2", kv_heads=4, max_positions=64),
     ModelConfig(family="gpt2", kv_heads=4, max_positions=64, tie_embeddings=True),
+    ModelConfig(family="olmo2"),
     ModelConfig(moe=MoeConfig(experts=4, intermediate_size=24)),
     ModelConfig(moe=MoeConfig(experts=8, top_k=3, intermediate_size=24, shared_intermediate_size=40)),
 ]

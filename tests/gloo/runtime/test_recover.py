@@ -22,7 +22,7 @@ LAYOUTS = [
     Layout(dp=4, zero=3, micro_batch=2),
     Layout(tp=2, pp=2, micro_batch=2),
     Layout(dp=2, tp=2, zero=2, micro_batch=2),
-    Layout(dp=2, pp=2, zero=3, micro_batch=2, schedule="afab"),
+    Layout(dp=2, pp=2, zero=3, micro_batch=2, schedule="gpipe"),
     Layout(cp=4, micro_batch=2),
     Layout(dp=4, ep=2, zero=2, micro_batch=2),
     Layout(dp=2, cp=2, zero=3, micro_batch=2, context="all-gather"),

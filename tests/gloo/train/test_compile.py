@@ -12,7 +12,7 @@ from torch import Tensor
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.schedules import RULES, Schedule
+from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.models.layers.swiglu import SwiGLU
 from picotron_ray.planner.memory import memory_estimate
 from tests.gloo.parallel.test_matrix import GPT2_TIED
@@ -134,19 +134,21 @@ def test_a_worker_that_does_not_compile_does_not_import_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def split(pool: Pool, schedule: Schedule, kernels: KernelsConfig) -> list[str]:
+def split(pool: Pool, schedule: str, kernels: KernelsConfig) -> list[str]:
     layout = Layout(pp=2, virtual_stages=2, schedule=schedule, micro_batch=1)
     model = ModelConfig(**{**MODEL.model_dump(), "layers": 5})
     job = make_job("sgd", 12, model, kernels=kernels)
     return compare(job, layout, [results[0] for results in pool.run(2, run_layout, [job], layout)])
 
 
-SPLITTING = pytest.mark.parametrize("schedule", [name for name, rules in RULES.items() if rules.splits])
+SPLITTING = pytest.mark.parametrize(
+    "schedule", [name for name, entry in SCHEDULES.items() if entry.splits_backward]
+)
 
 
 @pytest.mark.slow
 @SPLITTING
-def test_why_a_split_backward_pass_refuses_a_compiled_norm(pool: Pool, schedule: Schedule) -> None:
+def test_why_a_split_backward_pass_refuses_a_compiled_norm(pool: Pool, schedule: str) -> None:
     """Both halves go through it, and a compiled backward pass gives away in the first what it keeps."""
     with pytest.raises(WorkerError, match="retain_graph=False"):
         split(pool, schedule, KernelsConfig(norm="compiled"))
@@ -154,6 +156,6 @@ def test_why_a_split_backward_pass_refuses_a_compiled_norm(pool: Pool, schedule:
 
 @pytest.mark.slow
 @SPLITTING
-def test_a_compiled_gate_in_a_split_backward_pass(pool: Pool, schedule: Schedule) -> None:
+def test_a_compiled_gate_in_a_split_backward_pass(pool: Pool, schedule: str) -> None:
     """It keeps nothing but its inputs, and has no weight."""
     assert split(pool, schedule, KernelsConfig(activation="compiled")) == []

@@ -24,7 +24,7 @@ from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim.matrix_exchange import assign_owners
 from picotron_ray.train.optim.muon import COEFFICIENTS, STEPS, Muon, newton_schulz
 from picotron_ray.train.optim.optimizer import decays
-from picotron_ray.train.precision.precision import orthogonalisation_dtype
+from picotron_ray.train.precision.precision import orthogonalization_dtype
 from tests.gloo.parallel.test_custom_model import built
 from tests.support.gloo.jobs.matrix_jobs import (
     CPU,
@@ -144,7 +144,7 @@ def test_newton_schulz_brings_singular_values_near_one() -> None:
 
 def test_types_of_the_iteration() -> None:
     types = {
-        (precision, device): orthogonalisation_dtype(
+        (precision, device): orthogonalization_dtype(
             make_job("muon", 4, precision=precision), torch.device(device)
         )
         for precision in ("fp64", "fp32", "bf16")

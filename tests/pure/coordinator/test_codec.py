@@ -18,6 +18,7 @@ from picotron_ray.coordinator.codec import MESSAGES, decode, decode_spec, encode
 from picotron_ray.coordinator.replay import event_line, header_line, replay
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedules import SCHEDULES
 from tests.support.coordinator_world import World, choose_dp, flush, job, outcomes, snapshot
 
 
@@ -27,6 +28,8 @@ def strategy(annotation: Any) -> st.SearchStrategy[Any]:
     if dataclasses.is_dataclass(annotation):
         hints = typing.get_type_hints(annotation)
         fields = {field.name: strategy(hints[field.name]) for field in dataclasses.fields(annotation)}
+        if annotation is Layout:
+            fields["schedule"] = st.sampled_from(list(SCHEDULES))
         return st.builds(annotation, **fields)
     if origin is typing.Literal:
         return st.sampled_from(args)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.schedules import RULES
+from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.precision.adaptive import AdaptivePrecision
@@ -30,7 +30,7 @@ LINEAR = KernelsConfig(loss="linear", loss_chunk=CHUNK)
 TIED = ModelConfig(**{**MODEL.model_dump(), "tie_embeddings": True})
 DEEP = ModelConfig(**{**MODEL.model_dump(), "layers": 5})
 GPT2 = ModelConfig(**{**MODEL.model_dump(), "kv_heads": 4, "family": "gpt2", "max_positions": 10})
-SPLITTING = [name for name, rules in RULES.items() if rules.splits]
+SPLITTING = [name for name, entry in SCHEDULES.items() if entry.splits_backward]
 
 # fmt: off
 LAYOUTS = [
@@ -46,7 +46,7 @@ LAYOUTS = [
     (Layout(dp=2, zero=1, micro_batch=2), 7, MODEL),
     (Layout(dp=4, zero=2, replicate=2, micro_batch=1), 10, MODEL),
     (Layout(tp=4, micro_batch=3), 12, GPT2),
-    (Layout(tp=2, pp=2, schedule="afab", micro_batch=3), 12, MODEL),
+    (Layout(tp=2, pp=2, schedule="gpipe", micro_batch=3), 12, MODEL),
     (Layout(pp=2, virtual_stages=2, schedule="looped-bfs", micro_batch=3), 12, DEEP),
     (Layout(pp=2, virtual_stages=2, schedule="interleaved-1f1b", micro_batch=3), 12, DEEP),
     (Layout(dp=2, pp=2, virtual_stages=2, schedule="zbv", zero=2, micro_batch=1), 12, DEEP),

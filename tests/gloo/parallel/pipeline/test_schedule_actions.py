@@ -57,7 +57,7 @@ def test_micro_batches_that_change_places_are_noticed(pool: Pool) -> None:
 
 
 def without_refusal(job: Job, configs: list[JobConfig], layout: Layout) -> list:
-    undo = replace(mesh, "check_schedule", lambda layout, rules: None)
+    undo = replace(mesh, "check_schedule", lambda layout, schedule: None)
     try:
         return run_layout(job, configs, layout)
     finally:

@@ -10,8 +10,8 @@ from torch.distributed import HashStore, PrefixStore
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.schedules import RULES, Schedule
-from picotron_ray.parallel.tensor.symmetric_memory import Renumbered
+from picotron_ray.layout.schedules import SCHEDULES
+from picotron_ray.parallel.tensor.symmetric_memory import RenumberedStore
 from tests.gloo.parallel.test_matrix import GPT2, GPT2_TIED, ODD, TIED, WIDE
 from tests.support.gloo.jobs.matrix_jobs import (
     MIXTURE,
@@ -68,7 +68,7 @@ LAYOUTS = [
     (Layout(dp=2, tp=2, micro_batch=2), 10, MODEL, BOTH),
     (Layout(tp=2, cp=2, micro_batch=3, context="all-gather", recompute="full"), 12, WHOLE, RING),
     (Layout(tp=2, pp=2, virtual_stages=2, schedule="interleaved-1f1b", micro_batch=1), 12, DEEP, BOTH),
-    (Layout(tp=2, pp=2, schedule="afab", micro_batch=3, recompute="every-2"), 12, GPT2, RING),
+    (Layout(tp=2, pp=2, schedule="gpipe", micro_batch=3, recompute="every-2"), 12, GPT2, RING),
     (Layout(tp=4, pp=2, micro_batch=3), 12, WIDE, RING),
     (Layout(dp=2, tp=2, pp=2, zero=3, micro_batch=2), 7, ODD, RING),
     (Layout(dp=4, tp=2, zero=2, replicate=2, micro_batch=1), 10, MODEL, RING),
@@ -160,12 +160,12 @@ def test_what_travels_is_what_the_planner_counts(pool: Pool, recompute: str) -> 
         assert count == collectives * 3 * WIDE.layers * 2 * STEPS
 
 
-SPLITTING = [name for name, rules in RULES.items() if rules.splits]
+SPLITTING = [name for name, entry in SCHEDULES.items() if entry.splits_backward]
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("schedule", thinned([(name,) for name in SPLITTING], [0]))
-def test_why_a_split_backward_pass_refuses_it(pool: Pool, schedule: Schedule) -> None:
+def test_why_a_split_backward_pass_refuses_it(pool: Pool, schedule: str) -> None:
     """Of what is split each half sends all of it: gradients are right, and more travels."""
     counts = {}
     for name in (schedule, "looped-bfs"):
@@ -229,7 +229,7 @@ def test_processes_of_different_age_find_each_other() -> None:
     """torch counts the exchanges of a process's life; through C++, as torch calls it."""
     shared = HashStore()
     shared.set_timeout(timedelta(seconds=2))
-    inner = [Renumbered(shared), Renumbered(shared)]
+    inner = [RenumberedStore(shared), RenumberedStore(shared)]
     stores = [PrefixStore("", store) for store in inner]  # C++ in between; the objects must live
     for exchange in range(2):
         numbers = [exchange, 40 + exchange]  # a new process, and one that has been here before

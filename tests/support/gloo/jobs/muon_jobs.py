@@ -50,13 +50,13 @@ def double_messages() -> Any:
     """What other ranks send arrives doubled."""
     import picotron_ray.train.optim.muon as muon
 
-    kept = muon.swap
+    kept = muon.exchange
 
     def doubled(outgoing: Any, incoming: Any, rank: int, like: Any) -> Any:
         found = kept(outgoing, incoming, rank, like)
         return {peer: flat if peer == rank else flat * 2.0 for peer, flat in found.items()}
 
-    return replace(muon, "swap", doubled)
+    return replace(muon, "exchange", doubled)
 
 
 def orthogonalise_shards() -> Any:

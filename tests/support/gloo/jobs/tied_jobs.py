@@ -10,16 +10,16 @@ from tests.support.gloo.faults import replace
 
 def dropped() -> Any:
     """Each end keeps its own gradient."""
-    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
+    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
 
-    return replace(TiedEnds, "sum_", lambda self, parameters, gradients: None)
+    return replace(TiedEmbeddings, "sum_", lambda self, parameters, gradients: None)
 
 
 def stale() -> Any:
     """The head's copy on the embedding's rank stays what it was."""
-    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
+    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
 
-    return replace(TiedEnds, "follow", lambda self: None)
+    return replace(TiedEmbeddings, "follow", lambda self: None)
 
 
 def counted_twice() -> Any:

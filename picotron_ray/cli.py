@@ -6,14 +6,17 @@ commands that speak to a run that goes on take its name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from picotron_ray import launch
+from picotron_ray.errors import PicotronError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
 
 app = typer.Typer(
@@ -46,12 +49,15 @@ def validate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the resolved config, or one line per mistake (exit code 2)."""
-    with reported(as_json):
-        from picotron_ray.config.load import load_job, public_dict, to_yaml
+    """Print the resolved config, or one line per mistake (exit code 2) and the step that refused it.
+
+    Example: picotron-ray validate tiny steps=3
+    """
+    with reported(as_json), _naming_the_step(as_json):
+        from picotron_ray.config.export import public_dict, to_yaml
         from picotron_ray.config.support.precision import outlook
 
-        job = load_job(config, overrides or [])
+        job = _job(config, overrides)
         changed, notes = _compared(job) if resume else [], list(filter(None, [outlook(job)]))
         if as_json:
             found = {"valid": True, "config": public_dict(job), **({"notes": notes} if notes else {})}
@@ -61,8 +67,19 @@ def validate(
             print("\n".join([*lines, *(f"# {note}" for note in notes)]))
 
 
+@contextlib.contextmanager
+def _naming_the_step(as_json: bool) -> Iterator[None]:
+    """Name on stdout, beside the error's own lines, the step that refused; JSON has it anyway."""
+    try:
+        yield
+    except PicotronError as error:
+        if error.step and not as_json:
+            print(f"# refused by step: {error.step}")
+        raise
+
+
 def _compared(job: Any) -> list[str]:
-    """One line per key in which a stored run of that name differs; ConfigError where one may not."""
+    """List the keys in which a stored run of that name differs; ConfigError where one may not."""
     from picotron_ray.runtime.driver import storage_commands
 
     return storage_commands.changed_keys(job)
@@ -75,7 +92,10 @@ def config_schema(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the JSON Schema of a config, for editors (with --json on one line)."""
+    """Print the JSON Schema of a config, for editors (with --json on one line).
+
+    Example: picotron-ray config-schema --json
+    """
     if on_resume:
         from picotron_ray.config.resume import markdown, table
 
@@ -88,7 +108,10 @@ def config_schema(
 
 @app.command()
 def status(run: Run, as_json: AsJson = False) -> None:
-    """Step, loss, layout, members and recent events of a run that goes on."""
+    """Step, loss, layout, members and recent events of a run that goes on.
+
+    Example: picotron-ray status quickstart
+    """
     with reported(as_json):
         from picotron_ray.runtime.driver import control
         from picotron_ray.runtime.driver.console import (
@@ -116,7 +139,10 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="keep reading")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What the run's processes on this machine wrote, each line after its pid; they outlive the run."""
+    """Print what the run's processes on this machine wrote, each line after its pid; it outlives the run.
+
+    Example: picotron-ray logs quickstart --follow
+    """
     with reported(as_json):
         from picotron_ray.runtime.driver import control
 
@@ -130,7 +156,10 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="kill it, without a commit")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run with a commit; also removes whatever a killed run left on this machine."""
+    """Stop a run with a commit; also removes whatever a killed run left on this machine.
+
+    Example: picotron-ray stop quickstart
+    """
     with reported(as_json):
         from picotron_ray.runtime.driver import control
         from picotron_ray.runtime.driver.console import console, summary_lines
@@ -147,7 +176,10 @@ def dashboard(
     grafana: Annotated[bool, typer.Option("--grafana", help="a dashboard for Grafana's import")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print every metric that a run serves, or (--grafana) a dashboard of them."""
+    """Print every metric that a run serves, or (--grafana) a dashboard of them.
+
+    Example: picotron-ray dashboard --grafana
+    """
     from picotron_ray.observability.catalogue import CATALOGUE
 
     if grafana:
@@ -168,7 +200,10 @@ def checkpoint_now(
     timeout_s: Annotated[float, typer.Option(help="longest wait for the commit")] = 120.0,
     as_json: AsJson = False,
 ) -> None:
-    """Commit a checkpoint at the next step and wait until it is durable."""
+    """Commit a checkpoint at the next step and wait until it is durable.
+
+    Example: picotron-ray checkpoint-now quickstart --timeout-s 60
+    """
     with reported(as_json):
         from picotron_ray.runtime.driver import control
 
@@ -178,7 +213,10 @@ def checkpoint_now(
 
 @checkpoints.command("ls")
 def checkpoints_list(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Every commit that is kept, oldest first."""
+    """Every commit that is kept, oldest first.
+
+    Example: picotron-ray checkpoints ls quickstart
+    """
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
@@ -187,7 +225,10 @@ def checkpoints_list(config: Config, overrides: Overrides = None, as_json: AsJso
 
 @checkpoints.command("verify")
 def checkpoints_verify(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Read every commit and compare all digests; exit code 4 where one is damaged."""
+    """Read every commit and compare all digests; exit code 4 where one is damaged.
+
+    Example: picotron-ray checkpoints verify quickstart --json
+    """
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
@@ -199,7 +240,10 @@ def checkpoints_verify(config: Config, overrides: Overrides = None, as_json: AsJ
 
 @checkpoints.command("gc")
 def checkpoints_gc(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Retire commits beyond retention and delete what nothing needs; refused while the run goes on."""
+    """Retire commits beyond retention and delete what nothing needs; refused while the run goes on.
+
+    Example: picotron-ray checkpoints gc quickstart checkpoint.keep_last=2
+    """
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
@@ -215,7 +259,10 @@ def checkpoints_import(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint of Hugging Face step 0 of a new run; training then starts from it."""
+    """Make a checkpoint of Hugging Face step 0 of a new run; training then starts from it.
+
+    Example: picotron-ray checkpoints import-hf ./SmolLM-135M smollm-135m name=tuned
+    """
     with reported(as_json):
         import yaml
 
@@ -241,7 +288,10 @@ def checkpoints_export(
     shard_gib: Annotated[float, typer.Option(min=0.001, help="most GiB per file")] = 4.0,
     as_json: AsJson = False,
 ) -> None:
-    """Write a commit as a Hugging Face checkpoint that transformers loads."""
+    """Write a commit as a Hugging Face checkpoint that transformers loads.
+
+    Example: picotron-ray checkpoints export-hf quickstart --to ./exported --dtype bfloat16
+    """
     with reported(as_json):
         from picotron_ray.errors import ConfigError
         from picotron_ray.runtime.run_storage import hf_export
@@ -255,7 +305,10 @@ def checkpoints_export(
 
 @ledger.command("verify")
 def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Recompute from the source data what the committed ledger says was fed; exit code 4 where it differs."""
+    """Recompute from the source data what the committed ledger says was fed; exit code 4 where it differs.
+
+    Example: picotron-ray ledger verify quickstart
+    """
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
@@ -286,11 +339,14 @@ def bench_recovery(
     ] = "ray_train,torchft",
     json_file: JsonFile = None,
 ) -> None:
-    """SIGKILL workers of a small job, ours and others'; seconds from each kill to the next new step."""
+    """SIGKILL workers of a small job, ours and others'; seconds from each kill to the next new step.
+
+    Example: picotron-ray bench recovery --runs 3 --peers none
+    """
     with reported(json_file == "-"):
         from picotron_ray.bench.common.report import recovery_lines
         from picotron_ray.bench.recovery import bench
-        from picotron_ray.runtime.driver.driver import without_rays_messages
+        from picotron_ray.runtime.driver.follow_run import without_rays_messages
 
         chosen = bench.chosen_peers(peers)
         with without_rays_messages():
@@ -307,7 +363,10 @@ def bench_throughput(
     ] = "every_step,service,torchrun,plain,snapshots_off",
     json_file: JsonFile = None,
 ) -> None:
-    """Steps per second of the service, the same loop under torchrun, and plain PyTorch, in turns."""
+    """Steps per second of the service, the same loop under torchrun, and plain PyTorch, in turns.
+
+    Example: picotron-ray bench throughput --pairs 4 --json -
+    """
     with reported(json_file == "-"):
         from picotron_ray.bench.common.report import throughput_lines
         from picotron_ray.bench.throughput import bench
@@ -336,7 +395,10 @@ def bench_mfu(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Tokens per second, MFU, a step's phases and peak memory of a config's engine, without Ray."""
+    """Tokens per second, MFU, a step's phases and peak memory of a config's engine, without Ray.
+
+    Example: picotron-ray bench mfu quickstart --peers none --rounds 2
+    """
     with reported(json_file == "-"):
         from picotron_ray.bench.mfu import report, run
 
@@ -362,9 +424,9 @@ def _result(found: dict[str, Any], lines: list[str], json_file: str | None) -> N
 
 
 def _job(config: str, overrides: list[str] | None) -> Any:
-    from picotron_ray.config.load import load_job
+    from picotron_ray.runtime.driver.resolve_job import resolve_words
 
-    return load_job(config, overrides or [])
+    return resolve_words(config, overrides or []).job
 
 
 def _table(rows: list[dict[str, Any]], as_json: bool) -> None:

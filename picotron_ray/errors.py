@@ -9,6 +9,8 @@ class PicotronError(Exception):
     """Base of every error that picotron_ray raises on purpose."""
 
     exit_code = 3
+    step: str = ""
+    """Name of the step of ``resolve_job`` that raised it; empty elsewhere."""
 
 
 class ConfigError(PicotronError):

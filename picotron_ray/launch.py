@@ -36,7 +36,8 @@ def reported(as_json: bool) -> Iterator[None]:
         yield
     except PicotronError as error:
         if as_json:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}), flush=True)
+            step = {"step": error.step} if error.step else {}
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code, **step}), flush=True)
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
@@ -48,19 +49,30 @@ def reported(as_json: bool) -> Iterator[None]:
 def train(
     config: Config, overrides: Overrides = None, as_json: AsJson = False, detach: Detach = False
 ) -> None:
-    """Run a job, or attach to the run of its name; SIGINT or SIGTERM stops it with a commit."""
-    with reported(as_json):
-        from picotron_ray.config.load import load_job
+    """Run a job, or attach to the run of its name; SIGINT or SIGTERM stops it with a commit.
 
-        job = load_job(config, overrides or [])
+    Example: picotron-ray train quickstart steps=50 storage.url=./runs
+    """
+    with reported(as_json):
         from picotron_ray.runtime.driver.driver import drive
 
-        code = drive(job, as_json=as_json, detach=detach)
+        code = drive(config, overrides or [], as_json=as_json, detach=detach)
     raise typer.Exit(code)
 
 
 def main() -> None:
-    """Entry point of ``python -m picotron_ray.launch``."""
+    """Take the command line of ``python -m picotron_ray.launch``.
+
+    Example: python -m picotron_ray.launch quickstart steps=50
+
+    >>> import sys
+    >>> sys.argv = ["launch", "quickstart", "steps=0"]
+    >>> try:
+    ...     main()
+    ... except SystemExit as end:
+    ...     print("exit code", end.code)  # 2: a bad config, and nothing was started
+    exit code 2
+    """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(train)
     app()

@@ -1,4 +1,4 @@
-"""How a sweep can end without a result; the other errors are picotron_ray's own."""
+"""Ends of a sweep without a result; the other errors are picotron_ray's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep tries, and what comes of it, as values: no Ray, no clock.
+"""The plan of a sweep and the judgement of its results, as values: no Ray, no clock.
 
 Two stages, because their figures do not add up: throughput says nothing about a learning rate, and loss
 nothing about a layout (every layout computes the same gradient of the same global batch). First the layouts
@@ -19,7 +19,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import misfits
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import DeviceProfile
@@ -32,7 +32,7 @@ HEARTBEAT_S = 0.2
 
 
 class Options(Section):
-    """What the user asks of a sweep. A sweep resumes only with the options that it began with."""
+    """The user's choices for a sweep. A sweep resumes only with the options that it began with."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$", description="name of the sweep")
     trials: int = Field(default=8, ge=2, description="trials in both stages together")
@@ -62,7 +62,7 @@ def candidates(job: JobConfig, options: Options, profile: DeviceProfile) -> list
     for at in range(max(map(len, columns))):
         for layout, sizes in zip(best, columns, strict=True):
             wanted = replace(layout, micro_batch=sizes[at]) if at < len(sizes) else None
-            if wanted is not None and wanted not in found and not misfits(job, wanted):
+            if wanted is not None and wanted not in found and not layout_problems(job, wanted):
                 found.append(wanted)
     if not found:
         raise LayoutError(f"micro_batches: saw {options.micro_batches}, none fits; leave the option out")
@@ -78,7 +78,7 @@ def _sizes(layout: Layout, options: Options) -> Iterator[int]:
 
 
 def layout_trials(options: Options, layouts_there: int) -> int:
-    """How many of the trials are for layouts; at least one stays for the learning rate."""
+    """Number of the trials that are for layouts; at least one stays for the learning rate."""
     wanted = options.layout_trials or math.ceil(options.trials / 2)
     return min(wanted, layouts_there, options.trials - 1)
 

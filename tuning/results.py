@@ -1,4 +1,4 @@
-"""What the trials of a stage came to: rows of plain data, as table and as files."""
+"""Results of a stage's trials: rows of plain data, as table and as files."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def local_cpus(job: JobConfig, concurrent: int) -> int:
 
 
 def most_at_once(workers: int, needs: WorkerNeeds, nodes: list[NodeView]) -> int:
-    """How many trials of ``workers`` workers fit at once, each with its driver, wherever that is put."""
+    """Number of trials of ``workers`` workers that fit at once, each with its driver on any node."""
     for count in range(sum(node.capacity(needs) for node in nodes) // workers, 0, -1):
         drivers = count * DRIVER_CPUS
         room = sum(replace(node, cpus=node.cpus - drivers).capacity(needs) for node in nodes)
@@ -55,11 +55,24 @@ def most_at_once(workers: int, needs: WorkerNeeds, nodes: list[NodeView]) -> int
 class Sweep:
     """One sweep, from its first trial or from where it was interrupted."""
 
-    def __init__(self, job: JobConfig, options: Options, concurrent: int | None, console: Console) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        options: Options,
+        concurrent: int | None,
+        console: Console,
+        on_cpus: list[Layout],
+    ) -> None:
+        """
+        Args:
+            concurrent: trials at once; None: as many as fit.
+            on_cpus: the layouts that `check` found.
+        """
         nodes = living_nodes()
         needs = worker_needs(job.cluster, nodes)
         self._job, self._options, self._console = job, options, console
         self._profile: DeviceProfile = profile_of("cuda" if needs.gpus else "cpu")
+        self._layouts = on_cpus if self._profile == CPU else plan.candidates(job, options, self._profile)
         fit = most_at_once(job.cluster.max_workers, needs, nodes)
         if not fit:
             raise ConfigError(
@@ -70,12 +83,13 @@ class Sweep:
         self._storage = open_storage(job.storage, options.name)
 
     @staticmethod
-    def check(job: JobConfig, options: Options) -> None:
-        """Whether every trial's config is valid and storage usable; raises before anything is started."""
-        layout = plan.candidates(job, options, CPU)[0]
+    def check(job: JobConfig, options: Options) -> list[Layout]:
+        """Check all trials' configs and the storage before anything is started; returns layouts for CPUs."""
+        layouts = plan.candidates(job, options, CPU)
         rate = job.optimizer.learning_rate
-        plan.trial_job(job, options, f"{options.name}.check", layout, rate, job.storage.url)
+        plan.trial_job(job, options, f"{options.name}.check", layouts[0], rate, job.storage.url)
         probe(open_storage(job.storage, options.name))
+        return layouts
 
     def run(self) -> dict[str, Any]:
         """Both stages, then the files; returns what ``results.json`` holds."""
@@ -100,7 +114,7 @@ class Sweep:
 
     def _begin(self) -> list[Layout]:
         """The layouts to try; those of the first launch where the sweep is resumed."""
-        found = plan.candidates(self._job, self._options, self._profile)
+        found = self._layouts
         mine = {"job": public_dict(self._job), "options": self._options.model_dump(mode="json")}
         known = get_or_none(self._storage, "sweep.json")
         if known is None:

@@ -47,13 +47,16 @@ def main(
     concurrent: Annotated[int | None, typer.Option(help="trials at once; default: as many as fit")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sweep layouts and micro-batches by tokens/s, then learning rates by held-out loss."""
-    with reported(as_json):
-        from picotron_ray.config.load import load_job
-        from picotron_ray.runtime.driver.driver import without_rays_messages
-        from picotron_ray.runtime.driver.submission import current, with_user_paths
+    """Sweep layouts and micro-batches by tokens/s, then learning rates by held-out loss.
 
-        job = with_user_paths(load_job(config, overrides or []), current())
+    Example: python -m tuning.sweep quickstart --trials 6 --micro-batches 4,8
+    """
+    with reported(as_json):
+        from picotron_ray.runtime.driver.follow_run import without_rays_messages
+        from picotron_ray.runtime.driver.resolve_job import PATHS, resolve_words
+        from picotron_ray.runtime.driver.submission import current
+
+        job = resolve_words(config, overrides or [], (PATHS,), current()).job
         options = _options(
             name=name or f"{job.name}-sweep",
             trials=trials,
@@ -90,23 +93,22 @@ def run(job: JobConfig, options: Options, concurrent: int | None, console: Conso
         NoneFinishedError, InterruptedSweepError.
     """
     os.environ.update(QUIET)  # before Tune is imported, which reads them
-    from picotron_ray.data.dataset import build_dataset
-    from picotron_ray.runtime.driver import driver
+    from picotron_ray.runtime.driver.follow_run import take_down
+    from picotron_ray.runtime.driver.resolve_job import DATA, ResolvedJob, resolve
     from picotron_ray.runtime.ray_cluster import connect
-    from picotron_ray.runtime.ray_cluster.names import cache_folder
     from tuning.stages import Sweep, local_cpus
 
-    Sweep.check(job, options)
-    build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
+    layouts = Sweep.check(job, options)
+    resolve(ResolvedJob(job), (DATA,))
     cluster = job.cluster.model_copy(update={"local_cpus": local_cpus(job, concurrent or 1)})
     local = connect.connect(job.model_copy(update={"name": options.name, "cluster": cluster}))
     # `ray job stop` sends SIGTERM, which Tune does not know; SIGUSR1 it takes for an interrupt.
     before = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
     try:
-        return Sweep(job, options, concurrent, console).run()
+        return Sweep(job, options, concurrent, console, layouts).run()
     finally:
         signal.signal(signal.SIGTERM, before)
-        driver.take_down(local)
+        take_down(local)
 
 
 if __name__ == "__main__":

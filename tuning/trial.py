@@ -27,7 +27,7 @@ DRIVER_CPUS = 0.1
 
 
 class ReportToTune(UserCallback):
-    """Every new held-out loss goes to Tune, whose scheduler may end the trial by it."""
+    """Callback that tells Tune every new held-out loss; its scheduler may end the trial by it."""
 
     def __init__(self) -> None:
         self._reported = 0
@@ -51,7 +51,7 @@ def run_name(options: dict[str, Any]) -> str:
 
 
 def train_trial(config: dict[str, Any], sweep: dict[str, Any]) -> None:
-    """The trainable.
+    """Train one trial: Tune's trainable.
 
     Args:
         config: what this trial tries: ``layout`` and ``learning_rate``.

@@ -1,4 +1,4 @@
-"""What leaves the process: the resolved config as YAML or plain data, never with a secret in it."""
+"""The resolved config as YAML or plain data, as it leaves the process: never with a secret in it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,3 @@ def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def fingerprint(job: JobConfig) -> dict[str, Any]:
-    """Dotted key → value of everything that may not change within a run.
-
-    Model, seed, data (not the prefetch depth), precision and the optimizer's name: with these equal, the
-    samples and the meaning of a checkpoint are equal too.
-    """
-    from picotron_ray.config.resume import verdict
-
-    return {key: value for key, value in flatten(public_dict(job)).items() if verdict(key) == "refuse"}

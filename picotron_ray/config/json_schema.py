@@ -1,4 +1,4 @@
-"""What the config may hold, derived from the pydantic models alone: keys, allowed values, nearest key.
+"""Keys and allowed values of a config, derived from the pydantic models alone.
 
 One source of truth: the JSON Schema that editors use is also what error messages quote, so a message can
 never promise a value that validation refuses.

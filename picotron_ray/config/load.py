@@ -1,4 +1,7 @@
-"""From what the user wrote to a valid ``JobConfig``, or to one line per mistake, all of them at once.
+"""Load what the user wrote as a valid ``JobConfig``, or as one line per mistake, all of them at once.
+
+YAML here is PyYAML's safe subset with two changes: a repeated key is a mistake rather than a silent
+"last one wins", and ``1e-3`` is a number (YAML 1.1 reads it as a string).
 
 Three passes: every value against its own type and bounds (strictly: ``"8"``, ``8.0`` and ``true`` are no
 integers); unknown keys with the nearest valid one; then the rules between keys, run on the config with the
@@ -7,20 +10,24 @@ broken values replaced by defaults, so that one typo does not hide the next mist
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from difflib import get_close_matches
+import difflib
+import re
+from collections.abc import Hashable, Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from picotron_ray.config.export import fingerprint, public_dict, to_yaml
-from picotron_ray.config.json_schema import allowed, job_schema, key_schemas, nearest_key, schema_key
-from picotron_ray.config.overrides import apply_overrides, read_source, recipe_names
+from picotron_ray.config.export import public_dict, to_yaml
+from picotron_ray.config.json_schema import job_schema, key_schemas, schema_key
+from picotron_ray.config.mistake_lines import Place, dotted, mistake_line, shown
+from picotron_ray.config.overrides import apply_overrides
+from picotron_ray.config.resume import fingerprint
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ChaosFault
-from picotron_ray.config.storage_urls import redact
 from picotron_ray.config.validation.check import check
 from picotron_ray.errors import ConfigError
 
@@ -30,14 +37,94 @@ __all__ = [
     "load_job",
     "parse_job",
     "public_dict",
+    "read_source",
     "recipe_names",
     "to_yaml",
 ]
 
-Path = tuple[str | int, ...]
-
 BUILT_BY_HAND = "model.built: saw a value, expected none: launch finds it in the built module; drop it"
 _HARMLESS = ChaosFault(fault="kill", target="coordinator", step=1)
+
+
+# libyaml's parser where PyYAML was built with it: many times quicker
+_Base: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc, valid-type]
+    """Safe YAML with repeated keys refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key_node.value!r} is given twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
+
+def recipe_names() -> list[str]:
+    """Names of the packaged recipes, sorted."""
+    folder = resources.files("picotron_ray") / "recipes"
+    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def read_source(source: str) -> dict[str, Any]:
+    """The raw mapping of a YAML file, or of a packaged recipe when ``source`` is a bare name.
+
+    Raises:
+        ConfigError: no such file or recipe, not readable, not YAML, or not a mapping.
+    """
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml") and path.name == source and not path.is_file():
+        return _parse(_read_recipe(source), f"recipe {source}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"config: saw {source}, no such file; give a YAML file or a recipe ({', '.join(recipe_names())})"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"config: cannot read {source}: {reason}; give a readable YAML file") from None
+    return _parse(text, source)
+
+
+def _read_recipe(name: str) -> str:
+    names = recipe_names()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f", did you mean {close[0]}?" if close else ""
+        raise ConfigError(
+            f"config: saw {name}, neither a file nor a packaged recipe; recipes are {', '.join(names)}{hint}"
+        )
+    return (resources.files("picotron_ray") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    data = _yaml_value(text, where)
+    if not isinstance(data, dict):
+        saw = "nothing" if data is None else f"a {type(data).__name__}"
+        raise ConfigError(f"{where}: saw {saw}, expected a mapping of config keys such as `steps: 200`")
+    return data
+
+
+def _yaml_value(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: {error.problem}; fix the YAML") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}; fix the YAML") from None
 
 
 def load_job(source: str, overrides: Sequence[str] = ()) -> JobConfig:
@@ -50,28 +137,21 @@ def load_job(source: str, overrides: Sequence[str] = ()) -> JobConfig:
     Raises:
         ConfigError: one line per mistake, each naming its key.
     """
-    raw = read_source(source)
-    problems = apply_overrides(raw, overrides)
-    try:
-        job = parse_job(raw)
-    except ConfigError as error:
-        raise ConfigError(*problems, *error.problems) from None
-    if problems:
-        raise ConfigError(*problems)
-    return job
+    return parse_job(read_source(source), overrides)
 
 
-def parse_job(raw: dict[str, Any]) -> JobConfig:
-    """Validate plain data (as YAML or JSON gives it) as a job.
+def parse_job(raw: dict[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
+    """Validate plain data (as YAML or JSON gives it), with overrides written into it, as a job.
 
     Raises:
         ConfigError: one line per mistake, each naming its key.
     """
+    lines = apply_overrides(raw, overrides, _yaml_value)
     data = _plain(raw)
     job, broken = _validated(data)
-    lines = [BUILT_BY_HAND] if job.model.built is not None else []
-    lines += [_line(path, detail, data) for path, detail in broken.items()]
-    keys = {_dotted(path) for path in broken}
+    lines += [BUILT_BY_HAND] if job.model.built is not None else []
+    lines += [mistake_line(path, detail, data) for path, detail in broken.items()]
+    keys = {dotted(path) for path in broken}
     for problem in check(job):
         involved = {problem.key, *problem.touches}
         if not any(_overlap(key, other) for key in involved for other in keys):
@@ -87,7 +167,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         raise ConfigError("config: saw values nested more than 20 deep, expected at most 3; remove the alias")
     if isinstance(value, dict):
         return {
-            key if isinstance(key, str) else _show(key): _plain(item, depth + 1)
+            key if isinstance(key, str) else shown(key): _plain(item, depth + 1)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -95,9 +175,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def _validated(data: dict[str, Any]) -> tuple[JobConfig, dict[Path, ErrorDetails]]:
+def _validated(data: dict[str, Any]) -> tuple[JobConfig, dict[Place, ErrorDetails]]:
     """The job, with broken values left at their defaults, and the first complaint about each of those."""
-    broken: dict[Path, ErrorDetails] = {}
+    broken: dict[Place, ErrorDetails] = {}
     while True:
         try:
             return JobConfig.model_validate(data, strict=True), broken
@@ -108,7 +188,7 @@ def _validated(data: dict[str, Any]) -> tuple[JobConfig, dict[Path, ErrorDetails
                 data = _without(data, path)
 
 
-def _key_path(detail: ErrorDetails) -> Path:
+def _key_path(detail: ErrorDetails) -> Place:
     """The place of the key at fault: union members that pydantic appends to the place are cut off."""
     place = detail["loc"]
     if detail["type"] == "extra_forbidden":
@@ -119,7 +199,7 @@ def _key_path(detail: ErrorDetails) -> Path:
     return place
 
 
-def _without(node: Any, path: Path) -> Any:
+def _without(node: Any, path: Place) -> Any:
     """A copy of ``node`` without the value at ``path``; a broken fault becomes one that breaks no rule."""
     head, rest = path[0], path[1:]
     if isinstance(node, dict):
@@ -129,55 +209,6 @@ def _without(node: Any, path: Path) -> Any:
     return tuple(_HARMLESS if place == head else item for place, item in enumerate(node))
 
 
-def _dotted(path: Path) -> str:
-    return ".".join(str(part) for part in path)
-
-
 def _overlap(key: str, other: str) -> bool:
-    """Whether one of two dotted keys is, or holds, the other."""
+    """True where one of two dotted keys is, or holds, the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
-
-
-def _line(path: Path, detail: ErrorDetails, raw: dict[str, Any]) -> str:
-    key = _dotted(path)
-    if detail["type"] == "extra_forbidden":
-        # The value is not repeated: a key that we do not know may hold a secret.
-        place, section = schema_key(path[:-1]), _dotted(path[:-1])
-        suggestion = (nearest_key(schema_key(path)) or "").replace(f"{place}.", f"{section}.")
-        hint = f"did you mean {suggestion}?" if suggestion else "see `picotron-ray config-schema`"
-        if suggestion == key:  # a dotted key inside the file
-            hint = f"expected it nested, `{': {'.join(key.split('.'))}: ...`"
-        return f"{key}: saw an unknown key, {hint}"
-    schema = key_schemas().get(schema_key(path), {"type": "object"})
-    expected = allowed(schema)
-    if detail["type"] == "missing":
-        return f"{key}: saw nothing, expected {expected}"
-    if detail["type"] == "finite_number":
-        expected = expected.replace("a number", "a finite number")
-    value = _at(raw, path)
-    saw = _show(value)
-    hint = _value_hint(value, schema)
-    return f"{key}: saw {saw}, expected {expected}{hint}"
-
-
-def _value_hint(value: Any, schema: Any) -> str:
-    if isinstance(value, str) and "enum" in schema:
-        close = get_close_matches(value, [str(item) for item in schema["enum"]], n=1)
-        return f", did you mean {close[0]}?" if close else ""
-    return ""
-
-
-def _at(raw: Any, path: Path) -> Any:
-    for part in path:
-        raw = raw[part]
-    return raw
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-    if isinstance(value, str):
-        text = repr(redact(value))
-    elif isinstance(value, dict | tuple):
-        text = "a mapping" if isinstance(value, dict) else f"a list of {len(value)}"
-    text = " ".join(text.split())
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""A second launch of a run: which changed keys are harmless, which deserve a warning, which are refused.
+"""Comparison of two launches of a run: changed keys are harmless, deserve a warning, or are refused.
 
 A run's meaning is its model, its seed, its samples and their order. Those are pinned; what only says how,
 where or for how long to compute may change; what bends the loss curve may change with a warning.
@@ -6,12 +6,13 @@ where or for how long to compute may change; what bends the loss curve may chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from picotron_ray.config.export import flatten, public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.layout.schedules import canonical_name, schedule_names
 
 Verdict = Literal["may", "warn", "refuse"]
 
@@ -38,6 +39,14 @@ _VERDICTS: dict[str, Verdict] = {
 FILLED_IN = {"metrics.host": None, "precision": "auto"}
 """Keys that launch fills in, and what leaves them to it: to leave them to it again changes nothing."""
 
+
+def _schedule_now(name: Any) -> Any:
+    return canonical_name(name) if name in schedule_names() else name
+
+
+RENAMED: dict[str, Callable[[Any], Any]] = {"layout.schedule": _schedule_now}
+"""Keys whose values an earlier version may have called otherwise: that value by today's name."""
+
 MEANINGS: dict[Verdict, str] = {
     "may": "may change",
     "warn": "may change; bends the loss curve, and the launch says so",
@@ -46,13 +55,22 @@ MEANINGS: dict[Verdict, str] = {
 
 
 def verdict(key: str) -> Verdict:
-    """Whether a dotted key may change between two launches of one run."""
+    """Judge whether a dotted key may change between two launches of one run."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         found = _VERDICTS.get(".".join(parts[:length]))
         if found:
             return found
     return "may"
+
+
+def fingerprint(job: JobConfig) -> dict[str, Any]:
+    """Dotted key → value of everything that may not change within a run.
+
+    Model, seed, data (not the prefetch depth), precision and the optimizer's name: with these equal, the
+    samples and the meaning of a checkpoint are equal too.
+    """
+    return {key: value for key, value in flatten(public_dict(job)).items() if verdict(key) == "refuse"}
 
 
 def compare(old: Mapping[str, Any], new: JobConfig) -> list[tuple[str, Verdict]]:
@@ -74,6 +92,7 @@ def changes(old: Mapping[str, Any], new: JobConfig) -> list[tuple[str, Any, Any]
     found = []
     for key, value in now.items():
         was = before.get(key, defaults.get(key))
+        was = RENAMED[key](was) if key in RENAMED else was
         if was != value and not (key in FILLED_IN and value == FILLED_IN[key]):
             found.append((key, was, value))
     dropped = [key for key in before if key.startswith("model.arguments.") and key not in now]

@@ -16,7 +16,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.recompute_policy import Again, recomputed
+from picotron_ray.layout.recompute_policy import RecomputedBlocks, recomputed
 from picotron_ray.models.families.registry import family_of
 from picotron_ray.models.sizes import ModelSizes
 from picotron_ray.planner.stage_partition import Bounds, partition
@@ -197,7 +197,7 @@ def rank_depths(job: JobConfig, layout: Layout, rank: int) -> list[int]:
     return [stage_depth(job.model, layout.stages, stage) for stage in layout.rank_stages(rank)]
 
 
-def blocks_again(job: JobConfig, layout: Layout, rank: int) -> Again:
+def blocks_again(job: JobConfig, layout: Layout, rank: int) -> RecomputedBlocks:
     """What the layout's policy comes to on a pipeline rank, all of its stages together."""
     stages, depths = layout.rank_stages(rank), rank_depths(job, layout, rank)
     kinds = [
@@ -205,4 +205,4 @@ def blocks_again(job: JobConfig, layout: Layout, rank: int) -> Again:
         for stage, depth in zip(stages, depths, strict=True)
         for kind in recomputed(layout.recompute, depth, stage)
     ]
-    return Again(kinds.count("full"), kinds.count("selective"), len(kinds))
+    return RecomputedBlocks(kinds.count("full"), kinds.count("selective"), len(kinds))

@@ -15,8 +15,10 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.driver import preflight as run_module
 from picotron_ray.runtime.driver import resolve_precision
-from picotron_ray.runtime.driver.preflight import check_cluster, find_coordinator
-from picotron_ray.runtime.driver.resolve_precision import able_nodes, settle_precision
+from picotron_ray.runtime.driver.follow_run import find_coordinator
+from picotron_ray.runtime.driver.preflight import check_cluster
+from picotron_ray.runtime.driver.resolve_job import settle_precision
+from picotron_ray.runtime.driver.resolve_precision import able_nodes
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
 from picotron_ray.runtime.run_storage.hf_import import import_hf
 from tests.support.runs import start, tiny_job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from ray.train.v2.api.config import (
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.ray_train.configs import NO_LIMIT, resolve
+from picotron_ray.runtime.ray_train import trainer
+from picotron_ray.runtime.ray_train.configs import NO_LIMIT, job_of
 
 
 def test_every_applied_field_lands_in_the_job(tmp_path: Path) -> None:
@@ -31,21 +33,21 @@ def test_every_applied_field_lands_in_the_job(tmp_path: Path) -> None:
         failure_config=FailureConfig(max_failures=5),
         callbacks=[UserCallback()],
     )
-    job = resolve("tiny", scaling, run)
+    job = job_of("tiny", scaling, run)
     assert (job.cluster.min_workers, job.cluster.max_workers) == (2, 3)
     assert (job.cluster.device, job.cluster.cpus_per_worker) == ("cuda", 2.0)
     assert (job.name, job.storage.url) == ("mine", str(tmp_path))
     assert (job.checkpoint.keep_last, job.elastic.max_failures) == (7, 5)
-    endless = resolve("tiny", None, RunConfig(failure_config=FailureConfig(max_failures=-1)))
+    endless = job_of("tiny", None, RunConfig(failure_config=FailureConfig(max_failures=-1)))
     assert endless.elastic.max_failures == NO_LIMIT
 
 
 def test_defaults_of_ray_leave_the_job_as_it_is() -> None:
-    assert resolve("tiny", None, None) == load_job("tiny")
+    assert job_of("tiny", None, None) == load_job("tiny")
     kept = load_job("tiny", ["cluster.device=cpu", "cluster.max_workers=1"])
-    assert resolve(kept, ScalingConfig(), RunConfig()) == kept
-    assert resolve({"name": "plain"}, None, None) == JobConfig(name="plain")
-    assert resolve("tiny", ScalingConfig(num_workers=2), None).cluster.min_workers == 2
+    assert job_of(kept, ScalingConfig(), RunConfig()) == kept
+    assert job_of({"name": "plain"}, None, None) == JobConfig(name="plain")
+    assert job_of("tiny", ScalingConfig(num_workers=2), None).cluster.min_workers == 2
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -93,12 +95,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("arguments", "named"), REFUSED, ids=[named for _, named in REFUSED])
 def test_what_is_not_applied_is_refused_in_one_line(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(arguments.get("job", "tiny"), arguments.get("scaling_config"), arguments.get("run_config"))
+        job_of(arguments.get("job", "tiny"), arguments.get("scaling_config"), arguments.get("run_config"))
     assert len(caught.value.problems) == 1, caught.value.problems
     assert named in caught.value.problems[0]
 
 
 def test_use_gpu_false_does_not_silently_overrule_the_job() -> None:
-    assert resolve("tiny", ScalingConfig(), None).cluster.device == "cpu"  # the recipe says auto
+    assert job_of("tiny", ScalingConfig(), None).cluster.device == "cpu"  # the recipe says auto
     with pytest.raises(ConfigError, match="use_gpu: saw False"):
-        resolve({"cluster": {"device": "cuda"}}, ScalingConfig(), None)
+        job_of({"cluster": {"device": "cuda"}}, ScalingConfig(), None)
+
+
+def test_the_trainers_example_gives_what_it_says() -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(trainer.ElasticTrainer)
+    said: list[str] = []
+    assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)
+    assert len(example.examples) > 3

@@ -97,7 +97,7 @@ class Watched:
 
 def start(job: JobConfig) -> Watched:
     """Start (or attach to) a run on the cluster that this process is connected to."""
-    from picotron_ray.runtime.driver.preflight import ensure_coordinator
+    from picotron_ray.runtime.driver.driver import ensure_coordinator
 
     return Watched(job, ensure_coordinator(job)[0])
 

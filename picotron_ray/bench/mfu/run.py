@@ -1,4 +1,4 @@
-"""``bench mfu``: how fast the engine trains, where its time goes, what each optimisation and each peer gives.
+"""``bench mfu``: the engine's speed, the shares of a step's time, and the gain of each optimisation and peer.
 
 The engine runs as in a generation of the service, without Ray (worker.py). Rounds take the base, every
 switch and every peer once each, every second round in reverse, and compare within the round, so that a
@@ -30,11 +30,10 @@ from picotron_ray.bench.mfu.settings import (
     base_setting,
     switched,
 )
-from picotron_ray.config.load import load_job
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import chosen
-from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import ConfigError, PicotronError
-from picotron_ray.runtime.ray_cluster.names import cache_folder
+from picotron_ray.runtime.driver.resolve_job import DATA, ResolvedJob, resolve, resolve_words
 
 POLL_S = 0.1
 Say = Callable[[str], None]
@@ -42,7 +41,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says; see its help."""
+    """Options of the command line; see its help."""
 
     workers: int
     steps: int
@@ -56,7 +55,7 @@ class Options:
 
     @property
     def checkouts(self) -> dict[str, Path]:
-        """Where the code of peers is, as far as it was given."""
+        """Checkouts of the peers' code, as far as they were given."""
         given = {name: getattr(self, name) for name in CHECKOUTS}
         return {name: path for name, path in given.items() if path is not None}
 
@@ -69,14 +68,14 @@ def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> 
     if options.peak_tflops is not None and not options.peak_tflops > 0:
         raise ConfigError(f"--peak-tflops: saw {options.peak_tflops:g}, expected a number above 0")
     peers = chosen_peers(options.peers, options.checkouts)
-    device = _device(config, overrides, options.workers)
-    overrides = [*overrides, *_precision(config, overrides, device)]
+    asked = resolve_words(config, [*overrides, *alone(options.workers)]).job
+    device = _device(asked, options.workers)
+    overrides = [*overrides, *_precision(asked, device)]
     base = base_setting(config, overrides, options.workers, device)
     found = [*(switched(base) if options.ablate else []), *(peer(base, name) for name in peers)]
     settings = [base, *(item for item in found if isinstance(item, Setting))]
     refused = {item.name: item.reason for item in found if isinstance(item, Refusal)}
-    data = base.job.data
-    build_dataset(data, base.job.model.vocab_size, base.job.seed, cache_folder())  # once, and refused here
+    resolve(ResolvedJob(base.job), (DATA,))  # once for all settings, and refused here
     with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
         events = _measure(settings, options, Path(name), say)
     return {
@@ -89,9 +88,9 @@ def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> 
     }
 
 
-def _device(config: str, overrides: Sequence[str], workers: int) -> str:
+def _device(job: JobConfig, workers: int) -> str:
     """``cpu`` or ``cuda``; raises ConfigError where a worker would have no GPU."""
-    asked = load_job(config, [*overrides, *alone(workers)]).cluster.device
+    asked = job.cluster.device
     if asked == "cpu":
         return asked
     import torch  # takes a second
@@ -106,9 +105,9 @@ def _device(config: str, overrides: Sequence[str], workers: int) -> str:
     return "cuda"
 
 
-def _precision(config: str, overrides: Sequence[str], device: str) -> list[str]:
-    """What ``precision: auto`` comes to on this machine's devices, as an override; none where it is named."""
-    if load_job(config, overrides).precision != "auto":
+def _precision(job: JobConfig, device: str) -> list[str]:
+    """Settle ``precision: auto`` for this machine's devices, as an override; none where it is named."""
+    if job.precision != "auto":
         return []
     found = []
     if device == "cuda":
@@ -119,7 +118,7 @@ def _precision(config: str, overrides: Sequence[str], device: str) -> list[str]:
 
 
 def segments(settings: int, rounds: int) -> list[dict[str, Any]]:
-    """Which setting when: rounds there and back, and the base once more, phase by phase."""
+    """Plan the segments: rounds there and back, then the base once more, phase by phase."""
     order = [list(range(settings)), list(reversed(range(settings)))]
     timed = [{"index": index, "phases": False} for number in range(rounds) for index in order[number % 2]]
     return [*timed, {"index": 0, "phases": True}]

@@ -1,4 +1,4 @@
-"""What ``bench mfu`` compares: the base setting, and each optimisation switched in turn. Torch-free.
+"""Settings of ``bench mfu``: the base, and each optimisation switched in turn. Torch-free.
 
 The base is what the config comes to on the workers at hand: its layout is chosen as the coordinator would,
 and then written back, so that a switch changes what it names and nothing else. A switch that the config or
@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from picotron_ray.config.load import load_job, parse_job
-from picotron_ray.config.overrides import apply_overrides
+from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.kernels import attention_backends, norm_kernel
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import profile_of
 from picotron_ray.planner.search import choose_layout
-from picotron_ray.runtime.driver.custom_model import with_built_model
+from picotron_ray.runtime.driver.resolve_job import OWN_MODEL, resolve_words
 
 Kind = Literal["engine", "plain", "picotron", "torchtitan"]
 
@@ -67,7 +66,7 @@ PINNED = ("dp", "tp", "pp", "cp", "ep", "zero", "replicate", "virtual_stages", "
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One thing that is measured."""
+    """Setting that is measured."""
 
     name: str
     kind: Kind
@@ -90,25 +89,25 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One thing that cannot be measured here, and why."""
+    """Setting that cannot be measured here, and the reason."""
 
     name: str
     reason: str
 
 
 def alone(workers: int) -> list[str]:
-    """Overrides that leave nothing of a run but its steps on exactly ``workers`` workers."""
+    """Make overrides that leave nothing of a run but its steps on exactly ``workers`` workers."""
     fixed = ["chaos=[]", f"steps={NEVER}"]
     return [*fixed, f"cluster.max_workers={workers}", f"cluster.min_workers={workers}"]
 
 
 def base_setting(config: str, overrides: Sequence[str], workers: int, device: str) -> Setting:
-    """The config on ``workers`` workers of ``device`` (``cpu`` or ``cuda``), with what auto came to.
+    """Make the base: the config on ``workers`` workers of ``device`` (``cpu`` or ``cuda``), autos settled.
 
     Raises ConfigError for a bad config, LayoutError where no layout uses all the workers.
     """
     fixed = [*overrides, *alone(workers), f"cluster.device={device}"]
-    job = with_built_model(load_job(config, fixed))
+    job = resolve_words(config, fixed, (OWN_MODEL,)).job
     layout = _layout(job, workers, device)
     pins = [f"layout.{key}={getattr(layout, key)}" for key in PINNED]
     if job.model.builder is None and job.kernels.attention == "auto":
@@ -117,13 +116,10 @@ def base_setting(config: str, overrides: Sequence[str], workers: int, device: st
 
 
 def changed(job: JobConfig, overrides: Sequence[str]) -> JobConfig:
-    """``job`` with dotted overrides outside its model section; raises ConfigError as `load_job` does."""
+    """Change ``job`` by dotted overrides outside its model section; ConfigError as from `load_job`."""
     raw = job.model_dump(mode="json")
     raw["model"].pop("built")
-    problems = apply_overrides(raw, overrides)
-    if problems:
-        raise ConfigError(*problems)
-    return parse_job(raw).model_copy(update={"model": job.model})
+    return parse_job(raw, overrides).model_copy(update={"model": job.model})
 
 
 def _layout(job: JobConfig, workers: int, device: str) -> Layout:
@@ -139,7 +135,7 @@ def _layout(job: JobConfig, workers: int, device: str) -> Layout:
 
 
 def switched(base: Setting, switches: Sequence[str] = SWITCHES) -> list[Setting | Refusal]:
-    """The base with each switch in turn; without those that change nothing."""
+    """Make the base with each switch in turn, without those that change nothing."""
     found: list[Setting | Refusal] = []
     for switch in switches:
         try:

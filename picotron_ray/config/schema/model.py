@@ -12,7 +12,17 @@ from picotron_ray.models.families.registry import FAMILIES, FamilyName
 
 
 class MoeConfig(Section):
-    """A mixture of experts in every block; each token goes to ``top_k`` of them."""
+    """Mixture of experts in every block; each token goes to ``top_k`` of them.
+
+    Example::
+
+        model:
+          moe:
+            experts: 8
+            top_k: 2
+            intermediate_size: 176
+            balance: bias
+    """
 
     experts: int = Field(default=0, ge=0, description="experts per block; 0: a dense SwiGLU instead")
     top_k: int = Field(default=2, ge=1, description="experts per token")
@@ -43,10 +53,19 @@ class MoeConfig(Section):
 
 
 class RopeScaling(Section):
-    """Llama 3's scaling (Dubey et al. 2024): slow frequencies are divided, fast ones left, a ramp between.
+    """Llama 3's scaling of rotary positions (Dubey et al. 2024).
 
     A frequency whose wavelength is above ``original_length / low_frequency_factor`` tokens is divided by
-    ``factor``, one below ``original_length / high_frequency_factor`` is left.
+    ``factor``. One below ``original_length / high_frequency_factor`` is left. Between the two is a ramp.
+
+    Example::
+
+        model:
+          rope_scaling:
+            factor: 8.0
+            low_frequency_factor: 1.0
+            high_frequency_factor: 4.0
+            original_length: 8192
     """
 
     factor: float = Field(default=1.0, ge=1, description="divisor of slow frequencies; 1: no scaling")
@@ -56,7 +75,18 @@ class RopeScaling(Section):
 
 
 class ModelConfig(Section):
-    """A Llama-style decoder (RMSNorm, rotary positions, grouped queries, SwiGLU), GPT-2, or your own."""
+    """Model: a built-in family (a Llama-style decoder by default), or a model of your own.
+
+    Example::
+
+        model:
+          hidden_size: 256
+          intermediate_size: 704
+          layers: 8
+          heads: 8
+          kv_heads: 4
+          tie_embeddings: true
+    """
 
     family: FamilyName = Field(
         default="llama",

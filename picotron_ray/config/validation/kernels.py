@@ -8,18 +8,20 @@ from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
-from picotron_ray.config.support.cuda_graphs import device_problems, graph_problems
+from picotron_ray.config.support.devices import device_problems, graph_problems
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
 from picotron_ray.config.validation.compute import actions_problem
 from picotron_ray.layout.recompute_policy import is_selective
-from picotron_ray.layout.schedules import rules_of
+from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.models.families.registry import family_of
 
 
 def _splits(job: JobConfig) -> bool:
     """Whether a pipeline of the job would split its backward pass."""
     readable = not actions_problem(job)
-    return readable and job.layout.pp != 1 and rules_of(job.layout.schedule, job.layout.actions).splits
+    if not readable or job.layout.pp == 1:
+        return False
+    return schedule_of(job.layout.schedule, job.layout.actions).splits_backward
 
 
 def _kernels(job: JobConfig) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on and when it ends. Formatting only; figures come from ``status``."""
+"""Text for people while a run goes on and when it ends. Formatting only; figures come from ``status``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STYLES = {"warning": "yellow", "error": "bold red"}
 
 
 def console(as_json: bool) -> Console:
-    """For people: stdout, or stderr where stdout is JSON; bound to that stream, whatever redirects it."""
+    """Console for people: stdout, or stderr where stdout is JSON; it keeps its stream if others redirect."""
     return Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
 
 
@@ -52,7 +52,7 @@ def event_line(event: dict[str, Any]) -> str:
 
 
 def metrics_lines(status: dict[str, Any]) -> list[str]:
-    """Where the run's metrics are; nothing where none are served."""
+    """Addresses of the run's metrics; nothing where none are served."""
     served = status.get("metrics")
     if not served:
         return []
@@ -125,8 +125,8 @@ def table(status: dict[str, Any]) -> Table:
     return grid
 
 
-class Progress:
-    """Shows statuses as they come: a live table on a terminal, plain lines elsewhere."""
+class ProgressView:
+    """Display of statuses as they come: a live table on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -138,7 +138,7 @@ class Progress:
         )
         self._shown_step, self._shown_at_s = -1, 0.0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressView:
         if self._live:
             self._live.start()
         return self

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver import driver
-from picotron_ray.runtime.driver.console import Progress
+from picotron_ray.runtime.driver import follow_run
+from picotron_ray.runtime.driver.console import ProgressView
 from picotron_ray.runtime.ray_cluster import connect, local_ray
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordinator_name
@@ -37,9 +37,7 @@ def reach(run: str) -> tuple[Any, LocalRay | None]:
             connect.attach(found)
         else:
             raise ConfigError(f"run: saw {run!r}, which does not run on {where}")
-    from picotron_ray.runtime.driver.preflight import find_coordinator
-
-    coordinator = find_coordinator(run)
+    coordinator = follow_run.find_coordinator(run)
     if coordinator is None:
         raise ConfigError(f"run: saw {run!r}, which does not run on {where}")
     return coordinator, found
@@ -50,11 +48,13 @@ def status(run: str) -> dict[str, Any]:
     coordinator, _ = reach(run)
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
-        seen = driver.poll(coordinator, 0)
+        seen = follow_run.poll(coordinator, 0)
         if seen is not None:
             return seen
-        time.sleep(driver.POLL_S)
-    raise driver.LostRunError(f"the coordinator of run {run} does not answer; see `picotron-ray logs {run}`")
+        time.sleep(follow_run.POLL_S)
+    raise follow_run.LostRunError(
+        f"the coordinator of run {run} does not answer; see `picotron-ray logs {run}`"
+    )
 
 
 def stop(run: str, now: bool, console: Console) -> dict[str, Any] | None:
@@ -75,11 +75,11 @@ def stop(run: str, now: bool, console: Console) -> dict[str, Any] | None:
         kill_actors(run)
         return None
     coordinator.request.remote("stop")
-    with driver.without_rays_messages(), driver.signal_handlers() as signals:
-        with Progress(console) as progress:
-            final = driver.follow(run, coordinator, progress, signals)
+    with follow_run.without_rays_messages(), follow_run.signal_handlers() as signals:
+        with ProgressView(console) as progress:
+            final = follow_run.follow(run, coordinator, progress, signals)
         if final is not None:
-            driver.take_down(local, coordinator)
+            follow_run.take_down(local, coordinator)
     return None if final is None else dict(final["summary"])
 
 
@@ -128,13 +128,13 @@ def checkpoint_now(run: str, timeout_s: float) -> int:
     coordinator.request.remote("checkpoint")
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        seen = driver.poll(coordinator, 0)
+        seen = follow_run.poll(coordinator, 0)
         if seen is not None and (seen["committed"] or 0) > (before["committed"] or 0):
             return int(seen["committed"])
         if seen is not None and seen["done"]:
             break
-        time.sleep(driver.POLL_S)
-    raise driver.LostRunError(
+        time.sleep(follow_run.POLL_S)
+    raise follow_run.LostRunError(
         f"run {run} made no new commit within {timeout_s:g} s; see `picotron-ray status {run}`"
     )
 
@@ -154,7 +154,7 @@ def log_lines(run: str, follow: bool = False) -> Iterator[tuple[str, str]]:
             yield from _new_lines(path, offsets)
         if not follow:
             return
-        time.sleep(driver.POLL_S)
+        time.sleep(follow_run.POLL_S)
 
 
 _ACTOR = ":actor_name:"

@@ -1,4 +1,4 @@
-"""A model of the user's own, seen from the driver: looked into once, before anything is started."""
+"""Inspection of a model of the user's own from the driver, once, before anything is started."""
 
 from __future__ import annotations
 
@@ -6,28 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.check import check
 from picotron_ray.errors import ConfigError
 
 
-def with_built_model(job: JobConfig, say: Callable[[str], None] = lambda line: None) -> JobConfig:
-    """``job`` with ``model.built`` filled in where it names a builder; else as it is.
+def inspect_model(job: JobConfig) -> tuple[BuiltModel, list[str]]:
+    """Build the module that ``model.builder`` names; returns what a plan needs, and facts to show.
 
-    The module is built in a process of its own (``train.inspection``), which finds the user's code where
+    It is built in a process of its own (``train.custom_model.inspect``), which finds the user's code where
     workers will: in the folder of the script that runs, in the present folder, or installed.
 
-    Args:
-        say: told one line per fact about the model.
-
-    Raises ConfigError: the module cannot be built, trained, or cut as the layout says.
+    Raises:
+        ConfigError: the module cannot be built or trained.
     """
-    if job.model.builder is None or job.model.built is not None:
-        return job
     script = str(Path(sys.argv[0]).resolve().parent)
     paths = [script] if script in sys.path else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -48,11 +42,4 @@ def with_built_model(job: JobConfig, say: Callable[[str], None] = lambda line: N
     answer = json.loads(done.stdout.splitlines()[-1])  # before it may stand what C code printed
     if "problems" in answer:
         raise ConfigError(*answer["problems"])
-    built = BuiltModel.model_validate(answer["built"])
-    job = job.model_copy(update={"model": job.model.model_copy(update={"built": built})})
-    problems = check(job)
-    if problems:
-        raise ConfigError(*(f"{problem.key}: {problem.text}" for problem in problems))
-    for line in answer["said"]:
-        say(line)
-    return job
+    return BuiltModel.model_validate(answer["built"]), list(answer["said"])

@@ -1,112 +1,71 @@
-"""The driver: checks, starts or attaches to a run, shows it, and answers with an exit code. It owns nothing.
+"""The driver: resolves a job, starts or attaches to its run, shows it, and answers with an exit code.
 
-Order matters: a run that goes on is attached to before anything is checked or cleaned, since its slots are
-in use; where none goes on, everything that can be refused is refused before Ray is started. SIGINT and
-SIGTERM ask the coordinator to stop with a commit; a second SIGINT leaves the run alone. The handlers are
-set after ``ray.init``: earlier ones never fire.
+It owns nothing. Order matters: a run that goes on is attached to before anything is checked or cleaned,
+since its slots are in use; where none goes on, everything that can be refused is refused before Ray is
+started. The handlers of signals are set after ``ray.init``: earlier ones never fire.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import time
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.driver import console as report
 from picotron_ray.runtime.driver import submission
-from picotron_ray.runtime.driver.console import Progress, summary_lines
-from picotron_ray.runtime.driver.custom_model import with_built_model
+from picotron_ray.runtime.driver.console import ProgressView, summary_lines
+from picotron_ray.runtime.driver.follow_run import (
+    ALL_SEEN,
+    DETACHED,
+    POLL_S,
+    Signals,
+    StoppedEarlyError,
+    ask,
+    find_coordinator,
+    follow,
+    poll,
+    signal_handlers,
+    take_down,
+    without_rays_messages,
+)
+from picotron_ray.runtime.driver.resolve_job import (
+    FROM_WORDS,
+    ON_THE_CLUSTER,
+    ResolvedJob,
+    check_machine,
+    resolve,
+    resolve_words,
+    settle_start,
+)
 from picotron_ray.runtime.driver.submission import Submission
 from picotron_ray.runtime.ray_cluster import cleanup, connect, local_ray, supervisor
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
-
-POLL_S = 0.5
-SILENCE_S = 120.0
-"""A coordinator that does not answer for this long is given up by the driver (not by the run)."""
-DETACHED = 1
-"""Exit code of a driver that was told twice to go, or lost its run: the run's end is not known."""
-
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name, event_folder
 
 START_S = 30.0
-ME = uuid.uuid4().hex
-"""This process among those that follow a run."""
 """Longest wait for the first answer of a coordinator that was just started."""
-ALL_SEEN = 1 << 62
-"""Number of an event that no run reaches: a poll without events."""
-
-
-class StoppedEarlyError(PicotronError):
-    """A request to stop came before there was anything to stop."""
-
-    exit_code = 130
-
-
-class LostRunError(PicotronError):
-    """The coordinator cannot be reached any more; the run may still go on."""
-
-    exit_code = DETACHED
-
-
-@dataclass(slots=True)
-class Signals:
-    """What the user asked for by signal."""
-
-    asked: int = 0
-    detach: bool = False
-    _told: bool = field(default=False)
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.detach = self.detach or (self.asked > 0 and number == signal.SIGINT)
-        self.asked += 1
-
-    def news(self) -> bool:
-        """Whether a first signal came that was not yet acted on."""
-        fresh, self._told = self.asked > 0 and not self._told, self.asked > 0
-        return fresh
-
-
-@contextlib.contextmanager
-def signal_handlers() -> Iterator[Signals]:
-    """SIGINT and SIGTERM are noted instead of raised."""
-    signals = Signals()
-    before = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def without_rays_messages() -> Iterator[None]:
-    """Drop what Ray prints on the driver's stdout when a worker dies, whatever ``log_to_driver`` says.
-
-    That is half a page of guesses at the cause; the coordinator says in one line what happened, and stdout
-    may have to be JSON. Consoles stay as they are: they are bound to their stream.
-    """
-    with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
-        yield
 
 
 def drive(
-    job: JobConfig, *, as_json: bool = False, detach: bool = False, console: Console | None = None
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    as_json: bool = False,
+    detach: bool = False,
+    console: Console | None = None,
 ) -> int:
     """Run a job, or attach to the run of its name; returns the exit code of the run.
 
-    With ``as_json`` progress goes to stderr and stdout carries the summary as its last line. With
-    ``detach`` this returns 0 as soon as the run is on its way.
+    Args:
+        source, overrides: the user's words, see ``config.load.load_job``.
+        as_json: progress goes to stderr, and stdout carries the summary as its last line.
+        detach: return 0 as soon as the run is on its way.
 
     Raises:
         ConfigError, StorageError, ClusterError, LocalRayError: nothing was started.
@@ -114,17 +73,19 @@ def drive(
     """
     console = console or report.console(as_json)
     found = submission.current()
-    if found is not None:
-        console.print(f"run {job.name} in {found}", markup=False, soft_wrap=True)
-    job = submission.with_user_paths(job, found)
-    job = with_built_model(job, lambda line: console.print(line, markup=False))
+    say = _said_on(console)
+    job = resolve_words(source, overrides, FROM_WORDS, found, say).job
     with without_rays_messages():
         code, summary = _drive(job, found, detach, console)
     if found is not None:  # of a job that was stopped, Ray keeps no exit code
-        console.print(f"Ray job {found.id}: the driver exits with code {code}", markup=False)
+        say(f"Ray job {found.id}: the driver exits with code {code}")
     if as_json and summary is not None:
         print(json.dumps(summary), flush=True)
     return code
+
+
+def _said_on(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, markup=False, soft_wrap=True)
 
 
 def _drive(
@@ -136,7 +97,7 @@ def _drive(
         if detach:
             console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
             return 0, None
-        with Progress(console) as progress:
+        with ProgressView(console) as progress:
             final = follow(job.name, coordinator, progress, signals, ray_job)
     if final is None:
         console.print(f"left running; `picotron-ray stop {job.name}` stops it", markup=False)
@@ -159,9 +120,7 @@ def prepare(job: JobConfig, console: Console) -> LocalRay | None:
 
 
 def _check(job: JobConfig, console: Console) -> None:
-    from picotron_ray.runtime.driver.preflight import check
-
-    for warning in check(job):
+    for warning in check_machine(job):
         console.print(f"note: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
@@ -182,14 +141,12 @@ def _coordinator(
 def _start(
     job: JobConfig, local: LocalRay | None, console: Console, ray_job: Submission | None, signals: Signals
 ) -> Any:
-    from picotron_ray.runtime.driver import preflight as run
-
     try:
         if local is None:
             _check(job, console)
         if signals.asked:
             raise StoppedEarlyError(f"run {job.name}: stopped by request before anything was started")
-        coordinator, _ = run.ensure_coordinator(job, local is not None, ray_job)
+        coordinator, _ = ensure_coordinator(job, local is not None, ray_job)
     except BaseException:
         take_down(local)
         raise
@@ -207,8 +164,6 @@ def _going_on(run_name: str, local: LocalRay | None) -> Any:
     On a local Ray everything goes with it, and until then it has a result to tell.
     """
     import ray
-
-    from picotron_ray.runtime.driver.preflight import find_coordinator
 
     deadline = time.monotonic() + supervisor.LINGER_S + POLL_S
     while (found := find_coordinator(run_name)) is not None:
@@ -230,86 +185,60 @@ def _differences(job: JobConfig, coordinator: Any) -> list[str]:
         ConfigError: it is another run, by its model, data or seed.
     """
     from picotron_ray.checkpoint.storage.open import open_storage
-    from picotron_ray.runtime.run_storage.init_from import settle
 
     theirs = ask(coordinator, "config")
     if theirs is None:
         return []
-    settled, _ = settle(job, open_storage(job.storage, job.name))
+    settled, _ = settle_start(job, open_storage(job.storage, job.name))
     lines = check_resume(theirs, settled)
     return [f"{line}, once the run is stopped and launched again" for line in lines]
 
 
-def follow(
-    run: str, coordinator: Any, progress: Progress, signals: Signals, ray_job: Submission | None = None
-) -> dict[str, Any] | None:
-    """Show the run until it is done; returns its last status, or None where the user left.
+def ensure_coordinator(
+    job: JobConfig,
+    owns_ray: bool = False,
+    submission: Submission | None = None,
+    tied_to: dict[str, Any] | None = None,
+) -> tuple[Any, bool]:
+    """Attach to the run's coordinator, or start one; returns (handle, attached).
 
-    Returns once all others that follow the run have heard of its end too: the caller then ends what they ask.
+    Two calls at once end with one coordinator: Ray keeps names unique. It runs on the head,
+    wherever the driver is: there it outlives the nodes that come and go.
+
+    Args:
+        owns_ray: the connected Ray was started for this run alone and goes down with it.
+        submission: the Ray job that starts the run.
+        tied_to: the process (``ray_cluster.owner_process``) with which a new run ends; None: it outlives all
+            drivers.
     """
-    since, term, heard = 0, 0, time.monotonic()
-    final: dict[str, Any] | None = None
-    while not signals.detach:
-        if signals.news():
-            progress.say(
-                "stopping at the next step, with a commit; interrupt again to leave it running instead"
-            )
-            _request(coordinator, "stop")
-        status = poll(coordinator, since, follower=ME)
-        if status is None:
-            if final is not None:
-                return final
-            if time.monotonic() - heard > SILENCE_S:
-                raise LostRunError(
-                    f"the coordinator of run {run} has not answered for {SILENCE_S:g} s; look at"
-                    f" `picotron-ray logs {run}`, launch again to attach, or stop it"
-                )
-        else:
-            heard = time.monotonic()
-            if status["term"] != term:  # a restarted coordinator numbers its events anew
-                term, asked = status["term"], since
-                since = 0
-                if ray_job is not None:
-                    coordinator.attached.remote(ray_job.plain())
-                if asked:
-                    continue
-            since = max((event["seq"] for event in status["events"]), default=since)
-            progress.show(status)
-            final = status if status["done"] else None
-            if final is not None and not final["waiting"]:
-                return final
-        time.sleep(POLL_S)
-    return None
-
-
-def poll(coordinator: Any, since: int, timeout_s: float = 10.0, follower: str = "") -> dict[str, Any] | None:
-    """The coordinator's status; None while it does not answer (it may be restarting)."""
-    return ask(coordinator, "status", since, follower, timeout_s=timeout_s)
-
-
-def ask(coordinator: Any, method: str, *arguments: Any, timeout_s: float = 10.0) -> dict[str, Any] | None:
-    """What a method of the coordinator answers; None while it does not."""
-    import ray
-    from ray.exceptions import GetTimeoutError, RayActorError
-
-    try:
-        found: dict[str, Any] = ray.get(getattr(coordinator, method).remote(*arguments), timeout=timeout_s)
-    except (RayActorError, GetTimeoutError):
-        return None
-    return found
-
-
-def _request(coordinator: Any, what: str) -> None:
-    coordinator.request.remote(what)
-
-
-def take_down(local: LocalRay | None, coordinator: Any = None) -> None:
-    """End the coordinator of a run that is over, disconnect, and stop the Ray that was started for it."""
+    found = find_coordinator(job.name)
+    if found is not None:
+        return found, True
+    resolved = resolve(ResolvedJob(job, owns_ray=owns_ray), ON_THE_CLUSTER)
     import ray
 
-    if coordinator is not None and local is None:
-        ray.kill(coordinator)
-    ray.shutdown()
-    if local is not None:
-        with local_ray.locked(local.run):
-            local_ray.stop(local)
+    from picotron_ray.runtime.coordinator.actor import Coordinator
+    from picotron_ray.runtime.ray_cluster.placement import ON_HEAD
+
+    options = {
+        "name": coordinator_name(job.name),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 32,
+        "resources": ON_HEAD,
+        "scheduling_strategy": "DEFAULT",  # not in the placement group of a Tune trial that asks for it
+    }
+    actor: Any = ray.remote(Coordinator).options(**options)
+    settings = {
+        "event_folder": str(event_folder(job.name)),
+        "owns_ray": owns_ray,
+        "origin": resolved.start,
+        "submission": submission.plain() if submission else None,
+        "tied_to": tied_to,
+        "notes": list(resolved.notes),
+    }
+    return actor.remote(resolved.job.model_dump(mode="json"), settings), False

@@ -1,4 +1,4 @@
-"""``precision: auto`` made one of the others, once, before any worker computes; and which nodes have it.
+"""Choice of a precision for ``precision: auto``, once, before any worker computes; nodes that have one.
 
 What a run was started with stands in its run.json, and every later launch means that. The first launch looks
 at the GPUs of all living nodes, through a task on each of them (NVML, no torch).
@@ -12,9 +12,9 @@ from typing import Any
 import ray
 
 from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.config.schema.compute import Precision
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import LEAST_CAPABILITY, Capability, chosen, precision_problem
-from picotron_ray.config.validation.check import check
 from picotron_ray.errors import ConfigError, NotFoundError
 from picotron_ray.runtime.ray_cluster.placement import NodeView, living_nodes, on_node, worker_needs
 
@@ -22,27 +22,20 @@ LOOK_S = 60.0
 """Longest wait for a node to say what GPUs it has; a task on it starts a process."""
 
 
-def settle_precision(job: JobConfig, storage: Storage) -> tuple[JobConfig, str]:
-    """The job with a precision that is none of auto, and a line that says which and why; empty where named.
+def choose_precision(job: JobConfig, storage: Storage) -> tuple[Precision, str]:
+    """The precision that ``auto`` comes to, and why.
 
-    Raises ConfigError: no GPU is there to look at, or the config does not go with what was found.
+    Raises:
+        ConfigError: no GPU is there to look at.
     """
-    if job.precision != "auto":
-        return job, ""
     try:
         saved = json.loads(storage.get("run.json"))["config"]
-        found, why = saved.get("precision", JobConfig().precision), f"as run {job.name} was started"
     except NotFoundError:
-        found, why = _of_the_devices(job)
-    job = job.model_copy(update={"precision": found})
-    came = f"precision: auto came to {found}: {why}"
-    problems = check(job)
-    if problems:
-        raise ConfigError(*(f"{problem.key}: {problem.text} ({came})" for problem in problems))
-    return job, came
+        return _by_devices(job)
+    return saved.get("precision", JobConfig().precision), f"as run {job.name} was started"
 
 
-def _of_the_devices(job: JobConfig) -> tuple[Any, str]:
+def _by_devices(job: JobConfig) -> tuple[Precision, str]:
     nodes = living_nodes()
     needs = worker_needs(job.cluster, nodes)
     if not needs.gpus:

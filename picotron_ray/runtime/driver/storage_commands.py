@@ -1,4 +1,4 @@
-"""Looking at a run's storage from outside: commits, their soundness, collection, the ledger."""
+"""Commands on a run's storage, from outside the run: commits, their soundness, collection, the ledger."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.base import Storage, get_or_none
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.gc import collect
 from picotron_ray.checkpoint.store.manifest import load_manifest
@@ -18,10 +18,18 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
-from picotron_ray.runtime.driver.submission import with_user_paths
+from picotron_ray.runtime.driver.follow_run import find_coordinator
+from picotron_ray.runtime.driver.resolve_job import (
+    INIT_FROM,
+    PATHS,
+    SAME_RUN,
+    STORAGE,
+    ResolvedJob,
+    naming,
+    resolve,
+)
 from picotron_ray.runtime.ray_cluster import local_ray
 from picotron_ray.runtime.ray_cluster.names import cache_folder
-from picotron_ray.runtime.run_storage.init_from import settle
 
 
 def _open(job: JobConfig) -> tuple[Storage, RunLog]:
@@ -75,15 +83,17 @@ def changed_keys(job: JobConfig) -> list[str]:
     Raises:
         ConfigError: one line for each key that may not change.
     """
-    storage = open_storage(job.storage, job.name)
-    try:
-        saved = json.loads(storage.get("run.json"))["config"]
-    except NotFoundError:
+    with naming(STORAGE.name):
+        storage = open_storage(job.storage, job.name)
+        stored = get_or_none(storage, "run.json")
+    if stored is None:
         return []
-    here, _ = settle(with_user_paths(job, None), storage)
+    saved = json.loads(stored)["config"]
+    here = resolve(ResolvedJob(job, storage=storage), (PATHS, INIT_FROM)).job
     if not os.path.isabs((saved.get("data") or {}).get("path") or "/"):  # of a Ray job's working_dir
         here = here.model_copy(update={"data": job.data})
-    return check_resume(saved, here) or ["nothing changed"]
+    with naming(SAME_RUN.name):
+        return check_resume(saved, here) or ["nothing changed"]
 
 
 def garbage(job: JobConfig) -> dict[str, Any]:
@@ -109,7 +119,6 @@ def _refuse_running(run: str) -> None:
     local = local_ray.find(run)
     running = local is not None and local.alive
     if os.environ.get("RAY_ADDRESS"):
-        from picotron_ray.runtime.driver.preflight import find_coordinator
         from picotron_ray.runtime.ray_cluster import connect
 
         connect.connect_to(os.environ["RAY_ADDRESS"])

@@ -63,37 +63,8 @@ def current(environment: Mapping[str, str] = os.environ) -> Submission | None:
     return Submission(metadata[_OWN_KEYS[0]], users, uploaded)
 
 
-def with_user_paths(job: JobConfig, submission: Submission | None) -> JobConfig:
-    """Paths are the user's, relative to where launch was called; actors run elsewhere.
-
-    Raises:
-        ConfigError: a path would mean a folder of the Ray job that goes away with it.
-    """
-    if submission is not None:
-        _refuse_lost_folders(job, submission)
-    keep_data = submission is not None and submission.uploaded
-    snapshot = {
-        "folder": _absolute(job.snapshot.folder),
-        "overflow_folder": _absolute(job.snapshot.overflow_folder),
-    }
-    trackers = tuple(each.model_copy(update={"folder": _absolute(each.folder)}) for each in job.trackers)
-    data_path = job.data.path if keep_data else _absolute(job.data.path)
-    return job.model_copy(
-        update={
-            "trackers": trackers,
-            "storage": job.storage.model_copy(update={"url": _absolute(job.storage.url)}),
-            "data": job.data.model_copy(update={"path": data_path}),
-            "snapshot": job.snapshot.model_copy(update=snapshot),
-            "init_from": job.init_from.model_copy(update={"url": _absolute(job.init_from.url)}),
-        }
-    )
-
-
-def _absolute(path: str | None) -> str | None:
-    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
-
-
-def _refuse_lost_folders(job: JobConfig, submission: Submission) -> None:
+def refuse_lost_folders(job: JobConfig, submission: Submission) -> None:
+    """Raise ConfigError for each path that would mean a folder which goes away with the Ray job."""
     problems = []
     for key, url in (("storage.url", job.storage.url), ("init_from.url", job.init_from.url)):
         if url is None or "://" in url:

@@ -96,7 +96,7 @@ def connect_to(address: str) -> None:
 
 
 def _refuse_wrong_token(address: str) -> None:
-    """One call with the token that Ray would use: ``ray.init`` itself retries a refusal for a minute.
+    """Make one call with the token that Ray would use: ``ray.init`` itself retries a refusal for a minute.
 
     Raises:
         ClusterError: the cluster wants a token, and not this one.

@@ -11,14 +11,20 @@ from pathlib import Path
 
 import blake3
 
+import picotron_ray
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.extras import needed_extras
+
+
+def package_folder() -> Path:
+    """Folder of the whole package, wherever this module stands in it."""
+    return Path(picotron_ray.__file__).resolve().parent
 
 
 @functools.cache
 def package_fingerprint() -> str:
     """Hash over the names and contents of all Python files of the package, 16 hex digits."""
-    root = Path(__file__).resolve().parent.parent
+    root = package_folder()
     digest = blake3.blake3()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
@@ -48,7 +54,7 @@ def builder_fingerprint(builder: str) -> str:
 
 
 def node_versions(job: JobConfig) -> dict[str, str]:
-    """What a node must share with the coordinator to take part in a run."""
+    """Versions that a node must share with the coordinator to take part in a run."""
     versions = {
         "picotron_ray": package_fingerprint(),
         "torch": version("torch"),

@@ -45,7 +45,7 @@ class LocalRayError(PicotronError):
 
 @dataclass(frozen=True, slots=True)
 class LocalRay:
-    """What the state file holds. ``folders`` hold the run's slots and pages and go away with Ray."""
+    """A Ray, as its state file has it. ``folders`` hold the run's slots and pages and go away with Ray."""
 
     run: str
     mark: str
@@ -57,7 +57,7 @@ class LocalRay:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be used: its supervisor runs and the run has not announced its end."""
+        """True where it can be used: its supervisor runs and the run has not announced its end."""
         running = processes.belongs(self.session, self.mark, self.session)
         return bool(self.address) and running and not ended_file(Path(self.temp_folder)).exists()
 
@@ -72,7 +72,7 @@ def state_file(run: str) -> Path:
 
 
 def ended_file(temp_folder: Path) -> Path:
-    """Exists once the run is over."""
+    """File that exists once the run is over."""
     return temp_folder / "ended"
 
 
@@ -102,7 +102,7 @@ def locked(run: str) -> Iterator[None]:
 
 
 def find(run: str) -> LocalRay | None:
-    """What the state file says of that run's Ray; it need not be alive."""
+    """Read the state file of that run's Ray, which need not be alive; None where there is none."""
     try:
         values = json.loads(state_file(run).read_text())
     except FileNotFoundError:
@@ -262,7 +262,7 @@ def _keep_only_logs(temp_folder: Path) -> None:
 
 
 def announce_end() -> None:
-    """Called inside the local Ray when its run is over: the supervisor takes Ray down soon after."""
+    """Tell the supervisor, from inside the local Ray, that the run is over: it takes Ray down soon after."""
     path = os.environ.get(ENDED)
     if path:
         Path(path).touch()

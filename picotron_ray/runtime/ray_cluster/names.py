@@ -21,16 +21,22 @@ def worker_actor_name(run: str, worker: str) -> str:
 
 
 def run_folder(snapshot_folder: str, run: str) -> Path:
-    """Everything that one run keeps in the memory file system of a machine."""
+    """Folder of everything that one run keeps in the memory file system of a machine."""
     return Path(snapshot_folder) / "picotron_ray" / run
 
 
 def node_folder(snapshot_folder: str, run: str, node: str) -> Path:
-    """Slots and heartbeat pages of one Ray node; several nodes of a test may share a machine."""
+    """Folder of one Ray node's slots and heartbeat pages; several nodes of a test may share a machine."""
     return run_folder(snapshot_folder, run) / node[:16]
 
 
 def cache_folder() -> Path:
-    """Tokenised data, shared by all runs of a user on a machine."""
+    """Folder of tokenised data, shared by all runs of a user on a machine."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "picotron_ray"
+
+
+def event_folder(run: str) -> Path:
+    """Folder of the event logs that replay, kept by a run's coordinator."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "picotron_ray" / run / "events"

@@ -17,13 +17,13 @@ POLL_S = 1.0
 
 
 def this_process() -> dict[str, Any]:
-    """What identifies the calling process to Ray, in a form that the coordinator's options carry."""
+    """Identity of the calling process to Ray, in a form that the coordinator's options carry."""
     context = ray.get_runtime_context()
     return {"job": context.get_job_id(), "actor": context.get_actor_id()}
 
 
 def is_gone(owner: dict[str, Any]) -> bool:
-    """Whether that actor or driver has ended. While Ray's head is away it counts as living.
+    """True once that actor or driver has ended. While Ray's head is away it counts as living.
 
     Only Ray's private state tells without its dashboard (true of 2.60).
     """

@@ -1,4 +1,4 @@
-"""What Ray knows of nodes, behind one adapter: capacity, addresses, drain notices."""
+"""Ray's knowledge of nodes, behind one adapter: capacity, addresses, drain notices."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def draining_nodes() -> dict[str, float]:
 
 
 def on_node(node: str) -> NodeAffinitySchedulingStrategy:
-    """This node or nowhere."""
+    """Scheduling on this node or nowhere."""
     return NodeAffinitySchedulingStrategy(node, soft=False)

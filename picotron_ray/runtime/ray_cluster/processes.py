@@ -36,7 +36,7 @@ def _environment_has(pid: int, mark: str) -> bool:
 
 
 def belongs(pid: int, mark: str, session: int) -> bool:
-    """Whether a living process is part of the local Ray of that mark and session."""
+    """True for a living process of the local Ray of that mark and session."""
     fields = _stat(pid)
     if not fields or pid == os.getpid():
         return False

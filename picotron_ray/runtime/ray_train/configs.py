@@ -27,8 +27,7 @@ from ray.train.constants import DEFAULT_STORAGE_PATH
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
-from picotron_ray.config.load import parse_job
-from picotron_ray.config.overrides import read_source
+from picotron_ray.config.load import parse_job, read_source
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 
@@ -51,7 +50,7 @@ _HINTS = {
 }
 
 
-def resolve(job: Job, scaling: ScalingConfig | None, run: RunConfig | None) -> JobConfig:
+def job_of(job: Job, scaling: ScalingConfig | None, run: RunConfig | None) -> JobConfig:
     """The job with what Ray's configs ask for.
 
     Args:

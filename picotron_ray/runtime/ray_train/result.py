@@ -1,4 +1,4 @@
-"""What ``ElasticTrainer.fit`` returns: Ray Train's ``Result``, filled from the run's storage.
+"""Ray Train's ``Result``, filled from the run's storage, as ``ElasticTrainer.fit`` returns it.
 
 Nothing is copied: a checkpoint is a commit of the run where it lies. Its directory is the run's folder, since
 commits share chunks; ``CommitCheckpoint.tensors`` reads the uncut, unfused tensors of that commit alone,

@@ -4,8 +4,9 @@
 the run's own. Of one name there is one run: where it goes on, ``fit`` attaches to it; where it was
 interrupted, it resumes from its newest commit. As Ray Train does, ``fit`` raises what ended a failed run.
 
-Unlike a launched run, this one ends with the process that called ``fit`` (``runtime.owner``): an interrupt,
-an exception of a callback, Tune's stop of a trial and a kill all stop it with a commit and leave no actor.
+Unlike a launched run, this one ends with the process that called ``fit`` (``ray_cluster.owner_process``): an
+interrupt, an exception of a callback, Tune's stop of a trial and a kill all stop it with a commit and leave
+no actor.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
-from picotron_ray.runtime.driver import console, driver, preflight
-from picotron_ray.runtime.driver.custom_model import with_built_model
-from picotron_ray.runtime.driver.submission import current, with_user_paths
+from picotron_ray.runtime.driver import console, driver, follow_run
+from picotron_ray.runtime.driver.preflight import check_same_run
+from picotron_ray.runtime.driver.resolve_job import OWN_MODEL, PATHS, ResolvedJob, check_machine
+from picotron_ray.runtime.driver.resolve_job import resolve as resolve_job
+from picotron_ray.runtime.driver.submission import current
 from picotron_ray.runtime.ray_cluster import owner_process
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
-from picotron_ray.runtime.ray_train.configs import Job, resolve
+from picotron_ray.runtime.ray_train.configs import Job, job_of
 from picotron_ray.runtime.ray_train.result import CommitCheckpoint, result_of
 
 STOP_S = 90.0
@@ -41,7 +44,21 @@ STOP_S = 90.0
 
 
 class ElasticTrainer:
-    """Trains a job on as many workers as there are, within bounds; see ``ray_configs`` for what is applied.
+    """Trainer of a job on as many workers as there are, within bounds, by Ray Train's conventions.
+
+    ``ray_train.configs`` lists the fields of Ray's configs that are applied; others are refused.
+
+    Example:
+        >>> import ray.train
+        >>> from picotron_ray import ElasticTrainer
+        >>> trainer = ElasticTrainer(
+        ...     {"name": "elastic", "steps": 50, "cluster": {"device": "cpu"}},
+        ...     scaling_config=ray.train.ScalingConfig(num_workers=(1, 4)),
+        ... )
+        >>> trainer.job.cluster.min_workers, trainer.job.cluster.max_workers
+        (1, 4)
+        >>> result = trainer.fit()  # doctest: +SKIP
+        >>> result.metrics["loss"], result.checkpoint.tensors()  # doctest: +SKIP
 
     Args:
         job: a ``JobConfig``, plain data as YAML gives it, or the path of a YAML file or packaged recipe.
@@ -60,7 +77,8 @@ class ElasticTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
     ) -> None:
-        self.job = with_built_model(with_user_paths(resolve(job, scaling_config, run_config), current()))
+        asked = ResolvedJob(job_of(job, scaling_config, run_config), submission=current())
+        self.job = resolve_job(asked, (PATHS, OWN_MODEL)).job
         cluster = self.job.cluster
         self.scaling_config = scaling_config or ScalingConfig(
             num_workers=(cluster.min_workers, cluster.max_workers), use_gpu=cluster.device == "cuda"
@@ -80,7 +98,7 @@ class ElasticTrainer:
         """
         try:
             summary = self._train()
-        except driver.LostRunError as error:
+        except follow_run.LostRunError as error:
             raise ControllerError(error) from error
         result = result_of(self.job, summary)
         if result.error is not None:
@@ -105,20 +123,20 @@ class ElasticTrainer:
                 with contextlib.suppress(ValueError):
                     ray.kill(coordinator)
             elif not given:
-                driver.take_down(local, coordinator)
+                follow_run.take_down(local, coordinator)
 
     def _start(self, local: LocalRay | None) -> tuple[Any, bool]:
         """The run's coordinator, and whether it goes on since before."""
-        while (found := preflight.find_coordinator(self.job.name)) is not None:
-            status = driver.poll(found, 0)
+        while (found := follow_run.find_coordinator(self.job.name)) is not None:
+            status = follow_run.poll(found, 0)
             if status is None or not status["done"]:
-                preflight.check_same_run(self.job, open_storage(self.job.storage, self.job.name))
+                check_same_run(self.job, open_storage(self.job.storage, self.job.name))
                 return found, True
             ray.kill(found)
-            time.sleep(driver.POLL_S)
+            time.sleep(follow_run.POLL_S)
         if local is None:
-            preflight.check(self.job)
-        return preflight.ensure_coordinator(
+            check_machine(self.job)
+        return driver.ensure_coordinator(
             self.job, owns_ray=local is not None, tied_to=owner_process.this_process()
         )
 
@@ -127,7 +145,7 @@ class ElasticTrainer:
         with _signals() as signals, _progress() as shown:
             watcher = _Watcher(self.job, self._context(), shown)
             try:
-                final = driver.follow(self.job.name, coordinator, watcher, signals)
+                final = follow_run.follow(self.job.name, coordinator, watcher, signals)
             except BaseException:
                 _stop(coordinator)
                 raise
@@ -145,10 +163,10 @@ class ElasticTrainer:
         )
 
 
-class _Watcher(console.Progress):
-    """Shows statuses, if there is anybody to see them, and turns them into calls of the user's callbacks."""
+class _Watcher(console.ProgressView):
+    """Display of statuses, if there is anybody to see them, that also calls the user's callbacks."""
 
-    def __init__(self, job: JobConfig, context: TrainRunContext, shown: console.Progress | None) -> None:
+    def __init__(self, job: JobConfig, context: TrainRunContext, shown: console.ProgressView | None) -> None:
         self._job, self._context, self._shown = job, context, shown
         self._reported: tuple[Any, ...] = (0, None, None)
         self._committed: int | None = None
@@ -160,7 +178,7 @@ class _Watcher(console.Progress):
             self._shown.say(text, style)
 
     def show(self, status: dict[str, Any]) -> None:
-        """Called with every new status."""
+        """Take a new status."""
         if self._shown:
             self._shown.show(status)
         self._exceptions(status)
@@ -189,7 +207,7 @@ class _Watcher(console.Progress):
 
 
 def figures(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """What ``after_report`` gets: a dict per worker by rank, those of the run as a whole in each of them."""
+    """Figures for ``after_report``: a dict per worker by rank, with those of the whole run in each."""
     names = ("step", "loss", "eval_loss", "eval_step", "tokens_per_s")
     common = {name: status[name] for name in names if status[name] is not None}
     pages = [(worker, status["pages"].get(worker, {})) for worker in status["members"]]
@@ -211,27 +229,27 @@ def _stop(coordinator: Any) -> None:
     coordinator.request.remote("stop")
     deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline:
-        status = driver.poll(coordinator, 0)
+        status = follow_run.poll(coordinator, 0)
         if status is not None and status["done"]:
             return
-        time.sleep(driver.POLL_S)
+        time.sleep(follow_run.POLL_S)
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[driver.Signals]:
-    """Signals are noted, where this thread can: in others (Tune's) whoever runs them decides."""
+def _signals() -> Iterator[follow_run.Signals]:
+    """Note signals where this thread can: in others (Tune's) whoever runs them decides."""
     if threading.current_thread() is not threading.main_thread():
-        yield driver.Signals()
+        yield follow_run.Signals()
         return
-    with driver.signal_handlers() as signals:
+    with follow_run.signal_handlers() as signals:
         yield signals
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[console.Progress | None]:
-    """As launch shows it, on stderr; nothing in a thread of Tune's, which has a table of its own."""
+def _progress() -> Iterator[console.ProgressView | None]:
+    """Display as launch has it, on stderr; none in a thread of Tune's, which has a table of its own."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
-    with console.Progress(console.console(as_json=True)) as shown:
+    with console.ProgressView(console.console(as_json=True)) as shown:
         yield shown

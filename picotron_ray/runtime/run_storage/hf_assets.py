@@ -1,4 +1,4 @@
-"""What a run keeps of the Hugging Face checkpoint that it began as, besides tensors: config and tokenizer.
+"""Config and tokenizer that a run keeps of the Hugging Face checkpoint that it began as.
 
 Small files, stored as bytes under ``imported/`` of the run and written back by an export. A run that takes
 over its weights (``init_from``) takes them over too. ``imported/record.json`` names them with their digests
@@ -37,8 +37,8 @@ MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
-    """What is kept.
+class HfAssets:
+    """Files and facts of one checkpoint.
 
     Fields:
         origin: where it came from, for messages.
@@ -57,8 +57,8 @@ class Imported:
         return any(name in self.files for name in VOCABULARIES)
 
 
-def read(folder: Path, origin: str, config: dict[str, Any], vocabulary: int) -> Imported:
-    """What a checkpoint's folder holds besides tensors.
+def read(folder: Path, origin: str, config: dict[str, Any], vocabulary: int) -> HfAssets:
+    """Read a checkpoint's folder, but for its tensors.
 
     Args:
         vocabulary: rows of the model's embedding.
@@ -77,7 +77,7 @@ def read(folder: Path, origin: str, config: dict[str, Any], vocabulary: int) -> 
                 " vocab_size: this tokenizer is of another vocabulary; take the model's own"
             )
         largest = max([*ids, -1 if largest is None else largest]) if ids else largest
-    return Imported(origin, config, files, largest)
+    return HfAssets(origin, config, files, largest)
 
 
 def _bytes(path: Path) -> bytes:
@@ -117,7 +117,7 @@ def _id(value: Any) -> int:
 # --- in a run's storage ----------------------------------------------------------------------------------
 
 
-def store(storage: Storage, kept: Imported) -> None:
+def store(storage: Storage, kept: HfAssets) -> None:
     """Put it into a run's storage, the record last."""
     for name, data in kept.files.items():
         storage.put(PREFIX + name, data)
@@ -130,8 +130,8 @@ def store(storage: Storage, kept: Imported) -> None:
     storage.put(RECORD, encode_json(record))
 
 
-def load(storage: Storage) -> Imported | None:
-    """What a run keeps; None where it did not begin as a checkpoint of Hugging Face.
+def load(storage: Storage) -> HfAssets | None:
+    """Load what a run keeps; None where it did not begin as a checkpoint of Hugging Face.
 
     Raises CorruptError for a file that is missing or not what was stored.
     """
@@ -142,7 +142,7 @@ def load(storage: Storage) -> Imported | None:
     try:
         digests: Mapping[str, str] = record["files"]
         kept = {name: _checked(storage, name, digests[name]) for name in FILES if name in digests}
-        return Imported(record["origin"], record["config"], kept, record["largest_id"])
+        return HfAssets(record["origin"], record["config"], kept, record["largest_id"])
     except (KeyError, TypeError) as error:
         raise CorruptError(f"{RECORD} is malformed: {error!r}", where=RECORD) from error
 
@@ -159,14 +159,14 @@ def _checked(storage: Storage, name: str, digest: str) -> bytes:
 
 
 def take_over(source: Storage, target: Storage) -> None:
-    """What another run keeps becomes this one's too. Doing it again changes nothing."""
+    """Copy what another run keeps into this one. Doing it again changes nothing."""
     kept = load(source)
     if kept is not None:
         store(target, kept)
 
 
-def write(folder: Path, kept: Imported | None) -> None:
-    """The files of an export, as they were imported."""
+def write(folder: Path, kept: HfAssets | None) -> None:
+    """Write the files into an export, as they were imported."""
     for name, data in kept.files.items() if kept else ():
         (folder / name).write_bytes(data)
 
@@ -174,8 +174,8 @@ def write(folder: Path, kept: Imported | None) -> None:
 # --- the data of a run -----------------------------------------------------------------------------------
 
 
-def source_note(job: JobConfig, kept: Imported | None) -> str | None:
-    """What to say where imported weights are fed with ids of the byte tokenizer.
+def source_note(job: JobConfig, kept: HfAssets | None) -> str | None:
+    """Warning where imported weights are fed with ids of the byte tokenizer.
 
     Raises ConfigError where they have a tokenizer of their own.
     """

@@ -62,7 +62,7 @@ def export_hf(job: JobConfig, folder: Path, step: int | None, dtype: str, shard_
 
 
 def _check_target(folder: Path) -> None:
-    """Whether an export may be written there. Raises ConfigError."""
+    """Check that an export may be written there. Raises ConfigError."""
     try:
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"--to: saw the file {folder}, expected a new or empty folder")
@@ -73,7 +73,7 @@ def _check_target(folder: Path) -> None:
 
 
 def _check_same_model(job: JobConfig, manifest: Manifest, storage: Storage) -> None:
-    """Whether the config's model is the one that the run was trained with, in every key.
+    """Check that the config's model is the one that the run was trained with, in every key.
 
     Shapes alone do not say it: how many heads there are, or how positions are turned, leaves no trace.
     """

@@ -49,7 +49,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _named_files(folder: Path) -> list[str]:
-    """Where transformers looks: one file, or what the index lists. Raises ConfigError."""
+    """Files that transformers would read: one, or those that the index lists. Raises ConfigError."""
     path = folder / INDEX
     if (folder / SINGLE).exists() or not path.exists():
         return [SINGLE]

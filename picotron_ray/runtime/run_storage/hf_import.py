@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's format (safetensors, in shards) into a run's storage.
+"""Import of checkpoints in Hugging Face's format (safetensors, in shards) into a run's storage.
 
 It streams: one tensor of ours is in memory at a time. Everything is checked before the first byte is
 written: the config, the tokenizer, and the name, shape and type of every tensor from the headers of the
@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from picotron_ray.checkpoint.storage.open import open_storage
-from picotron_ray.checkpoint.store.import_tensors import commit_whole
+from picotron_ray.checkpoint.store.import_tensors import commit_tensors
 from picotron_ray.config.export import flatten
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
@@ -68,7 +68,7 @@ def master_type(job: JobConfig) -> str:
 
 
 def check_import(job: JobConfig, folder: Path) -> Files:
-    """Everything that can be wrong with an import, before anything is written.
+    """Check everything that can be wrong with an import, before anything is written.
 
     Raises ConfigError: one line per key of the model that differs, or per tensor that is missing, of another
     shape or type, or not expected.
@@ -107,7 +107,7 @@ def _their_shape(held: Held, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int
 
 
 def _same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
-    """Whether the job's model is the checkpoint's; what only concerns training may differ."""
+    """Check that the job's model is the checkpoint's; keys that only concern training may differ."""
     free = ("init_std", "moe.loss_coefficient", "moe.z_coefficient", "moe.capacity_factor", "plan", "built")
     mine, wanted = flatten(ours.model_dump(mode="json")), flatten(theirs.model_dump(mode="json"))
     idle = {"intermediate_size"} if ours.moe.experts else set()
@@ -150,7 +150,7 @@ def import_hf(job: JobConfig, folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"name: {storage.where} holds another run.json for {job.name!r}; choose another name"
         ) from error
-    key = commit_whole(
+    key = commit_tensors(
         storage,
         _read(job, files, architecture),
         origin,

@@ -29,8 +29,10 @@ def open_origin(job: JobConfig) -> Storage:
     return open_storage(job.storage.model_copy(update={"url": url}), job.init_from.run)
 
 
-def settle(job: JobConfig, storage: Storage, verify: bool = False) -> tuple[JobConfig, dict[str, Any] | None]:
-    """The job with ``init_from.step`` filled in, and the commit's record for a new run's run.json.
+def find_start(
+    job: JobConfig, storage: Storage, verify: bool = False
+) -> tuple[int | None, dict[str, Any] | None]:
+    """The step of ``init_from`` that the run means, and the commit's record for a new run's run.json.
 
     A run that exists keeps the step that its run.json holds; the record is then None.
 
@@ -40,20 +42,18 @@ def settle(job: JobConfig, storage: Storage, verify: bool = False) -> tuple[JobC
     Raises:
         ConfigError: there is no such run or step, it does not verify, or its model is another one.
     """
-    if job.init_from.run is None:
-        return job, None
     try:
         saved = json.loads(storage.get("run.json"))["config"].get("init_from") or {}
     except NotFoundError:
         found = _find(job, verify)
-        return _with_step(job, found.manifest.step), found.origin()
+        return found.manifest.step, found.origin()
     if job.init_from.step is None and saved.get("run") == job.init_from.run:
-        return _with_step(job, saved["step"]), None
-    return job, None
+        return saved["step"], None
+    return job.init_from.step, None
 
 
 def imported_note(job: JobConfig, storage: Storage) -> str | None:
-    """What to say of a run whose weights come from Hugging Face, or of the one that it starts from.
+    """Warning about a run whose weights come from Hugging Face, or about the one that it starts from.
 
     Raises ConfigError where the data is not of their tokenizer, or the import was cut off before its commit:
     the run would begin with random weights.
@@ -72,11 +72,7 @@ def imported_note(job: JobConfig, storage: Storage) -> str | None:
     return source_note(job, found)
 
 
-def _with_step(job: JobConfig, step: int) -> JobConfig:
-    return job.model_copy(update={"init_from": job.init_from.model_copy(update={"step": step})})
-
-
-def _find(job: JobConfig, verify: bool) -> import_commit.Found:
+def _find(job: JobConfig, verify: bool) -> import_commit.FoundCommit:
     source = open_origin(job)
     try:
         theirs = json.loads(source.get("run.json"))["config"]
@@ -96,8 +92,8 @@ def _find(job: JobConfig, verify: bool) -> import_commit.Found:
     return found
 
 
-def _fit(was: str, now: str, optimizer_state: bool) -> bool:
-    """Whether a run of one precision can start from another's state: all but fp64 keep fp32 masters.
+def compatible_precision(was: str, now: str, optimizer_state: bool) -> bool:
+    """True where a run of one precision can start from another's state: all but fp64 keep fp32 masters.
 
     fp16 has a loss scale in its optimizer state, which the others do not. ``auto`` is judged once settled.
     """
@@ -114,7 +110,9 @@ def _refuse_other_model(job: JobConfig, theirs: dict[str, Any]) -> None:
         needed = key.startswith("model.") or key == "precision"
         needed |= key == "optimizer.name" and job.init_from.optimizer_state
         was = before.get(key, defaults.get(key))
-        same = key == "precision" and _fit(str(was), str(value), job.init_from.optimizer_state)
+        same = key == "precision" and compatible_precision(
+            str(was), str(value), job.init_from.optimizer_state
+        )
         if needed and key not in FREE and was != value and not same:
             problems.append(
                 f"{key}: run {job.init_from.run!r} in init_from has {was!r}, saw {value!r}; make them equal"

@@ -9,7 +9,7 @@ from picotron_ray.config.schema.job import JobConfig
 
 
 def saved_config(job: JobConfig) -> dict[str, Any]:
-    """What run.json holds: the config without secrets, and what wrote it."""
+    """Contents of run.json: the config without secrets, and the version and package that wrote it."""
     from picotron_ray import __version__
     from picotron_ray.runtime.ray_cluster.fingerprint import package_fingerprint
 

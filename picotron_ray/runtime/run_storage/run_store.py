@@ -29,7 +29,7 @@ from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
 from picotron_ray.errors import AlreadyExistsError, FencedError, StorageError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.runtime import chaos
+from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.run_storage.hf_assets import take_over
 from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import saved_config
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 
 def generation_body(spec: GenerationSpec) -> dict[str, Any]:
-    """What the log holds of a generation."""
+    """Entry of a generation in the log."""
     return {"term": spec.id.term, "n": spec.id.n, "source": plain(spec.source), "spec": plain(spec)}
 
 
 class Archive:
-    """One run's storage, as one coordinator term sees it."""
+    """Storage of one run, as one coordinator term sees it."""
 
     def __init__(
         self, job: JobConfig, on_commit: Callable[[int], None], origin: dict[str, Any] | None = None
@@ -91,7 +91,7 @@ class Archive:
         return tuple(_commit(entry) for entry in entries), generations
 
     def _adopt_origin(self) -> None:
-        """``init_from``: the other run's commit becomes this one's first, once.
+        """Make the commit that ``init_from`` names this run's first one, once.
 
         Its writer is a generation of no members, number 0 of the term, so that the machine finds a commit
         of step 0 and needs to know nothing else. After a crash in between it is done again.
@@ -163,8 +163,8 @@ class Archive:
             return replace(event, error=str(error))
 
     def claim_fault(self, index: int) -> bool:
-        """Whether scripted fault ``index`` is to strike now; true once in the life of the run."""
-        return chaos.claim(self._storage, index)
+        """Claim scripted fault ``index``; true once in the life of the run."""
+        return claim(self._storage, index)
 
     def collect_garbage(self) -> None:
         """Retire commits beyond retention and delete chunks that nothing needs."""

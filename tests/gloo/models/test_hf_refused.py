@@ -16,10 +16,9 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.cli import app
 from picotron_ray.config.load import parse_job, public_dict
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver.preflight import check
+from picotron_ray.runtime.driver.resolve_job import check_machine, settle_start
 from picotron_ray.runtime.run_storage.hf_export import export_hf
 from picotron_ray.runtime.run_storage.hf_import import import_hf
-from picotron_ray.runtime.run_storage.init_from import settle
 from picotron_ray.runtime.run_storage.run_store import Archive
 from tests.support.gloo.hf_kit import change_config, job_for, make
 
@@ -259,17 +258,17 @@ def test_a_run_from_an_import_keeps_it_and_takes_no_bytes(copy: Path) -> None:
     told = "data.source: saw text, whose ids are bytes, but the weights come from Hugging Face checkpoint"
     fresh = parse_job({**plain, "data": fed})
     with pytest.raises(ConfigError, match=f"^{told}.* up to 95; .*data.source=memmap$"):
-        check(fresh)
+        check_machine(fresh)
     with pytest.raises(ConfigError, match=told):
         import_hf(parse_job({**public_dict(job), "name": "bytes", "data": fed}), copy)
     tokens = copy.parent / "tokens.bin"
     tokens.write_bytes(bytes(range(96)) * 200)
     held = {**fed, "source": "memmap", "path": str(tokens), "memmap_dtype": "uint8"}
     good = parse_job({**plain, "init_from": {"run": "origin", "step": 0}, "data": held})
-    check(good)
+    check_machine(good)
     storage = open_storage(good.storage, good.name)
     assert not list(storage.list("")), "a check leaves nothing"
-    archive = Archive(good, lambda _: None, settle(good, storage)[1])
+    archive = Archive(good, lambda _: None, settle_start(good, storage)[1])
     archive.claim()
     archive.state(verify=True)
     out = copy.parent / "out"
@@ -286,11 +285,11 @@ def test_an_import_that_was_cut_off_is_no_run_of_random_weights(copy: Path) -> N
     log.refresh()
     storage.delete(f"log/{log.commits()[0].seq:08d}.json")
     with pytest.raises(ConfigError, match=r"^name: the import into run 'cut' .* was cut off"):
-        check(job)
+        check_machine(job)
 
 
 def test_a_checkpoint_without_a_tokenizer_is_said_to_be_one(copy: Path) -> None:
     make("llama", copy, {"vocab_size": 300})
     job = job_for(copy, copy.parent / "runs", "bare", data={"sequence_length": 24, "global_batch": 2})
     assert "had no tokenizer" in import_hf(job, copy)["note"]
-    assert any("had no tokenizer" in line for line in check(job))
+    assert any("had no tokenizer" in line for line in check_machine(job))

@@ -17,6 +17,7 @@ from picotron_ray.checkpoint.torch_state import restore
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.models.parameters import mixture_modules
 from picotron_ray.runtime.run_storage.hf_export import export_hf
 from picotron_ray.runtime.run_storage.hf_import import import_hf, model_section
 from picotron_ray.train.engine import build_engine
@@ -44,8 +45,9 @@ def parts_of(job: Job | None, config: JobConfig, layout: Layout) -> list[tuple[A
     restore(engine.weights(), CommitSource(storage, find(storage, None).manifest))
     if job is None:
         with torch.no_grad():
-            named = {"weights": torch.ones(2)} if engine._definition.mixtures else {}
-            found = [engine._output(TOKENS, named)]
+            named = {"weights": torch.ones(2)} if mixture_modules(config.model) else {}
+            (model,) = engine._models.values()
+            found = [model(TOKENS, **named)]
     else:
         found = [
             (item.shard.name, item.shard.box.offset, item.shard.box.size, item.tensor.numpy().copy())

@@ -13,7 +13,7 @@ import torch
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
-from picotron_ray.config.validation.layout import misfits
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.build import definition_of
@@ -71,7 +71,7 @@ LAYOUTS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("name", "layout", "global_batch"), thinned(LAYOUTS, (4, 6, 9, 10, 11, 13, 15)))
+@pytest.mark.parametrize(("name", "layout", "global_batch"), thinned(LAYOUTS, (4, 9, 11, 13)))
 def test_layout_equals_one_process(pool: Pool, name: str, layout: Layout, global_batch: int) -> None:
     config = built(name)
     ranks = check(pool, layout, global_batch, config)
@@ -241,10 +241,10 @@ def test_plans_that_do_not_fit(plan: dict[str, Any], key: str, text: str) -> Non
 
 def test_layouts_that_the_module_does_not_allow() -> None:
     job = make_job("sgd", 12, built("encoder"))
-    assert [m.key for m in misfits(job, Layout(tp=2, micro_batch=2))] == []
-    (tensor,) = misfits(job, Layout(tp=5, micro_batch=2))
+    assert [m.key for m in layout_problems(job, Layout(tp=2, micro_batch=2))] == []
+    (tensor,) = layout_problems(job, Layout(tp=5, micro_batch=2))
     assert tensor.text.startswith("saw 5; expected one of 1, 2, 3, 4")
-    (pipeline,) = misfits(job, Layout(pp=2, micro_batch=2))
+    (pipeline,) = layout_problems(job, Layout(pp=2, micro_batch=2))
     assert "EncoderModel is no nn.Sequential" in pipeline.text
 
 

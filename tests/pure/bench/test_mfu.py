@@ -284,8 +284,8 @@ def test_bad_requests_end_with_one_line_before_anything_starts(
 
 
 def test_auto_precision_is_settled_before_anything_is_measured() -> None:
-    assert _precision("tiny", ["precision=auto"], "cpu") == ["precision=fp32"]
-    assert _precision("tiny", ["precision=bf16"], "cpu") == []
+    assert _precision(load_job("tiny", ["precision=auto"]), "cpu") == ["precision=fp32"]
+    assert _precision(load_job("tiny", ["precision=bf16"]), "cpu") == []
 
 
 def test_what_needs_a_gpu_is_named_among_the_refused_on_cpus() -> None:

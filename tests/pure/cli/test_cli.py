@@ -131,7 +131,7 @@ def test_a_mistake_of_ours_keeps_its_traceback() -> None:
 
 def shown(terminal: bool, *statuses: dict[str, Any]) -> str:
     console = Console(force_terminal=terminal, width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with report.Progress(console) as progress:
+    with report.ProgressView(console) as progress:
         for status in statuses:
             progress.show(status)
     console.file.close()

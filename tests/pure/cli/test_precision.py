@@ -15,7 +15,7 @@ from picotron_ray.config.support.precision import chosen, possible, precision_pr
 from picotron_ray.errors import ConfigError
 from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES
 from picotron_ray.planner.search import layouts
-from picotron_ray.runtime.run_storage.init_from import _fit
+from picotron_ray.runtime.run_storage.init_from import compatible_precision
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_a_resume_may_leave_it_to_the_run_again() -> None:
 
 
 def test_another_runs_state_is_judged_once_auto_is_settled() -> None:
-    assert _fit("fp16", "auto", optimizer_state=True), "it may come to fp16"
-    assert not _fit("fp16", "bf16", optimizer_state=True)
-    assert not _fit("fp64", "auto", optimizer_state=False)
+    assert compatible_precision("fp16", "auto", optimizer_state=True), "it may come to fp16"
+    assert not compatible_precision("fp16", "bf16", optimizer_state=True)
+    assert not compatible_precision("fp64", "auto", optimizer_state=False)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,15 @@ import pytest
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver import submission
-from picotron_ray.runtime.driver.submission import Submission, with_user_paths
+from picotron_ray.runtime.driver.resolve_job import with_user_paths
+from picotron_ray.runtime.driver.submission import Submission
 
 JOB = Submission("raysubmit_1", {"team": "a"}, uploaded=True)
 BARE = Submission("raysubmit_2", {}, uploaded=False)
 
 
 def environment(**runtime_env: object) -> dict[str, str]:
-    """What Ray's job supervisor gives its driver."""
+    """The environment that Ray's job supervisor gives its driver."""
     metadata = {"job_submission_id": "raysubmit_1", "job_name": "raysubmit_1", "team": "a"}
     return {submission.JOB_CONFIG: json.dumps({"runtime_env": runtime_env, "metadata": metadata})}
 

@@ -21,9 +21,9 @@ from picotron_ray.config.load import (
     load_job,
     parse_job,
     public_dict,
+    read_source,
     to_yaml,
 )
-from picotron_ray.config.overrides import read_source
 from picotron_ray.config.resume import check_resume, compare, markdown, table, verdict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import StorageConfig

@@ -9,6 +9,7 @@ import pytest
 
 LIGHT = (
     "errors",
+    "failures",
     "config",
     "planner",
     "coordinator",

@@ -26,7 +26,7 @@ def folder_of(path: Path, contents: Contents) -> Path:
     return path
 
 
-def read(folder: Path, vocabulary: int = 10) -> hf_assets.Imported:
+def read(folder: Path, vocabulary: int = 10) -> hf_assets.HfAssets:
     return hf_assets.read(folder, "there", {"vocab_size": vocabulary}, vocabulary)
 
 

@@ -1,4 +1,4 @@
-"""What a sweep tries and what it makes of the results; the sweep itself is in tests/ray."""
+"""The plan of a sweep and its judgement of results; the sweep itself is in tests/ray."""
 
 from __future__ import annotations
 

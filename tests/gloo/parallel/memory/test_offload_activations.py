@@ -26,7 +26,7 @@ from picotron_ray.parallel.memory.activation_offload import ActivationOffload
 from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 from picotron_ray.planner.model_sizes import sizes_of
 from tests.support.gloo.jobs.matrix_jobs import MIXTURE, MODEL, make_job, run_layout
-from tests.support.gloo.late_copies import LateLane
+from tests.support.gloo.late_copies import LateCopyStream
 from tests.support.gloo.parity import compare, thinned
 from tests.support.gloo.pool import Pool, WorkerError
 
@@ -136,7 +136,7 @@ def gradients(
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_copies_are_waited_for(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """However late a copy comes, nothing reads what it has not brought, or frees what it has not read."""
-    monkeypatch.setattr(offload_module, "Lane", LateLane)
+    monkeypatch.setattr(offload_module, "CopyStream", LateCopyStream)
     expected, found = gradients(policy, None, None), gradients(policy, ActivationOffload(0), None)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -168,24 +168,24 @@ def test_what_leaves_is_what_the_planner_counts(policy: str, kept: str) -> None:
         assert offload.moved_bytes == planned + more
 
 
-def test_the_graph_holds_tickets_and_lets_them_go() -> None:
+def test_the_graph_keeps_offloaded_tensors_alive_and_drops_them() -> None:
     """Two blocks' sources at most are held on the way; after the backward pass nothing is."""
     model, blocks = model_and_blocks()
     offload = ActivationOffload(smallest_bytes=0)
     for number, block in enumerate(blocks):
         offload.wrap(number, block)
     loss = model(torch.zeros(ROWS, LENGTH, dtype=torch.long)).square().mean()
-    visits, visit = [], offload._last
-    while visit is not None:
-        visits.append(visit)
-        visit = visit.before
-    assert len(visits) == len(blocks)
-    assert [bool(each.sources) for each in visits] == [True, False, False, False], "newest first"
-    alive = [reference for each in visits for reference in each.tickets if reference() is not None]
-    assert len(alive) == sum(len(each.tickets) for each in visits) > 20
-    assert not any(each.brought for each in visits)
+    passes, block_pass = [], offload._last
+    while block_pass is not None:
+        passes.append(block_pass)
+        block_pass = block_pass.before
+    assert len(passes) == len(blocks)
+    assert [bool(each.sources) for each in passes] == [True, False, False, False], "newest first"
+    alive = [reference for each in passes for reference in each.offloaded if reference() is not None]
+    assert len(alive) == sum(len(each.offloaded) for each in passes) > 20
+    assert not any(each.fetched for each in passes)
     loss.backward()
-    assert all(each.brought and not each.sources for each in visits)
+    assert all(each.fetched and not each.sources for each in passes)
     del loss
     gc.collect()
     assert all(reference() is None for reference in alive)

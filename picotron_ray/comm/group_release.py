@@ -1,0 +1,88 @@
+"""Release process groups on a thread of their own, because their destructors may block.
+
+The destructor of a gloo group joins the group's threads, and so waits for every operation that still runs.
+After an abort one may run until its timeout, although no caller waits for it (abortable_wait.py). torch
+releases the GIL meanwhile, so another thread can carry the wait. Until it ends, such a group costs three
+threads that mostly sleep, a few descriptors and the tensors of the operation; its connections are shut.
+
+An exit handler prevents two accidents at the end of the process:
+
+- The main thread would destroy groups that nobody closed, and wait in their destructors: they are kept.
+- A thread that comes back from torch while the interpreter is finalised asks for the GIL. CPython then ends
+  it by unwinding through C++ frames that do not allow that, and the process dies of SIGABRT. So threads that
+  may be inside torch are put to sleep in a signal handler, out of which they never come.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import signal
+import sys
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+PROMPT_S = 1.0  # a destructor takes about 20 ms where no operation runs, longer on a busy machine
+PARK = signal.SIGRTMAX
+_LISTED = 2  # references to a group that only a list holds: the list's, and the argument of getrefcount
+_inside_torch: set[threading.Thread] = set()
+
+
+def release(groups: list[Any], wait_s: float = PROMPT_S) -> bool:
+    """Empty ``groups`` on another thread, and wait for their destructors no longer than ``wait_s``.
+
+    Garbage that refers to the groups is collected first: who collects it last runs the destructors.
+
+    Returns:
+        Whether the groups are gone.
+    """
+    if any(sys.getrefcount(groups[index]) > _LISTED for index in range(len(groups))):
+        gc.collect()
+    thread = threading.Thread(target=_clear, args=(groups,), name="release-groups", daemon=True)
+    park_at_exit(thread)
+    thread.start()
+    thread.join(wait_s)
+    return not thread.is_alive()
+
+
+def _clear(groups: list[Any]) -> None:
+    groups.clear()
+    leave(threading.current_thread())
+
+
+def park_at_exit(thread: threading.Thread) -> None:
+    """Say that a daemon thread may be inside torch when the process ends; `leave` takes it back."""
+    _inside_torch.add(thread)
+
+
+def leave(thread: threading.Thread) -> None:
+    """Say that ``thread`` calls torch no more."""
+    _inside_torch.discard(thread)
+
+
+def _at_exit() -> None:
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        _keep_for_ever(list(dist.distributed_c10d._world.pg_map))
+    threads = [thread for thread in _inside_torch if thread.is_alive()]
+    if threads:
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        libc.signal.restype = ctypes.c_void_p
+        libc.signal(int(PARK), ctypes.cast(libc.pause, ctypes.c_void_p))
+    for thread in threads:
+        assert thread.ident is not None
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            signal.pthread_kill(thread.ident, PARK)
+
+
+def _keep_for_ever(groups: list[Any]) -> None:
+    """Take references that nothing gives back, not even the end of the interpreter."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,171 @@
+"""Following a run from a driver: its status shown until its end, requests by signal, and taking Ray down.
+
+SIGINT and SIGTERM ask the coordinator to stop with a commit; a second SIGINT leaves the run alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from picotron_ray.errors import PicotronError
+from picotron_ray.runtime.driver.console import ProgressView
+from picotron_ray.runtime.driver.submission import Submission
+from picotron_ray.runtime.ray_cluster import local_ray
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
+
+POLL_S = 0.5
+SILENCE_S = 120.0
+"""A coordinator that does not answer for this long is given up by the driver (not by the run)."""
+DETACHED = 1
+"""Exit code of a driver that was told twice to go, or lost its run: the run's end is not known."""
+ALL_SEEN = 1 << 62
+"""Number of an event that no run reaches: a poll without events."""
+FOLLOWER = uuid.uuid4().hex
+"""This process among those that follow a run."""
+
+
+class StoppedEarlyError(PicotronError):
+    """A request to stop came before there was anything to stop."""
+
+    exit_code = 130
+
+
+class LostRunError(PicotronError):
+    """The coordinator cannot be reached any more; the run may still go on."""
+
+    exit_code = DETACHED
+
+
+@dataclass(slots=True)
+class Signals:
+    """Requests of the user by signal."""
+
+    asked: int = 0
+    detach: bool = False
+    _told: bool = field(default=False)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.detach = self.detach or (self.asked > 0 and number == signal.SIGINT)
+        self.asked += 1
+
+    def first_request(self) -> bool:
+        """True once, for the first signal."""
+        fresh, self._told = self.asked > 0 and not self._told, self.asked > 0
+        return fresh
+
+
+@contextlib.contextmanager
+def signal_handlers() -> Iterator[Signals]:
+    """Note SIGINT and SIGTERM instead of raising them."""
+    signals = Signals()
+    before = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def without_rays_messages() -> Iterator[None]:
+    """Drop what Ray prints on the driver's stdout when a worker dies, whatever ``log_to_driver`` says.
+
+    That is half a page of guesses at the cause; the coordinator says in one line what happened, and stdout
+    may have to be JSON. Consoles stay as they are: they are bound to their stream.
+    """
+    with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
+        yield
+
+
+def find_coordinator(run: str) -> Any:
+    """The coordinator's handle of a run on the connected Ray cluster; None where none lives."""
+    import ray
+
+    try:
+        return ray.get_actor(coordinator_name(run), NAMESPACE)
+    except ValueError:
+        return None
+
+
+def follow(
+    run: str, coordinator: Any, progress: ProgressView, signals: Signals, ray_job: Submission | None = None
+) -> dict[str, Any] | None:
+    """Show the run until it is done; returns its last status, or None where the user left.
+
+    Returns once all others that follow the run have heard of its end too: the caller then ends what they ask.
+    """
+    since, term, heard = 0, 0, time.monotonic()
+    final: dict[str, Any] | None = None
+    while not signals.detach:
+        if signals.first_request():
+            progress.say(
+                "stopping at the next step, with a commit; interrupt again to leave it running instead"
+            )
+            _request(coordinator, "stop")
+        status = poll(coordinator, since, follower=FOLLOWER)
+        if status is None:
+            if final is not None:
+                return final
+            if time.monotonic() - heard > SILENCE_S:
+                raise LostRunError(
+                    f"the coordinator of run {run} has not answered for {SILENCE_S:g} s; look at"
+                    f" `picotron-ray logs {run}`, launch again to attach, or stop it"
+                )
+        else:
+            heard = time.monotonic()
+            if status["term"] != term:  # a restarted coordinator numbers its events anew
+                term, asked = status["term"], since
+                since = 0
+                if ray_job is not None:
+                    coordinator.attached.remote(ray_job.plain())
+                if asked:
+                    continue
+            since = max((event["seq"] for event in status["events"]), default=since)
+            progress.show(status)
+            final = status if status["done"] else None
+            if final is not None and not final["waiting"]:
+                return final
+        time.sleep(POLL_S)
+    return None
+
+
+def poll(coordinator: Any, since: int, timeout_s: float = 10.0, follower: str = "") -> dict[str, Any] | None:
+    """The coordinator's status; None while it does not answer (it may be restarting)."""
+    return ask(coordinator, "status", since, follower, timeout_s=timeout_s)
+
+
+def ask(coordinator: Any, method: str, *arguments: Any, timeout_s: float = 10.0) -> dict[str, Any] | None:
+    """Call a method of the coordinator; returns its answer, or None while there is none."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    try:
+        found: dict[str, Any] = ray.get(getattr(coordinator, method).remote(*arguments), timeout=timeout_s)
+    except (RayActorError, GetTimeoutError):
+        return None
+    return found
+
+
+def _request(coordinator: Any, what: str) -> None:
+    coordinator.request.remote(what)
+
+
+def take_down(local: LocalRay | None, coordinator: Any = None) -> None:
+    """End the coordinator of a run that is over, disconnect, and stop the Ray that was started for it."""
+    import ray
+
+    if coordinator is not None and local is None:
+        ray.kill(coordinator)
+    ray.shutdown()
+    if local is not None:
+        with local_ray.locked(local.run):
+            local_ray.stop(local)

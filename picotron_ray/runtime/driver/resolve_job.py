@@ -1,0 +1,359 @@
+"""Resolve a job: an ordered list of named steps from a user's config to what runs.
+
+Every door (``launch``, a Ray job, ``ElasticTrainer``, a sweep, the benchmarks, ``validate``) takes steps from
+the lists below, in their order; a step that refuses raises the error that its door shows, with the step's
+name in ``error.step``. Nothing else changes a job: the modules beside this one answer questions about it.
+
+A step is pure unless its docstring says what it touches. Neither torch nor Ray is imported before a step
+needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from picotron_ray.checkpoint.storage.base import Storage, probe
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.load import load_job
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.check import check as broken_rules
+from picotron_ray.errors import ConfigError, PicotronError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.driver.submission import Submission, refuse_lost_folders
+
+if TYPE_CHECKING:
+    from picotron_ray.data.dataset import DataSplits
+
+Say = Callable[[str], None]
+CONFIG = "config"
+"""Name of what comes before all steps: reading and validating the user's words."""
+
+
+def _silent(line: str) -> None:
+    """Nobody listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedJob:
+    """A job on its way to what runs, with what its steps found.
+
+    Fields:
+        job: the config as it stands.
+        submission: the Ray job that this process runs in.
+        owns_ray: the Ray that the run gets was started for it alone.
+        say: told one line per fact that the user may want to see.
+        storage: the run's, once a step opened it.
+        data: the opened dataset.
+        layout: the cheapest one on ``cluster.max_workers`` workers.
+        start: record of the commit that ``init_from`` names, for a new run's run.json.
+        notes: lines about what was settled, or differs from an earlier launch.
+    """
+
+    job: JobConfig
+    submission: Submission | None = None
+    owns_ray: bool = False
+    say: Say = _silent
+    storage: Storage | None = None
+    data: DataSplits | None = None
+    layout: Layout | None = None
+    start: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    def noting(self, *lines: str | None) -> ResolvedJob:
+        """Add those of the lines that say something."""
+        return replace(self, notes=(*self.notes, *filter(None, lines)))
+
+
+class Step(NamedTuple):
+    """One step: its name, and what it makes of a job."""
+
+    name: str
+    take: Callable[[ResolvedJob], ResolvedJob]
+
+
+def resolve(resolved: ResolvedJob, steps: Sequence[Step]) -> ResolvedJob:
+    """Take the steps in their order.
+
+    >>> resolve(ResolvedJob(JobConfig(steps=3)), (OWN_MODEL,)).job.steps
+    3
+
+    Raises:
+        PicotronError: a step refuses; ``error.step`` names it.
+    """
+    for step in steps:
+        with naming(step.name):
+            resolved = step.take(resolved)
+    return resolved
+
+
+@contextlib.contextmanager
+def naming(step: str) -> Iterator[None]:
+    """Write the step's name into an error that leaves it; an inner step's name stays."""
+    try:
+        yield
+    except PicotronError as error:
+        error.step = error.step or step
+        raise
+
+
+def resolve_words(
+    source: str,
+    overrides: Sequence[str],
+    steps: Sequence[Step] = (),
+    submission: Submission | None = None,
+    say: Say = _silent,
+) -> ResolvedJob:
+    """Read what a user typed (a YAML file or recipe, and dotted overrides), then take the steps.
+
+    >>> resolve_words("tiny", ["steps=3"]).job.steps
+    3
+
+    Raises:
+        PicotronError: a step refuses; ``error.step`` names it (``config``: the words themselves are bad).
+    """
+    with naming(CONFIG):
+        job = load_job(source, overrides)
+    return resolve(ResolvedJob(job, submission, say=say), steps)
+
+
+def check_machine(job: JobConfig) -> list[str]:
+    """Take the steps that need no cluster; returns the notes.
+
+    Raises:
+        ConfigError, StorageError: one line per problem; only the token cache was changed.
+    """
+    return list(resolve(ResolvedJob(job), ON_THE_MACHINE).notes)
+
+
+# --- the words ---------------------------------------------------------------------------------------------
+
+
+def _paths(at: ResolvedJob) -> ResolvedJob:
+    """Make the user's paths absolute. Touches: reads the present folder's name."""
+    if at.submission is not None:
+        at.say(f"run {at.job.name} in {at.submission}")
+    return replace(at, job=with_user_paths(at.job, at.submission))
+
+
+def with_user_paths(job: JobConfig, submission: Submission | None) -> JobConfig:
+    """Make paths absolute, from where launch was called: actors run elsewhere.
+
+    Raises:
+        ConfigError: a path would mean a folder of the Ray job that goes away with it.
+    """
+    if submission is not None:
+        refuse_lost_folders(job, submission)
+    keep_data = submission is not None and submission.uploaded
+    snapshot = {
+        "folder": _absolute(job.snapshot.folder),
+        "overflow_folder": _absolute(job.snapshot.overflow_folder),
+    }
+    trackers = tuple(each.model_copy(update={"folder": _absolute(each.folder)}) for each in job.trackers)
+    data_path = job.data.path if keep_data else _absolute(job.data.path)
+    return job.model_copy(
+        update={
+            "trackers": trackers,
+            "storage": job.storage.model_copy(update={"url": _absolute(job.storage.url)}),
+            "data": job.data.model_copy(update={"path": data_path}),
+            "snapshot": job.snapshot.model_copy(update=snapshot),
+            "init_from": job.init_from.model_copy(update={"url": _absolute(job.init_from.url)}),
+        }
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _own_model(at: ResolvedJob) -> ResolvedJob:
+    """Look into a model of the user's own. Touches: builds it, in a process of its own."""
+    return replace(at, job=with_built_model(at.job, at.say))
+
+
+def with_built_model(job: JobConfig, say: Say = _silent) -> JobConfig:
+    """Fill ``model.built`` in where the job names a builder.
+
+    Raises:
+        ConfigError: the module cannot be built, trained, or cut as the layout says.
+    """
+    if job.model.builder is None or job.model.built is not None:
+        return job
+    from picotron_ray.runtime.driver.custom_model import inspect_model
+
+    built, facts = inspect_model(job)
+    job = job.model_copy(update={"model": job.model.model_copy(update={"built": built})})
+    problems = broken_rules(job)
+    if problems:
+        raise ConfigError(*(f"{problem.key}: {problem.text}" for problem in problems))
+    for line in facts:
+        say(line)
+    return job
+
+
+# --- the machine -------------------------------------------------------------------------------------------
+
+
+def _data(at: ResolvedJob) -> ResolvedJob:
+    """Open the dataset. Touches: reads the data, writes the token cache."""
+    from picotron_ray.data.dataset import build_dataset
+    from picotron_ray.runtime.ray_cluster.names import cache_folder
+
+    job = at.job
+    return replace(at, data=build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder()))
+
+
+def _layout(at: ResolvedJob) -> ResolvedJob:
+    """Choose the layout that all workers would run."""
+    from picotron_ray.planner.search import choose_layout
+
+    return replace(at, layout=choose_layout(at.job, at.job.cluster.max_workers).layout)
+
+
+def _snapshot_room(at: ResolvedJob) -> ResolvedJob:
+    """Find room for the snapshot slots. Touches: looks at the free space of their folders."""
+    from picotron_ray.runtime.driver.preflight import snapshot_note
+
+    assert at.layout is not None
+    return at.noting(snapshot_note(at.job, at.layout))
+
+
+def _services(at: ResolvedJob) -> ResolvedJob:
+    """Check metrics' ports and the trackers. Touches: binds the ports for a moment."""
+    from picotron_ray.runtime.driver.preflight import check_services
+
+    check_services(at.job)
+    return at
+
+
+def _storage(at: ResolvedJob) -> ResolvedJob:
+    """Open the run's storage and try it. Touches: writes and removes one object."""
+    storage = open_storage(at.job.storage, at.job.name)
+    probe(storage)
+    return replace(at, storage=storage)
+
+
+def _start(at: ResolvedJob) -> ResolvedJob:
+    """Verify the commit that the run starts from, whole. Touches: reads both runs' storage."""
+    from picotron_ray.runtime.run_storage.init_from import imported_note
+
+    job, record = settle_start(at.job, _opened(at), verify=True)
+    return replace(at, job=job, start=record).noting(imported_note(job, _opened(at)))
+
+
+def _same_run(at: ResolvedJob) -> ResolvedJob:
+    """Compare with the run of that name. Touches: reads its storage."""
+    from picotron_ray.runtime.driver.preflight import check_resume_step, check_same_run
+
+    check_resume_step(at.job, _opened(at))
+    return at.noting(*check_same_run(at.job, _opened(at)))
+
+
+# --- the cluster -------------------------------------------------------------------------------------------
+
+
+def _precision(at: ResolvedJob) -> ResolvedJob:
+    """Settle ``precision: auto``. Touches: reads storage; asks every node for its GPUs."""
+    job, note = settle_precision(at.job, _opened(at))
+    return replace(at, job=job).noting(note)
+
+
+def settle_precision(job: JobConfig, storage: Storage) -> tuple[JobConfig, str]:
+    """The job with a named precision, and a line that says which and why; empty where it was named.
+
+    Raises:
+        ConfigError: no GPU is there to look at, or the config does not go with what was found.
+    """
+    if job.precision != "auto":
+        return job, ""
+    from picotron_ray.runtime.driver.resolve_precision import choose_precision
+
+    found, why = choose_precision(job, storage)
+    job = job.model_copy(update={"precision": found})
+    came = f"precision: auto came to {found}: {why}"
+    problems = broken_rules(job)
+    if problems:
+        raise ConfigError(*(f"{problem.key}: {problem.text} ({came})" for problem in problems))
+    return job, came
+
+
+def _room(at: ResolvedJob) -> ResolvedJob:
+    """Check room, kernels and precision of the connected cluster. Touches: asks its nodes."""
+    from picotron_ray.runtime.driver.preflight import check_cluster
+
+    check_cluster(at.job)
+    return at
+
+
+def _init_from(at: ResolvedJob) -> ResolvedJob:
+    """Settle the commit that the run starts from. Touches: reads both runs' storage."""
+    job, record = settle_start(at.job, _opened(at))
+    return replace(at, job=job, start=record)
+
+
+def settle_start(
+    job: JobConfig, storage: Storage, verify: bool = False
+) -> tuple[JobConfig, dict[str, Any] | None]:
+    """The job with ``init_from.step`` filled in, and the commit's record for a new run's run.json.
+
+    A run that exists keeps the step that its run.json holds; the record is then None.
+
+    Args:
+        verify: read the whole commit; without it, what is damaged is found when it is taken over.
+
+    Raises:
+        ConfigError: there is no such run or step, it does not verify, or its model is another one.
+    """
+    if job.init_from.run is None:
+        return job, None
+    from picotron_ray.runtime.run_storage.init_from import find_start
+
+    step, record = find_start(job, storage, verify)
+    return job.model_copy(update={"init_from": job.init_from.model_copy(update={"step": step})}), record
+
+
+def _metrics_host(at: ResolvedJob) -> ResolvedJob:
+    """Serve metrics to this machine alone where Ray was started for the run alone."""
+    metrics = at.job.metrics
+    if not at.owns_ray or metrics.host is not None:
+        return at
+    own = metrics.model_copy(update={"host": "127.0.0.1"})
+    return replace(at, job=at.job.model_copy(update={"metrics": own}))
+
+
+def _opened(at: ResolvedJob) -> Storage:
+    """The run's storage, opened where no step did so before."""
+    return at.storage or open_storage(at.job.storage, at.job.name)
+
+
+PATHS = Step("paths", _paths)
+OWN_MODEL = Step("own model", _own_model)
+DATA = Step("data", _data)
+LAYOUT = Step("layout", _layout)
+STORAGE = Step("storage", _storage)
+INIT_FROM = Step("init_from", _init_from)
+SAME_RUN = Step("same run", _same_run)
+
+FROM_WORDS = (PATHS, OWN_MODEL)
+"""From a valid config to a job that any process can read."""
+ON_THE_MACHINE = (
+    DATA,
+    LAYOUT,
+    Step("snapshot room", _snapshot_room),
+    Step("services", _services),
+    STORAGE,
+    Step("start", _start),
+    SAME_RUN,
+)
+"""Everything that can be refused before a Ray is asked."""
+ON_THE_CLUSTER = (
+    OWN_MODEL,
+    Step("precision", _precision),
+    Step("room", _room),
+    INIT_FROM,
+    Step("metrics host", _metrics_host),
+)
+"""What is settled once the run's Ray is connected, before its coordinator exists."""

@@ -1,0 +1,150 @@
+"""The driver's loop: outages of the coordinator, its restart, signals, and giving up. No Ray involved."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from picotron_ray.runtime.coordinator.followers import RECENT_S, Followers
+from picotron_ray.runtime.driver import follow_run
+from picotron_ray.runtime.driver.console import ProgressView
+
+Answer = dict[str, Any] | None | Callable[[], None]
+
+
+def status(term: int, *seqs: int, done: bool = False, waiting: int = 0) -> dict[str, Any]:
+    events = [{"seq": n, "t": 0.0, "level": "info", "kind": "", "text": f"event {term}.{n}"} for n in seqs]
+    return {
+        "run": "night",
+        "state": "running",
+        "term": term,
+        "generation": None,
+        "layout": None,
+        "members": [],
+        "step": 1,
+        "steps": 2,
+        "loss": None,
+        "tokens_per_s": None,
+        "events": events,
+        "done": done,
+        "waiting": waiting,
+    }
+
+
+class Coordinator:
+    """Answers a poll with the next status, numbered events as the real one does; None: unreachable."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.asked: list[int] = []
+        self.requests: list[str] = []
+
+    def poll(self, since: int) -> dict[str, Any] | None:
+        self.asked.append(since)
+        answer = self.answers.pop(0)
+        if callable(answer):
+            answer()
+            return None
+        if answer is None:
+            return None
+        return {**answer, "events": [event for event in answer["events"] if event["seq"] > since]}
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coordinator], tuple[Any, str]]:
+    """Follow a coordinator; returns the last status and everything that was printed."""
+    monkeypatch.setattr(follow_run, "POLL_S", 0.0)
+    monkeypatch.setattr(follow_run, "poll", lambda coordinator, since, follower: coordinator.poll(since))
+    monkeypatch.setattr(follow_run, "_request", lambda coordinator, what: coordinator.requests.append(what))
+
+    def follow(coordinator: Coordinator) -> tuple[Any, str]:
+        with open(os.devnull, "w") as sink:
+            console = Console(file=sink, record=True, width=200)
+            with follow_run.signal_handlers() as signals, ProgressView(console) as progress:
+                final = follow_run.follow("night", coordinator, progress, signals)
+        return final, console.export_text()
+
+    return follow
+
+
+def test_every_event_is_shown_once_through_an_outage_and_a_restart(shown: Any) -> None:
+    coordinator = Coordinator(
+        status(1, 1, 2),
+        None,
+        status(1, 1, 2, 3),
+        None,
+        status(2, 1, 2),
+        status(2, 1, 2),
+        status(2, 1, 2, 3, done=True),
+    )
+    final, text = shown(coordinator)
+    assert final["done"]
+    seen = [line.split()[-1] for line in text.splitlines() if "event" in line]
+    assert seen == ["1.1", "1.2", "1.3", "2.1", "2.2", "2.3"]
+    assert coordinator.asked == [0, 2, 2, 3, 3, 0, 2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_once_for_a_stop_and_waits_for_the_end(number: signal.Signals, shown: Any) -> None:
+    before = signal.getsignal(number)
+    coordinator = Coordinator(
+        status(1, 1), lambda: os.kill(os.getpid(), number), status(1), status(1), status(1, done=True)
+    )
+    final, text = shown(coordinator)
+    assert final["done"]
+    assert coordinator.requests == ["stop"]
+    assert text.count("stopping at the next step") == 1
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_interrupt_leaves_the_run_but_a_second_term_does_not(shown: Any) -> None:
+    def send(number: signal.Signals) -> Callable[[], None]:
+        return lambda: os.kill(os.getpid(), number)
+
+    final, _ = shown(Coordinator(send(signal.SIGINT), send(signal.SIGINT)))
+    assert final is None
+    coordinator = Coordinator(send(signal.SIGTERM), send(signal.SIGTERM), status(1, done=True))
+    final, _ = shown(coordinator)
+    assert final is not None
+    assert coordinator.requests == ["stop"]
+
+
+def test_a_silent_coordinator_is_given_up(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow_run, "SILENCE_S", -1.0)
+    with pytest.raises(follow_run.LostRunError, match="`picotron-ray logs night`") as lost:
+        shown(Coordinator(None))
+    assert lost.value.exit_code == 1
+
+
+def test_the_end_is_not_left_before_all_have_heard_of_it(
+    shown: Callable[[Coordinator], tuple[Any, str]],
+) -> None:
+    run = Coordinator(
+        status(1, 1), status(1, 1, 2, done=True, waiting=1), status(1, 1, 2, done=True), status(1, 3)
+    )
+    final, text = shown(run)
+    assert final["done"]
+    assert len(run.answers) == 1, "asked until nobody was waiting, and not once more"
+    assert text.count("event 1.2") == 1
+
+
+def test_what_was_heard_of_the_end_stays_heard(shown: Callable[[Coordinator], tuple[Any, str]]) -> None:
+    final, _ = shown(Coordinator(status(1, 1, done=True, waiting=1), None, status(1, 2)))
+    assert final["done"]
+
+
+def test_an_audience_forgets_those_that_stopped_asking() -> None:
+    audience = Followers()
+    assert audience.answered("a", False, 0.0) == 0
+    assert audience.answered("b", False, 0.1) == 1
+    assert audience.answered("a", True, 0.2) == 1
+    assert audience.answered("a", True, 0.3 + RECENT_S) == 0, "b is gone"
+    assert audience.answered("b", False, 10.0) == 0
+    assert audience.answered("a", True, 10.0) == 1
+    assert audience.answered("b", True, 10.1) == 0
+    assert audience.answered("a", True, 10.1) == 0

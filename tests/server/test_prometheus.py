@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.observability.catalogue import CATALOGUE, series_of
+from picotron_ray.observability.catalogue import CATALOGUE
+from picotron_ray.observability.metric import series_of
 from tests.support.runs.ray_runs import Watched, start, tiny_job
 
 pytestmark = [

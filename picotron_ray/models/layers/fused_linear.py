@@ -72,7 +72,9 @@ def joined(parts: Sequence[Tensor], dtype: torch.dtype, laid: Tensor | None = No
 
 
 class Joint:
-    """What computes several linear layers at once; it owns no parameters, so that names stay theirs.
+    """Several linear layers of one input, computed together.
+
+    It owns no parameters, so that names stay those of the layers.
 
     Args:
         layers: of one input; all with a bias, or none.

@@ -18,7 +18,8 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.observability.catalogue import CATALOGUE, STEP_BUCKETS_S
+from picotron_ray.observability.agent_metrics import STEP_BUCKETS_S
+from picotron_ray.observability.catalogue import CATALOGUE
 from picotron_ray.observability.exporter import (
     Distribution,
     Exporter,

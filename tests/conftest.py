@@ -20,7 +20,7 @@ import pytest
 if TYPE_CHECKING:
     from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
-pytest_plugins = ["tests.support.coverage_limits"]
+pytest_plugins = ["tests.support.coverage_limits", "tests.support.coverage_contexts"]
 
 TESTS = Path(__file__).resolve().parent
 TIERS = ("pure", "gloo", "ray", "server", "gpu")

@@ -19,7 +19,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import misfits
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import DeviceProfile
@@ -62,7 +62,7 @@ def candidates(job: JobConfig, options: Options, profile: DeviceProfile) -> list
     for at in range(max(map(len, columns))):
         for layout, sizes in zip(best, columns, strict=True):
             wanted = replace(layout, micro_batch=sizes[at]) if at < len(sizes) else None
-            if wanted is not None and wanted not in found and not misfits(job, wanted):
+            if wanted is not None and wanted not in found and not layout_problems(job, wanted):
                 found.append(wanted)
     if not found:
         raise LayoutError(f"micro_batches: saw {options.micro_batches}, none fits; leave the option out")

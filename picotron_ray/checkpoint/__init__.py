@@ -1,7 +1,9 @@
-"""Snapshots in host memory, and checkpoints in storage that nothing committed is ever lost from.
+"""Snapshots in host memory, and checkpoints in storage.
 
-Bottom up: ``canonical``, ``boxes`` (what is spoken of) · ``slot_format``, ``slots``, ``slot_view``, ``pool``,
-``share`` (snapshots) · ``storage``, ``local``, ``s3`` (where objects are kept) · ``chunks``, ``manifest``,
-``upload`` (what they are) · ``log``, ``lineage``, ``commit`` (what counts) · ``verify``, ``gc`` (what is
-good, what may go) · ``sources``, ``commit_source``, ``dcp`` (restoring; ``dcp`` alone imports torch).
+Nothing that was committed is ever lost. Bottom up:
+
+- ``snapshot``: slots in host memory that outlive the worker that wrote them
+- ``storage``: the interface of an object store, a local folder and S3
+- ``store``: objects of a run: chunks and manifests, the log that commits them, verification, collection
+- ``torch_state``: live tensors to shards and back; it alone imports torch
 """

@@ -1,4 +1,4 @@
-"""Between live tensors and canonical shards; the only module here that imports torch.
+"""Conversion between live tensors and canonical shards; the only module here that imports torch.
 
 Restoring uses the planner of torch's distributed checkpoint (DCP), which cuts any stored boxes into
 any wanted boxes, over our own ``StorageReader``. DCP's driver function, its metadata pickle and its
@@ -40,7 +40,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Encoded(Protocol):
-    """A live tensor that is kept in another form: its canonical values come and go in the host's memory."""
+    """Live tensor kept in another form; its canonical values come and go in the host's memory."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -60,7 +60,7 @@ class Encoded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """What one rank holds of one canonical tensor.
+    """One rank's box of a canonical tensor.
 
     Fields:
         shard: its name and box in the uncut model.
@@ -84,9 +84,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def buffers(state: Iterable[StateTensor]) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """The bytes of each tensor, for ``SlotFile.write``; on CPU without a copy where contiguous.
+    """Yield the bytes of each tensor, for ``SlotFile.write``; on CPU without a copy where contiguous.
 
-    One after the other: a copy of what is encoded, or not on the CPU, is there until the next is asked for.
+    A tensor that is encoded, or not on the CPU, is copied; its copy lives until the next one is asked for.
     """
     for entry in state:
         if entry.shard.box.numel:
@@ -121,7 +121,7 @@ def restore(state: Sequence[StateTensor], source: ShardSource) -> None:
 
 
 def uncut(shards: Iterable[Shard], source: ShardSource) -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU, by name: of each tensor one shard, which tells its shape and dtype.
+    """Read whole tensors onto the CPU, by name; one shard of each tells its shape and dtype.
 
     Raises as ``restore`` does.
     """

@@ -1,15 +1,16 @@
-"""Waits for gloo operations that an abort can end, also where gloo forgets to end them.
+"""Abortable waits for gloo operations, also for those that gloo forgets to end.
 
-When an inline write to a connection fails (the peer was killed, or closed first), gloo reports the error
-to the operations that are queued and then queues this one, which nobody will ever wake
-(``gloo::transport::tcp::Pair::sendAsyncMode``): its ``waitSend`` sleeps for the whole timeout of the
-group, with all connections already closed. Measured with torch 2.13: about 1 abort in 50 leaves one rank
-like that. The operation runs on a thread of gloo's, so only the wait for it has to be given up:
-``Work.wait``, through which every Python caller waits (collectives, FSDP2, pipeline schedules), is
-replaced by one that looks every 50 ms whether the generation was aborted. Where such a wait cannot be
-limited (sends, reduce-scatter), it moves to a thread of ours.
+An inline write to a connection fails when the peer was killed or has closed first. gloo then reports the
+error to the operations that are queued, and queues this one afterwards, so that nobody wakes it
+(``gloo::transport::tcp::Pair::sendAsyncMode``). Its ``waitSend`` sleeps for the whole timeout of the group,
+with all connections already closed. Measured with torch 2.13: about 1 abort in 50 leaves one rank like that.
 
-What is given up stays alive until its timeout has passed (group_release.py).
+The operation runs on one of gloo's threads, so only the wait for it has to be given up. Every Python caller
+waits through ``Work.wait`` (collectives, FSDP2, pipeline schedules). It is replaced by a wait that asks every
+50 ms whether the generation was aborted. Waits that take no time limit (sends, reduce-scatter) move to a
+thread of ours.
+
+An abandoned operation stays alive until its timeout has passed (group_release.py).
 """
 
 from __future__ import annotations
@@ -31,29 +32,30 @@ _plain_wait: Callable[..., bool] = Work.wait
 # gloo waits for these in the calling thread, and wakes them reliably. They must not be polled: a wait
 # that runs out closes all connections.
 _RECEIVES = {int(OpType.RECV), int(OpType.RECVANYSOURCE)}
-# Waits of these ignore a time limit: sends, and what gloo makes of other operations (reduce-scatter).
-_DEAF = {int(OpType.SEND), int(OpType.UNKNOWN)}
+# Waits of these ignore a time limit: sends, and operations that gloo composes of others (reduce-scatter).
+_UNTIMED = {int(OpType.SEND), int(OpType.UNKNOWN)}
 
 
-class Watch:
-    """What the waits of one generation go by.
+class AbortWatch:
+    """Abort state of one generation, which all its waits watch.
 
     Fields:
         aborted: set by an abort.
-        given_up: whether some operation is still running although its caller has left.
+        given_up: whether an operation still runs whose caller has left.
     """
 
     def __init__(self, aborted: threading.Event) -> None:
         self.aborted = aborted
         self.given_up = False
-        self._waits: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._waits: queue.SimpleQueue[PendingWait | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def wait(self, work: Any) -> bool:
+        """Wait for an operation; raises PeerLostError where an abort leaves it running."""
         kind = int(work._get_op_type())
         if kind in _RECEIVES:
             return _plain_wait(work)
-        return self._wait_elsewhere(work) if kind in _DEAF else self._wait_polling(work)
+        return self._wait_elsewhere(work) if kind in _UNTIMED else self._wait_polling(work)
 
     def _wait_polling(self, work: Any) -> bool:
         while True:
@@ -71,7 +73,7 @@ class Watch:
             self._thread = threading.Thread(target=self._run, name="gloo-waits", daemon=True)
             park_at_exit(self._thread)
             self._thread.start()
-        pending = Pending(work)
+        pending = PendingWait(work)
         self._waits.put(pending)
         while not pending.done.wait(POLL.total_seconds()):
             if self.aborted.is_set() and not pending.done.wait(GRACE_S):
@@ -95,11 +97,12 @@ class Watch:
         raise PeerLostError("aborted, with an operation that gloo does not end")
 
     def close(self) -> None:
+        """End the thread of waits."""
         self._waits.put(None)
 
 
-class Pending:
-    """An operation that another thread waits for."""
+class PendingWait:
+    """Operation that another thread waits for."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -107,20 +110,20 @@ class Pending:
         self.error: RuntimeError | None = None
 
 
-_watch: Watch | None = None
+_watch: AbortWatch | None = None
 
 
 def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
-    """Stands in for ``Work.wait``."""
+    """Stand in for ``Work.wait``."""
     if _watch is None or timeout:
         return _plain_wait(work, timeout)
     return _watch.wait(work)
 
 
-def watch(aborted: threading.Event) -> Watch:
+def watch(aborted: threading.Event) -> AbortWatch:
     """Let ``aborted`` end the waits of this process from now on; one generation at a time."""
     global _watch
-    _watch = Watch(aborted)
+    _watch = AbortWatch(aborted)
     Work.wait = _wait  # type: ignore[method-assign, assignment]
     return _watch
 

@@ -1,6 +1,6 @@
 """Sums over the ranks of a group: of one tensor, or of many in flat buckets.
 
-One collective per bucket instead of one per tensor: a call has its price whatever its size.
+One collective serves a bucket instead of one tensor, because each call costs time whatever its size.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 BUCKET_BYTES = 32 * 2**20
 THREAD_WAIT_S = 300.0
-"""A thread that its group does not follow this long gives up."""
+"""Limit of a thread's wait for the others of its group."""
 
 
 class ThreadGroup:
-    """Ranks that are threads of this process: a plan is tried on them without starting processes."""
+    """Ranks that are threads of this process, to try a plan on without starting processes."""
 
     def __init__(self, index: int, barrier: threading.Barrier, slots: list[Tensor]) -> None:
         self._index, self._barrier, self._slots = index, barrier, slots

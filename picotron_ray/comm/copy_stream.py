@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat host tensor, page-locked where CUDA, which alone can copy to it beside its kernels, shall."""
+    """Flat host tensor, page-locked for CUDA so that copies can run beside kernels."""
     return torch.zeros(count, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """A host tensor of a device tensor's shape and, where it has no holes, strides; page-locked for CUDA."""
+    """Host tensor of a device tensor's shape and, where it has no holes, strides; page-locked for CUDA."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
 
 
-class Lane:
-    """Copies of one direction, in order: on a stream of their own where the device is CUDA, else at once."""
+class CopyStream:
+    """Stream of copies in one direction, in order. Without CUDA each copy is done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,6 +37,6 @@ class Lane:
         return self._stream.record_event()
 
     def follow(self, event: torch.cuda.Event | None) -> None:
-        """Let what the device is given from now on come after a copy."""
+        """Make work queued from now on wait for a copy."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)

@@ -1,4 +1,4 @@
-"""Let go of process groups on a thread of their own, because their destructors may block.
+"""Release process groups on a thread of their own, because their destructors may block.
 
 The destructor of a gloo group joins the group's threads, and so waits for every operation that still runs.
 After an abort one may run until its timeout, although no caller waits for it (abortable_wait.py). torch

@@ -1,7 +1,7 @@
-"""Messages between two ranks: one for every two that have something for each other, or both ways at once.
+"""Point-to-point messages: an uneven all-to-all, and a sum over two ranks.
 
-`swap` is an all-to-all of uneven parts. It goes point to point on the default group, so ranks that have
-nothing to say take no part, and ranks of other pipeline stages need not know how many exchanges there are.
+`exchange` sends point to point on the default group. Ranks without data for each other take no part, and
+ranks of other pipeline stages need not know how many exchanges there are.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SUM_TAG = 7  # not that of a pipeline's messages, the last of which may not have left yet
+SUM_TAG = 7  # differs from the tag of pipeline messages, the last of which may still be on the way
 
 
-def swap(
+def exchange(
     outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, int], rank: int, like: Tensor
 ) -> dict[int, Tensor]:
-    """Send tensors to peers and receive theirs; what goes to this rank itself stays in the process.
+    """Send tensors to peers and receive theirs (all-to-all of uneven parts).
+
+    A part for this rank itself stays in the process.
 
     Args:
         outgoing: per receiving rank its tensors, packed in that order.
@@ -40,10 +42,10 @@ def swap(
 
 
 def sum_with_peer_(x: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Make ``x`` the sum of this rank's and the peer's, in place, the same bits on both; both call it.
+    """Sum ``x`` with the peer's, in place, to the same bits on both. Both ranks call it.
 
-    Point to point, because a group of two out of some ranks' many would be made by few: torch names groups by
-    how many a rank has, so that later ones would have other names on other ranks.
+    The sum goes point to point and not over a group of two, which only these ranks would make. torch names a
+    group by the number of groups that its rank has, so later groups would have other names on other ranks.
 
     Args:
         peer: its rank in the group.

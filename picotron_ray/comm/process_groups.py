@@ -1,18 +1,18 @@
 """Process groups of one generation that another thread can abort, and that leave the process reusable.
 
 A worker process lives through many generations. Each one opens a `ProcessGroups` over the standing store
-(store.py) under a prefix of its own; when a peer dies or the coordinator interrupts, `abort` shuts the
-connections of exactly those groups (sockets.py), every blocked collective of this process raises within
-milliseconds, the peers' raise too, and after `close` the next generation opens in the same process.
+(rendezvous_store.py) under a prefix of its own. When a peer dies or the coordinator interrupts, `abort` shuts
+the connections of exactly those groups (sockets.py). Every blocked collective of this process then raises
+within milliseconds, and so do the peers'. After `close` the next generation opens in the same process.
 
-Whoever made groups besides the default one (a mesh) does so inside ``with groups.forming():``. At its end
-the ranks exchange the addresses on which their gloo devices listen; from then on abort knows its own
-connections for certain. While groups are forming it goes by difference instead, and keeps sweeping until
-the forming thread is out. An interrupt before everyone has arrived only has to release a wait on the
-store, because all ranks meet there before any connection is made.
+Groups besides the default one (a mesh) are made inside ``with groups.forming():``. At its end the ranks
+exchange the addresses on which their gloo devices listen. From then on `abort` knows its own connections for
+certain. While groups are forming it finds them by before/after difference, and keeps sweeping until the
+forming thread is out. All ranks meet in the store before any connection is made, so an earlier interrupt only
+has to release a wait on the store.
 
-NCCL has an abort of its own that is known to hang (pytorch#119215, #149153): it runs on a thread with a
-bound, and `abort` returns False where the bound was passed; the process must then be killed.
+NCCL has an abort of its own that is known to hang (pytorch#119215, #149153). It runs on a thread with a time
+limit. Where the limit has passed `abort` returns False, and the process must be killed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from picotron_ray.comm.abortable_wait import Watch, unwatch, watch
+from picotron_ray.comm.abortable_wait import AbortWatch, unwatch, watch
 from picotron_ray.comm.group_release import PROMPT_S, release
-from picotron_ray.comm.sockets import Address, SocketInfo, shut, tcp_sockets
+from picotron_ray.comm.sockets import Address, SocketInfo, shut_connections, tcp_sockets
 from picotron_ray.errors import PeerLostError
 
 NCCL_ABORT_S = 5.0
@@ -89,7 +89,7 @@ class ProcessGroups:
         self._client: TCPStore | None = None
         self._store: PrefixStore | None = None
         self._initialised = False
-        self._watch: Watch | None = None
+        self._watch: AbortWatch | None = None
         self._left_behind = False
         self._hook = sys.excepthook
 
@@ -105,7 +105,7 @@ class ProcessGroups:
         timeout_s: float = 300.0,
         rendezvous_s: float = 60.0,
     ) -> ProcessGroups:
-        """Construct and `connect` in one; for callers that need no abort of the rendezvous itself."""
+        """Construct and `connect`, for callers that need no abort of the rendezvous itself."""
         groups = cls(host, port, prefix, rank, world_size, backend, timeout_s, rendezvous_s)
         groups.connect()
         return groups
@@ -156,7 +156,7 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def forming(self, publish: bool = True) -> Iterator[None]:
-        """Make further groups inside; all ranks do so in the same order. Ends with an exchange."""
+        """Allow further groups inside, made by all ranks in the same order. Ends with an exchange."""
         self._forming = True
         try:
             self._check()
@@ -187,6 +187,7 @@ class ProcessGroups:
 
     @property
     def aborted(self) -> bool:
+        """Whether `abort` was called."""
         return self._aborted.is_set()
 
     @property
@@ -211,12 +212,14 @@ class ProcessGroups:
         return info.local in self._known or info.peer in self._known
 
     def abort(self) -> bool:
-        """Make every blocked or later collective of this generation raise. Any thread, any time, repeatable.
+        """Make every blocked or later collective of this generation raise.
+
+        Any thread may call it at any time, also again.
 
         Returns False only where NCCL did not abort within its bound: kill the process then.
         """
         self._aborted.set()
-        shut(self._is_ours)
+        shut_connections(self._is_ours)
         if self._forming:
             threading.Thread(target=self._sweep, name="abort-sweep", daemon=True).start()
         if self.backend != "gloo" and self._initialised:
@@ -227,7 +230,7 @@ class ProcessGroups:
         """Shut connections for as long as another thread may still be opening them."""
         deadline = time.monotonic() + self._rendezvous_s
         while self._forming and time.monotonic() < deadline:
-            shut(self._is_ours)
+            shut_connections(self._is_ours)
             time.sleep(SWEEP_S)
 
     def _abort_backend(self) -> bool:
@@ -241,7 +244,7 @@ class ProcessGroups:
         return not thread.is_alive()
 
     def lost_peer(self, error: BaseException) -> bool:
-        """Whether ``error`` came from a dead peer or an abort, and not from a mistake in the program."""
+        """Whether ``error`` came from a dead peer or an abort, rather than from a mistake in the program."""
         if isinstance(error, (PeerLostError, dist.DistError)):
             return True
         if not isinstance(error, RuntimeError):
@@ -287,7 +290,7 @@ class ProcessGroups:
         timeout, with a thread of their own (group_release.py).
         """
         if self.aborted:
-            shut(self._is_ours)
+            shut_connections(self._is_ours)
         self._left_behind = self.given_up
         if self._watch is not None:
             unwatch()

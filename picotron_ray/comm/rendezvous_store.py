@@ -1,11 +1,11 @@
 """The standing rendezvous store: one TCPStore server in a process that outlives workers.
 
-With a server that is already listening, ``init_process_group`` takes 1-4 ms; with a new one per
-generation it takes 0.4-0.6 s, nearly all of it clients backing off. So the server is started once, by a
-node agent, as ``python -m picotron_ray.comm.rendezvous_store --parent-pid PID``. It prints one line of JSON,
-``{"host": ..., "port": ...}``, and ends when that process ends. It waits on a pidfd rather than on
-PR_SET_PDEATHSIG, because the kernel sends that signal when the *thread* that started the child ends.
-Generations keep apart by their prefix; nothing is ever deleted (some hundred bytes per generation).
+With a server that is already listening, ``init_process_group`` takes 1-4 ms. With a new one per generation it
+takes 0.4-0.6 s, nearly all of it clients backing off. So a node agent starts the server once, as ``python -m
+picotron_ray.comm.rendezvous_store --parent-pid PID``. It prints one line of JSON, ``{"host": ..., "port":
+...}``, and ends when that process ends. It waits on a pidfd rather than on PR_SET_PDEATHSIG, because the
+kernel sends that signal when the *thread* that started the child ends. Each generation has a key prefix of
+its own. Nothing is ever deleted (some hundred bytes per generation).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Along the sequence: gather and reduce-scatter (sequence parallel), and shifts round a ring (context)."""
+"""Collectives along the sequence: gather and reduce-scatter (sequence parallel), ring shift (context)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class GatherAhead:
-    """As `gather_sequence`, in the background."""
+    """`gather_sequence` in the background."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
         self._sent, self._gathered = x.contiguous(), _room(x, group)
@@ -32,7 +32,7 @@ class GatherAhead:
 
 
 def _room(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """For the ``x`` of every rank, one after the other."""
+    """Empty tensor for the ``x`` of every rank, one after the other."""
     return x.new_empty((group.size() * x.size(0), *x.shape[1:]))
 
 
@@ -44,8 +44,8 @@ def _in_order(gathered: Tensor, part: torch.Size) -> Tensor:
 def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[batch, seq, ...]`` → this rank's ``[batch, seq / n, ...]`` of the sum over ranks.
 
-    gloo's own reduce-scatter is an all-reduce of everything; exchanging the parts and adding them here
-    moves half the bytes.
+    gloo's own reduce-scatter is an all-reduce of everything. Exchanging the parts and adding them here moves
+    half the bytes.
     """
     parts = group.size()
     batch, length, *rest = x.shape
@@ -60,10 +60,10 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Shift:
-    """Sends ``x`` to the next rank of a ring and receives as much from the one before, in the background.
+    """Ring shift in the background: send ``x`` to the next rank, receive as much from the one before.
 
     Args:
-        tag: tells apart exchanges that are under way at once.
+        tag: distinguishes shifts that are under way at once.
     """
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
@@ -79,7 +79,7 @@ class Shift:
         )
 
     def wait(self) -> Tensor:
-        """What the rank before sent; ``x`` may be written again afterwards."""
+        """The tensor of the rank before. ``x`` may be written again afterwards."""
         for work in self._works:
             work.wait()
         return self._received

@@ -1,15 +1,19 @@
-"""Which sockets of this process belong to its process groups, and how to shut them.
+"""Sockets of a generation's process groups: finding them, and shutting them.
 
-gloo has no working abort (``backend.abort()`` returns and releases nothing), but a collective raises at
-once when its connections are shut down. Two traps, both measured: shutting a *listening* socket makes
-gloo's listener thread terminate the process, and a set of sockets made by before/after difference can
-hold a connection that another thread (Ray's gRPC) opened in between. So a connection is shut only if it
-is connected, and one of its ends is an address on which a gloo device of the generation listens.
+gloo has no working abort: ``backend.abort()`` returns and releases nothing. But a collective raises at once
+when its connections are shut down. There are two traps, both measured:
+
+- Shutting a *listening* socket makes gloo's listener thread terminate the process.
+- A set of sockets found by before/after difference can hold a connection that another thread (Ray's gRPC)
+  opened in between.
+
+So a connection is shut only if it is connected, and one of its ends is an address on which a gloo device of
+the generation listens.
 
 Only the reading side is shut. gloo forgets to wake the waiter of a send whose inline write fails
-(``Pair::sendAsyncMode``: the operation is not queued yet when the error goes round), so a send that
-starts after SHUT_RDWR and before gloo's own thread has seen the end of the stream waits for its whole
-timeout: 1 abort in 50, measured. With SHUT_RD writes go on working until that thread closes the pair.
+(``Pair::sendAsyncMode``: the operation is not queued yet when the error goes round). A send that starts after
+SHUT_RDWR, before gloo's own thread has seen the end of the stream, waits for its whole timeout: 1 abort in
+50, measured. With SHUT_RD writes go on working until that thread closes the pair.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ Address = tuple[str, int]
 
 
 class SocketInfo(NamedTuple):
-    """One TCP socket of this process. ``inode`` identifies it for as long as it is open."""
+    """TCP socket of this process. ``inode`` identifies it for as long as it is open."""
 
     fd: int
     inode: str
@@ -39,7 +43,7 @@ def _plain(address: tuple[str | int, ...]) -> Address:
 
 
 def _inspect(fd: int) -> SocketInfo | None:
-    """What ``fd`` is, or None where it is no TCP socket or was closed meanwhile."""
+    """The socket of ``fd``; None where it is no TCP socket or was closed meanwhile."""
     try:
         link = os.readlink(f"/proc/self/fd/{fd}")
         if not link.startswith("socket:"):
@@ -64,7 +68,7 @@ def tcp_sockets() -> Iterator[SocketInfo]:
             yield info
 
 
-def shut(wanted: Callable[[SocketInfo], bool], how: int = socket.SHUT_RD) -> int:
+def shut_connections(wanted: Callable[[SocketInfo], bool], how: int = socket.SHUT_RD) -> int:
     """Shut every *connected* socket that ``wanted`` picks for reading; return how many."""
     count = 0
     for info in tcp_sockets():

@@ -6,12 +6,13 @@ where or for how long to compute may change; what bends the loss curve may chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from picotron_ray.config.export import flatten, public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.layout.schedules import canonical_name, schedule_names
 
 Verdict = Literal["may", "warn", "refuse"]
 
@@ -37,6 +38,14 @@ _VERDICTS: dict[str, Verdict] = {
 
 FILLED_IN = {"metrics.host": None, "precision": "auto"}
 """Keys that launch fills in, and what leaves them to it: to leave them to it again changes nothing."""
+
+
+def _schedule_now(name: Any) -> Any:
+    return canonical_name(name) if name in schedule_names() else name
+
+
+RENAMED: dict[str, Callable[[Any], Any]] = {"layout.schedule": _schedule_now}
+"""Keys whose values an earlier version may have called otherwise: that value by today's name."""
 
 MEANINGS: dict[Verdict, str] = {
     "may": "may change",
@@ -83,6 +92,7 @@ def changes(old: Mapping[str, Any], new: JobConfig) -> list[tuple[str, Any, Any]
     found = []
     for key, value in now.items():
         was = before.get(key, defaults.get(key))
+        was = RENAMED[key](was) if key in RENAMED else was
         if was != value and not (key in FILLED_IN and value == FILLED_IN[key]):
             found.append((key, was, value))
     dropped = [key for key in before if key.startswith("model.arguments.") and key not in now]

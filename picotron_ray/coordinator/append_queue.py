@@ -1,4 +1,4 @@
-"""The entries that wait to be written to the run's log: one at a time, in order, until each is durable.
+"""Queue of entries for the run's log: one is written at a time, in order, until each is durable.
 
 Keeping one append in flight makes the log's order the machine's order, so a commit can never precede its
 generation, and a re-mesh need not wait for storage. A reply that never comes is asked for again: the
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from picotron_ray.coordinator.messages import AppendCommit, Appended, AppendGeneration, GenerationId
 
-Entry = AppendGeneration | AppendCommit
+PendingAppend = AppendGeneration | AppendCommit
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 15.0, 30.0)
 
 
@@ -21,7 +21,7 @@ def backoff(attempt: int) -> float:
     return BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]
 
 
-def _key(entry: Entry) -> tuple[str, GenerationId, int]:
+def _key(entry: PendingAppend) -> tuple[str, GenerationId, int]:
     if isinstance(entry, AppendGeneration):
         return "generation", entry.spec.id, 0
     return "commit", entry.generation, entry.step
@@ -30,19 +30,19 @@ def _key(entry: Entry) -> tuple[str, GenerationId, int]:
 @dataclass(slots=True)
 class AppendQueue:
     reply_timeout_s: float
-    entries: deque[Entry] = field(default_factory=deque)
+    entries: deque[PendingAppend] = field(default_factory=deque)
     in_flight: bool = False
     due: float = 0.0  # in flight: when to ask again; else: not to be tried before
     attempt: int = 0
 
-    def pump(self, now: float) -> list[Entry]:
-        """The entry to write now, if any."""
+    def pump(self, now: float) -> list[PendingAppend]:
+        """Return the entry to write now, if any."""
         if not self.entries or now < self.due:
             return []
         self.in_flight, self.due = True, now + self.reply_timeout_s
         return [self.entries[0]]
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: PendingAppend) -> None:
         self.entries.append(entry)
         if len(self.entries) == 1:
             self.due, self.attempt = 0.0, 0
@@ -57,11 +57,15 @@ class AppendQueue:
         self.entries = deque(kept)
 
     def newest_commit(self) -> AppendCommit | None:
-        """The last commit that waits to be written, or for the reply to that."""
+        """Return the last commit that waits to be written, or for the reply to that."""
         return next((e for e in reversed(self.entries) if isinstance(e, AppendCommit)), None)
 
-    def settle(self, event: Appended, now: float) -> Entry | None:
-        """Take a reply; the entry that it made durable, None for an error or a reply seen before."""
+    def settle(self, event: Appended, now: float) -> PendingAppend | None:
+        """Take a reply.
+
+        Returns:
+            The entry that it made durable; None for an error, or for a reply that was seen before.
+        """
         head = self.entries[0] if self.entries else None
         step = 0 if event.kind == "generation" else event.step
         if head is None or _key(head) != (event.kind, event.generation, step):

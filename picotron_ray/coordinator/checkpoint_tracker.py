@@ -1,8 +1,9 @@
-"""From sealed snapshots to a commit: upload on every node concerned, then one log entry, then release.
+"""Tracker of checkpoints, from sealed snapshots to a commit.
 
-One checkpoint is under way at a time. Its upload starts as soon as the seals reported so far cover the
-whole state. A newer complete snapshot waits, and takes over where the present one is stuck in errors or
-can no longer be completed. Uploads outlive their generation: slots belong to agents, not to workers.
+The nodes concerned upload their slots, one log entry follows, then the slots are released. One checkpoint is
+under way at a time. Its upload starts as soon as the seals reported so far cover the whole state. A newer
+complete snapshot waits. It takes over where the present one is stuck in errors or cannot be completed.
+Uploads outlive their generation: slots belong to agents, not to workers.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from picotron_ray.coordinator.messages import (
 from picotron_ray.coordinator.policies.restore_point import cover
 from picotron_ray.layout.layout import Layout
 
-State = tuple[int, GenerationId]  # step first: the order of states on one lineage
+StateKey = tuple[int, GenerationId]  # step first: the order of states on one lineage
 
 
 @dataclass(slots=True)
-class Job:
+class PendingCheckpoint:
     """One checkpoint under way; ``parts`` are the slots to upload per node."""
 
-    state: State
+    state: StateKey
     parts: dict[str, tuple[str, ...]]
     done: set[str] = field(default_factory=set)
     errors: int = 0  # failed uploads, over all nodes
@@ -44,21 +45,23 @@ class Job:
 
 
 @dataclass(slots=True)
-class Checkpoints:
-    """``committed``: the newest commit's step on the lineage."""
+class CheckpointTracker:
+    """Checkpoints of the lineage; ``committed`` is the newest commit's step."""
 
     reply_timeout_s: float
     committed: int = 0
-    seals: dict[State, dict[str, tuple[SlotInfo, ...]]] = field(default_factory=dict)
-    layouts: dict[State, Layout] = field(default_factory=dict)
-    job: Job | None = None
-    released: State | None = None
-    void: list[tuple[str, State]] = field(default_factory=list)
+    seals: dict[StateKey, dict[str, tuple[SlotInfo, ...]]] = field(default_factory=dict)
+    layouts: dict[StateKey, Layout] = field(default_factory=dict)
+    pending: PendingCheckpoint | None = None
+    released: StateKey | None = None
+    void: list[tuple[str, StateKey]] = field(default_factory=list)
 
     # --- what happened ------------------------------------------------------------------------------
 
-    def sealed(self, state: State, node: str, slots: tuple[SlotInfo, ...], layout: Layout) -> list[Command]:
-        """A node holds a pinned checkpoint snapshot; release it at once where it comes too late."""
+    def sealed(
+        self, state: StateKey, node: str, slots: tuple[SlotInfo, ...], layout: Layout
+    ) -> list[Command]:
+        """Note a pinned checkpoint snapshot of a node; one that comes too late is released at once."""
         if self.released is not None and state <= self.released:
             return [self._release(node, state)]
         self.seals.setdefault(state, {})[node] = slots
@@ -66,57 +69,61 @@ class Checkpoints:
         return []
 
     def uploaded(self, event: Uploaded, now: float) -> bool:
-        """Take one node's result; True where it was the last one and the commit may be appended."""
-        job = self.job
-        if job is None or job.state != (event.step, event.generation) or event.node not in job.parts:
+        """Take one node's result; True where it was the last one, so that the commit may be appended."""
+        pending = self.pending
+        if (
+            pending is None
+            or pending.state != (event.step, event.generation)
+            or event.node not in pending.parts
+        ):
             return False
-        if event.node in job.done:
+        if event.node in pending.done:
             return False
         if event.error:
-            job.due[event.node] = now + backoff(job.errors)
-            job.errors += 1
+            pending.due[event.node] = now + backoff(pending.errors)
+            pending.errors += 1
             return False
-        job.done.add(event.node)
-        return job.uploaded
+        pending.done.add(event.node)
+        return pending.uploaded
 
-    def settled(self, state: State, nodes: Iterable[str]) -> list[Command]:
-        """A checkpoint became durable (or was given up): free it and everything older on ``nodes``."""
-        if self.job is not None and self.job.state <= state:
-            self.job = None
+    def settled(self, state: StateKey, nodes: Iterable[str]) -> list[Command]:
+        """Free a checkpoint that became durable, or was given up, and everything older on ``nodes``."""
+        if self.pending is not None and self.pending.state <= state:
+            self.pending = None
         self.seals = {key: held for key, held in self.seals.items() if key > state}
         self.layouts = {key: layout for key, layout in self.layouts.items() if key > state}
         if self.released is None or state > self.released:
             self.released = state
         return [self._release(node, state) for node in nodes]
 
-    def outdated(self, state: State) -> bool:
-        """A commit failed: give it up where a newer checkpoint is sealed as a whole; True where it was."""
-        job = self.job
+    def outdated(self, state: StateKey) -> bool:
+        """Give up a commit that failed, where a newer checkpoint is sealed as a whole; True where it was."""
+        pending = self.pending
         newer = [key for key in self.seals if key > state and self._covered(key) is not None]
-        if job is None or job.state != state or not newer:
+        if pending is None or pending.state != state or not newer:
             return False
-        self.job = None
+        self.pending = None
         return True
 
-    def _covered(self, state: State) -> tuple[SlotInfo, ...] | None:
+    def _covered(self, state: StateKey) -> tuple[SlotInfo, ...] | None:
         """Slots that hold all of a state, of those that are sealed; None where some are missing."""
         return cover((s for held in self.seals[state].values() for s in held), self.layouts[state])
 
     def node_lost(self, node: str) -> None:
-        """Its slots are gone; a checkpoint that needs them is planned anew from the other seals."""
+        """Forget the slots of a node; a checkpoint that needs them is planned anew from the other seals."""
         for held in self.seals.values():
             held.pop(node, None)
-        job = self.job
-        if job is not None and node in job.parts and node not in job.done:
-            self.job = None
+        pending = self.pending
+        if pending is not None and node in pending.parts and node not in pending.done:
+            self.pending = None
 
     def slot_lost(self, node: str, slot: str) -> None:
-        """One slot is corrupt: a checkpoint that needs it is planned anew from the other seals."""
+        """Forget a corrupt slot; a checkpoint that needs it is planned anew from the other seals."""
         for held in self.seals.values():
             if node in held:
                 held[node] = tuple(info for info in held[node] if info.slot != slot)
-        if self.job is not None and slot in self.job.parts.get(node, ()):
-            self.job = None
+        if self.pending is not None and slot in self.pending.parts.get(node, ()):
+            self.pending = None
 
     def rewound(self, newest: GenerationSpec) -> None:
         """Drop what the lineage of ``newest`` has made void."""
@@ -124,21 +131,21 @@ class Checkpoints:
             for node in self.seals.pop(state):
                 self.voided(node, state)
             self.layouts.pop(state)
-        job = self.job
-        if job is not None and not on_lineage(newest, job.state[1], job.state[0]):
-            self.job = None
+        pending = self.pending
+        if pending is not None and not on_lineage(newest, pending.state[1], pending.state[0]):
+            self.pending = None
         if self.released is not None and not on_lineage(newest, self.released[1], self.released[0]):
             self.released = None
 
-    def voided(self, node: str, state: State) -> None:
-        """A pinned snapshot that does not count: to be released once the present generation has trained.
+    def voided(self, node: str, state: StateKey) -> None:
+        """Note a pinned snapshot that does not count: it is released once the present generation has trained.
 
         Not before: a release also lets go of older slots, and the state just resumed from is older.
         """
         self.void.append((node, state))
 
     def release_void(self) -> list[Command]:
-        """The releases that waited for the present generation's first step."""
+        """Return the releases that waited for the present generation's first step."""
         commands: list[Command] = [self._release(node, state) for node, state in self.void]
         self.void.clear()
         return commands
@@ -148,11 +155,11 @@ class Checkpoints:
     def plan(self, now: float) -> list[Command]:
         """Begin the newest complete checkpoint where nothing better is under way; ask again what is due."""
         commands: list[Command] = []
-        if self.job is None and not self.seals:
+        if self.pending is None and not self.seals:
             return commands
-        if self.job is None or (self.job.errors and not self.job.uploaded):
+        if self.pending is None or (self.pending.errors and not self.pending.uploaded):
             for state in sorted(self.seals, reverse=True):
-                if self.job is not None and state <= self.job.state:
+                if self.pending is not None and state <= self.pending.state:
                     break
                 slots = self._covered(state)
                 if slots is not None:
@@ -161,16 +168,16 @@ class Checkpoints:
                     break
         return commands + self._ask(now)
 
-    def start(self, state: State, slots: Iterable[SlotInfo]) -> None:
+    def start(self, state: StateKey, slots: Iterable[SlotInfo]) -> None:
         """Make ``slots`` the checkpoint under way, unless it already is."""
-        if self.job is not None and self.job.state == state:
+        if self.pending is not None and self.pending.state == state:
             return
         parts: dict[str, tuple[str, ...]] = {}
         for slot in slots:
             parts[slot.node] = (*parts.get(slot.node, ()), slot.slot)
-        self.job = Job(state, parts, due=dict.fromkeys(parts, 0.0))
+        self.pending = PendingCheckpoint(state, parts, due=dict.fromkeys(parts, 0.0))
 
-    def _supersede(self, state: State) -> list[Command]:
+    def _supersede(self, state: StateKey) -> list[Command]:
         """Release what is older than ``state``: it will never be uploaded."""
         commands: list[Command] = []
         for old in [key for key in self.seals if key < state]:
@@ -179,28 +186,30 @@ class Checkpoints:
         return commands
 
     def _ask(self, now: float) -> list[Command]:
-        job = self.job
-        if job is None:
+        pending = self.pending
+        if pending is None:
             return []
         commands: list[Command] = []
-        for node, slots in job.parts.items():
-            if node not in job.done and now >= job.due[node]:
-                job.due[node] = now + self.reply_timeout_s
-                commands.append(Upload(node, job.state[1], job.state[0], slots))
+        for node, slots in pending.parts.items():
+            if node not in pending.done and now >= pending.due[node]:
+                pending.due[node] = now + self.reply_timeout_s
+                commands.append(Upload(node, pending.state[1], pending.state[0], slots))
         return commands
 
     def commit(self) -> AppendCommit:
-        """The log entry for the job whose uploads are complete."""
-        assert self.job is not None
-        return AppendCommit(self.job.state[1], self.job.state[0], tuple(sorted(self.job.parts)))
+        """Return the log entry for the checkpoint whose uploads are complete."""
+        assert self.pending is not None
+        return AppendCommit(self.pending.state[1], self.pending.state[0], tuple(sorted(self.pending.parts)))
 
-    def _release(self, node: str, state: State) -> Release:
+    def _release(self, node: str, state: StateKey) -> Release:
         return Release(node, state[1], state[0], self.committed)
 
     @property
     def wake_at(self) -> float | None:
-        job = self.job
-        waiting = () if job is None else [due for node, due in job.due.items() if node not in job.done]
+        pending = self.pending
+        waiting = (
+            () if pending is None else [due for node, due in pending.due.items() if node not in pending.done]
+        )
         return min(waiting, default=None)
 
 

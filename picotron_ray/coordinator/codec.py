@@ -1,4 +1,4 @@
-"""Messages to plain JSON values and back, driven by the dataclasses' own field types.
+"""Codec of messages, to plain JSON values and back, driven by the dataclasses' own field types.
 
 A message is ``{"type": class name, **fields}``; values inside it are plain objects without a type, which
 the field's annotation supplies. Nothing is executed on the way in: only the classes of ``messages``
@@ -15,17 +15,18 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from picotron_ray.coordinator.messages import Command, Event, GenerationSpec
+from picotron_ray.failures import FailureKind
 
 MESSAGES: dict[str, Any] = {kind.__name__: kind for union in (Event, Command) for kind in get_args(union)}
 
 
 def encode(message: Event | Command) -> dict[str, Any]:
-    """A JSON object for an event or command."""
+    """Turn an event or command into a JSON object."""
     return {"type": type(message).__name__, **plain(message)}
 
 
 def decode(data: dict[str, Any]) -> Any:
-    """The event or command of ``encode``; ValueError where it is none, or a field is not known."""
+    """Read the event or command of ``encode``; ValueError where it is none, or a field is not known."""
     kind = MESSAGES.get(str(data.get("type")))
     if kind is None:
         raise ValueError(
@@ -35,7 +36,7 @@ def decode(data: dict[str, Any]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as objects, tuples as lists; everything else as it is."""
+    """Turn dataclasses into objects and tuples into lists; leave everything else as it is."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in _names(type(value))}
     if isinstance(value, (list, tuple)):
@@ -46,7 +47,7 @@ def plain(value: Any) -> Any:
 
 
 def decode_spec(data: dict[str, Any]) -> GenerationSpec:
-    """A generation's spec, as ``plain`` wrote it (the log's and the agents' form)."""
+    """Read a generation's spec, as ``plain`` wrote it (the log's and the agents' form)."""
     spec: GenerationSpec = _reader(typing.cast(Any, GenerationSpec))(data)
     return spec
 
@@ -58,7 +59,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 @cache
 def _reader(annotation: Any) -> Callable[[Any], Any]:
-    """A function that turns plain JSON into a value of ``annotation``."""
+    """Return a function that turns plain JSON into a value of ``annotation``."""
     origin, args = get_origin(annotation), get_args(annotation)
     if dataclasses.is_dataclass(annotation):
         return _object_reader(typing.cast("type[Any]", annotation))
@@ -92,10 +93,15 @@ def _object_reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def _literal_reader(allowed: tuple[Any, ...]) -> Callable[[Any], Any]:
+    members = {member: member for member in allowed}  # a kind of failure is found by its text
+
     def read(value: Any) -> Any:
-        if value not in allowed:
+        if not isinstance(value, str | int):
             raise ValueError(f"saw {value!r}, allowed are {', '.join(map(repr, allowed))}")
-        return value
+        member = members.get(value, members.get(FailureKind.named(str(value))))
+        if member is None:
+            raise ValueError(f"saw {value!r}, allowed are {', '.join(map(repr, allowed))}")
+        return member
 
     return read
 

@@ -1,106 +1,135 @@
-"""How a generation comes to its end: in order at a step boundary, or torn out of its collectives."""
+"""End of a generation: in order at a step boundary, or torn out of its collectives."""
 
 from __future__ import annotations
 
-from picotron_ray.coordinator.machine_memory import Context, Incident
+from picotron_ray.coordinator.machine_memory import Incident, MachineMemory
 from picotron_ray.coordinator.messages import Interrupt, KillWorker
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
 
 MOST_KILLS = 3  # a worker ordered to die this often without an answer counts as dead
 SETTLE_FACTOR = 5.0  # x interrupt_timeout_s: from the first orderly outcome to the last one
 
 
-def leave(ctx: Context, reason: str) -> None:
+def leave(memory: MachineMemory, reason: str) -> None:
     """Ask all members to stop together after the step at hand."""
-    ctx.reason, ctx.boundary_asked = reason, True
-    ctx.alert(
-        "info", "boundary", f"stopping generation {ctx.spec.id if ctx.spec else '?'} at a boundary: {reason}"
+    memory.reason, memory.boundary_asked = reason, True
+    memory.alert(
+        "info",
+        "boundary",
+        f"stopping generation {memory.spec.id if memory.spec else '?'} at a boundary: {reason}",
     )
-    ctx.go(State.LEAVING)
-    _interrupt(ctx, "boundary")
+    memory.go(MachineState.LEAVING)
+    _interrupt(memory, "boundary")
 
 
-def blame(ctx: Context, kind: str, target: str, *, culprit: bool, text: str) -> None:
+def blame(
+    memory: MachineMemory, kind: FailureKind, target: str, *, culprit: bool, text: str, cause: str = ""
+) -> None:
     """Note a failure of the running generation; the first one aborts it.
 
     A member that lost a peer only suffers: the peer's own end, where it is heard of later, replaces it.
+
+    Args:
+        target: worker or node that is concerned.
+        culprit: the target caused it, rather than suffered from it.
+        cause: the reporter's own word for it; empty: the kind says all.
     """
-    assert ctx.spec is not None
-    ctx.alert("warning", "failure", text, cause=kind, target=target, step=ctx.seen_step, culprit=culprit)
-    incident = ctx.incident
+    assert memory.spec is not None
+    cause = cause or kind.value
+    step = memory.seen_step
+    memory.alert("warning", "failure", text, cause=cause, target=target, step=step, culprit=culprit)
+    incident = memory.incident
     if incident is None:
-        ctx.incident = Incident(kind, target, ctx.seen_step, ctx.now, culprit)
+        memory.incident = Incident(kind, cause, target, step, memory.now, culprit)
     elif culprit and not incident.culprit:
-        incident.kind, incident.target, incident.culprit = kind, target, True
-    if ctx.state in (State.RUNNING, State.LEAVING):
-        ctx.reason = text
-        ctx.go(State.ABORTING)
-        ctx.deadline = ctx.now + ctx.job.elastic.interrupt_timeout_s
-        _interrupt(ctx, "hard")
+        incident.kind, incident.cause, incident.target, incident.culprit = kind, cause, target, True
+    if memory.state in (MachineState.RUNNING, MachineState.LEAVING):
+        memory.reason = text
+        memory.go(MachineState.ABORTING)
+        memory.deadline = memory.now + memory.job.elastic.interrupt_timeout_s
+        _interrupt(memory, "hard")
 
 
-def _interrupt(ctx: Context, mode: str) -> None:
-    assert ctx.spec is not None
-    wait_s = ctx.job.elastic.interrupt_timeout_s
-    ctx.remind_at = ctx.now + (wait_s / 2 if mode == "hard" else wait_s)
-    for member in ctx.unsettled():
-        if ctx.roster.workers[member.worker].state != "dying":
-            ctx.emit(Interrupt(member.worker, ctx.spec.id, "hard" if mode == "hard" else "boundary"))
+def _interrupt(memory: MachineMemory, mode: str) -> None:
+    assert memory.spec is not None
+    wait_s = memory.job.elastic.interrupt_timeout_s
+    memory.remind_at = memory.now + (wait_s / 2 if mode == "hard" else wait_s)
+    for member in memory.unsettled():
+        if memory.roster.workers[member.worker].state != "dying":
+            memory.emit(Interrupt(member.worker, memory.spec.id, "hard" if mode == "hard" else "boundary"))
 
 
-def step_leaving(ctx: Context) -> bool:
-    """True once all members have left; who lags behind after the first one left aborts the generation."""
-    unsettled = ctx.unsettled()
+def step_leaving(memory: MachineMemory) -> bool:
+    """Wait for all members to leave; True once they have.
+
+    A member that lags behind after the first one left aborts the generation.
+    """
+    unsettled = memory.unsettled()
     if not unsettled:
         return True
-    if ctx.outcomes and ctx.deadline is None:
-        ctx.deadline = ctx.now + SETTLE_FACTOR * ctx.job.elastic.interrupt_timeout_s
-    if ctx.deadline is not None and ctx.now >= ctx.deadline:
+    if memory.outcomes and memory.deadline is None:
+        memory.deadline = memory.now + SETTLE_FACTOR * memory.job.elastic.interrupt_timeout_s
+    if memory.deadline is not None and memory.now >= memory.deadline:
         worker = unsettled[0].worker
-        blame(ctx, "late", worker, culprit=True, text=f"worker {worker} did not stop with the others")
-    elif ctx.boundary_asked and ctx.now >= ctx.remind_at:
-        _interrupt(ctx, "boundary")
+        blame(
+            memory,
+            FailureKind.LATE,
+            worker,
+            culprit=True,
+            text=f"worker {worker} did not stop with the others",
+        )
+    elif memory.boundary_asked and memory.now >= memory.remind_at:
+        _interrupt(memory, "boundary")
     return False
 
 
-def step_aborting(ctx: Context) -> bool:
-    """True once all members have settled; who does not in time is killed."""
-    unsettled = ctx.unsettled()
+def step_aborting(memory: MachineMemory) -> bool:
+    """Wait for all members to settle; True once they have. Those that do not in time are killed."""
+    unsettled = memory.unsettled()
     if not unsettled:
         return True
-    if ctx.deadline is not None and ctx.now >= ctx.deadline:
-        ctx.deadline = None
+    if memory.deadline is not None and memory.now >= memory.deadline:
+        memory.deadline = None
         for member in unsettled:
-            _find_culprit(ctx, member.worker)
-            kill(ctx, member.worker, f"did not leave generation {ctx.spec.id if ctx.spec else '?'} in time")
-    elif ctx.deadline is not None and ctx.now >= ctx.remind_at:
-        _interrupt(ctx, "hard")
+            _find_culprit(memory, member.worker)
+            kill(
+                memory,
+                member.worker,
+                f"did not leave generation {memory.spec.id if memory.spec else '?'} in time",
+            )
+    elif memory.deadline is not None and memory.now >= memory.remind_at:
+        _interrupt(memory, "hard")
     return False
 
 
-def _find_culprit(ctx: Context, worker: str) -> None:
-    """Who does not answer is to blame where so far only its victims were heard."""
-    incident = ctx.incident
+def _find_culprit(memory: MachineMemory, worker: str) -> None:
+    """Blame the worker that does not answer, where so far only its victims were heard."""
+    incident = memory.incident
     if incident is not None and not incident.culprit:
-        incident.kind, incident.target, incident.culprit = "hang", worker, True
+        incident.kind, incident.target, incident.culprit = FailureKind.HANG, worker, True
+        incident.cause = incident.kind.value
 
 
-def kill(ctx: Context, name: str, reason: str) -> None:
-    """Order a worker's death; it counts as alive until its exit is reported or it was ordered too often."""
-    worker = ctx.roster.workers[name]
+def kill(memory: MachineMemory, name: str, reason: str) -> None:
+    """Order a worker's death.
+
+    It counts as alive until its exit is reported, or until it was ordered too often.
+    """
+    worker = memory.roster.workers[name]
     worker.writing = worker.writing or worker.state == "busy"
-    worker.state, worker.since = "dying", ctx.now
+    worker.state, worker.since = "dying", memory.now
     worker.kills += 1
-    ctx.emit(KillWorker(name, reason))
+    memory.emit(KillWorker(name, reason))
 
 
-def sweep_dying(ctx: Context) -> None:
+def sweep_dying(memory: MachineMemory) -> None:
     """Repeat the orders to die that were not answered; in the end do without the answer."""
-    for worker in ctx.roster.in_state("dying"):
-        if ctx.now - worker.since < ctx.job.elastic.interrupt_timeout_s:
+    for worker in memory.roster.in_state("dying"):
+        if memory.now - worker.since < memory.job.elastic.interrupt_timeout_s:
             continue
         if worker.kills < MOST_KILLS:
-            kill(ctx, worker.name, "still there")
+            kill(memory, worker.name, "still there")
         else:
-            del ctx.roster.workers[worker.name]
-            ctx.alert("error", "lost", f"worker {worker.name} on {worker.node} never confirmed its death")
+            del memory.roster.workers[worker.name]
+            memory.alert("error", "lost", f"worker {worker.name} on {worker.node} never confirmed its death")

@@ -1,4 +1,4 @@
-"""Which states belong to the run's history: pure functions over ``GenerationSpec.lineage``.
+"""Lineage of states: pure functions that tell which ones belong to the run's history.
 
 A step of a generation is void once a later generation resumed before it. Each spec carries the chain of
 its ancestors with the last step that counts of each, so one spec is enough to judge any state: neither
@@ -23,7 +23,7 @@ def on_lineage(newest: GenerationSpec | None, generation: GenerationId, step: in
 
 
 def descend(parent: GenerationSpec | None, source: Source) -> tuple[Link, ...]:
-    """The lineage of a generation that follows ``parent`` and takes its state from ``source``."""
+    """Return the lineage of a generation that follows ``parent`` and takes its state from ``source``."""
     if source.generation is None:  # from initial weights: nothing before it counts
         return ()
     chain = () if parent is None else (*parent.lineage, Link(parent.id, source.step))

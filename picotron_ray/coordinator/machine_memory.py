@@ -1,4 +1,4 @@
-"""Everything that the machine remembers, and the few verbs that its parts share.
+"""Memory of the machine, and the few verbs that its parts share.
 
 The machine is level-triggered: an event only changes what is written here; what follows from it is then
 derived from the whole (``machine.advance``). So a duplicated, late or reordered event does no harm, and
@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.append_queue import AppendQueue
-from picotron_ray.coordinator.checkpoint_tracker import Checkpoints
+from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker
 from picotron_ray.coordinator.messages import (
     Alert,
     Command,
@@ -25,15 +25,16 @@ from picotron_ray.coordinator.messages import (
     Outcome,
     SlotInfo,
 )
-from picotron_ray.coordinator.policies.failure import Breaker, Remedy
+from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.policies.membership import Roster
-from picotron_ray.coordinator.states import TRANSITIONS, State
+from picotron_ray.coordinator.states import TRANSITIONS, MachineState
 from picotron_ray.errors import LayoutError
+from picotron_ray.failures import FailureKind, Remedy
 from picotron_ray.layout.layout import Layout
 
 
-class Choice(Protocol):
-    """What the planner proposes for a number of workers; it may use fewer."""
+class LayoutProposal(Protocol):
+    """Planner's proposal for a number of workers; it may use fewer."""
 
     @property
     def layout(self) -> Layout: ...
@@ -43,14 +44,15 @@ class Choice(Protocol):
     def reason(self) -> str: ...
 
 
-Choose = Callable[[int], Choice]
+Choose = Callable[[int], LayoutProposal]
 
 
 @dataclass(slots=True)
 class Incident:
-    """Why a generation ended other than in order."""
+    """Reason for which a generation ended other than in order."""
 
-    kind: str
+    kind: FailureKind
+    cause: str  # in the words of who reported it, such as the reason of a process's end
     target: str
     step: int  # finished steps that were seen when it struck
     at: float
@@ -59,26 +61,26 @@ class Incident:
 
 
 @dataclass
-class Context:
-    """The machine's memory. Times are seconds on its clock, which skips the coordinator's own sleep."""
+class MachineMemory:
+    """Memory of the machine. Times are seconds on its clock, which skips the coordinator's own sleep."""
 
     job: JobConfig
     choose: Choose
     appends: AppendQueue
-    saves: Checkpoints
+    checkpoints: CheckpointTracker
     breaker: Breaker
     now: float = 0.0
     out: list[Command] = field(default_factory=list)
-    state: State = State.NEW
+    state: MachineState = MachineState.NEW
     quiet: bool = False  # the event at hand changed nothing that anything follows from
-    transitions: list[tuple[State, State]] = field(default_factory=list)  # of the event at hand
+    transitions: list[tuple[MachineState, MachineState]] = field(default_factory=list)  # of the event at hand
     term: int = 0
     generations: int = 0  # started in this term
     names: int = 0  # worker names given in this term
     roster: Roster = field(default_factory=Roster)
     refused: dict[str, str] = field(default_factory=dict)  # node: why it may not take part
     deaths: int = 0  # workers lost without their node
-    choices: dict[int, Choice | None] = field(default_factory=dict)  # what `choose` said, by workers
+    choices: dict[int, LayoutProposal | None] = field(default_factory=dict)  # what `choose` said, by workers
     # the newest generation known; it is running, leaving or over, as `state` says
     spec: GenerationSpec | None = None
     layouts: dict[GenerationId, Layout] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class Context:
     def alert(self, level: Literal["info", "warning", "error"], kind: str, text: str, **data: Any) -> None:
         self.out.append(Alert(level, text, kind, data))
 
-    def go(self, state: State) -> None:
+    def go(self, state: MachineState) -> None:
         """Change the state; a transition that the table does not hold is a bug of the machine."""
         if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"no transition from {self.state} to {state}")
@@ -130,14 +132,14 @@ class Context:
     ) -> None:
         self.result = Finish(status, detail)
         self.emit(self.result)
-        self.go(State.DONE)
+        self.go(MachineState.DONE)
 
     # --- views --------------------------------------------------------------------------------------
 
     @property
     def in_generation(self) -> bool:
         """Whether members of ``spec`` may still be at work."""
-        return self.state in (State.RUNNING, State.LEAVING, State.ABORTING)
+        return self.state in (MachineState.RUNNING, MachineState.LEAVING, MachineState.ABORTING)
 
     def is_member(self, worker: str) -> bool:
         return self.spec is not None and any(member.worker == worker for member in self.spec.members)
@@ -147,8 +149,8 @@ class Context:
         members = () if self.spec is None else self.spec.members
         return [m for m in members if m.worker not in self.outcomes and m.worker in self.roster.workers]
 
-    def choice(self, workers: int) -> Choice | None:
-        """The planner's proposal for up to ``workers`` workers; None where no layout fits."""
+    def choice(self, workers: int) -> LayoutProposal | None:
+        """Ask for the planner's proposal for up to ``workers`` workers; None where no layout fits."""
         if workers not in self.choices:
             try:
                 self.choices[workers] = self.choose(workers)

@@ -1,4 +1,4 @@
-"""The event log of a run, and the proof that it replays: the same events give the same commands.
+"""Event log of a run, and the proof that it replays: the same events give the same commands.
 
 One JSON line per event: ``{"now": seconds, "event": {...}, "commands": [...]}``. The first line is the
 header ``{"job": {...}, "planner": {...}}``: all that the machine was made from. A log that no longer
@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode, encode, plain
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.machine_memory import Choose
-from picotron_ray.coordinator.messages import Command, Event
+from picotron_ray.coordinator.messages import Alert, Command, Event
+from picotron_ray.failures import FailureKind
+from picotron_ray.layout.layout import current_names
 
 
 def header_line(job: JobConfig, planner: dict[str, Any]) -> str:
-    """First line of a log. ``planner``: whatever the caller needs to build the same ``choose`` again."""
+    """Return the first line of a log.
+
+    Args:
+        planner: whatever the caller needs to build the same ``choose`` again.
+    """
     return _dump({"job": job.model_dump(mode="json"), "planner": planner})
 
 
 def event_line(now: float, event: Event, commands: Sequence[Command]) -> str:
-    """One line per handled event."""
+    """Return the line of one handled event."""
     return _dump({"now": now, "event": encode(event), "commands": [encode(c) for c in commands]})
 
 
@@ -36,6 +42,14 @@ def _dump(value: Any) -> str:
 def _plain_commands(commands: Iterable[Command]) -> list[dict[str, Any]]:
     plain_commands: list[dict[str, Any]] = json.loads(_dump([encode(command) for command in commands]))
     return plain_commands
+
+
+def _respelled(command: Command) -> Command:
+    """Return ``command`` with its kind of failure as it is spelled now."""
+    kind = FailureKind.named(str(command.data.get("cause", ""))) if isinstance(command, Alert) else None
+    if kind is None or not isinstance(command, Alert):
+        return command
+    return replace(command, data={**command.data, "cause": kind.value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +88,13 @@ def replay(lines: Iterable[str], planner: Callable[[JobConfig, dict[str, Any]], 
     for number, row in enumerate(rows, start=2):
         if not row.strip():
             continue
-        data = json.loads(row)
+        data = json.loads(current_names(row))
         if data["event"].get("type") == "Begin" and data["event"]["term"] != term:
             machine, term = Machine(job, choose), data["event"]["term"]
         commands = machine.handle(decode(data["event"]), data["now"])
         events += 1
         # decoded first: a log of before a field was added has had its default
-        recorded = _plain_commands(decode(command) for command in data["commands"])
+        recorded = _plain_commands(_respelled(decode(command)) for command in data["commands"])
         replayed = _plain_commands(commands)
         if replayed != recorded:
             return Replay(events, Difference(number, recorded, replayed))

@@ -1,4 +1,4 @@
-"""The states of the coordinator's machine, which may follow which, and which end the run.
+"""States of the coordinator's machine, and the transitions between them.
 
 ::
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class State(StrEnum):
+class MachineState(StrEnum):
     NEW = "new"  # before Begin
     STARTING = "starting"  # waiting for the workers of the first generation of this term
     RUNNING = "running"  # a generation trains
@@ -27,19 +27,21 @@ class State(StrEnum):
     DONE = "done"
 
 
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.NEW: frozenset({State.STARTING, State.RUNNING, State.DONE}),
-    State.STARTING: frozenset({State.COLLECTING, State.DONE}),
-    State.RUNNING: frozenset({State.LEAVING, State.ABORTING, State.DONE}),
-    State.LEAVING: frozenset({State.ABORTING, State.COLLECTING, State.DONE}),
-    State.ABORTING: frozenset({State.COLLECTING, State.DONE}),
-    State.COLLECTING: frozenset({State.RUNNING, State.WAITING, State.FINALISING, State.DONE}),
-    State.WAITING: frozenset({State.COLLECTING, State.DONE}),
-    State.FINALISING: frozenset({State.COLLECTING, State.DONE}),
-    State.DONE: frozenset(),
+TRANSITIONS: dict[MachineState, frozenset[MachineState]] = {
+    MachineState.NEW: frozenset({MachineState.STARTING, MachineState.RUNNING, MachineState.DONE}),
+    MachineState.STARTING: frozenset({MachineState.COLLECTING, MachineState.DONE}),
+    MachineState.RUNNING: frozenset({MachineState.LEAVING, MachineState.ABORTING, MachineState.DONE}),
+    MachineState.LEAVING: frozenset({MachineState.ABORTING, MachineState.COLLECTING, MachineState.DONE}),
+    MachineState.ABORTING: frozenset({MachineState.COLLECTING, MachineState.DONE}),
+    MachineState.COLLECTING: frozenset(
+        {MachineState.RUNNING, MachineState.WAITING, MachineState.FINALISING, MachineState.DONE}
+    ),
+    MachineState.WAITING: frozenset({MachineState.COLLECTING, MachineState.DONE}),
+    MachineState.FINALISING: frozenset({MachineState.COLLECTING, MachineState.DONE}),
+    MachineState.DONE: frozenset(),
 }
 
 
-def terminal(state: State) -> bool:
+def terminal(state: MachineState) -> bool:
     """Whether nothing follows ``state``."""
     return not TRANSITIONS[state]

@@ -1,4 +1,4 @@
-"""What one rank feeds in one step, cut from the global batch by the layout alone.
+"""Batch of one rank in one step, cut from the global batch by the layout alone.
 
 Step k (1-based) feeds the global samples ``(k-1) x B .. k x B``, whatever the layout is. Each DP replica
 takes a contiguous range of them (``Layout.rows``) and packs it into the same number of micro-batches as
@@ -23,7 +23,7 @@ EVALUATION_SEED = 0  # held-out samples are the same ones whatever the run's see
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The rows of one DP replica in one step.
+    """Rows of one DP replica in one step.
 
     Fields:
         step: 1-based optimizer step; 0 for evaluation.
@@ -44,7 +44,7 @@ class StepBatch:
 
 
 def token_digest(rows: npt.NDArray[np.int64]) -> bytes:
-    """16 bytes: xxh3_128 of the tokens as little-endian uint32, row after row."""
+    """Digest of 16 bytes: xxh3_128 of the tokens as little-endian uint32, row after row."""
     return xxhash.xxh3_128_digest(np.ascontiguousarray(rows, dtype="<u4").data)
 
 
@@ -55,7 +55,7 @@ def _pack(
     shape: tuple[int, int],
     global_samples: int,
 ) -> StepBatch:
-    """Real rows first, then fillers up to ``shape`` (micro-batches, rows of each)."""
+    """Pack real rows first, then fillers, into ``shape`` (micro-batches, rows of each)."""
     places, width = shape[0] * shape[1], rows.shape[1]
     tokens = np.zeros((places, width), np.int64)
     tokens[: len(rows)] = rows
@@ -74,7 +74,7 @@ def _pack(
 def make_batch(
     dataset: Dataset, seed: int, layout: Layout, dp_index: int, global_batch: int, step: int
 ) -> StepBatch:
-    """The training batch of one DP replica at ``step`` (1-based)."""
+    """Make the training batch of one DP replica at ``step`` (1-based)."""
     first, last = layout.rows(dp_index, global_batch)
     base = (step - 1) * global_batch
     samples = samples_between(seed, base + first, base + last, dataset.samples)
@@ -85,7 +85,7 @@ def make_batch(
 def eval_batches(
     dataset: Dataset, layout: Layout, dp_index: int, samples: int, global_batch: int
 ) -> list[StepBatch]:
-    """One DP replica's part of the fixed evaluation samples, in batches of the training batch's shape.
+    """Cut one DP replica's part of the fixed evaluation samples into batches of the training shape.
 
     Always the same ``samples`` (or all, if there are fewer) samples of ``dataset``, spread over the whole
     of it by a fixed permutation. ``global_tokens`` of a batch counts that batch alone: the mean loss is

@@ -1,4 +1,4 @@
-"""The loss that a table of bigrams reaches: what a trained model must beat to have learned anything more."""
+"""Bigram baseline: the loss of a table of token pairs, which a model must beat to have learned more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bigram_entropy(tokens: Tokens) -> float:
 
 
 def _counts(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How often each distinct value occurs, in no particular order."""
+    """Count each distinct value; the counts are in no particular order."""
     if int(values.max()) < DENSE:
         counts = np.bincount(values)
         return counts[counts > 0]

@@ -1,4 +1,4 @@
-"""The token cache: a source tokenised once per node, then memory-mapped by every worker.
+"""Token cache: a source is tokenised once per node, then memory-mapped by every worker.
 
 ``<cache>/tokens-<key>/{train,held_out}.u16`` and ``meta.json``; the key is a hash of the source's settings
 and of its files' names, sizes and modification times, so a changed file makes a new cache. It is built
@@ -51,7 +51,7 @@ def held_out(key: bytes, fraction: float) -> bool:
 
 
 def byte_splits(data: DataConfig, folder: Path) -> TokenSplits:
-    """Byte tokens of a stdlib, text or jsonl source, from the cache in ``folder`` or built into it.
+    """Open the byte tokens of a stdlib, text or jsonl source in the cache ``folder``, or build them there.
 
     Raises DataError for input that cannot be read or a cache folder that cannot be written.
     """
@@ -90,14 +90,14 @@ def _cache_key(data: DataConfig, files: list[SourceFile]) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[TextIO]:
-    """Exclusive among processes; released by the kernel when the holder dies."""
+    """Hold a lock among processes; the kernel releases it when the holder dies."""
     with path.open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield stream
 
 
 def _open(place: Path) -> TokenSplits | None:
-    """The cache at ``place``; None where there is none or it is damaged."""
+    """Open the cache at ``place``; None where there is none or it is damaged."""
     try:
         meta = json.loads((place / "meta.json").read_text("utf-8"))
         splits = [_map(place / f"{name}.u16", int(meta["tokens"][name])) for name in _SPLITS]
@@ -179,12 +179,12 @@ def _write(data: DataConfig, files: list[SourceFile], folder: Path) -> None:
 
 
 def tail_tokens(tokens: int, fraction: float) -> int:
-    """Tokens at the end of a stream that are held out where documents cannot decide it."""
+    """Count the tokens at the end of a stream that are held out where documents cannot decide it."""
     return round(tokens * fraction)
 
 
 def _append(stream: BinaryIO, document: Document) -> None:
-    """Bytes become ids of two bytes; a document of no bytes leaves no trace."""
+    """Append bytes as ids of two bytes; a document of no bytes leaves no trace."""
     wrote = False
     for piece in document.pieces:
         if piece:

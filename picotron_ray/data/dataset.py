@@ -1,4 +1,4 @@
-"""From the config to both splits, checked: the one door to the data."""
+"""Dataset of a run: both splits, opened and checked from the config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DataSplits:
     global_batch: int
 
     def eval_batches(self, layout: Layout, dp_index: int, samples: int) -> list[batch.StepBatch]:
-        """One DP replica's part of the fixed held-out samples, as ``data.batch.eval_batches`` cuts them."""
+        """Cut one DP replica's part of the fixed held-out samples (``data.batch.eval_batches``)."""
         return batch.eval_batches(self.held_out, layout, dp_index, samples, self.global_batch)
 
 

@@ -1,4 +1,4 @@
-"""The ledger's checker: was every sample of the run fed exactly once, in the right step?
+"""Ledger check: every sample of the run was fed exactly once, in the right step, or is named.
 
 Each step of a generation leaves one JSON line::
 
@@ -8,9 +8,9 @@ Each step of a generation leaves one JSON line::
 
 ``rows`` has one entry per DP replica: the half-open range of global sample numbers, and the digest of the
 tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. The checker
-knows nothing of layouts and trusts no number of the ledger: it makes every row again from the source data
-and the order of samples and compares digests. Where one differs it looks for the slip that explains it
-(``data.slip``), so that a report names the sample. What no digest proves counts as lost.
+knows nothing of layouts and trusts no number of the ledger. It makes every row again from the source data
+and the order of samples, and compares digests. Where one differs, ``ledger_diagnosis`` looks for a deviation
+that explains it, so that a report names the sample. A sample that no digest proves counts as lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from picotron_ray.data.batch import token_digest
-from picotron_ray.data.ledger_diagnosis import Slip, explain
+from picotron_ray.data.ledger_diagnosis import Deviation, diagnose
 from picotron_ray.data.ledger_line import LedgerLine, parse_line
 from picotron_ray.data.samples import Dataset
 from picotron_ray.data.shuffle import samples_between
@@ -33,7 +33,7 @@ from picotron_ray.data.shuffle import samples_between
 
 @dataclass(frozen=True, slots=True)
 class LedgerReport:
-    """What the ledger proves.
+    """Verdict on a ledger.
 
     Fields:
         steps: steps that count, 1 .. steps.
@@ -69,7 +69,7 @@ class LedgerReport:
 
 @dataclass(slots=True)
 class _Audit:
-    """The state of one check."""
+    """State of one check."""
 
     dataset: Dataset
     seed: int
@@ -111,12 +111,12 @@ class _Audit:
             return
         low = max(0, first - self.global_batch)
         window = self.rows(low, last + self.global_batch)
-        slip: Slip | None = explain(window, first - low, last - low, bytes.fromhex(digest))
-        if slip is None:
+        deviation: Deviation | None = diagnose(window, first - low, last - low, bytes.fromhex(digest))
+        if deviation is None:
             self.wrong.append(f"{name} fed other tokens than rows {first}..{last} hold")
             return
-        numbers = slip.fed + low
-        self.wrong.append(f"{name} {slip.describe(low)}")
+        numbers = deviation.fed + low
+        self.wrong.append(f"{name} {deviation.describe(low)}")
         self.feed(numbers)
 
 

@@ -1,7 +1,7 @@
-"""Which single slip explains a digest: a sample skipped, repeated, swapped or taken from elsewhere.
+"""Diagnosis of a wrong digest: one sample skipped, repeated, swapped or taken from elsewhere.
 
 A digest that does not match says only that something is wrong. Feeding goes wrong in few ways, though, and
-each of them can be tried: make the rows as the slip would have fed them, and compare.
+each of them can be tried: make the rows as the deviation would have fed them, and compare.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Slip:
-    """What was done, to which rows (numbers within the window), and what was fed because of it."""
+class Deviation:
+    """Deviation from the right rows: its kind, its rows (numbers within the window), and the rows fed."""
 
     kind: Kind
     row: int
@@ -41,33 +41,33 @@ class Slip:
         }[self.kind]
 
 
-def explain(window: _Rows, first: int, last: int, digest: bytes) -> Slip | None:
-    """The slip that makes rows ``first .. last`` of ``window`` (token rows) hash to ``digest``, if any."""
-    for slip in islice(_slips(first, last, len(window)), MOST_TRIES):
-        if token_digest(window[slip.fed]) == digest:
-            return slip
+def diagnose(window: _Rows, first: int, last: int, digest: bytes) -> Deviation | None:
+    """Find the deviation that makes rows ``first .. last`` of ``window`` (token rows) hash to ``digest``."""
+    for deviation in islice(_deviations(first, last, len(window)), MOST_TRIES):
+        if token_digest(window[deviation.fed]) == digest:
+            return deviation
     return None
 
 
-def _slips(first: int, last: int, rows: int) -> Iterator[Slip]:
-    """All single slips, likelier ones first; each keeps the number of rows, or loses or adds one."""
+def _deviations(first: int, last: int, rows: int) -> Iterator[Deviation]:
+    """Yield single deviations, likelier ones first; each keeps the number of rows, or loses or adds one."""
     right = np.arange(first, last)
     for row in range(first, last):
         at = row - first
         without = np.delete(right, at)
         if last < rows:
-            yield Slip("skipped", row, row, np.append(without, last))
-        yield Slip("skipped", row, row, without)
+            yield Deviation("skipped", row, row, np.append(without, last))
+        yield Deviation("skipped", row, row, without)
         twice = np.insert(right, at, row)
-        yield Slip("repeated", row, row, twice[:-1])
-        yield Slip("repeated", row, row, twice)
+        yield Deviation("repeated", row, row, twice[:-1])
+        yield Deviation("repeated", row, row, twice)
     for row in range(first, last):
         for other in range(row + 1, last):
             fed = right.copy()
             fed[row - first], fed[other - first] = other, row
-            yield Slip("swapped", row, other, fed)
+            yield Deviation("swapped", row, other, fed)
     for row in range(first, last):
         for other in range(rows):
             fed = right.copy()
             fed[row - first] = other
-            yield Slip("replaced", row, other, fed)
+            yield Deviation("replaced", row, other, fed)

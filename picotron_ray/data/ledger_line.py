@@ -1,4 +1,4 @@
-"""One line of the ledger, read with distrust: it may have been cut, edited or damaged."""
+"""Ledger line, read with distrust: it may have been cut, edited or damaged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class LedgerLine:
-    """What the checker needs of a line; ``rows`` is (first, last, digest) per DP replica."""
+    """Ledger line as the check needs it; ``rows`` is (first, last, digest) per DP replica."""
 
     step: int
     generation: tuple[int, int]
@@ -27,7 +27,7 @@ class LedgerLine:
 
 
 def parse_line(raw: str | Mapping[str, Any], at: int, wrong: list[str]) -> LedgerLine | None:
-    """One line, or None and a finding where it is not what a ledger line must be."""
+    """Parse one line; None and a finding where it is no valid ledger line."""
     try:
         record = json.loads(raw) if isinstance(raw, str) else raw
         return LedgerLine(

@@ -1,4 +1,4 @@
-"""Batches made ahead of time by a thread, off the critical path.
+"""Prefetching batch loader: a thread makes batches ahead of time, off the critical path.
 
 The thread only reads memory-mapped tokens and copies rows; it holds no state that must be saved, since
 the batch of any step is a pure function of its number.
@@ -15,8 +15,8 @@ from picotron_ray.data.samples import Dataset
 from picotron_ray.layout.layout import Layout
 
 
-class Loader:
-    """Prefetches the batches of one DP replica, in step order.
+class BatchLoader:
+    """Prefetcher of the batches of one DP replica, in step order.
 
     Args:
         dataset: the training samples.
@@ -58,7 +58,7 @@ class Loader:
             self._ready.put(error)
 
     def next(self) -> StepBatch:
-        """The next step's batch; waits for it. Raises the thread's error, RuntimeError after ``close``."""
+        """Wait for the next step's batch. Raises the thread's error, RuntimeError after ``close``."""
         if self._error is not None:
             raise self._error
         if self._closed.is_set():

@@ -1,4 +1,4 @@
-"""Pre-tokenised input: raw token ids in one file per split, used where they lie.
+"""Memory-mapped token files: raw ids, one file per split, read in place.
 
 A folder must hold ``train.bin`` and ``held_out.bin`` (or ``val.bin``, as nanoGPT names it); of a single
 file the last ``held_out_fraction`` is held out. Files are read through once, for their largest id, their
@@ -28,7 +28,7 @@ _HELD_OUT_NAMES = ("held_out.bin", "val.bin")
 
 
 def memmap_splits(data: DataConfig, vocabulary: int, folder: Path) -> TokenSplits:
-    """Both splits of a memmap source. Raises DataError for files that are missing or odd, or too large ids.
+    """Open both splits of a memmap source. Raises DataError for missing or odd files, or too large ids.
 
     Args:
         vocabulary: ids must be below it.
@@ -103,7 +103,7 @@ def _check_end(tokens: Tokens, end: int | None, file: Path) -> None:
 
 
 def _scan(path: Path, tokens: Tokens, folder: Path) -> tuple[int, str]:
-    """Largest id and digest of a file, remembered in ``folder``."""
+    """Find the largest id and the digest of a file; both are remembered in ``folder``."""
     stat = path.stat()
     identity = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{tokens.dtype.str}"
     memo = folder / f"scan-{xxhash.xxh3_128_hexdigest(identity.encode('utf-8', 'surrogateescape'))}.json"

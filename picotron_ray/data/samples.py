@@ -1,4 +1,4 @@
-"""One stream of tokens seen as samples of fixed length.
+"""Samples of fixed length, cut from one stream of tokens.
 
 Sample ``i`` is the tokens ``i x S .. i x S + S`` (S + 1 of them): neighbours share one token, so every
 token after the first is predicted exactly once per epoch. Documents run on within a sample, with an

@@ -1,4 +1,4 @@
-"""The order of samples: a seeded permutation that is computed, never stored.
+"""Shuffled order of samples: a seeded permutation that is computed, never stored.
 
 ``sample_index`` maps a position of an epoch to a sample by a balanced Feistel network over the smallest
 even number of bits that holds ``n``, walking its cycles until the value is below ``n`` (Black & Rogaway

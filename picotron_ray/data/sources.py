@@ -1,4 +1,4 @@
-"""Where text comes from: files found, named and read, document by document.
+"""Text sources: files are found, named and read, document by document.
 
 A document is a file (stdlib, text) or a line (jsonl). Its *split key* decides whether it is held out: the
 file's name relative to the folder that was asked for, so that a copy elsewhere splits the same way; for a
@@ -28,7 +28,7 @@ _STDLIB_SKIPS = {"site-packages", "dist-packages", "__pycache__", "test", "tests
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One input file: where it is, and its name relative to what the user asked for (posix separators)."""
+    """Input file: its path, and its name relative to the folder asked for (posix separators)."""
 
     path: Path
     name: str
@@ -36,20 +36,20 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: its split key, and its bytes in pieces, to be read once."""
+    """Document: its split key, and its bytes in pieces, to be read once."""
 
     key: bytes
     pieces: Iterator[bytes]
 
 
 def shown(path: str | Path) -> str:
-    """A path for a message: one line of valid UTF-8, whatever bytes the file's name is made of."""
+    """Show a path in a message: one line of valid UTF-8, whatever bytes the file's name is made of."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def unreadable(path: str | Path, error: OSError | ValueError) -> DataError:
-    """The one line for a file or folder that the system refuses."""
+    """Make the error for a file or folder that the system refuses."""
     why = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return DataError(
         f"data.path: cannot read {shown(path)}: {why}; give a file, folder or glob that this user can read"
@@ -57,7 +57,7 @@ def unreadable(path: str | Path, error: OSError | ValueError) -> DataError:
 
 
 def find_files(data: DataConfig) -> list[SourceFile]:
-    """All input files of the source, sorted by name. Raises DataError when there are none."""
+    """List all input files of the source, sorted by name. Raises DataError when there are none."""
     if data.source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [f for f in _walk(root, _STDLIB_SKIPS) if f.path.suffix == ".py"]
@@ -73,7 +73,7 @@ def find_files(data: DataConfig) -> list[SourceFile]:
 
 
 def _expand(path: str) -> list[SourceFile]:
-    """The regular files that a path means: itself, all below a folder (hidden ones not), or a glob's."""
+    """List the regular files of a path: itself, all below a folder (hidden ones not), or a glob's."""
     if os.path.isdir(path):
         return list(_walk(Path(path), set()))
     if os.path.exists(path) or not glob.has_magic(path):
@@ -109,7 +109,7 @@ def _walk(root: Path, skip: set[str]) -> Iterator[SourceFile]:
 
 
 def read_documents(data: DataConfig, files: list[SourceFile]) -> Iterator[Document]:
-    """All documents, in the files' order; each must be consumed before the next is asked for.
+    """Read all documents, in the files' order; each must be consumed before the next is asked for.
 
     Raises DataError for a file that cannot be read, is not UTF-8 (text, jsonl) or not JSON lines.
     """
@@ -121,7 +121,7 @@ def read_documents(data: DataConfig, files: list[SourceFile]) -> Iterator[Docume
 
 
 def _pieces(file: SourceFile, check: bool) -> Iterator[bytes]:
-    """A file's bytes; with ``check`` they must be UTF-8 (bytes stay bytes, nothing is re-encoded)."""
+    """Read a file's bytes; with ``check`` they must be UTF-8 (nothing is re-encoded)."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
     try:
@@ -158,7 +158,7 @@ def _lines(file: SourceFile, text_key: str) -> Iterator[Document]:
 
 
 def _text_of(line: bytes, where: str, text_key: str) -> bytes:
-    """The text of one JSON line as UTF-8. Raises DataError naming the line."""
+    """Read the text of one JSON line as UTF-8. Raises DataError naming the line."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:

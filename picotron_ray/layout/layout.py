@@ -7,17 +7,20 @@ falls on neighbouring devices (Megatron-LM's order, Narayanan et al. 2021).
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from picotron_ray.layout.schedules import Schedule, last_stage_rank, rank_stages
+from picotron_ray.layout.schedules import SCHEDULES, PipelineShape, canonical_name
 
-Context = Literal["ring", "all-gather"]
+_LAYOUT_NAME = re.compile(r"\bdp\d+-tp\d+-pp\d+-[\w-]+")
+
+ContextVariant = Literal["ring", "all-gather"]
 Zero = Literal[0, 1, 2, 3]
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on each mesh axis (0-based)."""
+    """A rank's place on each mesh axis (0-based)."""
 
     pp: int
     dp: int
@@ -27,7 +30,26 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """How one generation cuts the model and the batch.
+    """Parallel layout: the way in which one generation cuts the model and the batch.
+
+    >>> layout = Layout(dp=2, pp=2, zero=2, micro_batch=4)
+    >>> layout.world_size, str(layout)
+    (4, 'dp2-tp1-pp2-zero2-1f1b-mb4')
+
+    Rank 3 is on the second pipeline stage, in the second replica:
+
+    >>> layout.coordinates(3)
+    Coordinates(pp=1, dp=1, cp=0, tp=0)
+
+    Each replica feeds half of a global batch, in micro-batches of 4 rows:
+
+    >>> layout.rows(dp_index=1, global_batch=32), layout.micro_batches(global_batch=32)
+    ((16, 32), 4)
+
+    Logs and manifests hold a layout as plain data:
+
+    >>> Layout.from_dict(layout.to_dict()) == layout
+    True
 
     Fields:
         dp, tp, pp, cp, ep: degrees of data, tensor, pipeline, context and expert parallelism.
@@ -44,8 +66,8 @@ class Layout:
             It is what ranks hold; in which order they compute, the job says (``layout.actions``), so that
             logs and manifests do not repeat long lists.
         micro_batch: rows (sequences) per micro-batch and DP replica.
-        recompute: which blocks compute their activations again in the backward pass, a policy of
-            ``config.recompute``.
+        recompute: the blocks that compute their activations again in the backward pass, as a policy of
+            ``layout.recompute_policy``.
         offload_activations: whether what blocks keep for the backward pass waits in host memory.
     """
 
@@ -56,13 +78,16 @@ class Layout:
     ep: int = 1
     zero: Zero = 0
     replicate: int = 1
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     virtual_stages: int = 1
     micro_batch: int = 1
     recompute: str = "none"
-    context: Context = "ring"
+    context: ContextVariant = "ring"
     placement: tuple[tuple[int, ...], ...] = ()
     offload_activations: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", canonical_name(self.schedule))
 
     @property
     def world_size(self) -> int:
@@ -70,12 +95,14 @@ class Layout:
         return self.dp * self.tp * self.pp * self.cp
 
     def coordinates(self, rank: int) -> Coordinates:
+        """The place of ``rank`` on each axis."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
         return Coordinates(pp, dp, cp, tp)
 
     def rank(self, at: Coordinates) -> int:
+        """The rank at a place, the inverse of `coordinates`."""
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
 
     @property
@@ -94,7 +121,7 @@ class Layout:
         return self.replicas // self.replicate if self.zero else 1
 
     def shard(self, rank: int) -> int:
-        """Which of those parts ``rank`` holds: neighbours among the replicas hold different ones."""
+        """Index of the part that ``rank`` holds. Neighbours among the replicas hold different ones."""
         return self.replica(rank) % self.shards
 
     @property
@@ -106,7 +133,7 @@ class Layout:
         """The stages that one pipeline rank holds, ascending."""
         if self.placement:
             return self.placement[pp_index]
-        return rank_stages(self.schedule, self.pp, self.virtual_stages, pp_index)
+        return SCHEDULES[self.schedule].rank_stages(self.pp, self.virtual_stages, pp_index)
 
     @property
     def hops(self) -> int:
@@ -124,7 +151,7 @@ class Layout:
         """Pipeline rank of the last stage, which has the head and the loss."""
         if self.placement:
             return next(rank for rank, stages in enumerate(self.placement) if self.stages - 1 in stages)
-        return last_stage_rank(self.schedule, self.pp, self.virtual_stages)
+        return SCHEDULES[self.schedule].last_stage_rank(self.pp, self.virtual_stages)
 
     def other_end(self, pp_index: int) -> int | None:
         """Pipeline rank of the other end, for that of the first stage or the last; else None."""
@@ -132,7 +159,7 @@ class Layout:
         return {first: last, last: first}.get(pp_index) if first != last else None
 
     def expert_index(self, rank: int) -> int:
-        """Which 1/ep of the experts ``rank`` holds: neighbours among the replicas hold different ones."""
+        """Index of the 1/ep of the experts that ``rank`` holds. Neighbouring replicas hold different ones."""
         return self.replica(rank) % self.ep if self.ep > 1 else 0
 
     def expert_replica(self, rank: int) -> int:
@@ -145,13 +172,14 @@ class Layout:
         return max(1, self.shards // self.ep)
 
     def expert_shard(self, rank: int) -> int:
+        """Index of the part of its experts that ``rank`` holds."""
         return self.shard(rank) // self.ep
 
     # --- state groups: which ranks hold the same shards of weights and optimizer state ---------------
 
     @property
     def state_groups(self) -> int:
-        """Number of distinct shards of the training state: all of them together are the whole state."""
+        """Number of distinct shards of the training state. All of them together are the whole state."""
         return self.pp * (self.shards if self.zero else self.ep) * self.tp
 
     def state_group(self, rank: int) -> int:
@@ -179,11 +207,17 @@ class Layout:
         most = -(-global_batch // self.dp)
         return max(1, -(-most // self.micro_batch))
 
+    def pipeline_shape(self, global_batch: int) -> PipelineShape:
+        """The pipeline that the layout's schedule runs."""
+        return PipelineShape(self.pp, self.virtual_stages, self.micro_batches(global_batch))
+
     def to_dict(self) -> dict[str, Any]:
+        """Plain data, as logs and manifests keep it."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layout:
+        """The layout of `to_dict`, of an earlier version too."""
         return cls(**{**data, "placement": tuple(map(tuple, data.get("placement", ())))})
 
     def __str__(self) -> str:
@@ -202,3 +236,20 @@ class Layout:
         if self.offload_activations:
             parts.append("offload")
         return "-".join(parts)
+
+
+def current_names(text: str) -> str:
+    """Text in which every layout's name (``str(layout)``) has its schedule's name instead of an alias.
+
+    >>> current_names("dp2-tp1-pp2-afab-mb4: 0.5 s per step")
+    'dp2-tp1-pp2-gpipe-mb4: 0.5 s per step'
+    """
+
+    def renamed(found: re.Match[str]) -> str:
+        name = found[0]
+        for entry in SCHEDULES.values():
+            for alias in entry.aliases:
+                name = name.replace(f"-{alias}-", f"-{entry.name}-")
+        return name
+
+    return _LAYOUT_NAME.sub(renamed, text)

@@ -1,4 +1,4 @@
-"""Which blocks forget their activations and compute them again in the backward pass. Torch-free.
+"""Recomputation policies: the blocks that compute their activations again in the backward pass. Torch-free.
 
 A policy is a string, so that a layout stays a value: one word for every pipeline stage, or a word per stage,
 in their order, with commas between. Words:
@@ -8,8 +8,9 @@ in their order, with commas between. Words:
 - ``every-N``: every N-th block in full; ``middle-P``: P percent of the blocks in full, from the middle;
 - ``blocks-K``: the first K blocks in full; ``blocks-K-S``: the first K in full and the next S selectively.
 
-The last of these say all that a memory budget asks: blocks of a stage are alike, so that only their numbers
-count (``planner.recompute``). Every rank of a stage derives the same blocks from it.
+``blocks-K-S`` can say whatever a memory budget asks for, because the blocks of a stage are alike and only
+their numbers count (``planner.recompute_search``). Every rank of a stage derives the same blocks from a
+policy.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import Literal, NamedTuple
 _NUMBER = "(0|[1-9][0-9]*)"
 _WORD = f"(none|full|selective|every-[1-9][0-9]*|middle-(100|[1-9]?[0-9])|blocks-{_NUMBER}(-{_NUMBER})?)"
 PATTERN = f"^{_WORD}(,{_WORD})*$"
-Kind = Literal["kept", "full", "selective"]
+RecomputeKind = Literal["kept", "full", "selective"]
 
 
-class Again(NamedTuple):
-    """How many blocks are computed again, of how many."""
+class RecomputedBlocks(NamedTuple):
+    """Numbers of blocks that are computed again in full and selectively, and of all blocks."""
 
     full: int
     selective: int
@@ -48,7 +49,7 @@ def stage_words(policy: str) -> tuple[str, ...]:
     Raises ValueError for a string that is no policy.
     """
     if not re.match(PATTERN, policy):
-        raise ValueError(f"recompute: saw {policy!r}, expected a policy as config.recompute describes")
+        raise ValueError(f"recompute: saw {policy!r}, expected a policy as layout.recompute_policy describes")
     return tuple(policy.split(","))
 
 
@@ -60,8 +61,11 @@ def is_selective(policy: str) -> bool:
     )
 
 
-def recomputed(policy: str, depth: int, stage: int = 0) -> tuple[Kind, ...]:
-    """What becomes of each of the ``depth`` blocks of a stage, in order.
+def recomputed(policy: str, depth: int, stage: int = 0) -> tuple[RecomputeKind, ...]:
+    """The treatment of each of the ``depth`` blocks of a stage, in order.
+
+    >>> recomputed("every-2", depth=4)
+    ('kept', 'full', 'kept', 'full')
 
     Raises ValueError for a string that is no policy, or a list that has no such stage.
     """
@@ -88,13 +92,13 @@ def recomputed(policy: str, depth: int, stage: int = 0) -> tuple[Kind, ...]:
     )
 
 
-def policy_of(stages: Sequence[Again]) -> str:
-    """The shortest policy under which blocks of every stage are computed again as ``stages`` says."""
+def policy_of(stages: Sequence[RecomputedBlocks]) -> str:
+    """The shortest policy that recomputes as many blocks of every stage as ``stages`` says."""
     words = [_word(again) for again in stages]
     return words[0] if len(set(words)) == 1 else ",".join(words)
 
 
-def _word(again: Again) -> str:
+def _word(again: RecomputedBlocks) -> str:
     for word, count in (("none", again.kept), ("full", again.full), ("selective", again.selective)):
         if count == again.depth:
             return word

@@ -1,11 +1,11 @@
-"""A pipeline schedule of the user's own: for every pipeline rank, what it computes, in order. Torch-free.
+"""Lists of actions: a pipeline schedule as what every rank computes, in order. Torch-free.
 
 An action is ``<stage><kind><micro-batch>``, as torch.distributed.pipelining and the zero-bubble papers write
 it: F a forward pass, B a whole backward pass, I and W its two halves, the gradients of inputs and those of
 weights (Qi et al. 2024). Messages between ranks follow from the list and are not part of it.
 
-A list is judged whole before anything starts. Its dependencies are run through in unit times, which finds an
-order in which ranks would wait for each other for ever, and what the planner asks: waiting and memory.
+A list is checked before anything starts. Its dependencies are simulated in unit times. This finds ranks that
+would wait for each other for ever, and the waiting time and memory that the planner asks for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward pass computes twice what 
 
 
 class Action(NamedTuple):
-    """One computation: of which stage, of what kind (F, B, I or W), for which micro-batch."""
+    """One computation of a stage: its kind (F, B, I or W) and its micro-batch."""
 
     stage: int
     kind: str
@@ -34,12 +34,12 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-Rows = tuple[tuple[Action, ...], ...]
+ActionRows = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ActionList:
-    """A schedule that can run, and what follows from it.
+    """A list that can run, and its properties.
 
     Fields:
         rows: actions in order, by pipeline rank.
@@ -50,9 +50,13 @@ class ActionList:
             they are kept from F to B or W.
         waits: micro-batches' worth of time (their forward and backward on one rank) that the rank which is
             done last has waited, where every stage takes equally long.
+
+    >>> listed = action_list(("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
+    >>> listed.micro_batches, listed.in_flight, listed.waits
+    (2, (2.0, 1.0), 1.0)
     """
 
-    rows: Rows
+    rows: ActionRows
     placement: tuple[tuple[int, ...], ...]
     micro_batches: int
     splits: bool
@@ -106,7 +110,7 @@ def _read(number: int, row: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def _placement(rows: Rows) -> tuple[tuple[int, ...], ...]:
+def _placement(rows: ActionRows) -> tuple[tuple[int, ...], ...]:
     """The stages of every rank; each on one rank, equally many on all, none left out."""
     row_of: dict[int, int] = {}
     for number, row in enumerate(rows):
@@ -162,7 +166,7 @@ def _check_row(number: int, row: tuple[Action, ...], stages: tuple[int, ...], mi
 
 
 def _needs(action: Action, last: int) -> tuple[Action, ...]:
-    """What of another stage must be done before, one of them; empty where nothing must."""
+    """Actions of another stage of which one must be done before; empty where none must."""
     stage, kind, micro_batch = action
     if kind == "F" and stage > 0:
         return (Action(stage - 1, "F", micro_batch),)
@@ -171,8 +175,8 @@ def _needs(action: Action, last: int) -> tuple[Action, ...]:
     return ()
 
 
-def _span(rows: Rows) -> int:
-    """Units of time until all ranks are done, each going through its row in order.
+def _span(rows: ActionRows) -> int:
+    """Units of time until all ranks are done, if each goes through its row in order.
 
     Raises ConfigError where ranks come to wait for each other.
     """
@@ -195,8 +199,8 @@ def _span(rows: Rows) -> int:
     return max(clocks)
 
 
-def _deadlock(rows: Rows, heads: list[int], last: int) -> ConfigError:
-    """Which row stands at which action, and for what it waits."""
+def _deadlock(rows: ActionRows, heads: list[int], last: int) -> ConfigError:
+    """The error for rows that wait for each other, with the action at which each stands."""
     given = {action for row in rows for action in row}
     waits = []
     for number, (head, row) in enumerate(zip(heads, rows, strict=True)):
@@ -207,7 +211,7 @@ def _deadlock(rows: Rows, heads: list[int], last: int) -> ConfigError:
 
 
 def _most_kept(row: tuple[Action, ...]) -> int:
-    """(Stage, micro-batch) pairs between F and B or W, at most at a time."""
+    """The largest number of (stage, micro-batch) pairs that are at once between F and B or W."""
     kept = most = 0
     for action in row:
         kept += {"F": 1, "I": 0}.get(action.kind, -1)

@@ -1,143 +1,124 @@
-"""Pipeline schedules: what each asks of a layout, and what it costs. Torch-free.
+"""Pipeline schedules: one table that validation, the planner and the pipeline read. Torch-free.
 
-Sources: GPipe (Huang et al. 2019: afab), 1F1B and interleaved 1F1B (Narayanan et al. 2021), looped BFS
+A new schedule is one entry of ``SCHEDULES``; docs/add-a-schedule.md walks through one. Nothing else in the
+package compares a schedule's name.
+
+Sources: GPipe (Huang et al. 2019), 1F1B and interleaved 1F1B (Narayanan et al. 2021), looped BFS
 (Lamy-Poirier 2023), zero bubble: interleaved ZB1P and ZBV (Qi et al. 2024), DualPipeV (DeepSeek-AI 2024).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
-from picotron_ray.layout.schedule_actions import Action, Rows, action_list
+from picotron_ray.errors import LayoutError
+from picotron_ray.layout.schedule_actions import Action, ActionRows, action_list
 
-Schedule = Literal[
-    "afab", "1f1b", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev", "custom"
-]
 Placement = Literal["loop", "v", "list"]
-Need = Callable[[int, int], str]
-"""(micro-batches, stages per pipeline rank x ranks) -> what is wrong, or an empty string."""
+MANY = 1 << 16
 
 
-def _any(micro_batches: int, stages: int) -> str:
+class PipelineShape(NamedTuple):
+    """The pipeline that a schedule is made for: ranks, stages on each of them, micro-batches per step."""
+
+    ranks: int
+    stages_per_rank: int
+    micro_batches: int
+
+    @property
+    def stages(self) -> int:
+        """Stages of all ranks together."""
+        return self.ranks * self.stages_per_rank
+
+
+def _no_problem(shape: PipelineShape) -> str:
     return ""
 
 
-def _one_per_stage(micro_batches: int, stages: int) -> str:
-    return "" if micro_batches >= stages else f"needs one micro-batch per stage, {stages} or more"
+def _all_in_flight(shape: PipelineShape, rank: int) -> float:
+    return shape.micro_batches
+
+
+def _looped_waiting(shape: PipelineShape) -> float:
+    return (shape.ranks - 1) / shape.stages_per_rank
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What a schedule asks and costs.
+class PipelineSchedule:
+    """Pipeline schedule: its demands, how it runs and what it costs.
+
+    Exactly one of ``rows``, ``torch_class`` and ``with_actions`` says how it runs.
 
     Fields:
-        virtual: least and most stages per rank.
-        placement: ``loop``: rank r has stages r, r + pp, ...; ``v``: the second half runs back, so that rank
-            0 has the first and the last; ``list``: as the list of actions says.
-        rounds: whether micro-batches must divide into rounds of as many as there are ranks, or a little more.
-        need: further demand on (micro-batches, stages).
-        splits: whether backward is split into gradients of inputs and of weights. Under ZeRO-3 torch then
-            gives wrong gradients without a word (weights are resharded between the two).
-        bubble: share of (pp - 1) x (forward and backward of one micro-batch on a rank) that is waited; with
-            a loop, stages per rank divide it.
+        name: value of ``layout.schedule``.
+        aliases: further names that configs, logs and manifests may use for it.
+        rows: the actions of every rank, in order.
+        torch_class: name of a multi-stage schedule class of ``torch.distributed.pipelining``.
+        with_actions: the schedule that a job's own list (``layout.actions``) makes of this entry.
+        stages_per_rank: least and most.
+        placement: ``loop``: rank r has stages r, r + ranks, ...; ``v``: the second half runs back, so that
+            rank 0 has the first and the last; ``list``: as ``Layout.placement`` says.
+        splits_backward: whether gradients of inputs and of weights are computed apart. ZeRO-3 and
+            recomputation are then refused: torch gives wrong gradients where weights are resharded between
+            the two, and computes activations again for one of them only.
+        problem: why it cannot run in a shape, in words; empty where it can.
+        in_flight: micro-batches whose activations a rank keeps at most, of all its stages together.
+        waiting: micro-batches' worth of time (their forward and backward on one rank) to fill and drain.
     """
 
-    virtual: tuple[int, int]
+    name: str
+    aliases: tuple[str, ...] = ()
+    rows: Callable[[PipelineShape], ActionRows] | None = None
+    torch_class: str = ""
+    with_actions: Callable[[tuple[str, ...]], PipelineSchedule] | None = None
+    stages_per_rank: tuple[int, int] = (1, 1)
     placement: Placement = "loop"
-    rounds: bool = False
-    need: Need = _any
-    splits: bool = False
-    bubble: float = 1.0
+    splits_backward: bool = False
+    problem: Callable[[PipelineShape], str] = _no_problem
+    in_flight: Callable[[PipelineShape, int], float] = _all_in_flight
+    waiting: Callable[[PipelineShape], float] = _looped_waiting
+
+    def __post_init__(self) -> None:
+        ways = [way for way in (self.rows, self.torch_class, self.with_actions) if way]
+        if len(ways) != 1:
+            raise LayoutError(
+                f"schedule {self.name}: saw {len(ways)} of rows, torch_class and with_actions, expected one"
+            )
+
+    def rank_stages(self, ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
+        """The stages of one pipeline rank, ascending."""
+        if stages_per_rank > 1 and self.placement == "v":
+            return rank, 2 * ranks - 1 - rank
+        return tuple(range(rank, ranks * stages_per_rank, ranks))
+
+    def last_stage_rank(self, ranks: int, stages_per_rank: int) -> int:
+        """The pipeline rank that has the last stage."""
+        return 0 if stages_per_rank > 1 and self.placement == "v" else ranks - 1
 
 
-MANY = 1 << 16
-# all but custom, whose rules are its list's (rules_of)
-RULES: dict[Schedule, Rules] = {
-    "afab": Rules((1, 1)),
-    "1f1b": Rules((1, 1), need=_one_per_stage),
-    "looped-bfs": Rules((2, MANY)),
-    "interleaved-1f1b": Rules((2, MANY), rounds=True),
-    # of forward, input gradient and weight gradient the last fills the wait
-    "interleaved-zero-bubble": Rules((2, MANY), rounds=True, splits=True, bubble=1 / 3),
-    "zbv": Rules((2, 2), "v", splits=True, bubble=1 / 3),
-    "dualpipev": Rules((2, 2), "v", need=_one_per_stage, splits=True, bubble=1 / 3),
-}
+def _one_per_stage(shape: PipelineShape) -> str:
+    if shape.micro_batches >= shape.stages:
+        return ""
+    return f"needs one micro-batch per stage, {shape.stages} or more"
 
 
-def rules_of(schedule: Schedule, actions: tuple[str, ...] = ()) -> Rules:
-    """The rules of a schedule; of ``custom``, what its list (``layout.actions``) comes to.
-
-    Raises ConfigError where that list cannot run.
-    """
-    if schedule != "custom":
-        return RULES[schedule]
-    listed = action_list(actions)
-    virtual, count = len(listed.placement[0]), listed.micro_batches
-
-    def exactly(micro_batches: int, stages: int) -> str:
-        return "" if micro_batches == count else f"needs {count}, as many as layout.actions has"
-
-    bubble = listed.waits / (len(listed.rows) - 1)
-    return Rules((virtual, virtual), "list", need=exactly, splits=listed.splits, bubble=bubble)
+def _whole_rounds(shape: PipelineShape) -> str:
+    rounds = max(1, shape.micro_batches // shape.ranks)
+    if shape.micro_batches % rounds == 0:
+        return ""
+    return f"needs a multiple of {rounds} micro-batches ({shape.ranks} or a little more per round)"
 
 
-def schedule_problem(rules: Rules, pp: int, virtual: int, micro_batches: int) -> str:
-    """Why ``micro_batches`` cannot run under a schedule, in words; empty where they can."""
-    rounds = max(1, micro_batches // pp)
-    if rules.rounds and micro_batches % rounds:
-        return f"needs a multiple of {rounds} micro-batches ({pp} or a little more per round)"
-    return rules.need(micro_batches, pp * virtual)
-
-
-def rank_stages(schedule: Schedule, pp: int, virtual: int, rank: int) -> tuple[int, ...]:
-    """The stages of one pipeline rank, ascending."""
-    if virtual > 1 and RULES[schedule].placement == "v":
-        return rank, 2 * pp - 1 - rank
-    return tuple(range(rank, pp * virtual, pp))
-
-
-def last_stage_rank(schedule: Schedule, pp: int, virtual: int) -> int:
-    """The pipeline rank that has the last stage."""
-    return 0 if virtual > 1 and RULES[schedule].placement == "v" else pp - 1
-
-
-def waits(rules: Rules, pp: int, virtual: int) -> float:
-    """Micro-batches' worth of time that the pipeline takes to fill and drain."""
-    return (pp - 1) * rules.bubble / (virtual if rules.placement == "loop" else 1)
-
-
-def in_flight(schedule: Schedule, pp: int, virtual: int, rank: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a rank keeps at most, of all its layers together; not of ``custom``.
-
-    Of the papers above: 1F1B keeps one per rank that follows, interleaving adds (pp - 1) / (pp x virtual) of
-    pp, zero-bubble schedules and DualPipeV keep pp and pp + 1/2.
-    """
-    most = {
-        "afab": micro_batches,
-        "looped-bfs": micro_batches,
-        "1f1b": pp - rank,
-        "interleaved-1f1b": pp + (pp - 1) / virtual,
-        "interleaved-zero-bubble": pp + (pp - 1) / virtual,
-        "zbv": pp,
-        "dualpipev": pp + 0.5,
-    }[schedule]
-    return min(micro_batches, most)
-
-
-def one_stage_rows(schedule: str, pp: int, micro_batches: int) -> Rows:
-    """What every rank computes, in order.
+def rows_ahead(ahead: Callable[[int], int], shape: PipelineShape) -> ActionRows:
+    """ActionRows of one stage per rank: some forward passes first, then one backward and one forward in turn.
 
     Args:
-        schedule: ``afab``, all forward and then all backward passes (Huang et al. 2019, GPipe); or ``1f1b``
-            (Narayanan et al. 2021, PipeDream-Flush): as many forward passes ahead as there are stages behind,
-            then one of each in turn.
+        ahead: forward passes that a rank, by its number, makes before the pair of its first backward pass.
     """
-    return tuple(
-        _row(stage, micro_batches if schedule == "afab" else pp - 1 - stage, micro_batches)
-        for stage in range(pp)
-    )
+    return tuple(_row(rank, ahead(rank), shape.micro_batches) for rank in range(shape.ranks))
 
 
 def _row(stage: int, ahead: int, micro_batches: int) -> tuple[Action, ...]:
@@ -148,3 +129,123 @@ def _row(stage: int, ahead: int, micro_batches: int) -> tuple[Action, ...]:
             row.append(Action(stage, "F", ahead + number))
         row.append(Action(stage, "B", number))
     return tuple(row)
+
+
+def _interleaved_in_flight(shape: PipelineShape, rank: int) -> float:
+    """One per rank, and interleaving's (ranks - 1) / (ranks x stages per rank) of that (Narayanan et al.)."""
+    return min(shape.micro_batches, shape.ranks + (shape.ranks - 1) / shape.stages_per_rank)
+
+
+@lru_cache(maxsize=64)
+def _custom(actions: tuple[str, ...]) -> PipelineSchedule:
+    """The schedule of a job's own list. Raises ConfigError where it cannot run."""
+    listed = action_list(actions)
+    per_rank = len(listed.placement[0])
+
+    def problem(shape: PipelineShape) -> str:
+        if shape.micro_batches == listed.micro_batches:
+            return ""
+        return f"needs {listed.micro_batches}, as many as layout.actions has"
+
+    return replace(
+        SCHEDULES["custom"],
+        rows=lambda shape: listed.rows,
+        with_actions=None,
+        stages_per_rank=(per_rank, per_rank),
+        splits_backward=listed.splits,
+        problem=problem,
+        in_flight=lambda shape, rank: listed.in_flight[rank],
+        waiting=lambda shape: listed.waits,
+    )
+
+
+_ENTRIES = (
+    PipelineSchedule(
+        "gpipe",  # all forward passes, then all backward passes
+        aliases=("afab",),
+        rows=lambda shape: rows_ahead(lambda rank: shape.micro_batches, shape),
+    ),
+    PipelineSchedule(
+        "1f1b",  # as many forward passes ahead as there are stages behind
+        rows=lambda shape: rows_ahead(lambda rank: shape.ranks - 1 - rank, shape),
+        problem=_one_per_stage,
+        in_flight=lambda shape, rank: min(shape.micro_batches, shape.ranks - rank),
+    ),
+    PipelineSchedule("looped-bfs", torch_class="ScheduleLoopedBFS", stages_per_rank=(2, MANY)),
+    PipelineSchedule(
+        "interleaved-1f1b",
+        torch_class="ScheduleInterleaved1F1B",
+        stages_per_rank=(2, MANY),
+        problem=_whole_rounds,
+        in_flight=_interleaved_in_flight,
+    ),
+    PipelineSchedule(
+        "interleaved-zero-bubble",
+        torch_class="ScheduleInterleavedZeroBubble",
+        stages_per_rank=(2, MANY),
+        splits_backward=True,
+        problem=_whole_rounds,
+        in_flight=_interleaved_in_flight,
+        # of forward, input gradient and weight gradient the last fills the wait
+        waiting=lambda shape: _looped_waiting(shape) / 3,
+    ),
+    PipelineSchedule(
+        "zbv",
+        torch_class="ScheduleZBVZeroBubble",
+        stages_per_rank=(2, 2),
+        placement="v",
+        splits_backward=True,
+        in_flight=lambda shape, rank: min(shape.micro_batches, shape.ranks),
+        waiting=lambda shape: (shape.ranks - 1) / 3,
+    ),
+    PipelineSchedule(
+        "dualpipev",
+        torch_class="ScheduleDualPipeV",
+        stages_per_rank=(2, 2),
+        placement="v",
+        splits_backward=True,
+        problem=_one_per_stage,
+        in_flight=lambda shape, rank: min(shape.micro_batches, shape.ranks + 0.5),
+        waiting=lambda shape: (shape.ranks - 1) / 3,
+    ),
+    PipelineSchedule("custom", with_actions=_custom, stages_per_rank=(1, MANY), placement="list"),
+)
+
+SCHEDULES: dict[str, PipelineSchedule] = {entry.name: entry for entry in _ENTRIES}
+"""Every schedule, by the value of ``layout.schedule``."""
+
+
+def schedule_names() -> list[str]:
+    """Everything that ``layout.schedule`` may say: names, then aliases."""
+    return [*SCHEDULES, *(alias for entry in SCHEDULES.values() for alias in entry.aliases)]
+
+
+def canonical_name(name: str) -> str:
+    """The name of a schedule that may be called by an alias.
+
+    >>> canonical_name("afab")
+    'gpipe'
+
+    Raises LayoutError for a name that no entry has.
+    """
+    if name in SCHEDULES:
+        return name
+    for entry in SCHEDULES.values():
+        if name in entry.aliases:
+            return entry.name
+    raise LayoutError(f"layout.schedule: saw {name!r}, expected one of {', '.join(schedule_names())}")
+
+
+def schedule_of(name: str, actions: tuple[str, ...] = ()) -> PipelineSchedule:
+    """The schedule of a name.
+
+    Args:
+        actions: the job's own list (``layout.actions``), for an entry that takes one.
+
+    >>> schedule_of("1f1b").waiting(PipelineShape(ranks=4, stages_per_rank=1, micro_batches=8))
+    3.0
+
+    Raises ConfigError where the name is unknown or the list cannot run.
+    """
+    entry = SCHEDULES[canonical_name(name)]
+    return entry if entry.with_actions is None else entry.with_actions(actions)

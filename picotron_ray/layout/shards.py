@@ -46,7 +46,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank holds of one canonical tensor; stored row-major (C order), contiguous."""
+    """One rank's part of one canonical tensor; stored row-major (C order), contiguous."""
 
     name: str
     dtype: str

@@ -34,7 +34,7 @@ STYLES: dict[str, Style] = {"colwise": "copy_colwise", "rowwise": "sum_rowwise"}
 
 
 def import_object(key: str, path: str) -> Any:
-    """What an import path ``package.module:name`` names.
+    """The object that an import path ``package.module:name`` names.
 
     Raises ConfigError, one line that begins with ``key``.
     """

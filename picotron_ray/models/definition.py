@@ -1,35 +1,22 @@
-"""What the engine knows of a model: its parameters as a table, how it is cut, and how to build a stage.
+"""A model as the engine knows it: its parameters as a table, how it is cut, and how to build a stage.
 
-Our decoder (Llama-style or GPT-2) and any module of the user's are two definitions of the same interface;
-nothing above this module asks which of them it trains.
+Our decoders and any module of the user's are two definitions of the same interface; nothing above asks
+which of them it trains.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from picotron_ray.config.schema.model import ModelConfig
-from picotron_ray.models.layers.init import initialise_
-from picotron_ray.models.llama import Transformer
-from picotron_ray.models.parameters import (
-    ParameterSpec,
-    Style,
-    attention_modules,
-    compiled_functions,
-    joint_modules,
-    mixture_modules,
-    parameter_table,
-    position_modules,
-    tensor_parallel_plan,
-    tied_copies,
-)
-from picotron_ray.planner.model_sizes import stage_bounds
+from picotron_ray.models.parameters import ParameterSpec, Style
 
+Bounds = Sequence[tuple[int, int]]
 InitialValue = Callable[[ParameterSpec], Tensor]
 """The full initial value (CPU) of one parameter."""
 
@@ -67,16 +54,18 @@ class ModelDefinition(ABC):
 
     @property
     def specs(self) -> dict[str, ParameterSpec]:
-        """What each parameter of any stage is, by the module's own name."""
+        """Parameters of any stage, by the module's own name."""
         return {spec.name: spec for spec in self.table} | dict(self.copies)
 
-    def stage(self, stages: int, index: int) -> nn.Module:
-        """One of ``stages`` pipeline stages, its parameters on the meta device.
+    def stage(self, bounds: Bounds, index: int) -> nn.Module:
+        """One pipeline stage, its parameters on the meta device.
 
-        Raises LayoutError where the model cannot be cut so.
+        Args:
+            bounds: half-open ranges of absolute layer numbers, of all stages (`stage_bounds` of the planner).
+            index: of the stage.
         """
-        first, last = stage_bounds(self.config, stages)[index]
-        return self.build(first, last, embed=index == 0, head=index == stages - 1)
+        first, last = bounds[index]
+        return self.build(first, last, embed=index == 0, head=index == len(bounds) - 1)
 
     @abstractmethod
     def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
@@ -91,7 +80,7 @@ class ModelDefinition(ABC):
         """Share again what the model shares, after parameters were replaced."""
 
     def close_norms(self, module: nn.Module) -> int:
-        """Give its RMSNorms their gradient in closed form (`models.rms_norm`); returns how many there are."""
+        """Give its RMSNorms their gradient in closed form (`layers.rms_norm`); returns their number."""
         return 0
 
     @abstractmethod
@@ -106,51 +95,3 @@ class ModelDefinition(ABC):
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
-
-
-class LlamaDefinition(ModelDefinition):
-    """The decoder of ``models.llama``."""
-
-    sequence_parallel = True
-    attention = attention_modules()
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self.table, self.styles = parameter_table(config), tensor_parallel_plan(config)
-        self.positions, self.mixtures = position_modules(config), mixture_modules(config)
-        self.joint, self.functions = joint_modules(config), compiled_functions(config)
-        self.hidden_size, self.copies = config.hidden_size, tied_copies(config)
-
-    def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
-        with torch.device("meta"):
-            return Transformer(self.config, first_layer=first, last_layer=last, embed=embed, head=head)
-
-    def blocks(self, module: nn.Module) -> list[nn.Module]:
-        assert isinstance(module, Transformer)
-        return list(module.layers.values())
-
-    def tie(self, module: nn.Module) -> None:
-        assert isinstance(module, Transformer)
-        module.tie()
-
-    def close_norms(self, module: nn.Module) -> int:
-        assert isinstance(module, Transformer)
-        return module.close_norms()
-
-    def initial(self, seed: int) -> InitialValue:
-        return lambda spec: initialise_(spec.name, spec.shape, seed, init_std=spec.init_std)
-
-
-def definition_of(config: ModelConfig, seed: int) -> ModelDefinition:
-    """The definition of the model that a config names.
-
-    Args:
-        seed: ``job.seed``, under which a module of the user's is built.
-
-    Raises ConfigError for a module that cannot be built, or is not what launch looked into.
-    """
-    if config.builder is None:
-        return LlamaDefinition(config)
-    from picotron_ray.models.custom import CustomDefinition
-
-    return CustomDefinition(config, seed)

@@ -1,4 +1,6 @@
-"""Every metric that a run serves, as data: the one source of exporters, dashboard and documentation.
+"""Metrics catalogue: every metric that a run serves, as data.
+
+It is the one source of exporters, dashboard and documentation.
 
 Names are ``picotron_<what>_<unit>`` in Prometheus' base units, counters end in ``_total``; a figure without
 a unit (a norm, a number of a generation) has the unit "1" and no suffix. A figure that is not known yet
@@ -22,7 +24,7 @@ SERVER_LABELS: dict[Server, tuple[str, ...]] = {"coordinator": ("run",), "agent"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One entry of the catalogue.
+    """Metric of the catalogue.
 
     Fields:
         unit: the suffix of the name (before ``_total``); "1": none.

@@ -1,4 +1,4 @@
-"""A Grafana dashboard made of the catalogue: one row for each group, one panel for each metric.
+"""Grafana dashboard made of the catalogue: one row for each group, one panel for each metric.
 
 Deterministic, so that the copy under ``deploy/dashboards`` can be compared with what this makes. A panel's
 query follows from the metric's kind: a gauge as it is, a counter as its increase over the window shown, a
@@ -28,7 +28,7 @@ RUN_QUERY = "label_values(picotron_training_target_steps, run)"
 
 
 def queries(metric: Metric) -> list[tuple[str, str]]:
-    """(PromQL, legend) of each line of a metric's panel."""
+    """Make (PromQL, legend) of each line of a metric's panel."""
     by = ", ".join(metric.all_labels)
     legend = " ".join(f"{{{{{label}}}}}" for label in metric.all_labels)
     if metric.kind == "gauge":
@@ -82,7 +82,7 @@ def _panels() -> list[Panel]:
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard, as Grafana imports it."""
+    """Make the dashboard, as Grafana imports it."""
     variables = [
         {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
         {

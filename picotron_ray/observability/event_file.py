@@ -1,4 +1,6 @@
-"""TensorBoard's event files, scalars only: the format is small, and libraries that write it import torch.
+"""TensorBoard event files, scalars only.
+
+The format is small, and libraries that write it import torch.
 
 A coordinator without torch starts a second sooner and stays 250 MB smaller. A file is a sequence of records
 (length, its checksum, data, its checksum; TensorFlow's ``record_writer.cc``), each holding an ``Event``
@@ -42,7 +44,7 @@ def _masked(data: bytes) -> bytes:
 
 
 def record(data: bytes) -> bytes:
-    """Data as one record of the file."""
+    """Frame data as one record of the file."""
     length = struct.pack("<Q", len(data))
     return length + _masked(length) + data + _masked(data)
 
@@ -57,17 +59,17 @@ def _varint(value: int) -> bytes:
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """A length-delimited field of a protocol buffer."""
+    """Encode a length-delimited field of a protocol buffer."""
     return _varint(number << 3 | 2) + _varint(len(data)) + data
 
 
 def event(at_s: float, step: int, content: bytes) -> bytes:
-    """An ``Event``: wall_time = 1, step = 2, and its content's field."""
+    """Encode an ``Event``: wall_time = 1, step = 2, and its content's field."""
     return b"\x09" + struct.pack("<d", at_s) + b"\x10" + _varint(step) + content
 
 
 def scalars(figures: dict[str, float]) -> bytes:
-    """The field ``summary`` = 5 with a value (tag = 1, simple_value = 2) for each figure."""
+    """Encode the field ``summary`` = 5 with a value (tag = 1, simple_value = 2) for each figure."""
     values = (
         _field(1, tag.encode()) + b"\x15" + struct.pack("<f", _single(value))
         for tag, value in figures.items()
@@ -76,15 +78,15 @@ def scalars(figures: dict[str, float]) -> bytes:
 
 
 def _single(value: float) -> float:
-    """The format has single precision; what is beyond its range is infinite there."""
+    """Round to single precision, as the format has it; larger values become infinite."""
     return value if abs(value) < 3.4e38 or value != value else float("inf") * (1 if value > 0 else -1)
 
 
 class EventFile:
-    """One file, appended to until ``close``."""
+    """Event file, appended to until ``close``."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """``first_step``: what other files of the folder say of it and later steps is void."""
+        """Create a file; what other files of the folder say of ``first_step`` and later steps is void."""
         now = time.time()
         self._file = (folder / f"events.out.tfevents.{time.time_ns()}.picotron_ray").open("xb")
         self._file.write(record(event(now, 0, _field(3, _VERSION))))
@@ -92,7 +94,7 @@ class EventFile:
         self._file.flush()
 
     def add(self, step: int, figures: dict[str, float], at_s: float | None) -> None:
-        """Scalars of a step; ``at_s`` None: now."""
+        """Add the scalars of a step; ``at_s`` None: now."""
         self._file.write(record(event(time.time() if at_s is None else at_s, step, scalars(figures))))
 
     def flush(self) -> None:

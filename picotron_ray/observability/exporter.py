@@ -1,4 +1,4 @@
-"""A Prometheus endpoint over the catalogue, for the coordinator and every agent.
+"""Prometheus endpoint over the catalogue, for the coordinator and every agent.
 
 Nothing is recorded anywhere: at each scrape, on the endpoint's own thread, ``read`` measures what there is
 and the samples are checked against the catalogue. A process that nobody scrapes pays nothing, and a scrape
@@ -24,12 +24,12 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class PortTakenError(PicotronError):
-    """An endpoint cannot listen at the address that the config asks for."""
+    """The address that the config asks for is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Values of a histogram: how many in each bucket (the last: above all bounds), and their sum."""
+    """Distribution of a histogram: counts per bucket (the last one: above all bounds), and the sum."""
 
     counts: tuple[int, ...]
     sum: float
@@ -46,7 +46,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement; ``labels`` are those beyond what the process adds to everything."""
+    """Measurement of a metric; ``labels`` are those beyond what the process adds to everything."""
 
     name: str
     value: float | Distribution
@@ -56,21 +56,21 @@ class Sample:
 Read = Callable[[], Iterable[Sample]]
 
 
-class Samples(Collector):
-    """What ``read`` measures, as Prometheus' families."""
+class SampleCollector(Collector):
+    """Prometheus collector of what ``read`` measures."""
 
     def __init__(self, server: Server, labels: Mapping[str, str], read: Read) -> None:
-        """``labels``: values of ``SERVER_LABELS[server]``."""
+        """Make a collector; ``labels`` are the values of ``SERVER_LABELS[server]``."""
         self._server = server
         self._constant = [labels[name] for name in SERVER_LABELS[server]]
         self._read = read
 
     def describe(self) -> list[Family]:
-        """Nothing: a registry that is given no names does not measure at registration."""
+        """Name nothing: a registry that is given no names does not measure at registration."""
         return []
 
     def collect(self) -> Iterator[Family]:
-        """Families in the catalogue's order. Raises ValueError for what the catalogue does not know."""
+        """Measure families, in the catalogue's order. Raises ValueError for a name that it lacks."""
         families: dict[str, Family] = {}
         for sample in self._read():
             metric = CATALOGUE.get(sample.name)
@@ -101,12 +101,12 @@ def _add(family: Family, metric: Metric, labels: list[str], value: float | Distr
 
 
 class Exporter:
-    """An endpoint that listens until ``close``."""
+    """Endpoint that listens until ``close``."""
 
     def __init__(self, server: Server, labels: Mapping[str, str], read: Read, host: str, port: int) -> None:
-        """``port`` 0: one that is free. Raises PortTakenError where it cannot listen there."""
+        """Listen at ``port`` (0: one that is free). Raises PortTakenError where that cannot be had."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(Samples(server, labels, read))
+        registry.register(SampleCollector(server, labels, read))
         try:
             self._httpd, self._thread = start_http_server(port, host, registry)
         except OSError as error:
@@ -124,6 +124,6 @@ class Exporter:
 
 
 def address(host: str, node_host: str, port: int) -> str:
-    """``host:port`` under which others reach an endpoint that listens at ``host`` of a node."""
+    """Make the ``host:port`` at which others reach an endpoint that listens at ``host`` of a node."""
     reached = node_host if host in ("0.0.0.0", "::") else host
     return f"[{reached}]:{port}" if ":" in reached else f"{reached}:{port}"

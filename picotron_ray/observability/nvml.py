@@ -1,4 +1,4 @@
-"""Figures of the NVIDIA GPUs of this machine, read through NVML at each scrape.
+"""NVIDIA GPUs of this machine, read through NVML at each scrape.
 
 GPUs are named by their UUID, which survives a reboot and a change of slots. A machine without the driver
 has no GPU and no series; a figure that a GPU does not know (power of a virtual one, say) has none either.
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 class Gpus:
-    """The GPUs that NVML shows; opened once, at the first reading."""
+    """GPUs that NVML shows; opened once, at the first reading."""
 
     def __init__(self) -> None:
         self._handles: dict[str, Any] | None = None  # by UUID
 
     def samples(self) -> Iterator[Sample]:
-        """What each GPU says of itself now."""
+        """Measure every GPU."""
         import pynvml
 
         for uuid, handle in self._open().items():

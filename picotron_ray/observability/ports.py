@@ -1,4 +1,4 @@
-"""Whether the ports that a config names for metrics are free, before anything starts."""
+"""Check of the ports that a config names for metrics, before anything starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_ports(metrics: MetricsConfig, local: bool) -> None:
-    """Whether coordinator and agents will be able to listen, as far as this machine can tell.
+    """Check that coordinator and agents will be able to listen, as far as this machine can tell.
 
     On a given cluster (not ``local``) only the coordinator will be on this machine. What an agent finds taken
     on another node becomes an event of the run.
@@ -41,7 +41,7 @@ def check_ports(metrics: MetricsConfig, local: bool) -> None:
 
 
 def port_taken(host: str, port: int) -> str:
-    """Why nothing can listen there now; empty where it can."""
+    """Reason that nothing can listen there now; empty where something can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the endpoint does

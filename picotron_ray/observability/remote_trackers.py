@@ -13,13 +13,20 @@ from typing import Any, Protocol
 
 from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.observability.event_file import EventFile
-from picotron_ray.observability.trackers import PLOTTED, Csv, JsonLines, Progress, Row, Tracker
+from picotron_ray.observability.trackers import (
+    PLOTTED,
+    CsvTracker,
+    JsonLinesTracker,
+    Row,
+    Tracker,
+    TrackerProgress,
+)
 
 DEFAULT_PROJECT = "picotron_ray"
 
 
 class Sink(Protocol):
-    """What a library offers: figures of one step, and an end."""
+    """Sink of a library: takes figures of one step, and can be closed."""
 
     def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None: ...
     def rewind(self, step: int) -> None: ...
@@ -27,10 +34,10 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Remote:
-    """A tracker over a sink, which remembers how far it came."""
+class RemoteTracker:
+    """Tracker over a sink, which remembers the last step that it wrote."""
 
-    def __init__(self, sink: Sink, progress: Progress) -> None:
+    def __init__(self, sink: Sink, progress: TrackerProgress) -> None:
         self._sink, self._progress = sink, progress
 
     @property
@@ -63,7 +70,7 @@ class Remote:
 
 
 class TensorBoard:
-    """Event files in a folder: a new one for each coordinator, and for each time that the run goes back."""
+    """TensorBoard event files: a new one for each coordinator, and each time that the run goes back."""
 
     def __init__(self, folder: Path, last_step: int) -> None:
         self._folder = folder
@@ -84,7 +91,7 @@ class TensorBoard:
 
 
 class WandB:
-    """One run of Weights & Biases with our run's name as its id, gone on with by later coordinators."""
+    """Weights & Biases run, its id our run's name; later coordinators go on with it."""
 
     def __init__(self, config: TrackerConfig, run: str, settings: dict[str, Any], folder: Path) -> None:
         import wandb
@@ -106,17 +113,17 @@ class WandB:
         self._run.log(figures, step=step)
 
     def rewind(self, step: int) -> None:
-        """It keeps what it has."""
+        """Keep everything: the library cannot take back a step."""
 
     def flush(self) -> None:
-        """It sends by itself."""
+        """Leave it to the library, which sends by itself."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MLflow:
-    """One run of MLflow; its id is kept in a file, so that later coordinators go on with it."""
+    """MLflow run; its id is kept in a file, so that later coordinators go on with it."""
 
     def __init__(self, config: TrackerConfig, run: str, settings: dict[str, Any], folder: Path) -> None:
         from mlflow import MlflowClient
@@ -139,7 +146,7 @@ class MLflow:
             self._client.log_metric(self._id, name, value, int(at_s * 1000) if at_s else None, step)
 
     def rewind(self, step: int) -> None:
-        """It keeps what it has."""
+        """Keep everything: the library cannot take back a step."""
 
     def flush(self) -> None:
         """Each figure is sent as it comes."""
@@ -149,7 +156,7 @@ class MLflow:
 
 
 def open_tracker(config: TrackerConfig, run: str, settings: dict[str, Any], default_folder: Path) -> Tracker:
-    """A tracker that goes on where an earlier one of this run ended.
+    """Open a tracker, which goes on where an earlier one of this run ended.
 
     Args:
         settings: the run's config by dotted key, for those that show one.
@@ -158,11 +165,11 @@ def open_tracker(config: TrackerConfig, run: str, settings: dict[str, Any], defa
     folder = Path(config.folder) if config.folder else default_folder
     folder.mkdir(parents=True, exist_ok=True)
     if config.kind == "csv":
-        return Csv(folder)
+        return CsvTracker(folder)
     if config.kind == "jsonl":
-        return JsonLines(folder)
-    progress = Progress(folder / f"{config.kind}.progress")
+        return JsonLinesTracker(folder)
+    progress = TrackerProgress(folder / f"{config.kind}.progress")
     if config.kind == "tensorboard":
-        return Remote(TensorBoard(folder, progress.last_step), progress)
+        return RemoteTracker(TensorBoard(folder, progress.last_step), progress)
     sink = WandB if config.kind == "wandb" else MLflow
-    return Remote(sink(config, run, settings, folder), progress)
+    return RemoteTracker(sink(config, run, settings, folder), progress)

@@ -1,4 +1,4 @@
-"""Curves of a run for other tools: CSV and JSON lines, TensorBoard, Weights & Biases, MLflow.
+"""Trackers: curves of a run in CSV and JSON lines, TensorBoard, Weights & Biases, MLflow.
 
 Rows come from the committed ledger, written once their step is committed: every step exactly once and in
 order, whatever failed in between, and never a step that training takes back. So a curve grows by a
@@ -35,11 +35,11 @@ _EXTRAS = ("wandb", "mlflow")
 
 
 class Tracker(Protocol):
-    """Where rows go. All methods block; calls come one at a time."""
+    """Destination of rows. All methods block; calls come one at a time."""
 
     @property
     def last_step(self) -> int:
-        """Newest step that it has; 0: none."""
+        """Newest step that was written; 0: none."""
         ...
 
     @property
@@ -50,14 +50,14 @@ class Tracker(Protocol):
         ...
 
     def rewind(self, step: int) -> None:
-        """The run went back to ``step``, as far as it can be: rows above it are void."""
+        """Take back rows above ``step``, to which the run went back, as far as the tracker can."""
         ...
 
     def close(self) -> None: ...
 
 
 def check_trackers(configs: Sequence[TrackerConfig]) -> None:
-    """Whether what the trackers need is installed; raises ConfigError with a line for each that is not."""
+    """Check that the trackers' packages are installed; ConfigError with a line for each that is not."""
     problems = [
         f"trackers.{index}.kind: {config.kind} is not installed; pip install 'picotron-ray[{config.kind}]',"
         " or leave this tracker out"
@@ -77,20 +77,20 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
 
 
 def row_of(line: Row) -> Row:
-    """A step's row from its ledger line; lines of older versions lack some figures."""
+    """Make a step's row from its ledger line; lines of older versions lack some figures."""
     row = {key: line.get(key) for key in STEP_KEYS}
     return {**row, "tokens": line["step"] * line["tokens"], "samples": line["samples"][1]}
 
 
 class _Rows:
-    """A file of rows that is read back: a line each, whole lines only."""
+    """File of rows that is read back: a line each, whole lines only."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def whole_lines(self) -> list[str]:
-        """What is there, without a last line that a crash cut short."""
+        """Read all lines, without a last one that a crash cut short."""
         if not self.path.exists():
             return []
         return self.path.read_text().rpartition("\n")[0].splitlines()
@@ -106,7 +106,7 @@ class _Rows:
             file.write("".join(f"{line}\n" for line in lines))
 
 
-class JsonLines:
+class JsonLinesTracker:
     """``metrics.jsonl``: an object a line, of a step or of an evaluation."""
 
     def __init__(self, folder: Path) -> None:
@@ -134,11 +134,11 @@ class JsonLines:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Csv:
+class CsvTracker:
     """``steps.csv`` and ``evaluations.csv``, with a header each."""
 
     def __init__(self, folder: Path) -> None:
@@ -168,8 +168,8 @@ class Csv:
         """Nothing is open."""
 
 
-class Progress:
-    """The newest steps of a tracker that cannot be asked, in a file beside it."""
+class TrackerProgress:
+    """Newest steps of a tracker that cannot be asked, in a file beside it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,8 @@
-"""Which box of each canonical parameter a rank holds: tensor parallelism cuts first, then FSDP.
+"""Local shards: the box of each canonical parameter that a rank holds.
 
-Both follow ``torch.chunk``: chunks of ceil(size / parts), the last ones shorter or empty. FSDP cuts
-dimension 0 of what tensor and expert parallelism left, over the ranks that hold the same.
+Tensor parallelism cuts first, then FSDP. Both follow ``torch.chunk``: chunks of ceil(size / parts), the last
+ones shorter or empty. FSDP cuts dimension 0 of the boxes of tensor and expert parallelism, over the ranks
+that hold the same box.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from picotron_ray.parallel.mesh import Mesh
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Offset and length of chunk ``index`` of ``size`` elements, as torch.chunk cuts them."""
+    """Return offset and length of chunk ``index`` of ``size`` elements, as torch.chunk cuts them."""
     step = -(-size // parts)
     start = min(size, index * step)
     return start, min(size, start + step) - start
 
 
 def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
-    """The box of one parameter that ``rank`` holds; empty where the cut leaves it nothing."""
+    """Return the box of one parameter that ``rank`` holds; it may be empty."""
     at = layout.coordinates(rank)
     offset, size = [0] * len(spec.shape), list(spec.shape)
     if spec.tp_dim is not None and layout.tp > 1:
@@ -44,11 +45,11 @@ def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
 
 
 def is_primary(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
-    """Whether this rank's state group speaks for the box.
+    """Return whether this rank's state group is the one that checkpoints the box.
 
-    Of ranks that hold the same for another reason than being in one group, the first does: of what tensor
-    parallelism replicates, of what is no expert under expert parallelism, of what ZeRO leaves whole. Of a
-    tied embedding the first stage's does.
+    Several groups may hold the same box. Then the first of them checkpoints it. There are four such cases:
+    parameters that tensor parallelism replicates, parameters outside of experts under expert parallelism,
+    parameters that ZeRO leaves whole, and a tied embedding (the first stage's group).
     """
     if spec.copy:
         return False
@@ -60,7 +61,7 @@ def is_primary(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
 
 
 def counts_in_norm(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
-    """Whether this rank adds its box to a global sum: exactly one rank of the world does for each box."""
+    """Return whether this rank adds its box to a global sum: exactly one rank per box does."""
     if not spec.trained or not is_primary(spec, layout, rank):
         return False
     if layout.zero:
@@ -74,8 +75,8 @@ class LocalParameter:
 
     Fields:
         spec: its name and full shape.
-        box: what this rank holds of it.
-        primary: whether this rank's state group speaks for the box.
+        box: this rank's part of it.
+        primary: whether this rank's state group checkpoints the box (`is_primary`).
         counted: whether this rank adds the box to the global norm.
         parameter: the module's own parameter, a DTensor where FSDP shards it.
     """
@@ -88,17 +89,17 @@ class LocalParameter:
 
     @property
     def local(self) -> Tensor:
-        """Live local storage, of the box's shape; detached."""
+        """Live local storage of the box's shape, detached."""
         return local_tensor(self.parameter.detach())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor, or the tensor itself."""
+    """Return the local part of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def cut(full: Tensor, box: Box) -> Tensor:
-    """The part of a full tensor that ``box`` names, as a view."""
+    """Return the part of a full tensor that ``box`` names, as a view."""
     for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
         full = full.narrow(dim, start, length)
     return full
@@ -107,13 +108,14 @@ def cut(full: Tensor, box: Box) -> Tensor:
 def local_parameters(
     model: nn.Module, specs: Mapping[str, ParameterSpec], mesh: Mesh
 ) -> Iterator[LocalParameter]:
-    """Every parameter of which this rank holds something, in the order of ``named_parameters``.
+    """Yield every parameter of which this rank holds something, in the order of ``named_parameters``.
 
     Args:
-        specs: by the name that ``named_parameters`` says.
+        specs: by the names of ``named_parameters``.
 
-    Raises LayoutError where the module's storage is not what the layout says: the one check that keeps
-    a changed torch from writing wrong boxes into checkpoints.
+    Raises:
+        LayoutError: the module's storage differs from the layout's boxes. This check alone keeps a changed
+            torch from writing wrong boxes into checkpoints.
     """
     layout, rank = mesh.layout, mesh.rank
     for name, parameter in model.named_parameters():
@@ -132,10 +134,10 @@ def local_parameters(
 
 
 def local_gradient(parameter: LocalParameter, layout: Layout, sequence_parallel: bool) -> tuple[Tensor, bool]:
-    """The raw local gradient, and whether it is still to be summed over tp.
+    """Return the raw local gradient, and whether it must still be summed over tp.
 
-    Under sequence parallelism each tp rank sees its own tokens only, so what tp replicates (norms) gets
-    partial gradients; the caller sums them in one bucket.
+    Under sequence parallelism each tp rank sees only its own tokens. So parameters that tp replicates (norms)
+    get partial gradients, which the caller sums in one bucket.
     """
     gradient = parameter.parameter.grad
     spec = parameter.spec

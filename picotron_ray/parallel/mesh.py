@@ -1,21 +1,24 @@
 """The device mesh of a layout: one axis per degree above 1, ranks in the layout's own order.
 
 Data and context parallelism are one axis, ``data``: gradients are summed over both, and ZeRO shards over
-both. Inside it lie the groups of context parallelism alone (``cp``, in which attention exchanges keys), of
-expert parallelism (``ep``, neighbours with different experts), of ranks with the same experts (``edp``), of
-the ranks among which ZeRO cuts one of several copies of the state (``shard``) and of those that hold the same
-part of every copy (``copy``).
+both. Inside it lie further groups:
+
+- ``cp``: the ranks that share rows, among which attention exchanges keys,
+- ``ep``: neighbours with different experts,
+- ``edp``: ranks with the same experts,
+- ``shard``: the ranks among which ZeRO cuts one of several copies of the state,
+- ``copy``: the ranks that hold the same part of every copy.
 
 Axes of degree 1 are left out, and an axis that spans the world uses the default group: every group costs
-connections and milliseconds at each re-mesh. Code asks for an axis by name and gets None where there is
-nothing to communicate.
+connections and milliseconds at each re-mesh. Code asks for an axis by name, and gets None if there is nothing
+to communicate.
 
-DTensor caches outlive a generation: what it learned about an operation holds the DeviceMesh that it saw
-first, meshes count as equal when their ranks and axis names are, and collectives find their group *by
-name*. torch numbers groups, so after a re-mesh a cached mesh would name a group of another axis: at best
-"could not resolve", at worst a sum over the wrong ranks without a word. Here the name of a group is a
-function of its axis and ranks, so that equal meshes always mean equal groups, a cached one finds the
-living group, and the caches stay warm (the first step of a generation pays for nothing twice).
+DTensor's caches outlive a generation. A cached operation holds the first DeviceMesh that it saw, meshes are
+equal if their ranks and axis names are, and collectives find their group *by name*. torch numbers its groups.
+So after a re-mesh a cached mesh would name a group of another axis: at best "could not resolve", at worst a
+silent sum over the wrong ranks. Here the name of a group is a function of its axis and ranks. Then equal
+meshes have equal groups, a cached mesh finds the living group, and the caches stay warm for the first step of
+the next generation.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Coordinates, Layout
 from picotron_ray.layout.recompute_policy import stage_words
-from picotron_ray.layout.schedules import RULES, Rules
+from picotron_ray.layout.schedules import SCHEDULES, PipelineSchedule
 from picotron_ray.parallel.tensor.overlap import Overlap
 
 AXES = ("pp", "data", "tp")
@@ -44,13 +47,13 @@ class Mesh:
     """A layout, this rank's place in it, and the groups of its axes.
 
     Fields:
-        inside: groups within the data axis, by name; where they span it, the axis's own.
-        sharded: the mesh over which ZeRO cuts: one axis, before it one of copies where there are several;
-            None without ZeRO.
-        experts: the same for experts under expert parallelism; None too where no rank shares them.
-        names: under which collectives find the groups.
-        overlap: what hides tensor parallelism's communication on this rank, in all its stages.
-        on_close: what else lets go of the groups.
+        inside: groups within the data axis, by name. A group that spans the axis is the axis's own.
+        sharded: the mesh over which ZeRO cuts: one axis, after one of copies if there are several. None
+            without ZeRO.
+        experts: the same for experts under expert parallelism. None if no other rank has the same experts.
+        names: the names under which collectives find the groups.
+        overlap: hides tensor parallelism's communication on this rank, in all its stages.
+        on_close: called by `close`, before the groups go.
     """
 
     layout: Layout
@@ -65,23 +68,24 @@ class Mesh:
 
     @property
     def at(self) -> Coordinates:
+        """Coordinates of this rank in the layout."""
         return self.layout.coordinates(self.rank)
 
     def axis(self, name: str) -> DeviceMesh | None:
-        """The one-dimensional mesh of ``pp``, ``data`` or ``tp`` through this rank; None where degree 1."""
+        """Return the one-dimensional mesh of ``pp``, ``data`` or ``tp`` of this rank; None for degree 1."""
         if self.devices is None or name not in (self.devices.mesh_dim_names or ()):
             return None
         return self.devices[name]
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The process group of an axis, or of one inside the data axis; None where degree 1."""
+        """Return the process group of an axis, or of one inside the data axis; None for degree 1."""
         if name in INSIDE:
             return self.inside.get(name)
         axis = self.axis(name)
         return None if axis is None else axis.get_group()
 
     def close(self) -> None:
-        """Let go of the groups; DTensor's caches may hold the mesh for as long as the process lives."""
+        """Drop the groups. DTensor's caches may hold the mesh itself for as long as the process lives."""
         self.overlap = None
         while self.on_close:
             self.on_close.pop()()
@@ -96,21 +100,24 @@ class Mesh:
 
 
 def check_supported(layout: Layout) -> None:
-    """Refuse what cannot be applied, or not rightly, rather than ignore it. Raises LayoutError.
+    """Refuse layouts that cannot be applied, or would train wrong.
 
-    What depends on the order of a schedule of the job's own, the pipeline refuses (`check_schedule`).
+    The pipeline checks a schedule of the job's own once it knows its order (`check_schedule`).
+
+    Raises:
+        LayoutError: with the key, the value and a remedy.
     """
-    rules = RULES.get(layout.schedule)
-    least, most = rules.virtual if rules is not None and layout.pp > 1 else (1, 1)
-    if layout.schedule == "custom":
+    schedule = SCHEDULES[layout.schedule]
+    least, most = schedule.stages_per_rank if layout.pp > 1 else (1, 1)
+    if schedule.with_actions:
         _check_placement(layout)
     elif not least <= layout.virtual_stages <= most:
         raise LayoutError(
             f"layout.virtual_stages: saw {layout.virtual_stages} with schedule {layout.schedule}, pp="
             f"{layout.pp}, expected {least}"
         )
-    if layout.pp > 1 and rules is not None:
-        check_schedule(layout, rules)
+    if layout.pp > 1:
+        check_schedule(layout, schedule)
     if len(stage_words(layout.recompute)) not in (1, layout.stages):
         raise LayoutError(
             f"layout.recompute: saw {layout.recompute}, expected one word, or one for each of {layout.stages}"
@@ -127,13 +134,13 @@ def check_supported(layout: Layout) -> None:
             )
 
 
-def check_schedule(layout: Layout, rules: Rules) -> None:
-    """Refuse what a split backward pass does not stand. Raises LayoutError."""
-    if rules.splits and layout.zero == 3:
+def check_schedule(layout: Layout, schedule: PipelineSchedule) -> None:
+    """Refuse layouts under which a split backward pass would be wrong. Raises LayoutError."""
+    if schedule.splits_backward and layout.zero == 3:
         raise LayoutError(
             f"layout.zero: saw 3 with schedule {layout.schedule}, under which it gives wrong gradients; use 2"
         )
-    if rules.splits and layout.recompute != "none":
+    if schedule.splits_backward and layout.recompute != "none":
         raise LayoutError(
             f"layout.recompute: saw {layout.recompute} with schedule {layout.schedule}, expected none"
         )
@@ -144,13 +151,14 @@ def _check_placement(layout: Layout) -> None:
     sizes = [len(stages) for stages in layout.placement]
     if sizes != [layout.virtual_stages] * layout.pp or held != list(range(layout.stages)) or layout.pp == 1:
         raise LayoutError(
-            f"layout.placement: saw {layout.placement} with schedule custom, expected {layout.virtual_stages}"
-            f" stages of {layout.stages} for each of {layout.pp} pipeline ranks, two or more"
+            f"layout.placement: saw {layout.placement} with schedule {layout.schedule}, expected"
+            f" {layout.virtual_stages} stages of {layout.stages} for each of {layout.pp} pipeline ranks,"
+            " two or more"
         )
 
 
 def axis_ranks(layout: Layout, rank: int, axis: str) -> list[int]:
-    """The ranks of the layout's axis that goes through ``rank``, in order."""
+    """List the ranks of the layout's axis that goes through ``rank``, in order."""
     at = layout.coordinates(rank)
     data = [layout.rank(at._replace(dp=dp, cp=cp)) for dp in range(layout.dp) for cp in range(layout.cp)]
     if axis == "data":
@@ -168,11 +176,12 @@ def axis_ranks(layout: Layout, rank: int, axis: str) -> list[int]:
 
 
 def _copy(layout: Layout, rank: int) -> int:
-    """Which copy of the state ``rank`` has a part of; without ZeRO there is no more than one."""
+    """Return the number of the copy of the state that ``rank`` holds part of; 0 without ZeRO."""
     return layout.replica(rank) // layout.shards if layout.zero else 0
 
 
 def group_name(axis: str, ranks: list[int]) -> str:
+    """Return the name of a group: the same for equal axes and ranks, in every generation."""
     return f"picotron-{axis}-" + "-".join(map(str, ranks))
 
 
@@ -194,7 +203,10 @@ def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | 
     """Make the mesh and its process groups; all ranks together, inside ``ProcessGroups.forming()``.
 
     Args:
-        timeout: limit of a collective on the new groups.
+        timeout: time limit of a collective on the new groups.
+
+    Raises:
+        LayoutError: the layout is not supported.
     """
     check_supported(layout)
     degrees = {"pp": layout.pp, "data": layout.replicas, "tp": layout.tp}
@@ -230,7 +242,7 @@ def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | 
 
 
 def _shard_mesh(mesh: Mesh, axis: str, device_type: str) -> DeviceMesh:
-    """The mesh of an axis inside the data axis; of two dimensions, copies first, where there are copies."""
+    """Make the mesh of an axis inside the data axis, with a dimension of copies first if there are any."""
     layout, rank = mesh.layout, mesh.rank
     axes = ["copy", axis] if layout.replicate > 1 else [axis]
     copies = axis_ranks(layout, rank, "copy") if layout.replicate > 1 else [rank]
@@ -247,7 +259,7 @@ def _shard_mesh(mesh: Mesh, axis: str, device_type: str) -> DeviceMesh:
 def _device_mesh(
     groups: list[dist.ProcessGroup], device_type: str, ranks: Tensor, axes: list[str], names: list[str]
 ) -> DeviceMesh:
-    """A mesh of groups that are there; collectives find them by the names under which they are registered."""
+    """Make a mesh of existing groups. Collectives find them by the names of their registration."""
     alone = len(groups) == 1
     devices = DeviceMesh.from_group(
         groups[0] if alone else groups,

@@ -1,145 +1,129 @@
-"""Apply a layout to one pipeline stage of a model, in one fixed order.
+"""Parallelize one pipeline stage of a model: an ordered list of steps, each of which changes it in place.
 
-fp8, tensor, expert and context parallelism, compilation, recomputation, offload, then FSDP.
+The caller has cut the pipeline stage (it builds only its own layers, on the meta device) and gives it storage
+afterwards. A step does what the plan and the mesh ask for, or nothing, or raises.
 
-The caller has cut the pipeline stage (it builds only its own layers, on the meta device). What was asked
-for is applied or refused; what was applied is returned, for the log.
+No step wraps a module, so that the names of parameters stay canonical. A step registers hooks, or replaces a
+module's parameters, its attributes or its ``forward``. ``forward`` is a chain: what is applied later lies
+further outside. On a block with everything, from the outside in::
+
+    hooks of FSDP                      around forward: weights are gathered before all that follows
+      copy of outputs that are views   FSDP: its hook on the output must not meet a view
+        activation offload
+          recomputation
+            compiled block
+              forward of the model     with tensor parallelism's forwards and hooks in its submodules
+
+Autocast lies around the whole stage's ``forward``, and a precision switch around that of each part.
+
+The order, and the damage if two steps change places:
+
+1. ``fp8`` replaces linear modules by torchao's. After tensor parallelism it would drop the hooks and forwards
+   that communicate.
+2. ``fused projections`` set a module's joint product. After tensor parallelism they would drop the one that
+   gathers its input (``tp_overlap``).
+3. ``tensor parallel`` cuts parameters, and *discards* the ``forward`` of row-parallel layers and embeddings.
+   All that wraps a ``forward`` comes later, or would be lost.
+4. ``expert parallel`` cuts parameters too, along another dimension.
+5. ``attention kernel`` sets the kernel of one rank's whole rows.
+6. ``context parallel`` replaces that kernel. Before it, ranks would attend to their own tokens only.
+7. ``linear loss`` and 8. ``compiled functions`` set attributes that a compiled block reads at its first call.
+9. ``compiled blocks`` compile ``forward`` alone. Around recomputation, the compiler and no longer the layout
+   would decide which activations are kept.
+10. ``recompute`` lies inside offload: hooks on saved tensors nest, and the innermost decides. Offload inside
+   it would save, and move, what recomputation exists to drop.
+11. ``activation offload`` thus sees only the inputs of recomputed blocks.
+12. ``data parallel`` takes over the parameters as they are: whatever cuts, replaces or ties them afterwards
+   leaves FSDP with tensors that nobody uses.
+13. ``autocast`` surrounds the stage; under ZeRO-3 its hooks on saved tensors yield to those of offload, which
+   lie further inside and know of casts themselves.
+14. ``precision switches`` leave autocast for the parts that need it: around all that computes.
+
+``tests/gloo/parallel/test_parallelize.py`` holds this order. CUDA graphs record finished stages, and come
+after all of this (``train.passes``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from picotron_ray.layout.recompute_policy import recomputed
-from picotron_ray.models.parameters import SequenceShard, Style
-from picotron_ray.parallel.attention.backends import AttentionPlan, whole_kernel
+from picotron_ray.models.parameters import SequenceShard
+from picotron_ray.parallel.attention.backends import attention_kernel
 from picotron_ray.parallel.context.context_parallel import apply_context_parallel
-from picotron_ray.parallel.data.fsdp import Units, apply_fsdp
+from picotron_ray.parallel.data.fsdp import FsdpUnits, apply_fsdp
 from picotron_ray.parallel.expert.expert_parallel import apply_expert_parallel
-from picotron_ray.parallel.fp8 import apply_fp8
 from picotron_ray.parallel.local_shards import chunk
 from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
 from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
 from picotron_ray.parallel.memory.activation_offload import apply_activation_offload
 from picotron_ray.parallel.mesh import Mesh
-from picotron_ray.parallel.tensor.overlap import Kind, Overlap, hidden
-from picotron_ray.parallel.tensor.ring_overlap import Ring
+from picotron_ray.parallel.precision.autocast import apply_autocast
+from picotron_ray.parallel.precision.fp8 import apply_fp8
+from picotron_ray.parallel.stage_plan import StagePlan
+from picotron_ray.parallel.tensor.overlap import Overlap, overlapped_products
+from picotron_ray.parallel.tensor.ring_overlap import RingOverlap
 from picotron_ray.parallel.tensor.tensor_parallel import apply_tensor_parallel, named_modules
 
-CPU = torch.device("cpu")
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a stage's modules are to each parallelism.
-
-    Fields:
-        styles: what tensor parallelism does to which module.
-        blocks: the modules that FSDP gathers one at a time.
-        attention: which modules are attention, and what computes it.
-        mixtures: the modules that are mixtures of experts, by name.
-        positions: the modules that add learned positions, by name.
-        untrained: names of parameters that no gradient moves, which FSDP leaves whole.
-        compiled: whether torch.compile makes the blocks' kernels.
-        grouped: whether the products of a mixture's experts are grouped.
-        joint: the modules whose projections are one product, by name.
-        functions: what is compiled by itself, by name: (modules, their field).
-        loss_chunk: tokens of which the head makes losses at a time; None: it makes logits.
-        fp8: whether the linear layers of blocks compute in fp8.
-        overlap: what hides tensor parallelism's communication in blocks.
-        device: on which the model will compute.
-        tie: shares again what the model shares, once its parameters were cut. FSDP has to see that: of two
-            parameters that became one later, it would gather one from where the other no longer lies.
-        stage: the number of the pipeline stage.
-    """
-
-    styles: Sequence[tuple[str, Style]]
-    blocks: Sequence[nn.Module]
-    attention: AttentionPlan
-    mixtures: Sequence[str] = ()
-    positions: Sequence[str] = ()
-    untrained: frozenset[str] = frozenset()
-    compiled: bool = False
-    grouped: bool = False
-    joint: Sequence[str] = ()
-    functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    loss_chunk: int | None = None
-    fp8: bool = False
-    overlap: Kind = "none"
-    device: torch.device = CPU
-    tie: Callable[[nn.Module], None] = lambda model: None
-    stage: int = 0
-
-
-def parallelize(model: nn.Module, mesh: Mesh, plan: Plan) -> tuple[str, ...]:
+def parallelize(model: nn.Module, mesh: Mesh, plan: StagePlan) -> tuple[str, ...]:
     """Cut ``model`` (one pipeline stage, on the meta device) in place for ``mesh``.
 
-    Returns what was applied, one phrase each. Raises LayoutError where something does not divide.
+    Returns:
+        What was applied, one phrase each, for the log.
+
+    Raises:
+        LayoutError: a dimension does not divide, or an extra is missing.
+
+    Example:
+        >>> from picotron_ray.layout.layout import Layout
+        >>> from picotron_ray.parallel.attention.backends import AttentionPlan
+        >>> from picotron_ray.parallel.mesh import make_mesh
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> mesh = make_mesh(Layout(recompute="full"), rank=0, device_type="cpu")
+        >>> attention = AttentionPlan(modules=(), backend="math", length=8)
+        >>> parallelize(model, mesh, StagePlan(styles=(), blocks=list(model), attention=attention))
+        ('recompute full: 2 of 2 blocks',)
     """
     applied: list[str] = []
-    layout, attention = mesh.layout, plan.attention
-    if plan.fp8:
-        applied.append(f"{apply_fp8(plan.blocks)} linear layers in fp8")
-    fused = named_modules(model, plan.joint)
-    if fused:
-        for module in fused:
-            module.fuse()
-        applied.append(f"projections of {len(fused)} modules fused")
-    applied += _apply_tensor_parallel(model, mesh, plan)
-    mixtures = named_modules(model, plan.mixtures)
-    apply_expert_parallel(mixtures, mesh.group("ep") if layout.ep > 1 else None, mesh.group("cp"), layout.tp)
-    if mixtures:
-        applied.append(f"expert parallel over {layout.ep}, {len(mixtures)} modules")
-    if plan.grouped and mixtures:
-        for mixture in mixtures:
-            mixture.experts.grouped = True
-        applied.append("grouped experts")
-    modules = named_modules(model, attention.modules)
-    if modules:
-        kernel = whole_kernel(attention.backend, compiled=plan.compiled)
-        for module in modules:
-            module.kernel = kernel
-        applied.append(str(attention))
-    cp = mesh.group("cp")
-    if cp is not None:
-        count = apply_context_parallel(model, cp, attention, layout.context)
-        for module in named_modules(model, plan.positions):
-            module.shard = SequenceShard(attention.length, cp.size(), cp.rank())
-        applied.append(f"context parallel over {layout.cp}, {layout.context}, {count} modules")
-    applied += _apply_kernels(model, plan, mesh.group("tp"))
-    kinds = recomputed(layout.recompute, len(plan.blocks), plan.stage)
-    inside = [[m.router for m in mixtures if any(m is part for part in b.modules())] for b in plan.blocks]
-    count = apply_recompute(plan.blocks, kinds, inside)
-    if layout.recompute != "none":
-        applied.append(f"recompute {layout.recompute}: {count} of {len(kinds)} blocks")
-    if layout.offload_activations:
-        apply_activation_offload(plan.blocks, recasts=layout.zero == 3)
-        applied.append(f"activations of {len(plan.blocks)} blocks offloaded")
-    if mesh.sharded is not None:
-        whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
-        experts = [mixture.experts for mixture in mixtures] if layout.ep > 1 else []
-        apply_fsdp(model, Units(plan.blocks, experts, mesh.experts, whole), mesh.sharded, layout.zero)
-        copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
-        applied.append(f"FSDP2 over {layout.shards}{copies}, zero {layout.zero}")
-    elif layout.replicas > 1:
-        applied.append(f"replicated over {layout.replicas}")
+    for step in STEPS:
+        applied += step.apply(model, mesh, plan)
     return tuple(applied)
 
 
-def _apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[str]:
-    """Cut the model over tp; what was applied, one phrase each."""
+class Step(NamedTuple):
+    """One change to a stage: ``apply`` yields a phrase for each thing that it did."""
+
+    name: str
+    apply: Callable[[nn.Module, Mesh, StagePlan], Iterator[str]]
+
+
+def _fp8(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
+    if plan.fp8:
+        yield f"{apply_fp8(plan.blocks)} linear layers in fp8"
+
+
+def _fused_projections(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
+    modules = named_modules(model, plan.joint)
+    for module in modules:
+        module.fuse()
+    if modules:
+        yield f"projections of {len(modules)} modules fused"
+
+
+def _tensor_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     tp = mesh.group("tp")
     if tp is None:
         if plan.overlap != "none":
             yield f"no tensor parallelism that {plan.overlap} could overlap"
         return
     overlap = _overlap(mesh, tp, plan)
-    means = None if overlap is None else hidden(overlap, plan.compiled)
+    means = None if overlap is None else overlapped_products(overlap, plan.compiled)
     count, overlapped = apply_tensor_parallel(model, tp, plan.styles, means)
     plan.tie(model)
     kind = "tensor" if any(style == "sum_rowwise" for _, style in plan.styles) else "tensor and sequence"
@@ -148,31 +132,68 @@ def _apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator
         yield f"communication of {overlapped} of them overlapped by {plan.overlap}"
 
 
-def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: Plan) -> Overlap | None:
-    """What hides tensor parallelism's communication; the stages of a rank share it."""
+def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: StagePlan) -> Overlap | None:
+    """Return the method that hides tensor parallelism's communication; the stages of a rank share it."""
     if mesh.overlap is None and plan.overlap == "ring":
-        mesh.overlap = Ring(tp)
+        mesh.overlap = RingOverlap(tp)
     elif mesh.overlap is None and plan.overlap == "symmetric-memory":
-        from picotron_ray.parallel.tensor.symmetric_memory import Symmetric
+        from picotron_ray.parallel.tensor.symmetric_memory import SymmetricOverlap
 
-        mesh.overlap = found = Symmetric(tp, plan.device)
+        mesh.overlap = found = SymmetricOverlap(tp, plan.device)
         mesh.on_close.append(found.close)
     return mesh.overlap
 
 
-def _apply_kernels(model: nn.Module, plan: Plan, tp: dist.ProcessGroup | None) -> Iterator[str]:
-    """Let the modules compute as the plan says; what was applied, one phrase each."""
+def _expert_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
+    layout, mixtures = mesh.layout, named_modules(model, plan.mixtures)
+    apply_expert_parallel(mixtures, mesh.group("ep") if layout.ep > 1 else None, mesh.group("cp"), layout.tp)
+    if mixtures:
+        yield f"expert parallel over {layout.ep}, {len(mixtures)} modules"
+    if plan.grouped and mixtures:
+        for mixture in mixtures:
+            mixture.experts.grouped = True
+        yield "grouped experts"
+
+
+def _attention_kernel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
+    modules = named_modules(model, plan.attention.modules)
+    if modules:
+        kernel = attention_kernel(plan.attention.backend, compiled=plan.compiled)
+        for module in modules:
+            module.kernel = kernel
+        yield str(plan.attention)
+
+
+def _context_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
+    cp, layout = mesh.group("cp"), mesh.layout
+    if cp is None:
+        return
+    count = apply_context_parallel(model, cp, plan.attention, layout.context)
+    for module in named_modules(model, plan.positions):
+        module.shard = SequenceShard(plan.attention.length, cp.size(), cp.rank())
+    yield f"context parallel over {layout.cp}, {layout.context}, {count} modules"
+
+
+def _linear_loss(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     heads = named_modules(model, [glob for glob, style in plan.styles if style == "vocab_head"])
-    if plan.loss_chunk is not None and heads:
-        for head in heads:
-            first = chunk(head.out_features, tp.size(), tp.rank())[0] if tp is not None else 0
-            head.losses = LinearCrossEntropy(plan.loss_chunk, tp, first)
-        yield f"linear cross-entropy of {plan.loss_chunk} tokens at a time"
+    if plan.loss_chunk is None or not heads:
+        return
+    tp = mesh.group("tp")
+    for head in heads:
+        first = chunk(head.out_features, tp.size(), tp.rank())[0] if tp is not None else 0
+        head.losses = LinearCrossEntropy(plan.loss_chunk, tp, first)
+    yield f"linear cross-entropy of {plan.loss_chunk} tokens at a time"
+
+
+def _compiled_functions(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     for name, (glob, attribute) in plan.functions.items():
         modules = named_modules(model, [glob])
-        for module in modules:  # any shape: what layouts and evaluation change makes no kernel anew
+        for module in modules:  # any shape: a change of layout, or evaluation, makes no new kernel
             setattr(module, attribute, torch.compile(getattr(module, attribute), dynamic=True))
         yield f"{name} of {len(modules)} modules compiled"
+
+
+def _compiled_blocks(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     if plan.compiled:
         compile_blocks(plan.blocks)
         yield f"{len(plan.blocks)} blocks compiled"
@@ -181,8 +202,69 @@ def _apply_kernels(model: nn.Module, plan: Plan, tp: dist.ProcessGroup | None) -
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Let torch.compile make the kernels of every block, at its first call.
 
-    ``forward`` alone: what FSDP hooks on around it stays outside, and so does recomputation. Shapes are
-    static; a block that cannot be one graph (collectives inside) becomes several.
+    Only ``forward`` is compiled: FSDP's hooks and recomputation stay outside. Shapes are static. A block that
+    cannot be one graph (collectives inside) becomes several.
     """
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def _recompute(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
+    kinds = recomputed(mesh.layout.recompute, len(plan.blocks), plan.stage)
+    mixtures = named_modules(model, plan.mixtures)
+    inside = [[m.router for m in mixtures if any(m is part for part in b.modules())] for b in plan.blocks]
+    count = apply_recompute(plan.blocks, kinds, inside)
+    if mesh.layout.recompute != "none":
+        yield f"recompute {mesh.layout.recompute}: {count} of {len(kinds)} blocks"
+
+
+def _activation_offload(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
+    if mesh.layout.offload_activations:
+        apply_activation_offload(plan.blocks, recasts=mesh.layout.zero == 3)
+        yield f"activations of {len(plan.blocks)} blocks offloaded"
+
+
+def _data_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
+    """Shard by FSDP. Plain replicas change nothing here: their gradients are summed by `data.ddp`."""
+    layout = mesh.layout
+    if mesh.sharded is not None:
+        whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
+        experts = [m.experts for m in named_modules(model, plan.mixtures)] if layout.ep > 1 else []
+        apply_fsdp(model, FsdpUnits(plan.blocks, experts, mesh.experts, whole), mesh.sharded, layout.zero)
+        copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
+        yield f"FSDP2 over {layout.shards}{copies}, zero {layout.zero}"
+    elif layout.replicas > 1:
+        yield f"replicated over {layout.replicas}"
+
+
+def _autocast(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
+    """Yield no phrase: the job's precision says it."""
+    if plan.autocast is not None:
+        apply_autocast(model, plan.device, plan.autocast, gathers=mesh.layout.zero == 3)
+    yield from ()
+
+
+def _precision_switches(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
+    """Yield no phrase: their positions are decided later, and logged then."""
+    if plan.switches is not None:
+        plan.switches.install(model)
+    yield from ()
+
+
+STEPS: tuple[Step, ...] = (
+    Step("fp8", _fp8),
+    Step("fused projections", _fused_projections),
+    Step("tensor parallel", _tensor_parallel),
+    Step("expert parallel", _expert_parallel),
+    Step("attention kernel", _attention_kernel),
+    Step("context parallel", _context_parallel),
+    Step("linear loss", _linear_loss),
+    Step("compiled functions", _compiled_functions),
+    Step("compiled blocks", _compiled_blocks),
+    Step("recompute", _recompute),
+    Step("activation offload", _activation_offload),
+    Step("data parallel", _data_parallel),
+    Step("autocast", _autocast),
+    Step("precision switches", _precision_switches),
+)
+"""In the order in which they are applied; see the module for the reasons."""

@@ -1,4 +1,4 @@
-"""Seconds that one block's collectives take per micro-batch: of tensor, context and expert parallelism."""
+"""Communication cost of one block and micro-batch: tensor, context and expert parallelism, in seconds."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from picotron_ray.planner.memory import STATE_BYTES
 from picotron_ray.planner.model_sizes import sizes_of
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of one block and micro-batch."""
 
     both: float
     """forward and backward"""
     again: float
-    """a forward pass that runs again in the backward pass: it ends with the last thing that is kept"""
+    """a forward pass repeated within the backward pass, up to the last tensor that is kept"""
 
 
-NOTHING = Passes(0.0, 0.0)
+NOTHING = PassTimes(0.0, 0.0)
 
 
 def tensor_passes(
     job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
-) -> Passes:
+) -> PassTimes:
     """Tensor-parallel traffic.
 
     With sequence parallelism each block all-gathers and reduce-scatters twice forward and twice backward: 8
     collectives of (tp - 1)/tp of the hidden states (Korthikanti et al. 2022). The four all-reduces without it
-    move as much. The last one forward need not run again: nothing is kept of what it gives.
+    move as much. A repeated forward pass leaves out the last collective, of whose result nothing is kept.
 
-    What ``kernels.tp_overlap`` gathers it gathers again for backward, once per module, and each collective is
-    tp - 1 transfers; that products hide them is not counted, as no overlap is. Its last sum does run again,
-    being one operation with the product before it, of which the input is kept.
+    ``kernels.tp_overlap`` gathers again for the backward pass, once per module. Each of its collectives is tp
+    - 1 transfers. Overlap itself is not counted. Its last sum is one operation with the product before it,
+    whose input is kept, so a repeated forward pass runs it too.
     """
     if layout.tp == 1:
         return NOTHING
@@ -46,19 +46,19 @@ def tensor_passes(
     if job.kernels.tp_overlap != "none":
         parted = seconds + (layout.tp - 2) * profile.latency_s
         if job.model.moe.experts:  # attention alone
-            return Passes(5 * parted + 4 * seconds, 2 * parted + seconds)
-        return Passes(10 * parted, 4 * parted)
-    return Passes(8 * seconds, (3 if sizes_of(job.model).sequence_cut else 2) * seconds)
+            return PassTimes(5 * parted + 4 * seconds, 2 * parted + seconds)
+        return PassTimes(10 * parted, 4 * parted)
+    return PassTimes(8 * seconds, (3 if sizes_of(job.model).sequence_cut else 2) * seconds)
 
 
 def context_passes(
     job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
-) -> Passes:
+) -> PassTimes:
     """Context-parallel traffic.
 
-    The keys and values of the other ranks pass by once forward and once backward, and their gradients (in
-    fp32 or wider) come back. The ring sends part by part and calls its kernel once per part, in both
-    directions; the all-gather pays for its collectives.
+    The keys and values of the other ranks arrive once forward and once backward. Their gradients (in fp32 or
+    wider) go back. The ring sends part by part and calls its kernel once per part, in both directions. The
+    all-gather pays for its collectives.
     """
     if layout.cp == 1:
         return NOTHING
@@ -68,16 +68,16 @@ def context_passes(
     calls = (others if layout.context == "ring" else math.log2(layout.cp)) * profile.latency_s
     forward = elements * item / link(profile, crosses) + calls + others * profile.kernel_s
     backward = elements * (item + STATE_BYTES[job.precision]) / link(profile, crosses) + 2 * calls
-    return Passes(forward + backward + others * profile.kernel_s, forward)
+    return PassTimes(forward + backward + others * profile.kernel_s, forward)
 
 
 def expert_passes(
     job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
-) -> Passes:
+) -> PassTimes:
     """Expert-parallel traffic.
 
-    The chosen tokens go to their experts and come back, forward and backward: 4 all-to-alls of which
-    (ep - 1)/ep leave the rank, and one of the counts. What comes back is kept, to be weighted.
+    Tokens go to their experts and come back, forward and backward: 4 all-to-alls, of which (ep - 1)/ep leave
+    the rank, and one of the counts. The rows that come back are kept, to be weighted.
     """
     sizes = sizes_of(job.model)
     if layout.ep == 1 or not sizes.routed:
@@ -86,7 +86,7 @@ def expert_passes(
     moved = sent * (layout.ep - 1) / layout.ep
     crosses = any(size % (layout.ep * layout.tp) for size in node_sizes)
     seconds, call = moved / link(profile, crosses), math.log2(layout.ep) * profile.latency_s
-    return Passes(4 * seconds + 5 * call, 2 * seconds + 3 * call)
+    return PassTimes(4 * seconds + 5 * call, 2 * seconds + 3 * call)
 
 
 def micro_batch_tokens(job: JobConfig, layout: Layout) -> int:

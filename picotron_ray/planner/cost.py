@@ -1,14 +1,13 @@
-"""Seconds per optimizer step of a layout, by a simple stated cost: arithmetic, bubble and communication.
+"""Step cost model: seconds per optimizer step of a layout, from arithmetic, bubble and communication.
 
     step = (m + w) · (slowest rank's arithmetic, twice where it is repeated, and collectives in its blocks
                       per micro-batch, + the stage-to-stage hops there and back)
            +  gradient reduction  +  one exchange
 
-with m micro-batches and w = (pp - 1) / stages per rank of waiting, a third of pp - 1 where the schedule fills
-the wait with gradients of weights (``config.schedules``), and what running through it in unit times gives for
-a schedule of the user's own (``config.actions``). Because every replica runs m micro-batches of
-``micro_batch`` rows, the imbalance of rows (11, 11, 10 of 32) and the fill rows are counted: a replica is as
-slow as the fullest one. Nothing overlaps, which flatters no layout: it ranks layouts and predicts no MFU.
+with m micro-batches and w micro-batches of waiting, which the schedule states (``layout.schedules``). Every
+replica runs m micro-batches of ``micro_batch`` rows. So uneven rows (11, 11, 10 of 32) and fill rows are
+counted: each replica is as slow as the fullest one. No overlap is counted, for any layout: the cost ranks
+layouts and does not predict MFU.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from dataclasses import dataclass
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.recompute_policy import Kind
-from picotron_ray.layout.schedules import rules_of, waits
+from picotron_ray.layout.recompute_policy import RecomputeKind
+from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.planner.comm_cost import (
     context_passes,
     expert_passes,
@@ -97,7 +96,8 @@ def step_cost(
         for passes in (tensor_passes, context_passes, expert_passes)
     )
     hop = _hop(job, layout, profile, node_sizes)
-    waiting = waits(rules_of(layout.schedule, job.layout.actions), layout.pp, layout.virtual_stages)
+    schedule = schedule_of(layout.schedule, job.layout.actions)
+    waiting = schedule.waiting(layout.pipeline_shape(job.data.global_batch))
     return StepCost(
         compute_s=micro_batches * compute,
         bubble_s=waiting * (compute + again + tensor + context + expert),
@@ -125,7 +125,7 @@ def _arithmetic(job: JobConfig, layout: Layout, profile: DeviceProfile, flops: f
 
 
 def _flops(job: JobConfig, layout: Layout, rank: int) -> float:
-    """FLOPs per token of a pipeline rank; the linear cross-entropy does the head's product once more."""
+    """FLOPs per token of a pipeline rank. The linear cross-entropy adds one more product of the head."""
     total = sum(
         stage_flops_per_token(job.model, job.data.sequence_length, layout.stages, stage, layout.tp)
         for stage in layout.rank_stages(rank)
@@ -138,12 +138,12 @@ def _flops(job: JobConfig, layout: Layout, rank: int) -> float:
 
 def block_again(
     job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...] = ()
-) -> dict[Kind, float]:
-    """Seconds per micro-batch that a block adds, by what becomes of its activations.
+) -> dict[RecomputeKind, float]:
+    """Seconds per micro-batch that recomputing a block adds, by the treatment of its activations.
 
-    A forward pass that runs again repeats its operations on single elements, counted by the bytes that they
-    move, its launches (a third of ``DeviceProfile.kernel_s``) and its collectives; in full also its
-    arithmetic, a third of a block's.
+    A repeated forward pass repeats operations on single elements, which are counted by the bytes that they
+    move. It repeats launches (a third of ``DeviceProfile.kernel_s``) and collectives. In full it also repeats
+    the arithmetic, a third of a block's.
     """
     sizes, cut = sizes_of(job.model), layout.tp if sizes_of(job.model).sequence_cut else 1
     moved = micro_batch_tokens(job, layout) * sizes.pointwise * COMPUTE_BYTES[job.precision] / cut
@@ -162,7 +162,7 @@ def block_again(
 def _busy(
     job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
 ) -> tuple[float, float]:
-    """Seconds per micro-batch on the slowest rank: of arithmetic, and of what is computed again on top."""
+    """Seconds per micro-batch on the slowest rank: of arithmetic, and of recomputation on top."""
     plain = [_arithmetic(job, layout, profile, _flops(job, layout, rank)) for rank in range(layout.pp)]
     if layout.recompute == "none":
         return max(plain), 0.0
@@ -192,10 +192,11 @@ def _data(
 ) -> float:
     """Seconds of data-parallel traffic per step.
 
-    Replicated: one all-reduce of the stage's gradients, 2·(dp - 1)/dp of their bytes. ZeRO works block by
-    block: weights are gathered once per step, by ZeRO-3 twice per micro-batch, gradients reduced with every
-    micro-batch, under ZeRO-1 or a pipeline once. Copies (HSDP) all-reduce their shards once, and the ends of
-    a pipeline the gradient of a tied embedding.
+    - Replicated: one all-reduce of the stage's gradients, 2·(dp - 1)/dp of their bytes.
+    - ZeRO works block by block. Weights are gathered once per step, under ZeRO-3 twice per micro-batch.
+      Gradients are reduced with every micro-batch, under ZeRO-1 or in a pipeline once per step.
+    - Copies (HSDP) all-reduce their shards once.
+    - The ends of a pipeline all-reduce the gradient of a tied embedding.
     """
     ends = 0.0
     if layout.first_stage_rank != layout.last_stage_rank:
@@ -223,10 +224,11 @@ def _data(
 
 
 def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
-    """Seconds of a step for what is kept in host memory.
+    """Seconds of a step for offloading to host memory.
 
-    Moments: gradients down, updates up, AdamW by the host's cores, which read and write update and moments
-    and read gradients: seven values per parameter. Activations: down and up, per micro-batch.
+    - Moments: gradients go down and updates come up. AdamW runs on the host's cores, which read and write
+      update and moments and read gradients: seven values per parameter.
+    - Activations: down and up, per micro-batch.
     """
     seconds = 0.0
     if job.optimizer.offload:
@@ -243,7 +245,7 @@ def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
 
 
 def _pass(size: float, ranks: int, calls: float, profile: DeviceProfile, between_nodes: bool) -> float:
-    """Seconds of a reduce-scatter or an all-gather of ``size`` bytes; an all-reduce is both."""
+    """Seconds of a reduce-scatter or an all-gather of ``size`` bytes. An all-reduce is both."""
     if ranks == 1:
         return 0.0
     moved = size * (ranks - 1) / ranks

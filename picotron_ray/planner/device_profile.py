@@ -1,4 +1,4 @@
-"""What the planner knows about the hardware: a value, measured or assumed elsewhere and passed in."""
+"""Device profiles: hardware figures for the planner, as values that callers pass in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """One worker's device and its links. Figures are what is reached in practice, not peaks.
+    """One worker's device and its links, by figures that are reached in practice, not peaks.
 
     Fields:
         flops: floating-point operations per second in large matrix products.

@@ -1,7 +1,7 @@
-"""Bytes of device memory per worker: weights, gradients, moments and activations of the largest stage.
+"""Memory model: bytes per worker of weights, gradients, moments and activations of the largest stage.
 
-A stated estimate, not a measurement: fragmentation and the kernels' workspaces are left out, so the planner
-keeps a margin (``USABLE``).
+This is an estimate. Fragmentation and the kernels' workspaces are left out, so the planner keeps a margin
+(``USABLE``).
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.kernels import attention_masks, norm_kernel
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.recompute_policy import Again, Kind
-from picotron_ray.layout.schedule_actions import action_list
-from picotron_ray.layout.schedules import in_flight
+from picotron_ray.layout.recompute_policy import RecomputedBlocks, RecomputeKind
+from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.planner.model_sizes import (
     blocks_again,
-    joined_parameters,
     sizes_of,
     stage_depth,
     stage_parameters,
     tied_copy,
 )
 
-# auto, before launch has settled it, is thought of as the widest that it may come to
+# auto, until launch has resolved it, counts as the widest precision that it may become
 STATE_BYTES = {
     "fp64": 8,
     "fp32": 4,
@@ -35,11 +33,13 @@ STATE_BYTES = {
     "auto": 4,
 }  # weights, gradients, moments
 MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}  # per parameter; muon has one of each matrix inside a block
-QUANTISED_BYTES = 1 + 4 / 256
-"""Of a moment in 8 bits: its code, and its part of a scale; that small tensors have wide ones is left out."""
-DECODED_BYTES = 30  # per parameter of the bucket whose moments in 8 bits are updated (train.adamw)
+MOMENT_8BIT_BYTES = 1 + 4 / 256
+"""Of a moment in 8 bits: its code and its part of a scale. Small tensors keep wide moments, not counted."""
+DECODED_BYTES = 30  # per parameter of the bucket whose moments in 8 bits are updated (train.optim.adamw)
 DECODED_AT_ONCE = 4 * 2**20
-OFFLOAD_STAGING_BYTES = 4 * 32 * 2**20  # two buckets of gradients and two of updates (train.offload)
+OFFLOAD_STAGING_BYTES = (
+    4 * 32 * 2**20
+)  # two buckets of gradients and two of updates (train.optim.adamw_offload)
 USABLE = 0.9  # share of the device's memory that an estimate may fill
 
 
@@ -50,11 +50,11 @@ class MemoryEstimate:
     state_bytes: float
     """weights, gradients, and optimizer moments where they are not offloaded"""
     gathered_bytes: float
-    """weights gathered for computation under ZeRO, and gradients before their reduction"""
+    """weights gathered for computation under ZeRO, and gradients not yet reduced"""
     activation_bytes: float
-    """what the backward passes in flight still need"""
+    """activations that backward passes in flight still need"""
     update_bytes: float = 0.0
-    """what the optimizer's update makes besides, when all backward passes are done"""
+    """temporaries of the optimizer's update, after all backward passes"""
     host_state_bytes: float = 0.0
     """of the host: offloaded optimizer moments"""
     host_activation_bytes: float = 0.0
@@ -71,7 +71,7 @@ def memory_estimate(job: JobConfig, layout: Layout) -> MemoryEstimate:
     return max(ranks, key=lambda estimate: estimate.total_bytes)
 
 
-def rank_memory(job: JobConfig, layout: Layout, rank: int, again: Again) -> MemoryEstimate:
+def rank_memory(job: JobConfig, layout: Layout, rank: int, again: RecomputedBlocks) -> MemoryEstimate:
     """The memory of one pipeline rank, in bytes, if ``again`` of its blocks are computed again."""
     size = STATE_BYTES[job.precision]
     sizes = sizes_of(job.model)
@@ -82,7 +82,9 @@ def rank_memory(job: JobConfig, layout: Layout, rank: int, again: Again) -> Memo
     depth = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
     mine = _sharded(job, layout, parameters, depth) if layout.zero else parameters
     state, host = size * 2 * mine, 0.0  # weight and gradient
-    if {0, layout.stages - 1} <= set(stages):  # the head's copy follows the embedding (parallel.tied)
+    if {0, layout.stages - 1} <= set(
+        stages
+    ):  # the head's copy follows the embedding (parallel.pipeline.tied_embeddings)
         mine -= tied_copy(job.model, layout) / layout.shards
     state += size * MOMENTS[job.optimizer.name] * mine
     if job.optimizer.offload:
@@ -94,7 +96,7 @@ def rank_memory(job: JobConfig, layout: Layout, rank: int, again: Again) -> Memo
         matrices = _sharded(job, layout, matrices, depth) if layout.zero else matrices
         state, mine = state - size * matrices, mine - matrices
     if job.optimizer.moments == "8bit":
-        state -= 2 * (size - QUANTISED_BYTES) * mine
+        state -= 2 * (size - MOMENT_8BIT_BYTES) * mine
     block = sizes.whole_block + (held - sizes.whole_block) / layout.tp
     gathered = 0.0
     if layout.zero:
@@ -112,20 +114,20 @@ def rank_memory(job: JobConfig, layout: Layout, rank: int, again: Again) -> Memo
 
 
 def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:
-    """What ZeRO leaves of the parameters of ``depth`` layers: equal ranks share them, experts their own."""
+    """This rank's parameters under ZeRO, of ``depth`` layers; experts are cut over fewer ranks."""
     sizes = sizes_of(job.model)
     experts = depth * (sizes.experts // layout.ep) / layout.tp
     return (parameters - experts) / layout.shards + experts / layout.expert_shards
 
 
-def _activations(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
-    """Bytes kept for backward: of every block in flight, and on the last stage logits and their gradient.
+def _activations(job: JobConfig, layout: Layout, rank: int, again: RecomputedBlocks) -> float:
+    """Bytes kept for backward: every block's in flight, and on the last stage logits and their gradient.
 
-    Of those there are a chunk's at a time under the linear cross-entropy. They are gone when a block's
-    backward pass has gradients of its own.
+    The linear cross-entropy has the logits of one chunk at a time. Logits are gone when a block's backward
+    pass has gradients of its own.
 
-    How many micro-batches are in flight is the schedule's (``config.schedules.in_flight``). Tensor
-    parallelism cuts all of it where it comes with sequence parallelism; else it is counted whole.
+    The schedule states how many micro-batches are in flight (``layout.schedules``). Tensor parallelism cuts
+    all of it where it comes with sequence parallelism; else it is counted whole.
     """
     sizes = sizes_of(job.model)
     tokens = layout.micro_batch * job.data.sequence_length // layout.cp
@@ -139,15 +141,16 @@ def _activations(job: JobConfig, layout: Layout, rank: int, again: Again) -> flo
     return here + weights + _masks(job, layout, rank)
 
 
-def _joined(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
+def _joined(job: JobConfig, layout: Layout, rank: int, again: RecomputedBlocks) -> float:
     """Bytes of weights that fused projections copy, kept for backward by every micro-batch in flight.
 
-    Nothing is copied that lies together, which needs no ZeRO and no stack of experts. Copies that autocast
-    makes either way are not counted, nor those of blocks that are computed again.
+    Weights that lie together in memory are not copied: those without ZeRO and outside a stack of experts.
+    Copies that autocast makes either way are not counted, nor those of recomputed blocks.
     """
     if job.kernels.projections != "fused" or _casts(job):
         return 0.0
-    dense, experts = joined_parameters(job.model)
+    sizes = sizes_of(job.model)
+    dense, experts = sizes.fused, sizes.fused_experts
     one = ((dense if layout.zero else 0) + experts / layout.ep) / layout.tp * STATE_BYTES[job.precision]
     return one * again.kept * _in_flight(job, layout, rank)
 
@@ -155,8 +158,8 @@ def _joined(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
 def _masks(job: JobConfig, layout: Layout, rank: int) -> float:
     """Bytes of attention masks kept for backward: whole rows squared, one for all blocks of a stage.
 
-    Those of documents are there for every row and every micro-batch in flight, that of a window once. Kernels
-    that are told where documents start need none. Where cp cuts rows, masks are of parts and none is kept.
+    There is a document mask for every row and every micro-batch in flight, and one window mask. Kernels that
+    are told where documents start need no mask. Where cp cuts rows, masks are made per tile and not kept.
     """
     if not attention_masks(job, layout.cp):
         return 0.0
@@ -171,11 +174,11 @@ def _casts(job: JobConfig) -> bool:
     return job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
 
 
-def _cast(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
+def _cast(job: JobConfig, layout: Layout, rank: int, again: RecomputedBlocks) -> float:
     """Bytes of the weights that autocast copies: one set per forward pass, until its blocks' backward passes.
 
-    Blocks that are computed again let go of theirs when the forward pass ends. Under ZeRO-3 there are those
-    of the block at work alone, but for what fused projections copy (``parallel.casts``).
+    Recomputed blocks free theirs when the forward pass ends. Under ZeRO-3 only the block at work has copies,
+    besides those of fused projections (``parallel.memory.weight_casts``).
     """
     if not _casts(job):
         return 0.0
@@ -184,18 +187,17 @@ def _cast(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
     kept = again.kept * _in_flight(job, layout, rank)
     copies = matrices * (kept + again.repeated)
     if layout.zero == 3:
-        dense, experts = joined_parameters(job.model)
-        joined = dense + experts // layout.ep if job.kernels.projections == "fused" else 0
+        joined = sizes.fused + sizes.fused_experts // layout.ep if job.kernels.projections == "fused" else 0
         copies = matrices + joined * kept
     head = sizes.vocabulary * sizes.hidden if rank == layout.last_stage_rank else 0
     return (copies + head) / layout.tp * COMPUTE_BYTES[job.precision]
 
 
-def _kept_bytes(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
+def _kept_bytes(job: JobConfig, layout: Layout, rank: int, again: RecomputedBlocks) -> float:
     """Bytes per token that a rank's blocks keep for backward, of all micro-batches in flight.
 
-    A block that is computed again keeps its input, or the results of its matrix products; while its backward
-    pass runs, it has all of one micro-batch once more.
+    A recomputed block keeps its input, or the results of its matrix products. While its backward pass runs,
+    it holds all activations of one micro-batch once more.
     """
     of, numbers = _kept_by_kind(job), _by_kind(again)
     at_work = of["kept"] if again.repeated else 0.0
@@ -205,18 +207,18 @@ def _kept_bytes(job: JobConfig, layout: Layout, rank: int, again: Again) -> floa
     return held * _in_flight(job, layout, rank) + at_work
 
 
-def _kept_by_kind(job: JobConfig) -> dict[Kind, float]:
-    """Bytes per token that a block keeps for backward, by what becomes of its activations.
+def _kept_by_kind(job: JobConfig) -> dict[RecomputeKind, float]:
+    """Bytes per token that a block keeps for backward, by the treatment of its activations.
 
-    Under autocast the residual stream stays wide, and every projection casts its input for itself.
+    Under autocast the residual stream stays wide, and every projection casts its own input.
     """
     sizes, item = sizes_of(job.model), COMPUTE_BYTES[job.precision]
     wider = (STATE_BYTES[job.precision] - item) * sizes.hidden
     whole = sizes.activations
     if job.kernels.activation == "compiled":  # silu of the gate is computed again
         whole -= job.model.intermediate_size
-    if _casts(job) and job.model.builder is None and job.kernels.projections == "separate":
-        whole += sizes.hidden * (2 if job.model.is_gpt2 else 3)
+    if _casts(job) and job.kernels.projections == "separate":
+        whole += sizes.recast
     return {
         "kept": whole * item + 2 * wider + _routing(job) + _unfused(job),
         "full": sizes.hidden * item + wider,
@@ -225,9 +227,9 @@ def _kept_by_kind(job: JobConfig) -> dict[Kind, float]:
 
 
 def _routing(job: JobConfig) -> int:
-    """Bytes per token that a mixture keeps besides.
+    """Further bytes per token that a mixture keeps.
 
-    Where tokens go, what comes back once more, weighted, and under autocast a wide input of the router.
+    They are the tokens' routes, the weighted results, and under autocast a wide input of the router.
     """
     moe = job.model.moe
     if not moe.experts:
@@ -238,24 +240,24 @@ def _routing(job: JobConfig) -> int:
 
 
 def _unfused(job: JobConfig) -> float:
-    """Bytes per token that a block keeps on CPUs besides.
+    """Further bytes per token that a block keeps on CPUs.
 
-    Torch's RMSNorm has no kernel there and keeps what it scales, and what attention gives is copied into
+    Torch's RMSNorm has no kernel there and keeps its scaled input. The result of attention is copied into
     rows for the output projection.
     """
     model = job.model
     if job.cluster.device != "cpu" or model.builder is not None:
         return 0.0
     closed = norm_kernel(job, "cpu") == "closed-form"
-    normed = 0 if model.is_gpt2 or closed else 2 * model.hidden_size
+    normed = 0 if closed else sizes_of(model).rms_normed
     return normed * STATE_BYTES[job.precision] + model.query_width * COMPUTE_BYTES[job.precision]
 
 
-def _by_kind(again: Again) -> dict[Kind, int]:
+def _by_kind(again: RecomputedBlocks) -> dict[RecomputeKind, int]:
     return {"kept": again.kept, "full": again.full, "selective": again.selective}
 
 
-def offloaded_activations(job: JobConfig, layout: Layout, rank: int, again: Again) -> float:
+def offloaded_activations(job: JobConfig, layout: Layout, rank: int, again: RecomputedBlocks) -> float:
     """Bytes that a pipeline rank's blocks send to the host, and get back, per micro-batch."""
     if not layout.offload_activations:
         return 0.0
@@ -267,7 +269,7 @@ def offloaded_activations(job: JobConfig, layout: Layout, rank: int, again: Agai
 
 
 def budget_bytes(job: JobConfig, device_bytes: float) -> float:
-    """What an estimate may come to on a device of ``device_bytes``."""
+    """The largest estimate that a device of ``device_bytes`` allows."""
     asked = job.layout.memory_budget_gib
     most = USABLE * device_bytes
     return most if asked is None else min(most, asked * 2**30)
@@ -276,7 +278,5 @@ def budget_bytes(job: JobConfig, device_bytes: float) -> float:
 def _in_flight(job: JobConfig, layout: Layout, rank: int) -> float:
     if layout.pp == 1:
         return 1.0
-    if layout.schedule == "custom":
-        return action_list(job.layout.actions).in_flight[rank]
-    micro_batches = layout.micro_batches(job.data.global_batch)
-    return in_flight(layout.schedule, layout.pp, layout.virtual_stages, rank, micro_batches)
+    schedule = schedule_of(layout.schedule, job.layout.actions)
+    return schedule.in_flight(layout.pipeline_shape(job.data.global_batch), rank)

@@ -1,6 +1,6 @@
 """Sizes of a model: parameters and floating-point operations, from its config alone. Torch-free.
 
-For our decoder (Llama-style or GPT-2) they are formulas, tested against the built module parameter by
+For our decoders the family says them (`models.families`), tested against the built module parameter by
 parameter; for a model of your own they come from the table that launch made from the built module
 (``model.built``).
 """
@@ -8,7 +8,6 @@ parameter; for a model of your own they come from the table that launch made fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -17,22 +16,20 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.recompute_policy import Again, recomputed
+from picotron_ray.layout.recompute_policy import RecomputedBlocks, recomputed
+from picotron_ray.models.families.registry import family_of
+from picotron_ray.models.sizes import ModelSizes
 from picotron_ray.planner.stage_partition import Bounds, partition
 
 Config = TypeVar("Config")
-
-
 Result = TypeVar("Result")
-
-
 Rest = ParamSpec("Rest")
 
 
-def of_the_latest(
+def remember_latest(
     function: Callable[Concatenate[Config, Rest], Result],
 ) -> Callable[Concatenate[Config, Rest], Result]:
-    """Remember what a pure function gave for the config that it was last called with.
+    """Remember the results of a pure function for the config that it was last called with.
 
     By identity: configs are frozen, and hashing one means writing it out, which costs more than most of what
     is remembered. The other arguments must be hashable.
@@ -53,152 +50,19 @@ def of_the_latest(
     return remembered
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """What planner and memory model need to know of a model; numbers of elements.
-
-    Fields:
-        layers: repeated blocks.
-        hidden: width of what leaves a block.
-        embed, block, head: parameters before the blocks, of one block, and after the blocks.
-        tied: parameters before the blocks that the head uses too; in a pipeline its stage has a copy.
-        whole_block, whole_embed, whole_head: of those, what every tensor-parallel rank holds whole (0 for the
-            Llama-style decoder, where that is only the norms; GPT-2's positions are told apart).
-        activations: elements that one block keeps for backward, per token.
-        products: of those, inputs and results of matrix products and attention, what selective recomputation
-            keeps.
-        at_work: elements of gradients, and of what else lives meanwhile, while a block's backward pass runs.
-        pointwise: elements that the other operations of a block's forward pass read and write, per token.
-        sequence_cut: whether tensor parallelism cuts activations too (sequence parallelism).
-        vocabulary: rows of the output.
-        scores: width over which attention scores are formed, all heads together.
-        matrices: parameters of one block's matrices.
-        experts: parameters of one block's experts, which expert parallelism cuts; part of ``block``.
-        idle: of those, what a token does not go through.
-        routed: elements that one token sends to experts in one block (and gets back), 0 in a dense block.
-    """
-
-    layers: int
-    hidden: int
-    embed: int
-    block: int
-    head: int
-    tied: int
-    whole_block: int
-    whole_embed: int
-    whole_head: int
-    activations: int
-    products: int
-    at_work: int
-    pointwise: int
-    sequence_cut: bool
-    vocabulary: int
-    scores: int
-    matrices: int
-    experts: int = 0
-    idle: int = 0
-    routed: int = 0
-
-
-@of_the_latest
+@remember_latest
 def sizes_of(model: ModelConfig) -> ModelSizes:
     """Sizes of the model that a config describes.
 
     Raises ConfigError for a model of your own that launch has not looked into yet.
     """
     if model.builder is None:
-        return _llama_sizes(model)
+        return family_of(model).sizes(model)
     if model.built is None:
         raise ConfigError(
             f"model.builder: the sizes of {model.builder} are known only once launch has built it"
         )
     return _built_sizes(model.built, model.vocab_size)
-
-
-def _llama_sizes(model: ModelConfig) -> ModelSizes:
-    embedding = model.vocab_size * model.hidden_size
-    positions = (model.max_positions or 0) * model.hidden_size
-    hidden, width, key_value = model.hidden_size, model.query_width, model.key_width
-    return ModelSizes(
-        layers=model.layers,
-        hidden=model.hidden_size,
-        embed=embedding + positions,
-        block=block_parameters(model),
-        head=norm_parameters(model) + (0 if model.tie_embeddings else embedding),
-        tied=embedding if model.tie_embeddings else 0,
-        whole_block=0,
-        whole_embed=positions,
-        whole_head=0,
-        # Block input, two norm outputs and the residual between, q, attention output, k and v, and what the
-        # hidden layer keeps; attention scores are not kept (SDPA recomputes them).
-        activations=4 * hidden + 2 * width + 2 * key_value + _hidden_activations(model),
-        # Block input and what the output projection gives, q, attention output, k and v, gate and up.
-        products=2 * hidden + 2 * width + 2 * key_value + _hidden_products(model),
-        # Of the hidden layer one, and a few of the residual stream.
-        at_work=6 * hidden + _inner(model),
-        # Two norms read and write, the residual sum reads twice; positions turn q and k; the hidden layer.
-        pointwise=7 * hidden + 2 * width + 2 * key_value + _hidden_pointwise(model),
-        sequence_cut=True,
-        vocabulary=model.vocab_size,
-        scores=width,
-        matrices=block_parameters(model) - _block_vectors(model),
-        experts=expert_parameters(model),
-        idle=expert_parameters(model) * (model.moe.experts - model.moe.top_k) // max(1, model.moe.experts),
-        routed=model.moe.top_k * model.hidden_size if model.moe.experts else 0,
-    )
-
-
-def _inner(model: ModelConfig) -> int:
-    """Width of what a token goes through in a block's hidden layer."""
-    moe = model.moe
-    return moe.top_k * moe.intermediate_size if moe.experts else model.intermediate_size
-
-
-def _hidden_activations(model: ModelConfig) -> int:
-    """Elements that a block's hidden layer keeps for backward, per token.
-
-    Gate, up, their activation and product (4·I), of GPT-2 up and its activation (2·I); of each chosen expert
-    also its input and output.
-    """
-    moe = model.moe
-    if not moe.experts:
-        return (2 if model.is_gpt2 else 4) * model.intermediate_size
-    expert = 2 * model.hidden_size + 4 * moe.intermediate_size
-    return moe.top_k * expert + 4 * moe.shared_intermediate_size + 3 * moe.experts
-
-
-def _hidden_products(model: ModelConfig) -> int:
-    """Of `_hidden_activations` what matrix products gave: gate, up, and the output of each expert."""
-    moe = model.moe
-    if not moe.experts:
-        return (1 if model.is_gpt2 else 2) * model.intermediate_size + model.hidden_size
-    expert = model.hidden_size + 2 * moe.intermediate_size
-    return moe.top_k * expert + 2 * moe.shared_intermediate_size + moe.experts
-
-
-def _hidden_pointwise(model: ModelConfig) -> int:
-    """Elements that operations of a hidden layer other than products read and write, per token.
-
-    SwiGLU's activation reads and writes, its product reads twice (5·I); GELU alone 2·I. Tokens are copied on
-    their way to experts, and results weighted and summed on the way back.
-    """
-    moe = model.moe
-    if not moe.experts:
-        return (2 if model.is_gpt2 else 5) * model.intermediate_size
-    expert = 6 * model.hidden_size + 5 * moe.intermediate_size
-    return moe.top_k * expert + 5 * moe.shared_intermediate_size + 6 * moe.experts
-
-
-def expert_parameters(model: ModelConfig) -> int:
-    """Parameters of all experts of one block; 0 in a dense one."""
-    return 3 * model.moe.experts * model.hidden_size * model.moe.intermediate_size
-
-
-def joined_parameters(model: ModelConfig) -> tuple[int, int]:
-    """Of a block's matrices those of fused projections: of attention and hidden layer, and of experts."""
-    moe, hidden = model.moe, model.hidden_size
-    inner = moe.shared_intermediate_size if moe.experts else 0 if model.is_gpt2 else model.intermediate_size
-    return hidden * (model.query_width + 2 * model.key_width + 2 * inner), expert_parameters(model) * 2 // 3
 
 
 def _built_sizes(built: BuiltModel, vocabulary: int) -> ModelSizes:
@@ -226,41 +90,13 @@ def _built_sizes(built: BuiltModel, vocabulary: int) -> ModelSizes:
     )
 
 
-def norm_parameters(model: ModelConfig) -> int:
-    """Parameters of one norm over the residual stream: a weight, and LayerNorm's bias."""
-    return model.hidden_size * (2 if model.is_gpt2 else 1)
-
-
-def block_parameters(model: ModelConfig) -> int:
-    """Parameters of one decoder block: two norms, q, k, v and output projections, gate, up and down.
-
-    Instead of the last three a mixture has its router, its experts and the shared one; GPT-2 has no gate, and
-    biases everywhere. A bias that no gradient moves is not counted.
-    """
-    hidden, width, key_value, moe = model.hidden_size, model.query_width, model.key_width, model.moe
-    attention = 2 * hidden * width + 2 * hidden * key_value
-    if model.is_gpt2:
-        return _block_vectors(model) + attention + 2 * hidden * model.intermediate_size
-    inner = moe.shared_intermediate_size if moe.experts else model.intermediate_size
-    matrices = attention + 3 * hidden * inner + moe.experts * hidden + expert_parameters(model)
-    return _block_vectors(model) + matrices
-
-
-def _block_vectors(model: ModelConfig) -> int:
-    """Parameters of one block's norms and biases."""
-    biases = (model.query_width + 2 * model.key_width) * (model.qkv_bias or model.is_gpt2)
-    if model.is_gpt2:  # of the projections back into the residual stream, and of the hidden layer
-        biases += 2 * model.hidden_size + model.intermediate_size
-    return 2 * norm_parameters(model) + biases + 2 * model.head_size * model.qk_norm
-
-
 def parameter_count(model: ModelConfig) -> int:
     """Parameters of the whole model; a tied embedding counts once."""
     sizes = sizes_of(model)
     return sizes.layers * sizes.block + sizes.embed + sizes.head
 
 
-@of_the_latest
+@remember_latest
 def stage_bounds(model: ModelConfig, stages: int) -> Bounds:
     """Half-open ranges of absolute layer numbers of every pipeline stage.
 
@@ -278,7 +114,7 @@ def stage_depth(model: ModelConfig, stages: int, stage: int) -> int:
     return end - start
 
 
-@of_the_latest
+@remember_latest
 def stage_parameters(model: ModelConfig, stages: int, stage: int, tp: int = 1, ep: int = 1) -> float:
     """Parameters that one rank of one of ``stages`` pipeline stages holds without ZeRO.
 
@@ -361,7 +197,7 @@ def rank_depths(job: JobConfig, layout: Layout, rank: int) -> list[int]:
     return [stage_depth(job.model, layout.stages, stage) for stage in layout.rank_stages(rank)]
 
 
-def blocks_again(job: JobConfig, layout: Layout, rank: int) -> Again:
+def blocks_again(job: JobConfig, layout: Layout, rank: int) -> RecomputedBlocks:
     """What the layout's policy comes to on a pipeline rank, all of its stages together."""
     stages, depths = layout.rank_stages(rank), rank_depths(job, layout, rank)
     kinds = [
@@ -369,4 +205,4 @@ def blocks_again(job: JobConfig, layout: Layout, rank: int) -> Again:
         for stage, depth in zip(stages, depths, strict=True)
         for kind in recomputed(layout.recompute, depth, stage)
     ]
-    return Again(kinds.count("full"), kinds.count("selective"), len(kinds))
+    return RecomputedBlocks(kinds.count("full"), kinds.count("selective"), len(kinds))

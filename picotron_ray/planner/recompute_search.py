@@ -1,11 +1,11 @@
 """The cheapest set of blocks to compute again under a byte limit.
 
-The blocks of a pipeline rank are alike, to the memory model and to the cost model, so that a set of them is
-two numbers: how many keep their inputs alone, and how many are computed again selectively. Ranks share
-neither memory nor time; the step waits for the slowest one. So each rank's own cheapest set makes the
-cheapest whole, and it is found exactly: for every number in full, the fewest selective ones that fit
+The blocks of a pipeline rank are alike to the memory model and to the cost model. So a set of them is two
+numbers: the blocks recomputed in full, and those recomputed selectively. Ranks share neither memory nor time,
+and the step waits for the slowest one. So each rank's own cheapest set makes the cheapest whole. It is found
+exactly: for every number in full, the fewest selective ones that fit
 (``tests/pure/planner/test_recompute_budget.py`` tries all sets). Under 1F1B the first ranks, with most
-micro-batches in flight, come to compute more of theirs again than the last.
+micro-batches in flight, recompute more blocks than the last.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import misfits, splits
+from picotron_ray.config.validation.layout import layout_problems, splits_backward
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.recompute_policy import Again, policy_of
+from picotron_ray.layout.recompute_policy import RecomputedBlocks, policy_of
 from picotron_ray.planner.cost import block_again
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.planner.memory import memory_estimate, rank_memory
 from picotron_ray.planner.model_sizes import rank_depths
 
-Fits = Callable[[Again], bool]
+Fits = Callable[[RecomputedBlocks], bool]
 
 
-def within(
+def cheapest_recompute(
     job: JobConfig,
     layout: Layout,
     budget: float,
@@ -42,14 +42,14 @@ def within(
     estimate = memory_estimate(job, layout)
     if estimate.total_bytes <= budget:
         return layout
-    if estimate.state_bytes > budget or job.layout.recompute != "auto" or splits(job, layout):
+    if estimate.state_bytes > budget or job.layout.recompute != "auto" or splits_backward(job, layout):
         return None
     of, selective = block_again(job, layout, profile, node_sizes), _may_select(job, layout)
-    stages: dict[int, Again] = {}
+    stages: dict[int, RecomputedBlocks] = {}
     for rank in range(layout.pp):
         depths = rank_depths(job, layout, rank)
 
-        def fits(again: Again, rank: int = rank) -> bool:
+        def fits(again: RecomputedBlocks, rank: int = rank) -> bool:
             return rank_memory(job, layout, rank, again).total_bytes <= budget
 
         least = min(
@@ -64,43 +64,44 @@ def within(
 
 
 def _may_select(job: JobConfig, layout: Layout) -> bool:
-    """Whether selective recomputation goes with everything else."""
+    """Whether the job and the layout allow selective recomputation."""
     unseen = job.kernels.compile or layout.offload_activations
-    return not unseen and not misfits(job, replace(layout, recompute="selective"))
+    return not unseen and not layout_problems(job, replace(layout, recompute="selective"))
 
 
-def _fewest(depth: int, fits: Fits, selective: bool) -> Iterator[Again]:
+def _fewest(depth: int, fits: Fits, selective: bool) -> Iterator[RecomputedBlocks]:
     """For every number of blocks in full, as few selective ones as fit.
 
-    One more in full never needs more memory, nor does one in full instead of a selective one; so the fewest
-    selective ones fall as the others rise, and all of it takes about three looks per block.
+    One more block in full never needs more memory, nor does one in full instead of a selective one. So the
+    fewest selective ones fall as the others rise, and the search takes about three estimates per block.
     """
-    if fits(Again(0, 0, depth)):
-        yield Again(0, 0, depth)
+    if fits(RecomputedBlocks(0, 0, depth)):
+        yield RecomputedBlocks(0, 0, depth)
         return
     fewest = depth if selective else 0
     for full in range(depth + 1):
         fewest = min(fewest, depth - full)
-        if not fits(Again(full, fewest, depth)):
+        if not fits(RecomputedBlocks(full, fewest, depth)):
             continue
-        while fewest and fits(Again(full, fewest - 1, depth)):
+        while fewest and fits(RecomputedBlocks(full, fewest - 1, depth)):
             fewest -= 1
-        yield Again(full, fewest, depth)
+        yield RecomputedBlocks(full, fewest, depth)
         if not fewest:
             return
 
 
-def _spread(again: Again, depths: list[int]) -> list[Again]:
-    """The blocks of a rank shared out over its stages, as evenly as they go."""
+def _spread(again: RecomputedBlocks, depths: list[int]) -> list[RecomputedBlocks]:
+    """Share out the blocks of a rank over its stages, as evenly as possible."""
     counts = _shares(again.repeated, depths)
     fulls = _shares(again.full, counts)
     return [
-        Again(full, count - full, depth) for full, count, depth in zip(fulls, counts, depths, strict=True)
+        RecomputedBlocks(full, count - full, depth)
+        for full, count, depth in zip(fulls, counts, depths, strict=True)
     ]
 
 
 def _shares(total: int, sizes: list[int]) -> list[int]:
-    """``total`` cut in proportion to sizes, of which it is at most the sum; no part is above its size."""
+    """Cut ``total`` in proportion to sizes. It is at most their sum, and no part is above its size."""
     whole = max(1, sum(sizes))
     return [
         end - start for start, end in pairwise([0, *(total * upto // whole for upto in accumulate(sizes))])

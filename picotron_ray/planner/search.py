@@ -1,8 +1,7 @@
-"""Which layout to run with the workers at hand: every one that fits, ranked by its stated cost.
+"""Search for the cheapest layout on the workers at hand, among all that fit.
 
-Pure and deterministic: the same job, workers and profile give the same choice, ties broken by the layout's
-own order. The coordinator calls ``choose_layout`` at every generation; a fuller planner can take this
-function's place.
+Pure and deterministic: the same job, workers and profile give the same layout. Ties are broken by the
+layouts' own order. The coordinator calls ``choose_layout`` at every generation.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from picotron_ray.config.validation.layout import (
     Degrees,
     asked_pp,
     fitting_degrees,
+    layout_problems,
     least_micro_batch,
-    listed,
-    misfits,
+    own_schedule,
     placement,
     virtual_stages,
 )
@@ -28,12 +27,12 @@ from picotron_ray.layout.layout import Layout, Zero
 from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
-from picotron_ray.planner.recompute_search import within
+from picotron_ray.planner.recompute_search import cheapest_recompute
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The layout to run, what it is thought to cost, and why it was taken."""
+class PlannedLayout:
+    """The layout to run, its estimated seconds per step, and the reason for taking it."""
 
     layout: Layout
     cost_s: float
@@ -43,14 +42,19 @@ class Choice:
 def layouts(job: JobConfig, workers: int, profile: DeviceProfile = CPU) -> list[Layout]:
     """Every layout that fits model, batch and memory on at most ``workers`` ranks, cheapest first.
 
-    Degrees that ``job.layout`` names are kept; each layout has the micro-batch that costs least in it.
+    Degrees that ``job.layout`` names are kept. Each layout has the micro-batch that costs least in it.
+
+    >>> from picotron_ray.config.load import parse_job
+    >>> job = parse_job({"data": {"global_batch": 8}, "layout": {"tp": 1, "pp": 1, "zero": 0}})
+    >>> [layout.dp for layout in layouts(job, workers=4)]
+    [4, 3, 2, 1]
     """
     return [choice.layout for choice in _ranked(job, workers, profile, ())]
 
 
 def choose_layout(
     job: JobConfig, workers: int, profile: DeviceProfile = CPU, node_sizes: Sequence[int] = ()
-) -> Choice:
+) -> PlannedLayout:
     """The cheapest layout on at most ``workers`` ranks; it may leave some of them idle.
 
     Args:
@@ -60,6 +64,14 @@ def choose_layout(
 
     Raises:
         LayoutError: no layout fits; the line names the degrees asked for, or the memory that is missing.
+
+    >>> from picotron_ray.config.load import parse_job
+    >>> job = parse_job({"data": {"global_batch": 8}, "layout": {"tp": 2}})
+    >>> planned = choose_layout(job, workers=5)
+    >>> planned.layout.tp, planned.layout.world_size
+    (2, 4)
+    >>> planned.reason.endswith("on 5 workers (1 idle)")
+    True
     """
     best, looked_at = _cheapest(job, workers, profile, tuple(node_sizes))
     if best is None:
@@ -68,13 +80,13 @@ def choose_layout(
     reason = f"{best.layout}: {best.cost_s:.3g} s per step, cheapest of {looked_at} on {workers} workers"
     if used < workers:
         reason += f" ({workers - used} idle)"
-    return Choice(best.layout, best.cost_s, reason)
+    return PlannedLayout(best.layout, best.cost_s, reason)
 
 
 @lru_cache(maxsize=256)
 def _cheapest(
     job: JobConfig, workers: int, profile: DeviceProfile, node_sizes: tuple[int, ...]
-) -> tuple[Choice | None, int]:
+) -> tuple[PlannedLayout | None, int]:
     """The first of `_ranked`, and the number of candidates.
 
     Recomputation to save memory adds cost, so candidates are judged in the order of what they cost at least,
@@ -85,38 +97,38 @@ def _cheapest(
     for least_s, candidate in sorted(costs):
         if best is not None and least_s > best.cost_s:
             break
-        layout = within(job, candidate, budget, profile, node_sizes)
+        layout = cheapest_recompute(job, candidate, budget, profile, node_sizes)
         if layout is None:
             continue
-        choice = Choice(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
+        choice = PlannedLayout(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
         if best is None or _order(choice) < _order(best):
             best = choice
     return best, len(costs)
 
 
 def _least_s(cost: StepCost, layout: Layout) -> float:
-    """What a candidate costs whatever it computes again, which leaves less to offload."""
+    """Lower bound of a candidate's cost, without offloading: recomputation leaves less to offload."""
     return cost.total_s - (cost.offload_s if layout.offload_activations else 0.0)
 
 
 @lru_cache(maxsize=256)
 def _ranked(
     job: JobConfig, workers: int, profile: DeviceProfile, node_sizes: tuple[int, ...]
-) -> tuple[Choice, ...]:
-    best: dict[tuple[int, ...], Choice] = {}
+) -> tuple[PlannedLayout, ...]:
+    best: dict[tuple[int, ...], PlannedLayout] = {}
     budget = budget_bytes(job, profile.memory_bytes)
     for candidate in _candidates(job, workers):
-        layout = within(job, candidate, budget, profile, node_sizes)
+        layout = cheapest_recompute(job, candidate, budget, profile, node_sizes)
         if layout is None:
             continue
-        choice = Choice(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
+        choice = PlannedLayout(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
         key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero, layout.replicate)
         if key not in best or _order(choice) < _order(best[key]):
             best[key] = choice
     return tuple(sorted(best.values(), key=_order))
 
 
-def _order(choice: Choice) -> tuple[float, Layout]:
+def _order(choice: PlannedLayout) -> tuple[float, Layout]:
     return choice.cost_s, choice.layout
 
 
@@ -144,7 +156,7 @@ def _candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
                         recompute="none" if asked.recompute == "auto" else asked.recompute,
                         offload_activations=asked.offload_activations,
                     )
-                    if not misfits(job, layout):
+                    if not layout_problems(job, layout):
                         yield layout
 
 
@@ -182,7 +194,7 @@ def _micro_batches(job: JobConfig, dp: int, pp: int) -> list[int]:
     """
     if job.layout.micro_batch != "auto":
         return [job.layout.micro_batch]
-    if listed(job) is not None:
+    if own_schedule(job) is not None:
         return [least_micro_batch(job, dp)]
     rows = math.ceil(job.data.global_batch / dp)
     counts = {rows, *(pp * factor for factor in (1, 2, 3, 4, 6, 8))}

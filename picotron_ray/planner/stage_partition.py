@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds: contiguous, so that the costliest stage costs least.
+"""Partition of layers into contiguous pipeline stages, so that the costliest stage costs least.
 
 Solved exactly by dynamic programming over (stages, layers). A greedy cut at the mean is wrong at the ends,
 where the embedding and the head lie.
@@ -22,8 +22,12 @@ def partition(costs: Sequence[float], first: float, last: float, stages: int) ->
         costs: of every layer, any unit.
         first, last: further cost of the first and of the last stage.
 
-    Among equals the earlier stages get more: the last one's work begins last. Raises LayoutError where there
-    are more stages than layers.
+    Among equals the earlier stages get more, because the last one's work begins last.
+
+    >>> partition([1.0] * 5, first=0.0, last=1.0, stages=2)
+    ((0, 3), (3, 5))
+
+    Raises LayoutError where there are more stages than layers.
     """
     layers = len(costs)
     if stages > layers:

@@ -1,4 +1,4 @@
-"""The heartbeat page: one small memory-mapped file per worker, written by it, read by its node's agent.
+"""Heartbeat page: a small memory-mapped file per worker, written by it, read by its node's agent.
 
 Reading it needs no cooperation from the worker: it works while the worker holds the GIL, is stopped or
 is dead. Every field is 8 bytes and written whole, so a reader sees old or new, never a mixture of one
@@ -125,7 +125,7 @@ def process_alive(pid: int, start_ticks: int) -> bool:
 
 
 class Page:
-    """The writer's side. ``on_phase`` runs at every phase entry (scripted faults hook in there)."""
+    """Writer's side of a page. ``on_phase`` runs at every phase entry (scripted faults hook in there)."""
 
     def __init__(
         self, path: Path, elastic: ElasticConfig, on_phase: Callable[[int, str], None] | None = None
@@ -159,18 +159,18 @@ class Page:
                 self._integers[at] = int(value)
 
     def count_step(self, seconds: float) -> None:
-        """A step took this long; counted here, since readers look too seldom to see every step."""
+        """Count a step of this length here, since readers look too seldom to see every step."""
         bucket = f"step_count_{bucket_of(seconds, STEP_BUCKETS_S)}"
         step_sum_s = self.value("step_sum_s") + seconds
         self.put(**{bucket: self.value(bucket) + 1}, step_sum_s=step_sum_s, step_time_s=seconds)
 
     def value(self, name: str) -> float:
-        """A field as it was last written."""
+        """Return a field as it was last written."""
         at, kind = _PLACE[name]
         return self._floats[at] if kind == "d" else self._integers[at]
 
     def begin(self, term: int, n: int, rank: int, step: int) -> None:
-        """A generation starts; the counters of the previous one are void."""
+        """Start a generation; the counters of the previous one are void."""
         self.computing_step = step + 1
         self.put(built_at_s=0.0, restored_at_s=0.0)
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
@@ -198,7 +198,7 @@ class Page:
         return self._limits.get(name, self._elastic.first_step_timeout_s)
 
     def forget_limits(self) -> None:
-        """A new layout has phases of another length: learn afresh."""
+        """Forget the limits of phases: under a new layout they have another length."""
         self._durations.clear()
         self._limits.clear()
 

@@ -1,4 +1,4 @@
-"""The stages of the model that one rank holds: built on the meta device, cut to the layout, given storage."""
+"""The pipeline stages of one rank: built on the meta device, parallelized, then given storage."""
 
 from __future__ import annotations
 
@@ -23,63 +23,79 @@ from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.models.layers.fused_linear import lay_together
 from picotron_ray.models.layers.moe import MixtureOfExperts
 from picotron_ray.parallel.attention.backends import AttentionPlan
-from picotron_ray.parallel.data.fsdp import settle
+from picotron_ray.parallel.data.fsdp import pad_shards
 from picotron_ray.parallel.mesh import Mesh
-from picotron_ray.parallel.parallelize import Plan, parallelize
-from picotron_ray.train.precision.precision import apply_precision, master_dtype, set_matrix_products
+from picotron_ray.parallel.parallelize import parallelize
+from picotron_ray.parallel.precision.switches import PrecisionSwitches
+from picotron_ray.parallel.stage_plan import StagePlan
+from picotron_ray.planner.model_sizes import stage_bounds
+from picotron_ray.train.precision.precision import autocast_dtype, master_dtype, set_matrix_products
 
 
 def build_stages(
-    job: JobConfig, mesh: Mesh, definition: ModelDefinition, device: torch.device
+    job: JobConfig,
+    mesh: Mesh,
+    definition: ModelDefinition,
+    device: torch.device,
+    switches: PrecisionSwitches | None = None,
 ) -> tuple[dict[int, nn.Module], tuple[str, ...]]:
-    """This rank's stages by number, weights undefined, and what was applied to them, one phrase each.
+    """Build this rank's stages, weights undefined.
 
-    Raises LayoutError where the layout cannot be applied.
+    Args:
+        switches: the parts that adaptive precision can set to full precision. None: there are none.
+
+    Returns:
+        The stages by number, and what was applied to them, one phrase each.
+
+    Raises:
+        LayoutError: the layout cannot be applied.
     """
     layout, stages = mesh.layout, mesh.layout.rank_stages(mesh.at.pp)
     models: dict[int, nn.Module] = {}
     applied: list[str] = []
-    said: tuple[str, ...] = ()
+    of_a_stage: tuple[str, ...] = ()
     if layout.pp > 1:
-        numbers = " and ".join(str(stage + 1) for stage in stages)
-        applied.append(f"pipeline stage {numbers} of {layout.stages}, {layout.schedule}")
+        indices = " and ".join(str(stage + 1) for stage in stages)
+        applied.append(f"pipeline stage {indices} of {layout.stages}, {layout.schedule}")
     set_matrix_products(job)
+    bounds = stage_bounds(job.model, layout.stages)
     for stage in stages:
-        model = definition.stage(layout.stages, stage).to(master_dtype(job))
+        model = definition.stage(bounds, stage).to(master_dtype(job))
         closed = norm_kernel(job, device.type) == "closed-form"
         norms = definition.close_norms(model) if closed else 0
-        said = (f"{norms} norms with gradients in closed form",) if norms else ()
-        said += parallelize(model, mesh, _plan(job, definition, model, device, layout, stage))
+        of_a_stage = (f"{norms} norms with gradients in closed form",) if norms else ()
+        plan = _stage_plan(job, definition, model, device, layout, stage, switches)
+        of_a_stage += parallelize(model, mesh, plan)
         definition.materialise(model, device)
         if not layout.zero:  # FSDP gathers each parameter into storage of its own
             lay_together(model)
-        settle(model)
-        apply_precision(model, job, device, layout.zero)
+        pad_shards(model)
         models[stage] = model
-    return models, (*applied, *said)
+    return models, (*applied, *of_a_stage)
 
 
-def _plan(
+def _stage_plan(
     job: JobConfig,
     definition: ModelDefinition,
     model: nn.Module,
     device: torch.device,
     layout: Layout,
     stage: int,
-) -> Plan:
-    backend = attention_backend(job, device, layout)
+    switches: PrecisionSwitches | None,
+) -> StagePlan:
+    attention = AttentionPlan(
+        definition.attention,
+        attention_backend(job, device, layout),
+        job.data.sequence_length,
+        job.model.sliding_window if windowed(job) else None,
+    )
     problem = overlap_problem(job, device.type)
     if problem:
         raise LayoutError(f"kernels.tp_overlap: {problem}")
-    return Plan(
+    return StagePlan(
         definition.styles,
         definition.blocks(model),
-        AttentionPlan(
-            definition.attention,
-            backend,
-            job.data.sequence_length,
-            job.model.sliding_window if windowed(job) else None,
-        ),
+        attention,
         mixtures=definition.mixtures,
         positions=definition.positions,
         untrained=frozenset(spec.name for spec in definition.table if not spec.trained),
@@ -95,11 +111,17 @@ def _plan(
         device=device,
         tie=definition.tie,
         stage=stage,
+        autocast=autocast_dtype(job),
+        switches=switches,
     )
 
 
 def attention_backend(job: JobConfig, device: torch.device, layout: Layout) -> Backend:
-    """The implementation of attention that runs; LayoutError where the one asked for does not."""
+    """Return the attention backend that runs.
+
+    Raises:
+        LayoutError: the one that the job asks for does not run here.
+    """
     problem = attention_problem(job, device.type, layout.cp)
     if problem:
         raise LayoutError(f"kernels.attention: {problem}")
@@ -110,7 +132,7 @@ def attention_backend(job: JobConfig, device: torch.device, layout: Layout) -> B
 def mixtures_of(
     models: Mapping[int, nn.Module], definition: ModelDefinition
 ) -> list[tuple[int, MixtureOfExperts]]:
-    """Layer number and module of every mixture of experts on this rank."""
+    """List layer number and module of every mixture of experts on this rank."""
     if not definition.mixtures:
         return []
     layers = {spec.name: spec.layer for spec in definition.table}

@@ -1,16 +1,16 @@
 """CUDA graphs: the forward and backward pass of a micro-batch, recorded once and replayed.
 
-A small model's kernels end before the host has launched the next ones. A graph is launched whole, so that the
-host is no longer what a step waits for. What it replays reads and writes the same memory each time: a
-micro-batch is copied into the tensors that were recorded with, and gradients add up in tensors that stay.
+A small model's kernels end before the host has launched the next ones. A graph is launched whole, so that a
+step no longer waits for the host. A replay reads and writes the same memory each time. So a micro-batch is
+copied into the tensors of the recording, and gradients add up in tensors that stay (`StaticGradients`).
 Activations lie in a pool of the graph's own, also between steps.
 
-What may not be recorded is refused by the config (``config.graphs``): what communicates within the passes,
-or changes its shapes or its memory. Sums over replicas begin when the last micro-batch has been replayed: no
-hook of the backward pass runs in a replay. Tables that a model keeps for all steps (rotary positions,
-windows) are made in the warm-up and outlive it.
+The config refuses what a graph cannot record (`config.support.cuda_graphs`): communication within the passes,
+and changes of shapes or memory. Sums over replicas begin after the last replay, in which no hook of the
+backward pass runs. Tables that a model keeps for all steps (rotary positions, windows) are made in the
+warm-up and outlive it.
 
-On a CPU the same code computes each time what a device would replay, which only tests ask for.
+On a CPU the same code computes the passes anew each time. Only tests ask for that.
 
 Source: PyTorch's notes on CUDA graphs (Ng et al. 2021, Accelerating PyTorch with CUDA Graphs), whole-network
 capture: warm-up on a side stream, one pool, static inputs.
@@ -19,7 +19,7 @@ capture: warm-up on a side stream, one pool, static inputs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -28,13 +28,10 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.train.micro_batches import MicroBatch
 
 WARM_UP = 3
-"""Passes before the recording: libraries pick their kernels and make their workspaces in the first ones."""
-
-HELD_BACK = 2**62
-"""Micro-batches of a step, as the sums over replicas are told: more than any step has."""
+"""Passes before the recording. In the first ones libraries choose kernels and allocate workspaces."""
 
 Passes = Callable[[MicroBatch, Tensor], Tensor]
-"""The forward and backward pass of a micro-batch, with the gradient of its loss; returns that loss."""
+"""(micro-batch, gradient of its loss) → the loss, after forward and backward."""
 
 
 class StepGraph:
@@ -54,9 +51,10 @@ class StepGraph:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Where what is recorded runs; hooks of the backward pass that last are to be made here too.
+        """Enter the stream of the recording.
 
-        A gradient is added on the stream on which its hook was made, and the default stream records nothing.
+        Lasting hooks of the backward pass must be made here too: a gradient is added on the stream on which
+        its hook was made, and the default stream records nothing.
         """
         if self._stream is None:
             yield
@@ -68,12 +66,14 @@ class StepGraph:
 
     @property
     def recorded(self) -> bool:
+        """True once a micro-batch was recorded."""
         return self._fed is not None
 
     def record(self, like: MicroBatch, scale: float) -> None:
-        """Warm up and record; gradients are of no meaning afterwards.
+        """Warm up and record; gradients are meaningless afterwards.
 
-        Raises LayoutError where CUDA refuses to record something.
+        Raises:
+            LayoutError: CUDA refuses to record something.
         """
         inputs, targets, weights, named = like
         copies = {name: value.clone() for name, value in named.items()}
@@ -96,10 +96,10 @@ class StepGraph:
             raise LayoutError(f"{text.splitlines()[0]}; use false") from error
 
     def replay(self, micro_batch: MicroBatch, scale: float) -> Tensor:
-        """Add the gradients of a micro-batch; returns its loss.
+        """Add the gradients of a micro-batch; return its loss.
 
         Args:
-            micro_batch: of the shapes that were recorded.
+            micro_batch: with the shapes of the recording.
             scale: gradient of the loss.
         """
         assert self._fed is not None, "recorded before it is replayed"
@@ -119,12 +119,3 @@ class StepGraph:
             self._graph.reset()
         self._fed = self._graph = None
         del self._passes, self._loss
-
-
-def clear(parameters: Iterable[Tensor]) -> None:
-    """Begin a step with gradients of zero, in storage that stays."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        else:
-            parameter.grad.zero_()

@@ -1,7 +1,7 @@
-"""The balance of experts over a step: their load over the global batch, and the bias that evens it.
+"""Load of experts over a step's global batch, and the bias that balances it.
 
 The bias of an expert moves by ``bias_rate`` against its load's distance from the mean, once per step, by the
-sign alone (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts").
+sign alone (Wang et al. 2024, "Auxiliary-Loss-Free ExpertLoad Balancing Strategy for Mixture-of-Experts").
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from picotron_ray.models.layers.moe import MixtureOfExperts
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """How the experts of one layer were used in a step, over the global batch.
+class ExpertLoad:
+    """Load of one layer's experts in a step, over the global batch.
 
     Fields:
         shares: assignments of each expert / the mean over the experts.
-        dropped: assignments over capacity, which went to no expert.
+        dropped: assignments over capacity. They reach no expert.
     """
 
     shares: tuple[float, ...]
     dropped: int
 
 
-class Balance:
-    """The mixtures of one pipeline stage.
+class ExpertBalance:
+    """Balances the mixtures of one pipeline stage.
 
     Args:
         mixtures: layer number and module.
-        group: ranks that feed other tokens to the same layers; None: there are none.
+        group: ranks that feed other tokens to the same layers. None: there are none.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Balance:
         self._loads: list[Tensor] = []
 
     def begin(self, scale: float) -> None:
-        """A step begins. ``scale``: gradient of the auxiliary losses."""
+        """Begin a step. ``scale``: gradient of the auxiliary losses."""
         for _, mixture in self._mixtures:
             mixture.scale, mixture.router.load = scale, None
 
@@ -69,10 +69,10 @@ class Balance:
                     (used.mean() - used).sign().to(router.bias.dtype), alpha=router.config.bias_rate
                 )
 
-    def loads(self) -> dict[int, Load]:
-        """By layer number, of the step that `reduce` ended."""
+    def loads(self) -> dict[int, ExpertLoad]:
+        """Return the loads of the step that `reduce` ended, by layer number."""
         found = {}
         for (layer, _), load in zip(self._mixtures, self._loads, strict=True):
             shares = load[:-1] / load[:-1].mean()
-            found[layer] = Load(tuple(shares.tolist()), int(load[-1]))
+            found[layer] = ExpertLoad(tuple(shares.tolist()), int(load[-1]))
         return found

@@ -1,9 +1,13 @@
-"""The training loop of one generation. It reads as the algorithm.
+"""The training loop of one generation.
 
-The loop knows no Ray and no recovery: it runs from a restored step to the last one, leaves every step
-behind as (a) an exact ledger line, (b) a heartbeat page that says which state is clean, (c) a snapshot
-copied while the next step computes, and returns when it is done or asked to stop. Anything that a dead
-or stopped peer causes is an exception here; the worker around it decides what that means.
+The loop runs from a restored step to the last one, or until it is asked to stop. Every step leaves behind
+
+- a ledger line: the exact samples, loss and gradient norm,
+- a heartbeat page that names the last clean state,
+- a snapshot, when one is due, copied while the next step computes.
+
+The loop knows no Ray and no recovery. A dead or stopped peer causes an exception here, and the worker around
+it decides what to do.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import torch
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
-from picotron_ray.data.loader import Loader
+from picotron_ray.data.loader import BatchLoader
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
 from picotron_ray.train.optim.lr_schedule import learning_rate
@@ -27,28 +31,35 @@ from picotron_ray.train.snapshot import Snapshotter
 from picotron_ray.train.step_sync import SNAPSHOT, STOP, Agreement, Contribution, exchange
 
 
-class PageWriter(Protocol):
-    """What the loop needs of the heartbeat page."""
+class HeartbeatPage(Protocol):
+    """Shared-memory page that others read while the loop computes."""
 
     computing_step: int
 
-    def phase(self, name: str) -> None: ...
-    def put(self, **values: float) -> None: ...
-    def count_step(self, seconds: float) -> None: ...
+    def phase(self, name: str) -> None:
+        """Say which phase of a step begins."""
+
+    def put(self, **values: float) -> None:
+        """Set values of the page."""
+
+    def count_step(self, seconds: float) -> None:
+        """Add a step of this duration."""
 
 
 @dataclass(slots=True)
 class Requests:
-    """Flags that another thread raises and the next step's exchange carries to all ranks."""
+    """Flags that other threads raise. The next step's exchange carries them to all ranks."""
 
     _flags: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, flag: int) -> None:
+        """Raise a flag (`step_sync.STOP`, `step_sync.SNAPSHOT`)."""
         with self._lock:
             self._flags |= flag
 
     def take(self) -> int:
+        """Return all raised flags, and lower them."""
         with self._lock:
             flags, self._flags = self._flags, 0
             return flags
@@ -58,9 +69,8 @@ class Requests:
 class Loop:
     """One rank's part of one generation, from ``start_step`` on.
 
-    The exchange comes before the optimizer writes. So a rank whose state is clean at step k has the ledger
-    line of step k too, without any further word from its peers, and may be the one survivor that the run
-    goes on from.
+    The exchange comes before the optimizer writes. So a rank whose state is clean at step k also knows the
+    ledger line of step k. It can be the only survivor, and the run goes on from it.
     """
 
     job: JobConfig
@@ -69,10 +79,10 @@ class Loop:
     rank: int
     device: torch.device
     engine: Engine
-    loader: Loader
+    loader: BatchLoader
     eval_batches: Sequence[StepBatch]
     snapshots: Snapshotter
-    page: PageWriter
+    page: HeartbeatPage
     requests: Requests
     tail: list[str]  # ledger lines (JSON) since the last commit, oldest first
     start_step: int
@@ -80,23 +90,29 @@ class Loop:
     _step_time_s: float = 0.0
 
     def run(self) -> Literal["finished", "interrupted"]:
-        """Train to the last step. Raises RuntimeError when a peer is gone or the groups were aborted."""
+        """Train to the last step, or until a request to stop.
+
+        Raises:
+            RuntimeError: a peer is gone, or the process groups were aborted.
+        """
         self._last_snapshot = self.start_step
-        if self.start_step >= self.job.steps:
-            self._leave(self.start_step, evaluate=True)
-            return "finished"
-        for step in range(self.start_step + 1, self.job.steps + 1):
+        last = max(self.start_step, self.job.steps)
+        for step in range(self.start_step + 1, last + 1):
             agreement = self._step(step)
-            last = step == self.job.steps
-            if last or agreement.flags & STOP:
-                self._leave(step, evaluate=last)
-                return "finished" if last else "interrupted"
+            if step == last:
+                break
+            if agreement.flags & STOP:
+                self._final_snapshot(step)
+                return "interrupted"
             self._snapshot_if_due(step, agreement)
             if step % self.job.evaluate.interval_steps == 0:
                 self._evaluate(step)
-        raise AssertionError("unreachable: the last step returns")
+        self._evaluate(last)
+        self._final_snapshot(last)
+        return "finished"
 
     def _step(self, step: int) -> Agreement:
+        """Train on one global batch."""
         began = time.monotonic()
         page, engine = self.page, self.engine
         page.computing_step = step
@@ -104,21 +120,8 @@ class Loop:
         batch = self.loader.next()
         loss_sum, grad_norm = engine.gradients_of(batch, page.phase)
         page.phase("sync")
-        loads = engine.expert_loads().values()
-        mine = Contribution(
-            loss_sum=loss_sum,
-            grad_norm=grad_norm,
-            rows=batch.rows,
-            flags=self.requests.take(),
-            digest=batch.digest,
-            snapshot_cost_s=self.snapshots.cost_s,
-            step_time_s=self._step_time_s,
-            sealed=self.snapshots.sealed_step,
-            imbalance=max((max(load.shares) for load in loads), default=0.0),
-            dropped=sum(load.dropped for load in loads),
-        )
-        agreement = exchange(mine, self.layout, self.device)
-        self.snapshots.wait_copied()
+        agreement = exchange(self._contribution(batch, loss_sum, grad_norm), self.layout, self.device)
+        self.snapshots.wait_copied()  # the optimizer overwrites what a snapshot still reads
         rate = learning_rate(self.job.optimizer, step, self.job.steps)
         page.put(clean=-1)
         page.phase("optimizer")
@@ -132,7 +135,24 @@ class Loop:
         page.put(step=step)
         return agreement
 
+    def _contribution(self, batch: StepBatch, loss_sum: float, grad_norm: float) -> Contribution:
+        """Collect what this rank tells the others at the end of a step."""
+        loads = self.engine.expert_loads().values()
+        return Contribution(
+            loss_sum=loss_sum,
+            grad_norm=grad_norm,
+            rows=batch.rows,
+            flags=self.requests.take(),
+            digest=batch.digest,
+            snapshot_cost_s=self.snapshots.cost_s,
+            step_time_s=self._step_time_s,
+            sealed=self.snapshots.sealed_step,
+            imbalance=max((max(load.shares) for load in loads), default=0.0),
+            dropped=sum(load.dropped for load in loads),
+        )
+
     def _record(self, step: int, batch: StepBatch, agreement: Agreement, rate: float) -> None:
+        """Write the step's ledger line and heartbeat."""
         loss = agreement.loss_sum / batch.global_tokens
         global_batch = self.job.data.global_batch
         line = {
@@ -161,6 +181,7 @@ class Loop:
         )
 
     def _snapshot_if_due(self, step: int, agreement: Agreement) -> None:
+        """Start a snapshot at checkpoints (pinned until they are uploaded) and at the snapshot interval."""
         pinned = step % self.job.checkpoint.interval_steps == 0 or bool(agreement.flags & SNAPSHOT)
         chosen = self.job.snapshot.interval_steps
         interval = agreement.snapshot_interval if chosen == "auto" else chosen
@@ -169,6 +190,7 @@ class Loop:
             self.snapshots.begin(step, self.tail, pinned=pinned)
 
     def _evaluate(self, step: int) -> None:
+        """Measure the held-out loss, summed over all ranks."""
         self.page.phase("evaluate")
         loss_sum, tokens = self.engine.evaluate(self.eval_batches)
         mine = Contribution(loss_sum, float(tokens), (0, 0), self.requests.take(), bytes(16), 0.0, 0.0, -1)
@@ -178,9 +200,7 @@ class Loop:
         total = sum(batch.global_tokens for batch in self.eval_batches)
         self.page.put(eval_loss=agreement.loss_sum / total, eval_step=step)
 
-    def _leave(self, step: int, evaluate: bool) -> None:
+    def _final_snapshot(self, step: int) -> None:
         """Seal a pinned snapshot of the state that the generation ends with."""
-        if evaluate:
-            self._evaluate(step)
         self.page.phase("flush")
         self.snapshots.flush(step, self.tail, pinned=True)

@@ -1,4 +1,4 @@
-"""What a rank feeds its model: the tokens of a step on the device, and what forward takes besides."""
+"""Micro-batches of a step: its tokens on the device, and the other arguments of ``forward``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from picotron_ray.models.parameters import SequenceShard
 from picotron_ray.train.precision.precision import master_dtype
 
 MicroBatch = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
-"""Inputs, targets, weights, and by name what forward takes besides."""
+"""Inputs, targets, weights of rows, and the other arguments of ``forward`` by name."""
 
 
-class Inputs:
-    """Makes them of batches.
+class MicroBatcher:
+    """Cuts the batches of one rank into micro-batches.
 
     Args:
-        cp_index: the rank's place among those that share every row.
-        weighted: whether the model wants the weights of rows (routers count by them).
+        cp_index: index of the rank among those that share every row.
+        weighted: whether the model takes the weights of rows (routers count tokens by them).
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Inputs:
             self._kept = torch.tensor(shard.positions(), device=device)
 
     def whole(self, batch: StepBatch) -> MicroBatch:
-        """All micro-batches at once.
+        """Return all micro-batches at once.
 
-        Inputs and targets ``[micro_batches, micro_batch, local tokens]``, weights without the last; what
-        forward takes besides likewise. Documents are numbered over whole rows, before cp cuts them.
+        Inputs, targets and named arguments are ``[micro_batches, micro_batch, local tokens]``. Weights are
+        ``[micro_batches, micro_batch]``. Documents are numbered over whole rows, before cp cuts them.
         """
         tokens = torch.from_numpy(batch.tokens).to(self._device, non_blocking=True)
         weights = torch.from_numpy(batch.weights).to(self._device, self._dtype, non_blocking=True)
@@ -56,7 +56,7 @@ class Inputs:
         return inputs, targets, weights, named
 
     def micro_batches(self, batch: StepBatch) -> Iterator[MicroBatch]:
-        """One after the other."""
+        """Yield one micro-batch after the other."""
         inputs, targets, weights, named = self.whole(batch)
         for number in range(len(inputs)):
             mine = {name: values[number] for name, values in named.items()}

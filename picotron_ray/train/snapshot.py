@@ -1,13 +1,13 @@
 """Snapshots of one rank's state into host-memory slots, off the critical path.
 
-``begin`` hands the copy of step k to a background thread; the loop computes step k+1 meanwhile and calls
-``wait_copied`` before its optimizer writes. DP replicas on one node share the copying; a flush, on the way
-out of a generation, holds all that the rank has, so that a single surviving replica is enough. Every slot
-carries the ledger lines since the last commit, for the same reason.
+``begin`` hands the copy of step k to a background thread. The loop computes step k+1 meanwhile, and calls
+``wait_copied`` before its optimizer writes. DP replicas on one node share the copying. A flush, at the end of
+a generation, holds all of the rank's state, so that a single surviving replica is enough. Every slot carries
+the ledger lines since the last commit, for the same reason.
 
-The design had agents report and the coordinator announce which step is sealed everywhere. Here the ranks
-tell each other in the exchange that ends every step (exchange.py), which costs no message and is never a
-second late: with steps of 20 ms an announcement once a second would leave no slot free to write.
+The ranks tell each other which step is sealed everywhere, in the exchange that ends every step
+(`step_sync`). That costs no message and comes at once. An announcement by the coordinator, once a second,
+would leave no slot free to write when a step takes 20 ms.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
 from picotron_ray.checkpoint.torch_state import StateTensor, buffers
 from picotron_ray.layout.layout import Layout
 
 RELEASE_WAIT_S = 30.0
-"""How long the last snapshot of a generation waits for a slot that an upload still pins."""
+"""Time limit of a generation's last snapshot to get a slot that an upload still pins."""
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
-    """Who writes: the place of a rank in its generation and among its node's replicas."""
+class SnapshotWriter:
+    """Place of a writing rank in its generation, and among its node's replicas."""
 
     term: int
     n: int
@@ -44,8 +44,8 @@ class Writer:
     @classmethod
     def of(
         cls, generation: tuple[int, int], rank: int, layout: Layout, nodes: Sequence[str], global_batch: int
-    ) -> Writer:
-        """``nodes``: the node of every rank."""
+    ) -> SnapshotWriter:
+        """Find the place of ``rank``. ``nodes``: the node of every rank."""
         mates = [r for r in layout.state_replicas(rank) if nodes[r] == nodes[rank]]
         return cls(
             term=generation[0],
@@ -65,7 +65,7 @@ class Snapshotter:
     def __init__(
         self,
         pool: SlotPool,
-        writer: Writer,
+        writer: SnapshotWriter,
         state: Sequence[StateTensor],
         protected: SlotKey,
         on_sealed: Callable[[int, bool, float], None],
@@ -79,7 +79,7 @@ class Snapshotter:
         """
         self._pool, self._writer = pool, writer
         self._whole = list(state)
-        self._share = share(self._whole, writer.index, writer.count)
+        self._share = split_for_replica(self._whole, writer.index, writer.count)
         self._complete = protected
         self._on_sealed, self._on_phase = on_sealed, on_phase
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
@@ -94,7 +94,7 @@ class Snapshotter:
         self.pinned_wait_s = 0.0  # of the newest checkpoint's copy
 
     def begin(self, step: int, tail: Sequence[str], pinned: bool) -> bool:
-        """Start copying the state at ``step``; False where no slot is free (skipped and counted)."""
+        """Start to copy the state at ``step``; return False if no slot is free (skipped and counted)."""
         self.wait_copied()
         slot = self._pool.choose(self._complete)
         if slot is None:
@@ -106,7 +106,7 @@ class Snapshotter:
         return True
 
     def wait_copied(self) -> None:
-        """Return when no copy is under way: from then on the live state may be written.
+        """Wait for the copy under way, after which the live state may be written.
 
         Raises what the copy raised.
         """
@@ -120,12 +120,12 @@ class Snapshotter:
                 self.pinned_wait_s = waited_s
 
     def observe(self, sealed: int) -> None:
-        """Every rank has sealed step ``sealed`` of this generation: older states are needed no more."""
+        """Hear that every rank has sealed step ``sealed``: slots with older states may be overwritten."""
         if sealed >= 0:
             self._complete = max(self._complete, (self._writer.term, self._writer.n, sealed))
 
     def flush(self, step: int, tail: Sequence[str], pinned: bool) -> bool:
-        """Seal all that this rank holds at ``step``, in the calling thread; False where no slot came free."""
+        """Seal all of the rank's state at ``step``, in the calling thread; False if no slot came free."""
         self.wait_copied()
         if self.sealed_step == step and self._sealed_whole and not pinned:
             return True
@@ -141,7 +141,7 @@ class Snapshotter:
         return True
 
     def close(self) -> None:
-        """Wait for the copy under way and end the thread; the slots stay, they belong to the worker."""
+        """Wait for the copy under way and end the thread. The slots belong to the worker, and stay."""
         self._executor.shutdown(wait=True)
         self._whole, self._share, self._pending = [], [], None
 

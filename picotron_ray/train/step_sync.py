@@ -1,9 +1,14 @@
-"""The one collective of our own in every step: an all-gather of a few numbers from every rank.
+"""Agreement of all ranks at the end of every step: an all-gather of a few numbers from each.
 
-Whatever all ranks must agree on without a coordinator rides in it: the loss, the digests of the tokens
-fed, the requests that reached any one rank (stop, snapshot), the newest step that every rank has sealed
-(a slot may be overwritten once a newer step is sealed everywhere), and what a snapshot costs (so that
-all ranks choose the same interval). All ranks compute the same result from the same numbers.
+It carries all that ranks must agree on without a coordinator:
+
+- the loss,
+- the digests of the tokens fed,
+- requests that reached any one rank (stop, snapshot),
+- the newest step that every rank has sealed, as older slots may then be overwritten,
+- the cost of a snapshot, so that all ranks choose the same interval.
+
+All ranks compute the same result from the same numbers.
 """
 
 from __future__ import annotations
@@ -29,11 +34,11 @@ _RECORD = struct.Struct("<ddqqq16sddqdq")
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one rank brings: loss sum (nats) over its tokens, rows fed, and its local facts.
+    """Numbers of one rank: loss sum (nats) over its tokens, rows fed, and local measurements.
 
     Fields:
-        imbalance: load of the most used expert of its layers / the mean; 0 where it has none.
-        dropped: tokens' assignments over the capacity of experts in its layers.
+        imbalance: load of the most used expert of its layers / the mean; 0 without experts.
+        dropped: assignments of tokens over the capacity of experts in its layers.
     """
 
     loss_sum: float
@@ -50,7 +55,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks know after the exchange, identical on all of them."""
+    """Result of an exchange, identical on all ranks."""
 
     loss_sum: float
     grad_norm: float
@@ -65,8 +70,9 @@ class Agreement:
 def exchange(mine: Contribution, layout: Layout, device: torch.device, group: Any = None) -> Agreement:
     """All-gather ``mine`` over all ranks of the generation.
 
-    Raises RuntimeError: a peer is gone, or the groups were aborted; or two ranks of one DP replica fed
-    different tokens, which is a bug that must never train on.
+    Raises:
+        RuntimeError: a peer is gone, or the groups were aborted. Or two ranks of one DP replica fed different
+            tokens: a bug, with which training must not go on.
     """
     packed = _RECORD.pack(
         mine.loss_sum,
@@ -92,7 +98,7 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
 
 
 def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:
-    """The result of one exchange; a pure function of what all ranks contributed."""
+    """Compute the result of one exchange, a pure function of all contributions."""
     rows: dict[int, tuple[int, int, str]] = {}
     flags = 0
     for rank, record in enumerate(records):
@@ -111,7 +117,7 @@ def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:
         flags=flags,
         sealed=min(record.sealed for record in records),
         imbalance=max(record.imbalance for record in records),
-        # every rank of a stage knows its layers' total; one of each stage speaks
+        # every rank of a stage knows its layers' total: take one of each stage
         dropped=sum(records[layout.rank(Coordinates(pp, 0, 0, 0))].dropped for pp in range(layout.pp)),
         snapshot_interval=max(1, math.ceil(cost / (0.5 * step))) if step > 0 else 1,
     )

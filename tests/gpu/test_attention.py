@@ -16,10 +16,10 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.models.layers.attention import sdpa
 from picotron_ray.models.layers.document_mask import document_numbers, same_document
-from picotron_ray.models.llama import sdpa
-from picotron_ray.parallel.attention.backends import whole_kernel
-from picotron_ray.parallel.attention.lse_kernels import LseKernel, MathKernel, Seen
+from picotron_ray.parallel.attention.backends import attention_kernel
+from picotron_ray.parallel.attention.lse_kernels import KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import lse_kernel
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.merged_parts import merged
@@ -53,7 +53,7 @@ def near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     [(256, 256, True), (128, 256, False), (256, 128, False), (100, 100, True), (50, 100, False)],
 )
 def test_parts(backend: Any, dtype: torch.dtype, queries: int, keys: int, causal: bool) -> None:
-    check_parts(lse_kernel(backend, CUDA), dtype, queries, keys, Seen(causal))
+    check_parts(lse_kernel(backend, CUDA), dtype, queries, keys, KeyMask(causal))
 
 
 @pytest.mark.parametrize(("backend", "dtype"), EFFICIENT, ids=str)
@@ -62,10 +62,10 @@ def test_masked_parts(backend: Any, dtype: torch.dtype, queries: int, keys: int)
     numbers = torch.arange(max(queries, keys), device=CUDA)[None] // 19
     mask = same_document(numbers[:, :queries], numbers[:, :keys]).repeat(2, 1, 1, 1)
     mask[1, :, :5] = False  # queries that see nothing
-    check_parts(lse_kernel(backend, CUDA), dtype, queries, keys, Seen(False, mask))
+    check_parts(lse_kernel(backend, CUDA), dtype, queries, keys, KeyMask(False, mask))
 
 
-def check_parts(kernel: LseKernel, dtype: torch.dtype, queries: int, keys: int, seen: Seen) -> None:
+def check_parts(kernel: LseKernel, dtype: torch.dtype, queries: int, keys: int, seen: KeyMask) -> None:
     """Output, log-sum-exp and gradients, and nothing where nothing is seen."""
     q, k, v, grad = (
         random(i, 2, 4, length, 64, dtype=dtype) for i, length in enumerate((queries, keys, keys, queries))
@@ -128,7 +128,7 @@ def test_whole_rows(
     inputs = [random(i, *shape, dtype=dtype).requires_grad_() for i, shape in enumerate(shapes)]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     numbers = packed(3, row) if documents else None
-    attend = whole_kernel(backend)
+    attend = attention_kernel(backend)
     if backend == "cudnn" and (documents or window):
         with pytest.raises(LayoutError, match="takes neither"):
             attend(*inputs, numbers, window)
@@ -144,7 +144,7 @@ def test_whole_rows(
 
 @pytest.mark.parametrize("backend", ["flash", "efficient"])
 def test_the_host_waits_once_for_a_micro_batch(backend: Any) -> None:
-    attend, numbers = whole_kernel(backend), packed(3, 200)
+    attend, numbers = attention_kernel(backend), packed(3, 200)
     q = random(0, 3, 4, 200, 64, dtype=BF16)
     attend(q, q, q, numbers, None)
     torch.cuda.set_sync_debug_mode("error")

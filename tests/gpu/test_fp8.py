@@ -11,7 +11,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.layout.layout import Layout
-from picotron_ray.parallel import fp8
+from picotron_ray.parallel.precision import fp8
 from picotron_ray.train.engine import build_engine
 
 pytest.importorskip("torchao")

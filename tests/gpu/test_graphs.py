@@ -58,12 +58,13 @@ def test_what_cannot_be_recorded_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
     engine = build_engine(job("fp32", cuda_graphs=True), Layout(micro_batch=2), 0, None, CUDA)
     engine.initialise(0)
-    plain = engine._loss_sum
+    compute = engine._passes.compute  # type: ignore[attr-defined]
+    plain = compute.loss
 
     def waiting(output: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         output.sum().item()
         return plain(output, *rest)
 
-    monkeypatch.setattr(engine, "_loss_sum", waiting)
+    monkeypatch.setattr(compute, "loss", waiting)
     with pytest.raises(LayoutError, match=r"kernels\.cuda_graphs: saw true, but this step"):
         engine.gradients_of(batch(engine.job, Layout(micro_batch=2), 0, 1))

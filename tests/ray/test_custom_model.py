@@ -34,6 +34,7 @@ def encoder_job(name: str, storage: Path) -> JobConfig:
     return job.model_copy(update={"model": ModelConfig.model_validate(model)})
 
 
+@pytest.mark.deep
 def test_a_kill_under_data_and_tensor_parallelism_costs_nothing(tmp_path: Path) -> None:
     from picotron_ray.runtime.driver.resolve_job import with_built_model
 

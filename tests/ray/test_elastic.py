@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import check_ledger, in_one_process, kill, losses, run, start, tiny_job
+from tests.support.selection import also_deep
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(400)]
 NO_SPARE = {"replace_workers": False}  # a process that imports torch takes seconds
@@ -94,7 +95,10 @@ WIDER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wider", WIDER)
+MUON, *OTHERS = WIDER
+
+
+@pytest.mark.parametrize("wider", [MUON, *also_deep(*OTHERS)])
 def test_a_kill_under_other_optimizers_precisions_and_masks(wider: str, tmp_path: Path) -> None:
     """What the pool's generations show without Ray (tests/gloo), once through coordinator and agents."""
     faults = ({"fault": "kill", "target": "worker:1", "step": 15, "phase": "optimizer"},)
@@ -107,6 +111,7 @@ def test_a_kill_under_other_optimizers_precisions_and_masks(wider: str, tmp_path
     assert losses(job) == pytest.approx(in_one_process(job), rel=1e-9 if exact else 1e-3)
 
 
+@pytest.mark.deep
 def test_moments_become_8_bits_at_a_second_launch_and_survive_a_kill(tmp_path: Path) -> None:
     """From a commit with full moments; its restores and the kill's are those of tests/gloo, through Ray."""
     sections: dict[str, Any] = {
@@ -129,6 +134,7 @@ def test_moments_become_8_bits_at_a_second_launch_and_survive_a_kill(tmp_path: P
     assert losses(job)[12:] != pytest.approx(exact[12:], rel=1e-5), "it was 8 bits"
 
 
+@pytest.mark.deep
 def test_fp32_stays_close_for_a_hundred_steps_after_a_change(tmp_path: Path) -> None:
     """At the default rate: at thrice of it the loss has a spike, and rounding alone grows past the bound."""
     faults = ({"fault": "kill", "target": "worker:1", "step": 18, "phase": "backward"},)
@@ -163,6 +169,7 @@ def test_a_stuck_worker_is_found_and_left_behind(calm: list[float], tmp_path: Pa
     check_ledger(job)
 
 
+@pytest.mark.deep
 def test_two_workers_killed_at_once_are_replaced_and_the_run_grows_again(
     calm: list[float], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ray.train.v2.api.config import (
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.ray_train import trainer
 from picotron_ray.runtime.ray_train.configs import NO_LIMIT, job_of
 
 
@@ -102,3 +104,10 @@ def test_use_gpu_false_does_not_silently_overrule_the_job() -> None:
     assert job_of("tiny", ScalingConfig(), None).cluster.device == "cpu"  # the recipe says auto
     with pytest.raises(ConfigError, match="use_gpu: saw False"):
         job_of({"cluster": {"device": "cuda"}}, ScalingConfig(), None)
+
+
+def test_the_trainers_example_gives_what_it_says() -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(trainer.ElasticTrainer)
+    said: list[str] = []
+    assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)
+    assert len(example.examples) > 3

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.lineage import descend
 from picotron_ray.coordinator.machine import Machine
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 
@@ -121,7 +122,7 @@ class World:
     # --- reading -------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> State:
+    def state(self) -> MachineState:
         return self.machine.view.state
 
     @property
@@ -172,3 +173,17 @@ def outcomes(
     spec: m.GenerationSpec, kind: Any, step: int, but: tuple[str, ...] = ()
 ) -> tuple[m.Outcome, ...]:
     return tuple(m.Outcome(x.worker, spec.id, kind, step) for x in spec.members if x.worker not in but)
+
+
+def gid(n: int) -> m.GenerationId:
+    """Generation ``n`` of term 1."""
+    return m.GenerationId(1, n)
+
+
+def spec(
+    n: int, source: m.Source, parent: m.GenerationSpec | None, layout: Layout | None = None
+) -> m.GenerationSpec:
+    """A generation of as many workers as ``layout`` has ranks, on two nodes."""
+    layout = layout or Layout(dp=2)
+    members = tuple(m.Member(f"w{i}", f"n{i % 2}") for i in range(layout.world_size))
+    return m.GenerationSpec(gid(n), members, layout, source, "test", descend(parent, source))

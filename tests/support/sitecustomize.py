@@ -11,6 +11,7 @@ Python imports this module at start-up of every process that has this folder on 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import os
 import sys
@@ -21,6 +22,9 @@ from types import ModuleType
 from typing import Any
 
 FLUSH_INTERVAL_S = 1.0
+CONTEXT_POLL_S = 0.1
+CONTEXT_FILE = os.environ.get("PICOTRON_TEST_CONTEXT", "")
+"""Names the test that runs, where a run records which test touches which line (coverage_contexts.py)."""
 
 
 _saving = threading.Lock()
@@ -33,6 +37,25 @@ def _save() -> None:
     if current is not None:
         with _saving:
             current._collector.flush_data()
+
+
+_context = ""
+
+
+def follow_context() -> None:
+    """Attribute what runs from now on to the test that the context file names."""
+    global _context
+    import coverage
+
+    current = coverage.Coverage.current()
+    if not CONTEXT_FILE or current is None:
+        return
+    with contextlib.suppress(FileNotFoundError), open(CONTEXT_FILE) as file:
+        name = file.read()
+        with _saving:
+            if name and name != _context:
+                _context = name
+                current.switch_context(name)
 
 
 _ended = threading.Event()
@@ -53,8 +76,14 @@ def _begin_anew() -> None:
 
 def _flush_until_the_end() -> None:
     sys.settrace(None)
-    while not _ended.wait(FLUSH_INTERVAL_S):
-        _save()
+    since_s = 0.0
+    pause_s = CONTEXT_POLL_S if CONTEXT_FILE else FLUSH_INTERVAL_S
+    while not _ended.wait(pause_s):
+        follow_context()
+        since_s += pause_s
+        if since_s >= FLUSH_INTERVAL_S:
+            since_s = 0.0
+            _save()
 
 
 def _end_flushing(flusher: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of a benchmark write down: one line of JSON per event, one file per process.
+"""Event log of a benchmark: one line of JSON per event, one file per process.
 
 A line is written whole before the process goes on, so SIGKILL loses nothing that was noted; ``t`` is the
 machine's clock, the same for all processes of a benchmark, in seconds since the epoch.
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """The writer's side, one per process."""
+    """Writer of events, one per process."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ class EventLog:
 
 
 class Events:
-    """The reader's side: all events of a folder so far, in the order of their time."""
+    """Reader of events: all of a folder so far, in the order of their time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class Events:
         self.all: list[Event] = []
 
     def read(self) -> list[Event]:
-        """Take in what is new; returns all."""
+        """Read new events; returns all."""
         fresh: list[Event] = []
         for path in sorted(self._folder.glob("*.jsonl")):
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Machine that a figure was measured on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str | int | float]:
-    """Processor, cores that this process may use, and memory in GiB; versions belong to the job's part."""
+    """Describe the processor, the cores that this process may use, and the memory in GiB."""
     info = Path("/proc/cpuinfo").read_text()
     names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -20,7 +20,7 @@ def machine() -> dict[str, str | int | float]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what is compared, of those packages that are installed."""
+    """List the versions of those compared packages that are installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

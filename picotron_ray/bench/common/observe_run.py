@@ -1,4 +1,4 @@
-"""A run of ours seen from outside: the heartbeat pages of its workers, and the ledger that it committed."""
+"""Run of picotron_ray, seen from outside: its workers' heartbeat pages, and its committed ledger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from picotron_ray.runtime.ray_cluster.names import run_folder
 
 
 def pages(job: JobConfig) -> list[PageView]:
-    """All heartbeat pages of the run on this machine, the dead workers' included."""
+    """Read all heartbeat pages of the run on this machine, the dead workers' included."""
     folder: Path = run_folder(job.snapshot.folder, job.name)
     found = (read_page(path) for path in folder.glob("*/*.page"))
     return [page for page in found if page is not None]
@@ -35,7 +35,7 @@ def leader_of(members: list[PageView]) -> PageView | None:
 
 
 def committed_rows(job: JobConfig) -> dict[int, list[Rows]]:
-    """Per step the rows that the newest commit's ledger says were fed, of lines that count."""
+    """Read the rows fed in each step, from the ledger lines of the newest commit that count."""
     storage = open_storage(job.storage, job.name)
     log = RunLog(storage)
     log.refresh()

@@ -1,4 +1,4 @@
-"""A process of a benchmark with all its children, its output in a file."""
+"""Process of a benchmark, with all its children; its output goes to a file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from picotron_ray.errors import PicotronError
 
 
 def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
-    """The command that runs ``module`` in ``ranks`` processes of this machine."""
+    """Make the command that runs ``module`` in ``ranks`` processes of this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, "-m", module, *arguments]
 
 
 class Launched:
-    """One command of the benchmark ``title``; its log is in ``folder``, which is made."""
+    """Running command of the benchmark ``title``; its log is in ``folder``, which is made."""
 
     def __init__(self, title: str, folder: Path) -> None:
         self.title, self.folder = title, folder
@@ -35,11 +35,11 @@ class Launched:
             )
 
     def ended(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Exit code; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def check(self) -> None:
-        """Raises PicotronError with the log's last line where it has ended by itself."""
+        """Raise PicotronError with the log's last line where it has ended by itself."""
         if self.ended() is not None:
             lines = (self.folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
             raise PicotronError(f"{self.title}: {self.folder.name} ended by itself: {''.join(lines)[:300]}")

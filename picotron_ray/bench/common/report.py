@@ -1,4 +1,4 @@
-"""The benchmarks' results as people read them."""
+"""Reports of the benchmarks, as people read them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FRAMEWORKS = ("ours", "ray_train", "torchft")
 
 
 def machine_line(found: Mapping[str, Any]) -> str:
-    """What the figures belong to."""
+    """Describe the machine that the figures belong to."""
     machine = found["machine"]
     return f"on {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB"
 
 
 def recovery_lines(found: Mapping[str, Any]) -> list[str]:
-    """A table of medians, a column per framework, and the ratios."""
+    """Print a table of medians, a column per framework, and the ratios."""
     names = [name for name in FRAMEWORKS if found[name] is not None]
     lines = ["".join([f"{'median':24}", *(f"{name:>12}" for name in names)])]
     for figure in (*FIGURES, "step_s"):
@@ -33,7 +33,7 @@ def recovery_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def throughput_lines(found: Mapping[str, Any]) -> list[str]:
-    """Each ratio with its quartiles."""
+    """Print each ratio with its quartiles."""
     lines = []
     for name, value in found.items():
         if name.startswith("ratio_"):

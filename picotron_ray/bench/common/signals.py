@@ -1,4 +1,4 @@
-"""Ending a benchmark by SIGTERM takes along what it started, as Ctrl-C does."""
+"""End of a benchmark by SIGTERM: it takes along what it started, as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextlib.contextmanager
 def sigterm_exits() -> Iterator[None]:
-    """SIGTERM raises SystemExit inside (exit code 143), so that every ``finally`` runs."""
+    """Raise SystemExit (code 143) on SIGTERM inside, so that every ``finally`` runs."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

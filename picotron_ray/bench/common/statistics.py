@@ -1,11 +1,11 @@
-"""The arithmetic of the benchmarks, pure: from what was noted to figures, medians and ratios.
+"""Statistics of the benchmarks: events to figures, medians and ratios. Pure.
 
-A kill is told by five times, the same for every framework:
+A kill has five times, the same for every framework:
 
-- **detect**: signal → first sign noticed by whoever acts on it (our coordinator, Ray Train's controller,
-  a torchft survivor).
+- **detect**: signal → first sign noticed by the process that acts on it (our coordinator, Ray Train's
+  controller, a torchft survivor).
 - **rebuild**: detection → process groups formed again and the model built, on the slowest member.
-- **restore**: that → training state loaded, on the slowest member.
+- **restore**: model built → training state loaded, on the slowest member.
 - **total without replay**: signal → first optimizer step finished by the new membership, whatever its
   number. What it has over the sum of the three is that step itself.
 - **total**: signal → first optimizer step finished by the new membership whose number was never finished
@@ -32,7 +32,7 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill; see the module. ``step``: the highest step finished before it."""
+    """Figures of a kill; see the module. ``step``: the highest step finished before it."""
 
     detect_s: float
     rebuild_s: float
@@ -48,7 +48,7 @@ FIGURES = tuple(name for name in Kill.__dataclass_fields__ if name != "step")
 
 
 def kill_from_events(events: Sequence[Event], killed_s: float, global_batch: int) -> Kill:
-    """Figures of one kill from the events of a peer, which must reach past its first new step.
+    """Compute a kill's figures from the events of a peer, which must reach past its first new step.
 
     Events are those of one framework in order of time; ``era`` names a membership:
     ``fed`` (era, step, rows) before its gradients are exchanged, ``step`` (era, step) when its update is
@@ -75,13 +75,13 @@ def kill_from_events(events: Sequence[Event], killed_s: float, global_batch: int
 
 
 def _first_sign(events: Sequence[Event], era: str, killed_s: float) -> float:
-    """When somebody noticed; a group formed anew is a sign too, where no exchange failed before it."""
+    """Find the time of the first sign; a group formed anew is one too, where no exchange failed before."""
     signs = (e for e in events if e["what"] == "detected" or (e["what"] == "built" and e["era"] == era))
     return float(next(event["t"] for event in signs if event["t"] > killed_s))
 
 
 def _slowest(events: Sequence[Event], what: str, first: Event) -> float:
-    """When the last member of the first new step's membership came through ``what``."""
+    """Find the time at which the last member of the first new step's membership came through ``what``."""
     times = [
         e["t"] for e in events if e["what"] == what and e["era"] == first["era"] and e["t"] <= first["t"]
     ]
@@ -89,7 +89,7 @@ def _slowest(events: Sequence[Event], what: str, first: Event) -> float:
 
 
 def rows_of_steps(events: Iterable[Event]) -> dict[int, list[Rows]]:
-    """Per finished step the rows in its update; where a step was finished twice, in the last one's."""
+    """List the rows of each finished step's update; a step that was finished twice has the last one's."""
     updates = {event["step"]: event["era"] for event in events if event["what"] == "step"}
     rows: dict[int, list[Rows]] = {step: [] for step in updates}
     for event in events:
@@ -99,7 +99,7 @@ def rows_of_steps(events: Iterable[Event]) -> dict[int, list[Rows]]:
 
 
 def lost_samples(rows: Mapping[int, Sequence[Rows]], horizon: int, global_batch: int) -> int:
-    """Samples of the steps around ``horizon`` that no update contains."""
+    """Count samples of the steps around ``horizon`` that no update contains."""
     lost = 0
     for step in range(max(1, horizon + 1 - WINDOW_STEPS), horizon + WINDOW_STEPS + 1):
         base = (step - 1) * global_batch
@@ -109,13 +109,13 @@ def lost_samples(rows: Mapping[int, Sequence[Rows]], horizon: int, global_batch:
 
 
 def summary(kills: Sequence[Kill], step_s: float) -> dict[str, Any]:
-    """Medians of all figures, the measured time of an undisturbed step, and every run."""
+    """Sum up: medians of all figures, the measured time of an undisturbed step, and every run."""
     medians = {name: statistics.median(getattr(kill, name) for kill in kills) for name in FIGURES}
     return {**medians, "step_s": step_s, "runs": [asdict(kill) for kill in kills]}
 
 
 def recovery_ratios(ours: Mapping[str, Any], ray_train: Mapping[str, Any] | None) -> dict[str, float | None]:
-    """How many times faster the median of ours is; None where Ray Train was left out."""
+    """Ratio of Ray Train's medians to ours; None where Ray Train was left out."""
     return {
         f"ratio_{name.removesuffix('_s')}": None if ray_train is None else ray_train[name] / ours[name]
         for name in ("total_s", "total_without_replay_s")
@@ -123,7 +123,7 @@ def recovery_ratios(ours: Mapping[str, Any], ray_train: Mapping[str, Any] | None
 
 
 def step_time(steps: Sequence[tuple[float, int]]) -> float:
-    """Seconds per step between the first and the last of (time in seconds, step)."""
+    """Mean seconds per step between the first and the last of (time in seconds, step)."""
     (first_s, first), (last_s, last) = steps[0], steps[-1]
     return (last_s - first_s) / (last - first)
 

@@ -1,4 +1,4 @@
-"""One optimizer step as our engine takes it, and as one writes it by hand in plain PyTorch.
+"""Training step for the benchmarks: our engine's, and one written by hand in plain PyTorch.
 
 What the benchmarks compare: both train the same model on the same batches (`Replica`), and both clip.
 """
@@ -15,18 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.data.batch import StepBatch
-from picotron_ray.train.engine import Engine, OnPhase, silent
+from picotron_ray.train.engine import Engine, silent
 from picotron_ray.train.optim.lr_schedule import learning_rate
+from picotron_ray.train.passes import OnPhase
 
 
 class Training(Protocol):
-    """Something that trains on one batch after the other."""
+    """Training on one batch after the other."""
 
     def step(self, batch: StepBatch, on_phase: OnPhase = silent) -> float | Tensor:
-        """One update; returns this rank's loss, of whatever scale. ``on_phase`` hears what begins."""
+        """Take one step; returns this rank's loss, of whatever scale. ``on_phase`` gets each phase's name."""
 
     def close(self) -> None:
-        """Let go of the process groups."""
+        """Release the process groups."""
 
 
 class EngineTraining:
@@ -71,7 +72,7 @@ class PlainTraining:
         return torch.stack(losses).sum()
 
     def _unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients are averaged with those of the last micro-batch alone."""
+        """Skip the averaging of gradients but for the last micro-batch."""
         if last or not isinstance(self._model, DistributedDataParallel):
             return contextlib.nullcontext()
         return self._model.no_sync()

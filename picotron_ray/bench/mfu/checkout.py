@@ -1,9 +1,9 @@
-"""Another framework's modules, imported from the user's own checkout of it.
+"""Import of another framework's modules from the user's own checkout of it.
 
-What its files import at the top and a step never calls here may be missing: names stand in for it while the
-checkout is being imported, and no longer, so that nothing else takes the package for installed. Such a name
-may be subclassed, subscripted and used as a decorator during the import; whoever calls it later is refused by
-a line that names it.
+Its files import packages at the top that a step never calls here. Where one is missing, names stand in for it
+while the checkout is being imported, and no longer: nothing else takes the package for installed. Such a name
+may be subclassed, subscripted and used as a decorator during the import. A later call is refused by a line
+that names it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 from picotron_ray.errors import PicotronError
 
 
-def imported(
+def import_checkout(
     peer: str, checkout: Path, modules: Mapping[str, str], not_called: Mapping[str, str]
 ) -> SimpleNamespace:
-    """The modules of a checkout, each under a short name.
+    """Import the modules of a checkout, each under a short name.
 
     Args:
         peer: what to call it in an error.
@@ -34,7 +34,7 @@ def imported(
     """
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
-    with _standing_in(peer, not_called):
+    with _stand_ins(peer, not_called):
         try:
             return SimpleNamespace(**{key: importlib.import_module(name) for key, name in modules.items()})
         except ImportError as error:
@@ -42,8 +42,8 @@ def imported(
 
 
 @contextlib.contextmanager
-def _standing_in(peer: str, not_called: Mapping[str, str]) -> Iterator[None]:
-    """Inside, ``import`` finds a stand-in for every module whose package is not installed."""
+def _stand_ins(peer: str, not_called: Mapping[str, str]) -> Iterator[None]:
+    """Give ``import`` a stand-in, inside, for every module whose package is not installed."""
     missing = [name for name, package in not_called.items() if importlib.util.find_spec(package) is None]
     added = {}
     for name in missing:
@@ -63,7 +63,7 @@ def _standing_in(peer: str, not_called: Mapping[str, str]) -> Iterator[None]:
 
 
 class _AbsentModule(ModuleType):
-    """A module that is not there."""
+    """Stand-in for a module that is not there."""
 
     def __init__(self, peer: str, name: str) -> None:
         super().__init__(name)
@@ -75,7 +75,7 @@ class _AbsentModule(ModuleType):
 
 
 class _Absent(type):
-    """A class, for whatever such a module would have under a name."""
+    """Stand-in for anything that such a module would have under a name."""
 
     importing = False
     """whether a checkout is being imported now"""

@@ -1,4 +1,4 @@
-"""The arithmetic of ``bench mfu``, pure: from step times to rates, ratios, MFU and a breakdown.
+"""Figures of ``bench mfu``: step times to rates, ratios, MFU and a breakdown. Pure.
 
 MFU (model FLOPs utilisation; PaLM, Chowdhery et al. 2022, appendix B) is the FLOPs that the model's
 training needs per token, times tokens per second, over what the devices could do. Recomputed activations
@@ -53,19 +53,19 @@ class Formula:
 
 
 def formula(job: JobConfig) -> Formula:
-    """6·N + 12·L·h·s as ``planner.counts.flops_per_token`` computes it."""
+    """6·N + 12·L·h·s as ``planner.model_sizes.flops_per_token`` computes it."""
     sizes, sequence = sizes_of(job.model), job.data.sequence_length
     flops = flops_per_token(job.model, sequence)
     return Formula(active_parameters(job.model), sizes.layers, sizes.scores, sequence, flops)
 
 
 def rated_precision(job: JobConfig) -> str:
-    """The precision by whose peak a job's MFU counts: for fp8 that of bf16, as others quote it."""
+    """Precision whose peak a job's MFU refers to: for fp8 that of bf16, as others quote it."""
     return "bf16" if job.precision == "fp8" else job.precision
 
 
 def known_peak(device_name: str, precision: str) -> float | None:
-    """FLOP/s that a data sheet promises; None where the table does not have the device and precision."""
+    """Look up the FLOP/s of a data sheet; None where the table lacks the device or precision."""
     for pattern, tflops in BF16_DENSE_TFLOPS.items():
         if precision == "bf16" and re.fullmatch(pattern, device_name):
             return tflops * 1e12
@@ -103,12 +103,12 @@ def _rate(segment: Mapping[str, Any], tokens_per_step: int = 1) -> float:
 
 
 def speed_up(ours: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> Spread:
-    """How many times as fast ours are, within each round; over rounds."""
+    """Ratio of our speed to another's, within each round; its spread over rounds."""
     return spread([_rate(a) / _rate(b) for a, b in zip(ours, others, strict=True)])
 
 
 def breakdown(ranks: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Where a step's time goes on the rank that computes most, which waits least for others.
+    """Shares of a step's time on the rank that computes most, which waits least for others.
 
     Args:
         ranks: per rank, seconds per step of each phase.

@@ -51,7 +51,7 @@ class Stopwatch:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def mark(self, phase: str) -> None:
-        """What was going on ends here, and ``phase`` begins."""
+        """End the current phase and begin ``phase``."""
         if self._cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -62,7 +62,7 @@ class Stopwatch:
 
 @contextlib.contextmanager
 def stages_timed(stopwatch: Stopwatch) -> Iterator[None]:
-    """Inside, torch's pipeline stages mark ``forward`` and ``backward``, and what is left ``bubble``.
+    """Mark torch's pipeline stages ``forward`` and ``backward``, inside, and the time between ``bubble``.
 
     A stage computes a micro-batch in these methods, after it has received its input and before it sends.
     """
@@ -106,7 +106,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most since `reset_peak`: CUDA memory allocated, or resident memory of the process on CPU."""
+    """Peak memory since `reset_peak`: CUDA memory allocated, or resident memory of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Who else trains the base's model in ``bench mfu``, and what cannot be compared. Torch-free."""
+"""Peers of ``bench mfu``: other trainers of the base's model, and what they cannot do. Torch-free."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def peer(base: Setting, name: Kind) -> Setting | Refusal:
 
 
 def _other_model(job: JobConfig) -> str:
-    """What none of them trains."""
+    """Reason that no peer trains the base's model."""
     if job.model.builder is not None or job.model.moe.experts:
         return "written for the dense built-in decoder alone"
     if job.optimizer.name != "adamw":
@@ -113,4 +113,4 @@ def _uneven(base: Setting) -> str:
 def _no_llama(model: ModelConfig) -> bool:
     """Whether blocks are others than Llama's."""
     other_heads = model.head_size * model.heads != model.hidden_size
-    return any((model.is_gpt2, other_heads, model.qkv_bias, model.qk_norm, model.sliding_window))
+    return any((model.family != "llama", other_heads, model.qkv_bias, model.qk_norm, model.sliding_window))

@@ -19,11 +19,12 @@ from types import SimpleNamespace
 
 import torch
 
-from picotron_ray.bench.mfu.checkout import imported
+from picotron_ray.bench.mfu.checkout import import_checkout
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.layout.layout import Layout
-from picotron_ray.train.engine import OnPhase, silent
+from picotron_ray.train.engine import silent
+from picotron_ray.train.passes import OnPhase
 
 NOT_CALLED = {
     "wandb": "wandb",
@@ -108,4 +109,4 @@ def _modules(checkout: Path, device: torch.device, flash: bool) -> SimpleNamespa
         "utils": "picotron.utils",
         "train": "train",
     }
-    return imported("picotron", checkout, names, NOT_CALLED)
+    return import_checkout("picotron", checkout, names, NOT_CALLED)

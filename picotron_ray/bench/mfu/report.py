@@ -1,4 +1,4 @@
-"""The result of ``bench mfu`` as people read it."""
+"""Report of ``bench mfu``, as people read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what the processes of ``bench mfu`` noted to its result, pure."""
+"""Result of ``bench mfu``, from the events of its processes. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from picotron_ray.errors import PicotronError
 
 
 def refusals(settings: Sequence[Setting], events: Sequence[Event]) -> dict[str, str]:
-    """By name, why a setting could not be built or did not fit; raises PicotronError where it is the base."""
+    """Collect the reasons of refused settings, by name; raises PicotronError where the base is one."""
     found = {settings[event["index"]].name: event["refused"] for event in events if "refused" in event}
     if settings[0].name in found:
         raise PicotronError(f"bench mfu: {found[settings[0].name]}")
@@ -47,7 +47,7 @@ def peak_of(events: Sequence[Event], given_tflops: float | None, precision: str)
 def result(
     settings: Sequence[Setting], refused: Mapping[str, str], events: Sequence[Event], given: float | None
 ) -> dict[str, Any]:
-    """The base's figures, and what every other setting that ran is beside it.
+    """Compute the base's figures, and the ratio of every other setting that ran to it.
 
     Args:
         refused: by name, what was not even started, and why.

@@ -1,4 +1,4 @@
-"""``bench mfu``: how fast the engine trains, where its time goes, what each optimisation and each peer gives.
+"""``bench mfu``: the engine's speed, the shares of a step's time, and the gain of each optimisation and peer.
 
 The engine runs as in a generation of the service, without Ray (worker.py). Rounds take the base, every
 switch and every peer once each, every second round in reverse, and compare within the round, so that a
@@ -41,7 +41,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says; see its help."""
+    """Options of the command line; see its help."""
 
     workers: int
     steps: int
@@ -55,7 +55,7 @@ class Options:
 
     @property
     def checkouts(self) -> dict[str, Path]:
-        """Where the code of peers is, as far as it was given."""
+        """Checkouts of the peers' code, as far as they were given."""
         given = {name: getattr(self, name) for name in CHECKOUTS}
         return {name: path for name, path in given.items() if path is not None}
 
@@ -106,7 +106,7 @@ def _device(job: JobConfig, workers: int) -> str:
 
 
 def _precision(job: JobConfig, device: str) -> list[str]:
-    """What ``precision: auto`` comes to on this machine's devices, as an override; none where it is named."""
+    """Settle ``precision: auto`` for this machine's devices, as an override; none where it is named."""
     if job.precision != "auto":
         return []
     found = []
@@ -118,7 +118,7 @@ def _precision(job: JobConfig, device: str) -> list[str]:
 
 
 def segments(settings: int, rounds: int) -> list[dict[str, Any]]:
-    """Which setting when: rounds there and back, and the base once more, phase by phase."""
+    """Plan the segments: rounds there and back, then the base once more, phase by phase."""
     order = [list(range(settings)), list(reversed(range(settings)))]
     timed = [{"index": index, "phases": False} for number in range(rounds) for index in order[number % 2]]
     return [*timed, {"index": 0, "phases": True}]

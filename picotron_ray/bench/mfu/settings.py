@@ -1,4 +1,4 @@
-"""What ``bench mfu`` compares: the base setting, and each optimisation switched in turn. Torch-free.
+"""Settings of ``bench mfu``: the base, and each optimisation switched in turn. Torch-free.
 
 The base is what the config comes to on the workers at hand: its layout is chosen as the coordinator would,
 and then written back, so that a switch changes what it names and nothing else. A switch that the config or
@@ -66,7 +66,7 @@ PINNED = ("dp", "tp", "pp", "cp", "ep", "zero", "replicate", "virtual_stages", "
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One thing that is measured."""
+    """Setting that is measured."""
 
     name: str
     kind: Kind
@@ -89,20 +89,20 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One thing that cannot be measured here, and why."""
+    """Setting that cannot be measured here, and the reason."""
 
     name: str
     reason: str
 
 
 def alone(workers: int) -> list[str]:
-    """Overrides that leave nothing of a run but its steps on exactly ``workers`` workers."""
+    """Make overrides that leave nothing of a run but its steps on exactly ``workers`` workers."""
     fixed = ["chaos=[]", f"steps={NEVER}"]
     return [*fixed, f"cluster.max_workers={workers}", f"cluster.min_workers={workers}"]
 
 
 def base_setting(config: str, overrides: Sequence[str], workers: int, device: str) -> Setting:
-    """The config on ``workers`` workers of ``device`` (``cpu`` or ``cuda``), with what auto came to.
+    """Make the base: the config on ``workers`` workers of ``device`` (``cpu`` or ``cuda``), autos settled.
 
     Raises ConfigError for a bad config, LayoutError where no layout uses all the workers.
     """
@@ -116,7 +116,7 @@ def base_setting(config: str, overrides: Sequence[str], workers: int, device: st
 
 
 def changed(job: JobConfig, overrides: Sequence[str]) -> JobConfig:
-    """``job`` with dotted overrides outside its model section; raises ConfigError as `load_job` does."""
+    """Change ``job`` by dotted overrides outside its model section; ConfigError as from `load_job`."""
     raw = job.model_dump(mode="json")
     raw["model"].pop("built")
     return parse_job(raw, overrides).model_copy(update={"model": job.model})
@@ -135,7 +135,7 @@ def _layout(job: JobConfig, workers: int, device: str) -> Layout:
 
 
 def switched(base: Setting, switches: Sequence[str] = SWITCHES) -> list[Setting | Refusal]:
-    """The base with each switch in turn; without those that change nothing."""
+    """Make the base with each switch in turn, without those that change nothing."""
     found: list[Setting | Refusal] = []
     for switch in switches:
         try:

@@ -28,14 +28,15 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from picotron_ray.bench.mfu.checkout import imported
+from picotron_ray.bench.mfu.checkout import import_checkout
 from picotron_ray.bench.mfu.peers import LOSS_PARTS
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import PicotronError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.train.engine import OnPhase, silent
+from picotron_ray.train.engine import silent
 from picotron_ray.train.optim.lr_schedule import factor
+from picotron_ray.train.passes import OnPhase
 
 NOT_CALLED = {
     "torchtitan.distributed.minimal_async_ep.kernels": "triton",
@@ -274,7 +275,7 @@ def _rows_apart(theirs: SimpleNamespace, length: int) -> Any:
 
 def _modules(checkout: Path, device: torch.device) -> SimpleNamespace:
     """torchtitan's modules, imported from the checkout for one kind of device."""
-    tools = imported("torchtitan", checkout, {"utils": "torchtitan.tools.utils"}, NOT_CALLED)
+    tools = import_checkout("torchtitan", checkout, {"utils": "torchtitan.tools.utils"}, NOT_CALLED)
     # it takes the machine's GPU, or CUDA where there is none; the other modules copy these names
     tools.utils.device_type, tools.utils.device_module = device.type, getattr(torch, device.type)
     names = {
@@ -291,4 +292,4 @@ def _modules(checkout: Path, device: torch.device) -> SimpleNamespace:
         "validate": "torchtitan.components.validate",
         "optimizer": "torchtitan.components.optimizer",
     }
-    return imported("torchtitan", checkout, names, NOT_CALLED)
+    return import_checkout("torchtitan", checkout, names, NOT_CALLED)

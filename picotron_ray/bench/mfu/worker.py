@@ -1,4 +1,4 @@
-"""One process of ``bench mfu``: builds each setting in turn, trains a few steps, and notes what it took.
+"""Worker process of ``bench mfu``: it builds each setting in turn, trains a few steps and logs their times.
 
 A segment is one setting, from the engine's build to its end, as one generation of the service: process
 groups under a prefix of their own over a standing store (torchrun's), and everything dropped afterwards.
@@ -6,7 +6,7 @@ So all settings share processes, and rounds over them are quick. All ranks do th
 order; what a layout refuses, it refuses on all of them.
 
 ``torchrun --standalone --nproc-per-node N -m picotron_ray.bench.mfu.worker PLAN.json FOLDER`` leaves its
-figures in FOLDER (bench/events.py).
+figures in FOLDER (``bench.common.event_log``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from picotron_ray.bench.mfu.settings import Setting
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.data.dataset import build_dataset
-from picotron_ray.data.loader import Loader
+from picotron_ray.data.loader import BatchLoader
 from picotron_ray.data.samples import Dataset
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.ray_cluster.names import cache_folder
@@ -49,16 +49,16 @@ from picotron_ray.train.engine import build_engine
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Which process this is, and what it trains on."""
+class WorkerPlace:
+    """Place of this process: its rank, the number of ranks, and its device."""
 
     rank: int
     world: int
     device: torch.device
 
     @classmethod
-    def of(cls, device: str) -> Place:
-        """From torchrun's environment."""
+    def of(cls, device: str) -> WorkerPlace:
+        """Read it from torchrun's environment."""
         found = torch.device("cpu")
         if device == "cuda":
             found = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -84,7 +84,7 @@ class Place:
 class Segments:
     """Runs one segment after the other in this process."""
 
-    def __init__(self, plan: dict[str, Any], place: Place) -> None:
+    def __init__(self, plan: dict[str, Any], place: WorkerPlace) -> None:
         self._settings = [Setting.from_dict(setting) for setting in plan["settings"]]
         self._steps, self._warmup = plan["steps"], plan["warmup"]
         self._checkouts, self._place = plan["checkouts"], place
@@ -138,7 +138,7 @@ class Segments:
         cache, rows = cache_folder(), layout.micro_batch
         return PlainTraining(Replica(setting.job, place.rank, layout.dp, cache, place.device, rows))
 
-    def _timed(self, training: Training, loader: Loader) -> list[float]:
+    def _timed(self, training: Training, loader: BatchLoader) -> list[float]:
         """Seconds of each step; nothing waits for the device but the step itself."""
         for _ in range(self._warmup):
             training.step(loader.next())
@@ -149,7 +149,7 @@ class Segments:
             clock.mark()
         return clock.intervals()
 
-    def _phases(self, setting: Setting, training: Training, loader: Loader) -> dict[str, float]:
+    def _phases(self, setting: Setting, training: Training, loader: BatchLoader) -> dict[str, float]:
         """Seconds per step of each phase."""
         for _ in range(self._warmup):
             training.step(loader.next())
@@ -168,9 +168,9 @@ class Segments:
         return {name: seconds / self._steps for name, seconds in stopwatch.seconds.items()}
 
 
-def _loader(setting: Setting, rank: int, dataset: Dataset) -> Loader:
+def _loader(setting: Setting, rank: int, dataset: Dataset) -> BatchLoader:
     job, layout = setting.job, setting.layout
-    return Loader(
+    return BatchLoader(
         dataset,
         seed=job.seed,
         layout=layout,
@@ -187,7 +187,7 @@ def main(plan_file: str, folder: str) -> None:
     plan = json.loads(Path(plan_file).read_text())
     log = EventLog(Path(folder), int(os.environ["RANK"]))
     try:
-        place = Place.of(plan["device"])
+        place = WorkerPlace.of(plan["device"])
         segments = Segments(plan, place)
         gc.collect()
         gc.freeze()  # as the service's workers do

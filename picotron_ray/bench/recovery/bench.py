@@ -78,13 +78,13 @@ def chosen_peers(names: str) -> list[str]:
 
 def bench(runs: int, seed: int, peers: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
     """Kill ``runs`` workers of each framework; returns every run's figures, their medians and ratios."""
-    from picotron_ray.bench.recovery.picotron_ray import kill_ours
+    from picotron_ray.bench.recovery.picotron_ray import kill_run_workers
 
     with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
         folder = Path(name)
         job = job_for_recovery(folder / "ours")
         settle_steps = SETTLE_CHECKPOINTS * job.checkpoint.interval_steps
-        kills, step_s = kill_ours(job, runs, settle_steps, random.Random(seed), say)
+        kills, step_s = kill_run_workers(job, runs, settle_steps, random.Random(seed), say)
         found: dict[str, Any] = {"ours": summary(kills, step_s), "ray_train": None, "torchft": None}
         for peer in peers:
             subject = PEERS[peer](folder / peer, job, step_s)

@@ -1,8 +1,10 @@
-"""Kills in a run of ours. One run goes on for the whole benchmark; a killed worker is replaced by itself.
+"""Kills in a run of picotron_ray.
 
-Times come from who knows them: detection from the coordinator's record of the failure, the rest from the
-heartbeat pages of the next generation's members, which the workers write themselves. They are read from
-shared memory here, 200 times a second after a kill, which costs under 1 % of a core.
+One run goes on for the whole benchmark, which replaces killed workers by itself.
+
+The time of detection comes from the coordinator's record of the failure. The others come from the heartbeat
+pages of the next generation's members, which the workers write themselves. They are read from shared memory,
+200 times a second after a kill, which costs under 1 % of a core.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ PAGE_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """One kill before its samples are counted."""
+class _Observations:
+    """Observations of one kill, before its samples are counted."""
 
     kill: Kill
     step_s: float
 
 
-def kill_ours(
+def kill_run_workers(
     job: JobConfig, runs: int, settle_steps: int, draw: random.Random, say: Callable[[str], None]
 ) -> tuple[list[Kill], float]:
     """Kill ``runs`` workers, one after the other; returns the kills and the time of an undisturbed step."""
@@ -72,7 +74,7 @@ def _running(job: JobConfig) -> Iterator[Any]:
         take_down(local, coordinator)
 
 
-def _kill_one(job: JobConfig, coordinator: Any, settle_steps: int, draw: random.Random) -> _Seen:
+def _kill_one(job: JobConfig, coordinator: Any, settle_steps: int, draw: random.Random) -> _Observations:
     progress: list[tuple[float, int]] = []
 
     def settled(status: dict[str, Any]) -> bool:
@@ -91,7 +93,7 @@ def _kill_one(job: JobConfig, coordinator: Any, settle_steps: int, draw: random.
     victim = draw.choice(generation_of(pages(job), before["generation"]))
     killed_s = time.time()
     os.kill(victim.pid, signal.SIGKILL)
-    return _Seen(_recovered(job, coordinator, before, killed_s), step_s)
+    return _Observations(_recovered(job, coordinator, before, killed_s), step_s)
 
 
 def _recovered(job: JobConfig, coordinator: Any, before: dict[str, Any], killed_s: float) -> Kill:
@@ -133,7 +135,7 @@ def _order(generation: str) -> tuple[int, ...]:
 
 
 def _wait_until_step(job: JobConfig, member: PageView, step: int) -> float:
-    """When ``member`` has finished ``step``, to `PAGE_S`, in seconds since the epoch."""
+    """Wait until ``member`` has finished ``step``; returns seconds since the epoch, to `PAGE_S`."""
     deadline = time.time() + WAIT_S
     while time.time() < deadline:
         if any(page.worker == member.worker and page.step >= step for page in pages(job)):

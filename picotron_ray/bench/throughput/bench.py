@@ -1,4 +1,4 @@
-"""What the service costs: its steps per second beside those of the same loop without it.
+"""``bench throughput``: the service's steps per second beside those of the same loop without it.
 
 Three runs of the service (a snapshot at the chosen interval, at every step, and none), the same engine
 under torchrun, and plain PyTorch. By default one core is left to everything else, as on a machine whose
@@ -22,7 +22,7 @@ from typing import Any
 from picotron_ray.bench.common.machine import machine, versions
 from picotron_ray.bench.common.signals import sigterm_exits
 from picotron_ray.bench.common.statistics import quartiles
-from picotron_ray.bench.throughput.contenders import Plain, Service, Side, Torchrun
+from picotron_ray.bench.throughput.contenders import Contender, Plain, Service, Torchrun
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, PicotronError
@@ -32,14 +32,14 @@ WARMUP_STEPS = 5
 ROWS = 16  # of each worker per step
 START_S = 300.0
 NEVER = 1_000_000
-SIDES: dict[str, tuple[type[Side], int | str]] = {
+SIDES: dict[str, tuple[type[Contender], int | str]] = {
     "every_step": (Service, 1),
     "service": (Service, "auto"),
     "torchrun": (Torchrun, NEVER),
     "plain": (Plain, NEVER),
     "snapshots_off": (Service, NEVER),
 }
-"""Side → its class and ``snapshot.interval_steps``; the pair that matters most stands side by side."""
+"""Contender → its class and ``snapshot.interval_steps``; the pair that matters most stands side by side."""
 RATIOS = {
     "ratio_service_vs_torchrun": ("service", "torchrun"),
     "ratio_service_vs_torchrun_every_step": ("every_step", "torchrun"),
@@ -141,7 +141,7 @@ def _steps_per_s(name: str, folder: Path, workers: int) -> float:
     return (last - first) / (ended_s - began_s)
 
 
-def _wait_for(side: Side, step: int) -> None:
+def _wait_for(side: Contender, step: int) -> None:
     deadline = time.monotonic() + START_S
     while side.step() < step:
         side.check()
@@ -150,8 +150,8 @@ def _wait_for(side: Side, step: int) -> None:
         time.sleep(0.1)
 
 
-def _next_step(side: Side) -> tuple[float, int]:
-    """When the next step is finished (to a millisecond, on the monotonic clock), and its number."""
+def _next_step(side: Contender) -> tuple[float, int]:
+    """Wait for the next step; returns its time (to a millisecond, on the monotonic clock) and number."""
     before, deadline = side.step(), time.monotonic() + START_S
     while (step := side.step()) == before:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The sides of ``bench throughput``: each can be started, asked for its last finished step, and ended.
+"""Contenders of ``bench throughput``: each can be started, asked for its last finished step, and ended.
 
 Only one side exists at a time: a held or idle one would still take its heartbeats' share of two cores and
 flatter the service. Asking costs no RPC: a side's rank 0 leaves its step in shared memory.
@@ -18,8 +18,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.ray_cluster import local_ray
 
 
-class Side(Launched, ABC):
-    """One side, started afresh each time."""
+class Contender(Launched, ABC):
+    """Contender, started afresh each time."""
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
         super().__init__("bench throughput", folder)
@@ -30,11 +30,11 @@ class Side(Launched, ABC):
 
     @abstractmethod
     def step(self) -> int:
-        """The last finished step; 0 before the first."""
+        """Last finished step; 0 before the first."""
 
 
-class Service(Side):
-    """A run of ours, started as a user does."""
+class Service(Contender):
+    """Run of picotron_ray, started as a user does."""
 
     def start(self) -> None:
         config = self.folder / "job.yaml"
@@ -52,8 +52,8 @@ class Service(Side):
                 local_ray.stop(found, grace_s=0.0)
 
 
-class Torchrun(Side):
-    """A loop of loops.py."""
+class Torchrun(Contender):
+    """Loop of ``torchrun_loops.py`` with our engine."""
 
     loop = "engine"
 
@@ -71,6 +71,6 @@ class Torchrun(Side):
 
 
 class Plain(Torchrun):
-    """The loop that one writes by hand."""
+    """Loop that one writes by hand in plain PyTorch."""
 
     loop = "plain"

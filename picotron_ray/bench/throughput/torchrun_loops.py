@@ -1,4 +1,4 @@
-"""The two loops that the service's throughput is compared with, each a script for torchrun.
+"""Loops that the service's throughput is compared with, each a script for torchrun.
 
 ``engine`` is the service's own step (same engine, loader, layout, precision) with nothing around it: no
 coordinator, agent, heartbeat page, ledger line, exchange of digests or snapshot. ``plain`` is what one
@@ -27,7 +27,7 @@ from picotron_ray.bench.common.training import EngineTraining, PlainTraining, Tr
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.dataset import build_dataset
-from picotron_ray.data.loader import Loader
+from picotron_ray.data.loader import BatchLoader
 from picotron_ray.data.samples import Dataset
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.mesh import make_mesh
@@ -51,7 +51,7 @@ def plain_steps(job: JobConfig, layout: Layout, rank: int) -> Iterator[int]:
     return _steps(PlainTraining(replica), _loader(job, layout, rank, replica.data))
 
 
-def _steps(training: Training, loader: Loader) -> Iterator[int]:
+def _steps(training: Training, loader: BatchLoader) -> Iterator[int]:
     for step in itertools.count(1):
         loss = training.step(loader.next())
         if step % LOG_STEPS == 0:
@@ -59,8 +59,8 @@ def _steps(training: Training, loader: Loader) -> Iterator[int]:
         yield step
 
 
-def _loader(job: JobConfig, layout: Layout, rank: int, dataset: Dataset) -> Loader:
-    return Loader(
+def _loader(job: JobConfig, layout: Layout, rank: int, dataset: Dataset) -> BatchLoader:
+    return BatchLoader(
         dataset,
         seed=job.seed,
         layout=layout,

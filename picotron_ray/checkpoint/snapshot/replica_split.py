@@ -1,4 +1,4 @@
-"""Which of several node-local replicas copies which part of the state. Pure; torch-free.
+"""Split of a state group between the replicas of one node, for their snapshots. Pure; torch-free.
 
 Replicas of one state group on one node hold the same tensors; each copies a share into its own slot.
 The primary tensors are laid end to end in canonical order and the byte range is cut evenly, at whole
@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 from picotron_ray.layout.shards import Box, Shard
 
 
-class Shareable(Protocol):
-    """A state tensor: its shard, its live storage (sliceable by rows), and whether it counts."""
+class Splittable(Protocol):
+    """State tensor: its shard, its live storage (sliceable by rows), and whether it counts."""
 
     @property
     def shard(self) -> Shard: ...
@@ -26,11 +26,11 @@ class Shareable(Protocol):
     def primary(self) -> bool: ...
 
 
-T = TypeVar("T", bound=Shareable)
+T = TypeVar("T", bound=Splittable)
 
 
-def share(tensors: Sequence[T], index: int, count: int) -> list[T]:
-    """The tensors, or rows of tensors, that member ``index`` of ``count`` replicas copies.
+def split_for_replica(tensors: Sequence[T], index: int, count: int) -> list[T]:
+    """Take the tensors, or rows of tensors, that member ``index`` of ``count`` replicas copies.
 
     The shares of all members are disjoint and together are exactly the primary tensors.
     """

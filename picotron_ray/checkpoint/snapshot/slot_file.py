@@ -80,7 +80,7 @@ Buffer = Any  # anything with the buffer protocol: numpy array, memoryview, byte
 
 
 class SlotFile:
-    """One slot as its writer sees it."""
+    """Snapshot slot, as its writer sees it."""
 
     def __init__(self, path: Path, descriptor: int, capacity: int) -> None:
         self.path = path
@@ -176,7 +176,7 @@ class SlotFile:
         self.key = None
 
     def close(self, unlink: bool = False) -> None:
-        """Let go of the file; ``unlink`` removes it from the folder too."""
+        """Close the file; ``unlink`` removes it from the folder too."""
         self._map.close()
         os.close(self._descriptor)
         if unlink:

@@ -1,4 +1,4 @@
-"""The format of a slot file: where things are, its header, its seal. See ``slots.py`` for the why."""
+"""Format of a slot file: its areas, header and seal; ``slot_file.py`` says why it is so."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SlotKey = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """Who wrote a slot, when in the run, and what it is a part of.
+    """Header of a slot: its writer, its place in the run, and the part of the state that it holds.
 
     Fields:
         term, n, step: generation and finished optimizer steps of the state.
@@ -49,7 +49,7 @@ class SlotHeader:
 
     @property
     def key(self) -> SlotKey:
-        """Order of age: a later generation is newer than any step of an earlier one."""
+        """Key that orders slots by age: a later generation is newer than any step of an earlier one."""
         return (self.term, self.n, self.step)
 
 

@@ -1,4 +1,4 @@
-"""The slots of one worker: which one may be overwritten next, and where they are kept.
+"""Slots of one worker: their folder, and the choice of the next one to overwrite.
 
 A slot may be overwritten only when nothing can need it: it is unsealed, or a newer step is sealed on
 *all* ranks and no upload pins it. With three slots one is always free, unless ranks drift apart by
@@ -38,7 +38,7 @@ class SlotPool:
             raise
 
     def choose(self, newest_complete: SlotKey) -> SlotFile | None:
-        """The slot to write next, or None where all are still needed (skip that snapshot).
+        """Choose the slot to write next; None where all are still needed (skip that snapshot).
 
         Args:
             newest_complete: ``(term, n, step)`` of the newest state that is sealed on all ranks. At
@@ -53,7 +53,7 @@ class SlotPool:
         return min(old, key=_age, default=None)
 
     def _give_up_pin(self, newest_complete: SlotKey) -> None:
-        """Of two checkpoints that wait for their upload the older one goes, where no other slot is left.
+        """Release the older of two checkpoints that wait for their upload, where no other slot is left.
 
         Otherwise a coordinator that is away for longer than a checkpoint interval would leave no slot for
         snapshots, and the run would lose all steps since. An upload that finds its slot gone fails, and
@@ -88,7 +88,7 @@ def list_slots(folder: str | os.PathLike[str]) -> list[tuple[Path, SlotHeader]]:
 
 
 def choose_folder(folder: str, overflow: str | None, need_bytes: int) -> tuple[str, str]:
-    """The folder for ``need_bytes`` of slots, and a note ("" where it is the wanted one).
+    """Choose the folder for ``need_bytes`` of slots; returns it and a note ("" where it is the wanted one).
 
     Raises:
         SlotError: neither has room.

@@ -1,4 +1,4 @@
-"""Reading snapshot slots, from any process; see ``slots.py``. Torch-free."""
+"""Reader of snapshot slots, for any process; ``slot_file.py`` has their layout. Torch-free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READING = 2
 
 @dataclass(frozen=True, slots=True)
 class SlotShard:
-    """A shard in a slot: where its bytes are, and their xxh3_128."""
+    """Shard in a slot: the place of its bytes, and their xxh3_128."""
 
     shard: Shard
     offset: int  # from the start of the file
@@ -98,7 +98,7 @@ def open_slot(source: str | os.PathLike[str] | bytes | bytearray | memoryview, n
 
 
 def read_header(path: str | os.PathLike[str]) -> SlotHeader | None:
-    """The header of a sealed slot; None where it is unsealed, torn, truncated or no slot at all.
+    """Read the header of a sealed slot; None where it is unsealed, torn, truncated or no slot at all.
 
     Raises:
         SlotError: there is no such file.

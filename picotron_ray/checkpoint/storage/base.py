@@ -1,4 +1,4 @@
-"""The store of a run's checkpoints: a flat space of keys, on a local folder or in S3.
+"""Storage interface: a run's objects under flat keys, in a local folder or in S3.
 
 Keys are relative to ``<storage.url>/<run>``. The interface is what both kinds can do atomically:
 
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 from picotron_ray.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
 
 
-class Listed(NamedTuple):
-    """One object of a listing. ``mtime_s``: last write, seconds since the epoch by the store's clock."""
+class StoredObject(NamedTuple):
+    """Object of a listing. ``mtime_s``: last write, seconds since the epoch by the store's clock."""
 
     key: str
     size: int
@@ -34,7 +34,7 @@ class Storage(Protocol):
 
     @property
     def where(self) -> str:
-        """What the storage is, for messages; without credentials."""
+        """Address of the storage, for messages; without credentials."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
@@ -61,7 +61,7 @@ class Storage(Protocol):
         """An object's length in bytes, or None where there is none."""
         ...
 
-    def list(self, prefix: str) -> Iterator[Listed]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         """All objects whose key starts with ``prefix``, in order of their keys."""
         ...
 
@@ -71,7 +71,7 @@ class Storage(Protocol):
 
 
 def probe(storage: Storage) -> None:
-    """Check that the storage can be used: write, read, list, refuse a second conditional put, delete.
+    """Check that the storage works: write, read, list, refuse a second conditional put, delete.
 
     Raises:
         StorageError: one line that says what is wrong (missing, read-only, full, wrong bucket or key).
@@ -99,12 +99,12 @@ def probe(storage: Storage) -> None:
 
 
 def encode_json(value: dict[str, Any]) -> bytes:
-    """Canonical JSON (sorted keys, no spaces): equal values have equal bytes."""
+    """Encode as canonical JSON (sorted keys, no spaces): equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def decode_json(key: str, data: bytes) -> dict[str, Any]:
-    """Parse an object; CorruptError where it is no JSON object."""
+    """Parse a JSON object; CorruptError where it is none."""
     try:
         value = json.loads(data)
     except ValueError as error:

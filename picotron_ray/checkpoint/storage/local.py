@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from picotron_ray.checkpoint.storage.base import Listed
+from picotron_ray.checkpoint.storage.base import StoredObject
 from picotron_ray.errors import AlreadyExistsError, NotFoundError, StorageError, StorageUnavailableError
 
 _TMP = ".tmp"
@@ -65,7 +65,7 @@ class LocalStorage:
         except NotFoundError:
             return None
 
-    def list(self, prefix: str) -> Iterator[Listed]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         folder = self._base / prefix.rpartition("/")[0]
         found = self._guarded(prefix, lambda: sorted(self._walk(folder, prefix)))
         yield from found
@@ -73,7 +73,7 @@ class LocalStorage:
     def delete(self, key: str) -> None:
         self._guarded(key, lambda: self._path(key).unlink(missing_ok=True))
 
-    def _walk(self, folder: Path, prefix: str) -> Iterator[Listed]:
+    def _walk(self, folder: Path, prefix: str) -> Iterator[StoredObject]:
         for parent, folders, files in os.walk(folder):
             folders[:] = [name for name in folders if name != _TMP]
             for name in files:
@@ -85,7 +85,7 @@ class LocalStorage:
                     stat = path.stat()
                 except FileNotFoundError:  # deleted since the listing began
                     continue
-                yield Listed(key, stat.st_size, stat.st_mtime)
+                yield StoredObject(key, stat.st_size, stat.st_mtime)
 
     def _path(self, key: str) -> Path:
         parts = key.split("/")

@@ -8,7 +8,19 @@ from picotron_ray.errors import StorageError
 
 
 def open_storage(config: StorageConfig, run: str) -> Storage:
-    """The storage of one run. Nothing is contacted or created yet: see ``probe``.
+    """Open the storage of one run. Nothing is contacted or created yet: see ``probe``.
+
+    Args:
+        config: the config's ``storage`` section; ``url`` is a folder or ``s3://bucket/prefix``.
+        run: name of the run, which is appended to the URL.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     storage = open_storage(StorageConfig(url=folder), "essays")
+        ...     storage.put("notes/first", b"hello")
+        ...     storage.get("notes/first"), [entry.key for entry in storage.list("notes/")]
+        (b'hello', ['notes/first'])
 
     Raises:
         StorageError: the URL is of no kind that is known.

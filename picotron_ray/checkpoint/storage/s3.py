@@ -27,7 +27,7 @@ from botocore.exceptions import (
     SSLError,
 )
 
-from picotron_ray.checkpoint.storage.base import Listed
+from picotron_ray.checkpoint.storage.base import StoredObject
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import AlreadyExistsError, NotFoundError, StorageError, StorageUnavailableError
 
@@ -127,12 +127,12 @@ class S3Storage:
         except NotFoundError:
             return None
 
-    def list(self, prefix: str) -> Iterator[Listed]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         more: dict[str, str] = {}
         while True:
             page = self._call(prefix, partial(self._page, prefix, more))
             for item in page.get("Contents", ()):
-                yield Listed(
+                yield StoredObject(
                     item["Key"].removeprefix(self._prefix), item["Size"], item["LastModified"].timestamp()
                 )
             if not page.get("IsTruncated"):
@@ -167,7 +167,7 @@ class S3Storage:
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
     def _refused(self, key: str, error: ClientError | BotoCoreError) -> StorageError | None:
-        """What an error means where trying again cannot help; None where it may."""
+        """Translate an error after which trying again cannot help; None where it may."""
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
             return StorageError(f"{self.where}: {error}; set AWS_ACCESS_KEY_ID or a profile")
         if isinstance(error, SSLError):

@@ -27,7 +27,7 @@ CODECS = ("none", "zstd")
 
 
 def cells(shape: tuple[int, ...], dtype: str) -> list[Box]:
-    """The grid of a tensor: boxes of whole rows of its first dimension."""
+    """Cut a tensor into its grid: boxes of whole rows of its first dimension."""
     if not shape:
         return [Box((), ())]
     rows, rest = shape[0], shape[1:]
@@ -42,12 +42,12 @@ def chunk_key(address: str) -> str:
 
 
 def address_of(stored: bytes) -> str:
-    """blake3 of stored bytes, hexadecimal."""
+    """Address of stored bytes: their blake3, hexadecimal."""
     return blake3(stored).hexdigest()
 
 
 def encode(raw: Any, codec: str) -> bytes:
-    """Raw bytes as they are stored; lossless."""
+    """Encode raw bytes as they are stored; lossless."""
     if codec == "zstd":
         return zstandard.ZstdCompressor(level=3).compress(raw)
     return bytes(raw)

@@ -1,4 +1,4 @@
-"""Assembling the nodes' parts into a manifest, and committing it through the log. Torch-free.
+"""Commit of a checkpoint: the nodes' parts become a manifest, and the log names it. Torch-free.
 
 The coordinator calls ``commit``. Everything that a reader will need is durable before the log entry is
 put: ledger segment, then manifest, then (after a look at every chunk) the entry. A crash in between leaves
@@ -34,7 +34,7 @@ from picotron_ray.layout.shards import Box, uncovered, whole
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A commit that is durable. ``written_bytes`` counts new chunks, ``stored_bytes`` all of them."""
+    """Durable commit. ``written_bytes`` counts new chunks, ``stored_bytes`` all of them."""
 
     seq: int
     step: int
@@ -82,7 +82,7 @@ def commit(
 
 
 def assemble(parts: Sequence[UploadPart], parent: Manifest | None) -> tuple[Manifest, list[str]]:
-    """One manifest of all parts, and the ledger lines of its last segment.
+    """Make one manifest of all parts, and the ledger lines of its last segment.
 
     That segment is not stored yet and has no key; without lines there is none.
 

@@ -1,4 +1,4 @@
-"""Restoring from a commit: chunks fetched ahead by a few threads, each checked twice. Torch-free.
+"""Shards read from a commit: chunks fetched ahead by a few threads, each checked twice. Torch-free.
 
 A chunk is checked against its address (blake3 of what is stored), a shard against the digest of its raw
 bytes in the manifest. A fetched chunk is kept until its last planned piece is read.
@@ -22,7 +22,7 @@ _AHEAD = 4
 
 
 def fetch_chunk(storage: Storage, address: str, info: ChunkInfo) -> bytes:
-    """A chunk's raw bytes; CorruptError where it is gone, damaged or of another length."""
+    """Fetch a chunk's raw bytes; CorruptError where it is gone, damaged or of another length."""
     key = chunk_key(address)
     try:
         stored = storage.get(key)
@@ -36,7 +36,7 @@ def fetch_chunk(storage: Storage, address: str, info: ChunkInfo) -> bytes:
 
 
 def check_shard(stored: StoredShard, raw: bytes) -> memoryview:
-    """A shard's bytes out of its chunk's raw bytes; CorruptError where the digest differs."""
+    """Cut a shard's bytes out of its chunk's raw bytes; CorruptError where the digest differs."""
     part = memoryview(raw)[stored.start : stored.start + stored.shard.nbytes]
     if xxhash.xxh3_128_hexdigest(part) != stored.digest:
         key = chunk_key(stored.chunk)
@@ -45,7 +45,7 @@ def check_shard(stored: StoredShard, raw: bytes) -> memoryview:
 
 
 class CommitSource:
-    """The shards of one manifest."""
+    """Shards of one manifest, as a ``ShardSource``."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage = storage
@@ -78,7 +78,7 @@ class CommitSource:
         return check_shard(stored, raw)
 
     def finish(self) -> None:
-        """Chunks are immutable: what was checked stays right."""
+        """Stop the threads; chunks are immutable, so no second check is needed."""
         self.close()
 
     def close(self) -> None:

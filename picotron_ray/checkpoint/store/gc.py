@@ -1,4 +1,4 @@
-"""Retention and garbage collection of the store; the coordinator's alone. Torch-free.
+"""Retention and garbage collection of the store, by the coordinator alone. Torch-free.
 
 A chunk may be deleted only when no commit needs it *and* no save under way may count on it. Saves run
 on other machines, so:
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Listed, Storage, decode_json, encode_json
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject, decode_json, encode_json
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.lineage import commits_on
 from picotron_ray.checkpoint.store.manifest import load_manifest
@@ -40,7 +40,7 @@ _LONGEST_DELETE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What one collection did; ``postponed`` says why a due list was left, "" where none was."""
+    """Report of one collection; ``postponed`` says why a due list was left, "" where none was."""
 
     retired: tuple[str, ...] = ()
     condemned: int = 0
@@ -50,8 +50,14 @@ class GcReport:
 
 
 def retained(log: RunLog, config: CheckpointConfig) -> list[Entry]:
-    """The commits that retention keeps: the newest ones, multiples of keep_every_steps, and the newest
-    commit that the newest generation descends from (its ledger continues there)."""
+    (
+        """Commits that retention keeps.
+
+    Those are the newest ones, those at multiples of ``keep_every_steps``, and the newest commit that the
+    newest generation descends from: its ledger continues there.
+    """
+        ""
+    )
     commits = log.commits()
     keep = {entry.seq for entry in commits[-config.keep_last :]}
     if config.keep_every_steps:
@@ -130,7 +136,7 @@ def _condemn(storage: Storage, log: RunLog, config: CheckpointConfig) -> int:
 
 
 def _delete(
-    storage: Storage, log: RunLog, config: CheckpointConfig, listed: Listed, now: float
+    storage: Storage, log: RunLog, config: CheckpointConfig, listed: StoredObject, now: float
 ) -> tuple[int, int]:
     value = decode_json(listed.key, storage.get(listed.key))
     doomed = {chunk_key(address) for address in value["chunks"]} | set(value["manifests"])
@@ -170,7 +176,7 @@ def _live_unlisted(storage: Storage, now: float, grace_s: float) -> str:
     return f"{unlisted} saves are under way" if unlisted else ""
 
 
-def _intents(storage: Storage, now: float, grace_s: float, dead: bool) -> Sequence[Listed]:
+def _intents(storage: Storage, now: float, grace_s: float, dead: bool) -> Sequence[StoredObject]:
     return [e for e in storage.list("intents/") if (now - e.mtime_s > max(grace_s, 60.0)) == dead]
 
 

@@ -1,4 +1,4 @@
-"""Taking over another run's commit as the first commit of a new run (``init_from``). Torch-free.
+"""Import of another run's commit as the first one of a new run (``init_from``). Torch-free.
 
 What is needed is copied, so the new run does not depend on the old one's retention. Everything is checked
 on the way: each chunk against its address, each shard against its digest. The result is a manifest of
@@ -32,7 +32,7 @@ ORIGIN = "init_from"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCommit:
     """A commit of another run."""
 
     storage: Storage
@@ -41,7 +41,7 @@ class Found:
     digest: str
 
     def origin(self) -> dict[str, Any]:
-        """As run.json records it."""
+        """Record of it for run.json."""
         return {
             "from": self.storage.where,
             "step": self.manifest.step,
@@ -55,8 +55,8 @@ def weights_only(manifest: Manifest) -> bool:
     return bool(manifest.extra.get(WEIGHTS_ONLY))
 
 
-def find(storage: Storage, step: int | None, verify: bool = True) -> Found:
-    """A run's commit of ``step`` (None: the newest). Changes nothing there.
+def find(storage: Storage, step: int | None, verify: bool = True) -> FoundCommit:
+    """Find a run's commit of ``step`` (None: the newest); nothing is changed there.
 
     Args:
         verify: read it whole and compare every digest, not the manifest's alone.
@@ -76,14 +76,14 @@ def find(storage: Storage, step: int | None, verify: bool = True) -> Found:
     body = chosen[-1].body
     if not verify:
         manifest = load_manifest(storage, body["manifest"], body["digest"])
-        return Found(storage, manifest, body["manifest"], body["digest"])
+        return FoundCommit(storage, manifest, body["manifest"], body["digest"])
     report = Verifier(storage).check(chosen[-1])
     if report.manifest is None or report.problems:
         raise CorruptError(
             f"{storage.where}: the commit of step {report.step} does not verify: {report.problems[0]}",
             where=body["manifest"],
         )
-    return Found(storage, report.manifest, body["manifest"], body["digest"])
+    return FoundCommit(storage, report.manifest, body["manifest"], body["digest"])
 
 
 def adopt(
@@ -94,7 +94,7 @@ def adopt(
     Calling again after a crash copies only what is missing. The log entry is the caller's.
 
     Args:
-        key, digest: the source's manifest, as ``Found`` holds it.
+        key, digest: the source's manifest, as ``FoundCommit`` holds it.
         identity: (term, n) of the generation that the new manifest names as its writer.
         with_moments: also the optimizer's moments.
 

@@ -1,4 +1,4 @@
-"""Whole tensors into a run's store, as its step 0: what an import from elsewhere commits. Torch-free.
+"""Commit of whole tensors as a run's step 0, for imports from other formats. Torch-free.
 
 One tensor is in memory at a time, and a pack of small ones. The result is a commit like any other, of weights
 alone: restored into any layout, verified and collected by the same code.
@@ -27,7 +27,7 @@ from picotron_ray.layout.shards import Shard, whole
 
 
 class _Arrays:
-    """A source whose pieces hold their own arrays."""
+    """Source of pieces that hold their own arrays."""
 
     @staticmethod
     def read(piece: Piece) -> memoryview:
@@ -36,8 +36,8 @@ class _Arrays:
 
 
 @dataclass
-class Writer:
-    """Collects what is put into the store."""
+class TensorWriter:
+    """Writer of whole tensors: packs them into chunks, and keeps what a manifest says of them."""
 
     storage: Storage
     codec: str
@@ -49,7 +49,7 @@ class Writer:
         self._small: Pack = []
 
     def add(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        """Put one tensor; small ones wait for others."""
+        """Put one tensor; small ones wait until a chunk is full."""
         array = np.ascontiguousarray(array)
         dtype = str(array.dtype)
         piece = Piece(Shard(name, dtype, array.shape, whole(array.shape)), array)
@@ -63,7 +63,7 @@ class Writer:
             self._small.append((shard, [piece]))
 
     def flush(self) -> None:
-        """Put what waits."""
+        """Put the tensors that still wait."""
         if self._small:
             self._put(self._small)
             self._small = []
@@ -74,7 +74,7 @@ class Writer:
         self.shards += shards
 
 
-def commit_whole(
+def commit_tensors(
     storage: Storage,
     tensors: Iterable[tuple[str, np.ndarray[Any, Any]]],
     origin: dict[str, Any],
@@ -97,7 +97,7 @@ def commit_whole(
     if log.commits():
         raise StorageError(f"{storage.where} has commits already; choose another name")
     term = log.claim_term(owner)
-    writer = Writer(storage, codec)
+    writer = TensorWriter(storage, codec)
     for name, array in tensors:
         writer.add(name, array)
     writer.flush()

@@ -1,4 +1,4 @@
-"""Which commits a generation descends from. Pure.
+"""Lineage of a generation: the commits that it descends from. Pure.
 
 A generation resumes at a step of an earlier one; what that earlier one computed after that step is
 void. So a commit belongs to the lineage of a generation where the chain of resumes passes through its
@@ -15,7 +15,7 @@ Id = tuple[int, int]
 
 
 def lineage(entries: Sequence[Entry], generation: Id) -> list[tuple[Id, int | None]]:
-    """The generation and its ancestors, newest first, each with the last step that counts of it.
+    """List the generation and its ancestors, newest first, each with the last step that counts of it.
 
     The generation itself has None (open end). The chain ends where a generation started from nothing, or
     where an ancestor has no log entry.
@@ -39,7 +39,7 @@ def lineage(entries: Sequence[Entry], generation: Id) -> list[tuple[Id, int | No
 
 
 def commits_on(entries: Sequence[Entry], commits: Sequence[Entry], generation: Id) -> list[Entry]:
-    """Those of ``commits`` (in log order) that lie on the lineage of the generation."""
+    """Select those of ``commits`` (in log order) that lie on the lineage of the generation."""
     limits = dict(lineage(entries, generation))
     return [
         commit

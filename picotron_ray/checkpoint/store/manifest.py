@@ -1,4 +1,4 @@
-"""The manifest: one JSON object that says what a checkpoint consists of.
+"""Manifest of a checkpoint: one JSON object that lists its tensors, chunks and ledger.
 
 It names every tensor's shards by chunk and byte range, the chunks by address and codec, and the ledger
 segments of the whole lineage by digest. Its own digest is in the commit entry of the log. Nothing here
@@ -32,7 +32,7 @@ class ChunkInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A box of a tensor, as ``raw_size`` bytes from ``start`` of a chunk's raw bytes; xxh3_128 in hex."""
+    """Box of a tensor, stored from ``start`` of a chunk's raw bytes; its digest is xxh3_128 in hex."""
 
     shard: Shard
     chunk: str
@@ -42,7 +42,7 @@ class StoredShard:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A ledger object: the steps ``first..last`` (inclusive), its blake3 in hex."""
+    """Ledger object: the steps ``first..last`` (inclusive), its blake3 in hex."""
 
     key: str
     first: int
@@ -52,7 +52,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint at ``step`` written by generation (term, n).
+    """Checkpoint at ``step``, written by generation (term, n).
 
     Fields:
         cursor: samples consumed.
@@ -79,7 +79,7 @@ class Manifest:
 
     @property
     def key(self) -> str:
-        """Where it is kept, unless that name was taken by an abandoned attempt."""
+        """Storage key of it, unless an abandoned attempt took that name."""
         return f"manifests/{self.step}-{self.term}-{self.n}.json"
 
     def tensors(self) -> dict[str, list[StoredShard]]:
@@ -151,7 +151,7 @@ def decode_manifest(key: str, data: bytes) -> Manifest:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """What is wrong with a manifest in itself: missing boxes, ranges outside chunks, ledger gaps."""
+    """Check a manifest in itself; returns one line per missing box, range outside a chunk or ledger gap."""
     problems = []
     for name, stored in manifest.tensors().items():
         shape = stored[0].shard.global_shape

@@ -37,7 +37,7 @@ Kind = Literal["term", "generation", "commit", "retire"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of the log. ``term``: of its writer (a commit's body names its generation's own)."""
+    """Entry of the log. ``term`` is its writer's; a commit's body names its generation's own."""
 
     seq: int
     kind: Kind
@@ -81,11 +81,13 @@ def decode_entry(seq: int, data: bytes) -> Entry:
 
 
 class RunLog:
-    """Reads the log, and appends to it once a term is claimed."""
+    """Reader of the log, and its writer once a term is claimed."""
 
     def __init__(self, storage: Storage, before_put: Callable[[], None] | None = None) -> None:
-        """Args:
-        before_put: called between choosing an entry's number and putting it (fault injection).
+        """Open the log; nothing is read yet.
+
+        Args:
+            before_put: called between choosing an entry's number and putting it (fault injection).
         """
         self._storage = storage
         self._before_put = before_put
@@ -107,17 +109,17 @@ class RunLog:
         self._last = max([self._last, *seqs])
 
     def entries(self) -> list[Entry]:
-        """All readable entries in order; ``complaints`` tells of the others. Does not refresh by itself."""
+        """List the readable entries in order, without a refresh; ``complaints`` tells of the others."""
         return [entry for _, entry in sorted(self._read.items()) if isinstance(entry, Entry)]
 
     def complaints(self) -> list[str]:
-        """One line per damaged or missing entry."""
+        """List damaged and missing entries, a line each."""
         damaged = [str(entry) for _, entry in sorted(self._read.items()) if isinstance(entry, CorruptError)]
         gaps = [seq for seq in range(1, self._last) if seq not in self._read]
         return damaged + [f"log entry {entry_key(seq)} is missing" for seq in gaps]
 
     def commits(self) -> list[Entry]:
-        """Commit entries that no retire entry has given up, oldest first."""
+        """List commit entries that no retire entry has given up, oldest first."""
         entries = self.entries()
         retired = {key for entry in entries if entry.kind == "retire" for key in entry.body["manifests"]}
         return [e for e in entries if e.kind == "commit" and e.body["manifest"] not in retired]
@@ -162,10 +164,10 @@ class RunLog:
             self._check_fence()  # passed: an older writer's entry, or an earlier one of ours that came late
 
     def _check_fence(self) -> None:
-        """A writer is fenced by the first entry after its claim that is of a newer term or unreadable.
+        """Raise FencedError after the first entry since the claim that is of a newer term or unreadable.
 
-        Judged from everything that was read so far, so a writer that was refused once, or that read the
-        log past a newer claim, stays refused.
+        Everything read so far is judged. So a writer that was refused once, or that read the log past a
+        newer claim, stays refused.
         """
         if not self.term:
             raise FencedError("no term is claimed; call claim_term first")

@@ -1,4 +1,4 @@
-"""Where a restore takes shards from. Torch-free.
+"""Sources of shards for a restore. Torch-free.
 
 A source lists the stored pieces of every tensor and hands out their bytes, each checked against the
 digest recorded for it. All pieces come from one (generation, step): a mixture of two steps is refused
@@ -19,14 +19,14 @@ from picotron_ray.layout.shards import Box, Shard
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stored box of one tensor. ``handle`` means something to its source only."""
+    """Stored box of one tensor. ``handle`` means something to its source only."""
 
     shard: Shard
     handle: Any
 
 
 class ShardSource(Protocol):
-    """What ``restore`` needs."""
+    """Source of shards, as ``restore`` reads it."""
 
     def pieces(self, names: Iterable[str]) -> dict[str, list[Piece]]:
         """The stored pieces of those tensors; unknown names are left out. Pieces may overlap."""

@@ -1,4 +1,4 @@
-"""From sealed slots to chunks (on each node), and from the nodes' parts to a manifest. Torch-free.
+"""Upload of a node's sealed slots as chunks. Torch-free.
 
 Order of a save, which garbage collection relies on (``gc.py``): an intent is put before the first look
 at what is there already; chunks that are condemned or quarantined count as absent and are put again; when
@@ -29,7 +29,7 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class UploadPart:
-    """What one node contributed to a checkpoint; turns into JSON and back."""
+    """One node's part of a checkpoint; turns into JSON and back."""
 
     intent: str
     term: int
@@ -138,7 +138,7 @@ Pack = list[tuple[Shard, list[Piece]]]
 
 
 def _packs(source: SlotSource) -> Iterator[Pack]:
-    """What goes into each chunk: shards to store, with the slot pieces that they are made of."""
+    """Group shards into chunks, each shard with the slot pieces that it is made of."""
     names = sorted({entry.shard.name for view in source.views for entry in view.shards})
     pack: Pack = []
     packed = 0
@@ -156,7 +156,7 @@ def _packs(source: SlotSource) -> Iterator[Pack]:
 
 
 def _cells(pieces: list[Piece]) -> Iterator[tuple[Shard, list[Piece]]]:
-    """The grid cells that the pieces cover wholly, and for the others the parts that are there."""
+    """Yield grid cells that the pieces cover wholly, and of the others the parts that are there."""
     like = pieces[0].shard
     for cell in cells(like.global_shape, like.dtype):
         touching = [(p, common) for p in pieces if (common := cell.intersect(p.shard.box)) is not None]
@@ -176,7 +176,7 @@ class Reader(Protocol):
 def store_pack(
     storage: Storage, source: Reader, pack: Pack, codec: str, absent: set[str]
 ) -> tuple[str, ChunkInfo, list[StoredShard], bool]:
-    """Put one chunk unless it is there; returns its address, what it is, its shards, whether it was put."""
+    """Put one chunk unless it is there; returns its address, sizes, shards, and whether it was put."""
     raw = np.empty(sum(shard.nbytes for shard, _ in pack), dtype=np.uint8)
     placed, at = [], 0
     for shard, pieces in pack:

@@ -1,4 +1,4 @@
-"""Finding the newest commit that is really there. Torch-free.
+"""Verification of commits, and the choice of the newest good one. Torch-free.
 
 A commit is good where its manifest matches the digest in the log and every chunk and ledger segment that
 it names matches its own. ``latest_good`` walks back from the newest commit and says in one line each why
@@ -26,7 +26,7 @@ _THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """One commit, and what is wrong with it (nothing: it is good)."""
+    """Verified commit and its problems; a good one has none."""
 
     entry: Entry
     manifest: Manifest | None
@@ -40,7 +40,7 @@ class CommitReport:
 
 @dataclass
 class Verifier:
-    """Checks commits of one run; a chunk that several commits share is read once."""
+    """Verifier of one run's commits; a chunk that several commits share is read once."""
 
     storage: Storage
     _known: dict[str, str] = field(default_factory=dict)  # address -> problem, "" where good
@@ -84,23 +84,23 @@ class Verifier:
 
 
 def verify_all(storage: Storage, log: RunLog) -> Iterator[CommitReport]:
-    """A report of every commit that is not retired, newest first."""
+    """Verify every commit that is not retired, newest first."""
     verifier = Verifier(storage)
     for entry in reversed(log.commits()):
         yield verifier.check(entry)
 
 
 @dataclass(frozen=True, slots=True)
-class Good:
-    """A commit that verified, and one line for every newer one (or log entry) that did not."""
+class GoodCommit:
+    """Commit that verified, and one line for every newer one (or log entry) that did not."""
 
     entry: Entry
     manifest: Manifest
     complaints: tuple[str, ...]
 
 
-def latest_good(storage: Storage, log: RunLog, step: int | None = None) -> Good | None:
-    """The newest commit in log order that verifies; None where the run has no commit at all.
+def latest_good(storage: Storage, log: RunLog, step: int | None = None) -> GoodCommit | None:
+    """Find the newest commit in log order that verifies; None where the run has no commit at all.
 
     Args:
         step: take a commit of this step, and no other.
@@ -116,7 +116,7 @@ def latest_good(storage: Storage, log: RunLog, step: int | None = None) -> Good 
     for entry in reversed(commits):
         report = verifier.check(entry)
         if report.manifest is not None and not report.problems:
-            return Good(entry, report.manifest, tuple(complaints))
+            return GoodCommit(entry, report.manifest, tuple(complaints))
         quarantine(storage, report)
         more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
         complaints.append(f"commit of step {report.step} is not used: {report.problems[0]}{more}")
@@ -140,7 +140,7 @@ def quarantine(storage: Storage, report: CommitReport) -> None:
 
 
 def read_ledger(storage: Storage, manifest: Manifest, after: int = 0) -> list[str]:
-    """The ledger lines of the manifest's lineage, in order of steps; those of steps above ``after``.
+    """Read the ledger lines of the manifest's lineage of steps above ``after``, in order.
 
     Raises:
         CorruptError, NotFoundError: naming the segment.

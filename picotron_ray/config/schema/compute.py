@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from picotron_ray.config.schema.base import Section
+from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Zero
 from picotron_ray.layout.recompute_policy import PATTERN
-from picotron_ray.layout.schedules import Schedule
+from picotron_ray.layout.schedules import SCHEDULES, canonical_name, schedule_names
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
 Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
+def _schedule(name: str) -> str:
+    try:
+        return canonical_name(name)
+    except LayoutError as error:
+        raise ValueError(str(error)) from None
+
+
+def _schedule_choices(schema: dict[str, Any]) -> None:
+    schema["enum"] = schedule_names()
+
+
+ScheduleName = Annotated[str, AfterValidator(_schedule), Field(json_schema_extra=_schedule_choices)]
+"""Name of an entry of `SCHEDULES`; an alias becomes the name."""
+ONE_STAGE = " and ".join(name for name, entry in SCHEDULES.items() if entry.stages_per_rank[1] == 1)
+
+
 class LayoutConfig(Section):
-    """Parallel degrees to use; ``auto`` leaves a degree to the planner at every generation."""
+    """Parallel degrees; ``auto`` leaves a degree to the planner at every generation.
+
+    Example::
+
+        layout:
+          tp: 2
+          pp: 2
+          schedule: interleaved-1f1b
+          zero: 1
+    """
 
     dp: Degree = Field(default="auto", description="data-parallel replicas")
     tp: Degree = Field(default="auto", description="tensor-parallel ranks")
@@ -42,9 +68,9 @@ class LayoutConfig(Section):
         description="copies of what zero 1 to 3 share out (HSDP), each over 1/replicate of dp x cp; auto:"
         " where the planner says that it pays",
     )
-    schedule: Schedule = Field(
+    schedule: ScheduleName = Field(
         default="1f1b",
-        description="pipeline schedule, where pp > 1; all but afab and 1f1b cut more than one stage per rank;"
+        description=f"pipeline schedule, where pp > 1; all but {ONE_STAGE} cut more than one stage per rank;"
         " custom: the one that actions writes down",
     )
     actions: tuple[str, ...] = Field(
@@ -78,7 +104,14 @@ class LayoutConfig(Section):
 
 
 class AdaptivePrecisionConfig(Section):
-    """Which parts of the model compute in ``precision``, by measurement; the others stay in fp32."""
+    """Adaptive precision: the parts of a model that bear it compute in ``precision``, the others in fp32.
+
+    Example::
+
+        precision: bf16
+        adaptive_precision:
+          error_bound: 1.0e-3
+    """
 
     error_bound: float | None = Field(
         default=None,
@@ -95,7 +128,15 @@ class AdaptivePrecisionConfig(Section):
 
 
 class KernelsConfig(Section):
-    """Which implementations compute."""
+    """Implementations of attention, norms, products and the loss.
+
+    Example::
+
+        kernels:
+          attention: flash
+          loss: linear
+          loss_chunk: 512
+    """
 
     attention: Literal["auto", "flash", "efficient", "cudnn", "flash-attn", "math"] = Field(
         default="auto",

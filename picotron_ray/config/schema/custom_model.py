@@ -19,7 +19,22 @@ Part = Literal["embed", "block", "head"]
 
 
 class PlanConfig(Section):
-    """How a model of your own is cut. What is left out is proposed from the built module and tried on it."""
+    """Parallel plan of a model of your own: its blocks, and the modules that parallelism cuts.
+
+    Keys that are left out are proposed from the built module and tried on it.
+
+    Example::
+
+        model:
+          vocab_size: 264
+          builder: my_package.model:build
+          plan:
+            blocks: layers.*
+            tensor:
+              layers.*.up: colwise
+              layers.*.down: rowwise
+            pipeline: [embed, layers.*, head]
+    """
 
     path: str | None = Field(
         default=None,
@@ -44,7 +59,7 @@ class PlanConfig(Section):
 
 
 class BuiltModel(Section):
-    """What launch found in the module that ``model.builder`` builds, as plain data. Not written by hand.
+    """Facts of the module that ``model.builder`` builds, as plain data. Launch fills it in.
 
     The planner and the coordinator count with it without torch, and workers check their module against it.
     """
@@ -70,7 +85,7 @@ class BuiltModel(Section):
     no_pipeline: str = Field(default="", description="why it cannot be cut into stages")
 
     def part_of(self, name: str) -> tuple[Part, int | None]:
-        """Where a parameter stands: before the blocks, in one (with its number), or after them."""
+        """Place a parameter: before the blocks, in one (with its number), or after them."""
         if name in self._numbers:
             return "block", self._numbers[name]
         after = self.pipeline[self.pipeline.index(self.blocks[-1]) + 1 :] if self.pipeline else ()

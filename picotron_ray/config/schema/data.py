@@ -12,7 +12,17 @@ END_OF_DOCUMENT = 256  # after the ids of the 256 bytes
 
 
 class DataConfig(Section):
-    """Where samples come from. A sample is ``sequence_length`` + 1 consecutive tokens of one stream."""
+    """Source of samples. A sample is ``sequence_length`` + 1 consecutive tokens of one stream.
+
+    Example::
+
+        data:
+          source: jsonl
+          path: corpus/*.jsonl
+          text_key: body
+          sequence_length: 512
+          global_batch: 64
+    """
 
     source: Literal["stdlib", "text", "jsonl", "memmap"] = Field(
         default="stdlib",

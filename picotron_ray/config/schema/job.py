@@ -28,7 +28,21 @@ from picotron_ray.config.schema.service import (
 
 
 class JobConfig(Section):
-    """Everything that defines a run."""
+    """Config of one run: everything that defines it.
+
+    A key that is left out has its default.
+
+    Example::
+
+        name: essays
+        steps: 1000
+        precision: bf16
+        data:
+          source: text
+          path: essays/
+        cluster:
+          max_workers: 8
+    """
 
     name: RunName = Field(default="quickstart", description="name of the run")
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="seed of weights and sample order")

@@ -8,10 +8,21 @@ from pydantic import Field
 
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.custom_model import IMPORT_PATH, BuiltModel, PlanConfig
+from picotron_ray.models.families.registry import FAMILIES, FamilyName
 
 
 class MoeConfig(Section):
-    """A mixture of experts in every block; each token goes to ``top_k`` of them."""
+    """Mixture of experts in every block; each token goes to ``top_k`` of them.
+
+    Example::
+
+        model:
+          moe:
+            experts: 8
+            top_k: 2
+            intermediate_size: 176
+            balance: bias
+    """
 
     experts: int = Field(default=0, ge=0, description="experts per block; 0: a dense SwiGLU instead")
     top_k: int = Field(default=2, ge=1, description="experts per token")
@@ -42,10 +53,19 @@ class MoeConfig(Section):
 
 
 class RopeScaling(Section):
-    """Llama 3's scaling (Dubey et al. 2024): slow frequencies are divided, fast ones left, a ramp between.
+    """Llama 3's scaling of rotary positions (Dubey et al. 2024).
 
     A frequency whose wavelength is above ``original_length / low_frequency_factor`` tokens is divided by
-    ``factor``, one below ``original_length / high_frequency_factor`` is left.
+    ``factor``. One below ``original_length / high_frequency_factor`` is left. Between the two is a ramp.
+
+    Example::
+
+        model:
+          rope_scaling:
+            factor: 8.0
+            low_frequency_factor: 1.0
+            high_frequency_factor: 4.0
+            original_length: 8192
     """
 
     factor: float = Field(default=1.0, ge=1, description="divisor of slow frequencies; 1: no scaling")
@@ -55,11 +75,22 @@ class RopeScaling(Section):
 
 
 class ModelConfig(Section):
-    """A Llama-style decoder (RMSNorm, rotary positions, grouped queries, SwiGLU), GPT-2, or your own."""
+    """Model: a built-in family (a Llama-style decoder by default), or a model of your own.
 
-    family: Literal["llama", "gpt2"] = Field(
+    Example::
+
+        model:
+          hidden_size: 256
+          intermediate_size: 704
+          layers: 8
+          heads: 8
+          kv_heads: 4
+          tie_embeddings: true
+    """
+
+    family: FamilyName = Field(
         default="llama",
-        description="llama: as other keys say; gpt2: LayerNorm, learned positions, GELU, biases, no dropout",
+        description="; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items()),
     )
     vocab_size: int = Field(
         default=264, ge=2, description="rows of the embedding; at least the tokenizer's vocabulary"
@@ -108,11 +139,6 @@ class ModelConfig(Section):
 
     def __hash__(self) -> int:  # ``arguments`` and ``tensor`` are mappings
         return hash(self.model_dump_json())
-
-    @property
-    def is_gpt2(self) -> bool:
-        """Whether blocks are GPT-2's: LayerNorm, GELU, a bias in every linear layer, no rotary positions."""
-        return self.family == "gpt2"
 
     @property
     def head_size(self) -> int:

@@ -13,7 +13,16 @@ TORCHAO = "which needs torchao; install picotron-ray[8bit] on every node, or use
 
 
 class ScheduleConfig(Section):
-    """Learning-rate schedule; multiplies ``optimizer.learning_rate``."""
+    """Learning-rate schedule; multiplies ``optimizer.learning_rate``.
+
+    Example::
+
+        optimizer:
+          schedule:
+            kind: wsd
+            warmup_steps: 20
+            decay_steps: 50
+    """
 
     kind: Literal["constant", "cosine", "wsd"] = Field(
         default="cosine", description="wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM)"
@@ -26,7 +35,15 @@ class ScheduleConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer; its state is canonical like the weights."""
+    """Optimizer; its state is stored uncut, as the weights are.
+
+    Example::
+
+        optimizer:
+          name: muon
+          learning_rate: 3.0e-3
+          weight_decay: 0.1
+    """
 
     name: Literal["adamw", "sgd", "muon"] = Field(
         default="adamw",

@@ -12,7 +12,15 @@ RunName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 
 
 class ClusterConfig(Section):
-    """Which machines to use."""
+    """Machines to use: numbers of workers, their device, CPU slots and memory.
+
+    Example::
+
+        cluster:
+          device: cuda
+          min_workers: 4
+          max_workers: 8
+    """
 
     min_workers: int = Field(default=1, ge=1, description="fewest workers that the run goes on with")
     max_workers: int = Field(default=4, ge=1, description="most workers that the run uses")
@@ -42,7 +50,15 @@ class ClusterConfig(Section):
 
 
 class ElasticConfig(Section):
-    """Failure detection and recovery."""
+    """Failure detection and recovery.
+
+    Example::
+
+        elastic:
+          max_failures: 20
+          node_timeout_s: 10.0
+          first_step_timeout_s: 300.0
+    """
 
     max_failures: int = Field(
         default=100, ge=0, description="failures of any kind before the run gives up (exit 3)"
@@ -71,7 +87,14 @@ class ElasticConfig(Section):
 
 
 class SnapshotConfig(Section):
-    """Host-memory snapshots, the first rung of recovery."""
+    """Host-memory snapshots, which a recovery looks at first.
+
+    Example::
+
+        snapshot:
+          interval_steps: 10
+          overflow_folder: /var/tmp/slots
+    """
 
     interval_steps: int | Literal["auto"] = Field(
         default="auto", description="auto: ceil(copy and digest time / (0.5 x step time)), from measurement"
@@ -84,7 +107,14 @@ class SnapshotConfig(Section):
 
 
 class StorageConfig(Section):
-    """Where checkpoints are kept."""
+    """Storage of checkpoints: a local folder or S3.
+
+    Example::
+
+        storage:
+          url: s3://my-bucket/runs
+          region: eu-central-1
+    """
 
     url: str = Field(
         default="./runs", description="a local folder, or s3://bucket/prefix; the run's name is appended"
@@ -98,7 +128,16 @@ class StorageConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When state is committed to storage."""
+    """Commits to storage: their interval, and how many are kept.
+
+    Example::
+
+        checkpoint:
+          interval_steps: 100
+          keep_last: 2
+          keep_every_steps: 1000
+          codec: zstd
+    """
 
     interval_steps: int = Field(default=50, ge=1, description="steps between commits")
     keep_last: int = Field(default=3, ge=1, description="newest commits to keep")
@@ -115,7 +154,15 @@ class CheckpointConfig(Section):
 
 
 class InitFromConfig(Section):
-    """Initial weights from a commit of another run; without ``run`` they are drawn from ``seed``."""
+    """Initial weights from a commit of another run; without ``run`` they are drawn from ``seed``.
+
+    Example::
+
+        name: second
+        init_from:
+          run: first
+          step: 1000
+    """
 
     run: RunName | None = Field(default=None, description="name of the run whose commit to start from")
     url: str | None = Field(
@@ -132,7 +179,14 @@ class InitFromConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Loss on held-out data."""
+    """Loss on held-out data.
+
+    Example::
+
+        evaluate:
+          interval_steps: 100
+          samples: 256
+    """
 
     interval_steps: int = Field(
         default=50, ge=1, description="steps between evaluations; the last step is always evaluated"
@@ -143,7 +197,15 @@ class EvaluateConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Prometheus endpoints of the coordinator and of every node's agent."""
+    """Prometheus endpoints of the coordinator and of every node's agent.
+
+    Example::
+
+        metrics:
+          host: 0.0.0.0
+          port: 9400
+          coordinator_port: 9401
+    """
 
     enabled: bool = Field(default=True, description="serve metrics, and show the run to Ray's own endpoints")
     host: str | None = Field(
@@ -159,7 +221,15 @@ class MetricsConfig(Section):
 
 
 class TrackerConfig(Section):
-    """One place that gets a row for every committed step, and every evaluation."""
+    """Tracker: it gets a row for every committed step, and for every evaluation.
+
+    Example::
+
+        trackers:
+          - kind: csv
+          - kind: wandb
+            project: essays
+    """
 
     kind: Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"] = Field(
         description="csv, jsonl, tensorboard: files; wandb and mlflow need the extra of that name"
@@ -176,10 +246,29 @@ class TrackerConfig(Section):
     )
 
 
-class ChaosFault(Section):
-    """One scripted fault, for tests, demos and drills."""
+FaultName = Literal["kill", "stop", "hang", "remove-node"]
+FaultTarget = Literal["worker", "node", "coordinator"]
+FAULT_TARGETS: dict[FaultName, tuple[FaultTarget, ...]] = {
+    "kill": ("worker", "coordinator"),
+    "stop": ("worker", "coordinator"),
+    "hang": ("worker", "coordinator"),
+    "remove-node": ("node",),
+}
+"""Scripted faults and their possible targets; each is a class in ``runtime.chaos.faults``."""
 
-    fault: Literal["kill", "stop", "hang", "remove-node"] = Field(
+
+class ChaosFault(Section):
+    """Scripted fault, for tests, demos and drills.
+
+    Example::
+
+        chaos:
+          - fault: kill
+            target: worker:2
+            step: 100
+    """
+
+    fault: FaultName = Field(
         description="kill: SIGKILL; stop: SIGSTOP; hang: a thread that never returns;"
         " remove-node: the whole node"
     )

@@ -1,4 +1,4 @@
-"""What a job computes with that only an extra installs. Torch-free."""
+"""Packages that a job needs and that only an extra installs. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from picotron_ray.config.support.precision import TORCHAO
 
 
 class Extra(NamedTuple):
-    """A package that has to be there: its module and distribution, and what to say where it is not."""
+    """Required package: its module and distribution, and the message where it is missing."""
 
     key: str
     module: str
@@ -19,7 +19,7 @@ class Extra(NamedTuple):
 
 
 def needed_extras(job: JobConfig) -> list[Extra]:
-    """Those of a job, which all its nodes must have, in one version."""
+    """List the packages of a job; all its nodes must have them, in one version."""
     found = []
     if job.precision == "fp8":
         found.append(Extra("precision", "torchao", "torchao", f"saw fp8, {TORCHAO}"))

@@ -1,4 +1,4 @@
-"""Which kernels a device offers, for a precision, the widths of a model and a layout. Torch-free."""
+"""Kernels that a device offers, for a precision, the widths of a model and a layout. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Literal
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
+from picotron_ray.models.families.registry import family_of
 
 Backend = Literal["flash", "efficient", "cudnn", "flash-attn", "math"]
 Norm = Literal["eager", "closed-form", "compiled"]
@@ -18,10 +19,10 @@ def windowed(job: JobConfig) -> bool:
 
 
 def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
-    """What ``kernels.attention`` may be on a device (``cpu`` or ``cuda``), the one of ``auto`` first.
+    """List the ``kernels.attention`` of a device (``cpu`` or ``cuda``), the one of ``auto`` first.
 
-    With context parallelism only kernels that give their log-sum-exp will do, and with document masks, or
-    windows, those that take them; with adaptive precision those that fp32 has too.
+    Context parallelism needs kernels that give their log-sum-exp. Masks and windows need those that
+    take them, and adaptive precision needs those that fp32 has too.
     """
     if device == "cpu":
         return ["flash", "math"]
@@ -34,7 +35,7 @@ def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
 
 
 def _on_cuda(job: JobConfig) -> list[Backend]:
-    """Those that compute in the job's precision, with heads of its size."""
+    """List those that compute in the job's precision, with heads of its size."""
     if job.precision == "fp64":
         return ["math"]
     low = job.precision in ("bf16", "fp16", "fp8")
@@ -46,7 +47,7 @@ def _on_cuda(job: JobConfig) -> list[Backend]:
 
 
 def attention_problem(job: JobConfig, device: str, cp: int) -> str | None:
-    """Why ``kernels.attention`` cannot be had there, in words; None where it can."""
+    """Explain why ``kernels.attention`` cannot be had there; None where it can."""
     asked = job.kernels.attention
     offered = attention_backends(job, device, cp)
     if asked == "auto" or asked in offered:
@@ -77,18 +78,18 @@ def attention_masks(job: JobConfig, cp: int) -> bool:
 
 
 def overlap_problem(job: JobConfig, device: str) -> str | None:
-    """Why ``kernels.tp_overlap`` cannot be had on a device (``cpu``, ``cuda``, ``auto``: not known yet)."""
+    """Explain why ``kernels.tp_overlap`` cannot be had on a device (``auto``: not known yet)."""
     if job.kernels.tp_overlap == "symmetric-memory" and device == "cpu":
         return "saw symmetric-memory, but workers run on CPUs, where torch has none; use ring or none"
     return None
 
 
 def norm_kernel(job: JobConfig, device: str) -> Norm:
-    """What computes RMSNorm on a device; by auto the closed form where torch has no kernel for it."""
+    """Choose the kernel of RMSNorm on a device; auto is the closed form where torch has no kernel."""
     asked, model = job.kernels.norm, job.model
     if asked != "auto":
         return asked
-    able = model.builder is None and not model.is_gpt2 and not job.kernels.compile
+    able = model.builder is None and family_of(model).norms == "RMSNorm" and not job.kernels.compile
     return "closed-form" if able and device == "cpu" else "eager"
 
 
@@ -97,7 +98,7 @@ GROUPED_ROW_BYTES = 16
 
 
 def ungrouped_widths(job: JobConfig, tp: int) -> dict[str, int]:
-    """Widths of what a tensor-parallel rank has of experts that no grouped product takes, by key."""
+    """Find the widths, by key, of a tensor-parallel rank's experts that no grouped product takes."""
     item = COMPUTE_BYTES[job.precision]
     inner = "model.moe.intermediate_size"
     widths = {"model.hidden_size": job.model.hidden_size, inner: job.model.moe.intermediate_size // tp}

@@ -1,4 +1,4 @@
-"""Which precision a device computes in, and what ``precision: auto`` comes to. Torch-free.
+"""Precisions of devices, and the choice behind ``precision: auto``. Torch-free.
 
 ``auto`` is settled once, at a run's first launch, from the devices of all nodes that are there: bf16 where
 each of them has it in hardware, else fp16 on CUDA, fp32 where workers run on CPUs. It becomes the run's
@@ -45,7 +45,7 @@ _CHOICES: dict[str, tuple[Precision, ...]] = {
 
 
 def chosen(device: str, capabilities: Iterable[Capability]) -> tuple[Precision, str]:
-    """What ``precision: auto`` comes to on all of these devices, and why, in words.
+    """Choose what ``precision: auto`` comes to on all of these devices; returns it and the reason.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -59,7 +59,7 @@ def chosen(device: str, capabilities: Iterable[Capability]) -> tuple[Precision, 
 
 
 def possible(job: JobConfig) -> tuple[JobConfig, ...]:
-    """The job with each precision that it may come to; itself where that is named."""
+    """List the job with each precision that it may come to; itself where that is named."""
     if job.precision != "auto":
         return (job,)
     choices = _CHOICES[job.cluster.device]
@@ -67,7 +67,7 @@ def possible(job: JobConfig) -> tuple[JobConfig, ...]:
 
 
 def outlook(job: JobConfig) -> str:
-    """What ``precision: auto`` will come to, as far as the config tells; empty where it is named."""
+    """Describe what ``precision: auto`` will come to, as far as the config tells; empty where it is named."""
     if job.precision != "auto":
         return ""
     on_cuda = "on CUDA bf16 if every device has compute capability 8.0 or later, else fp16"
@@ -76,7 +76,7 @@ def outlook(job: JobConfig) -> str:
 
 
 def precision_problem(job: JobConfig, device: str, capabilities: Sequence[Capability] = ()) -> str | None:
-    """Why the job's precision cannot be had on a machine, in words; None where it can.
+    """Explain why the job's precision cannot be had on a machine; None where it can.
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` where it is not known yet.

@@ -1,8 +1,8 @@
-"""Rules between keys: what each value alone cannot show to be wrong.
+"""Rules between keys: mistakes that no value shows alone.
 
 A rule yields problems and never raises, so that all mistakes of a config are reported at once. ``touches``
-names the keys that a rule looked at: where one of them already failed on its own, the rule's problem is
-not reported (it would speak about a default, not about what the user wrote).
+names the keys that a rule looked at. Where one of them already failed on its own, the rule's problem is not
+reported, because it would speak about a default and not about what the user wrote.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ RULES = (*model.RULES, *compute.RULES, *kernels.RULES, *service.RULES)
 def check(job: JobConfig) -> list[Problem]:
     """Every broken rule of a config whose values are each valid.
 
-    Under ``precision: auto`` what is wrong whatever it comes to; launch judges again once it is settled.
+    Under ``precision: auto`` only problems of every possible precision count. Launch checks again once it is
+    known.
     """
     best, *others = ([problem for rule in RULES for problem in rule(each)] for each in possible(job))
     keys = [{problem.key for problem in found} for found in others]

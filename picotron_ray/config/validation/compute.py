@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig, ScheduleConfig
-from picotron_ray.config.support.cuda_graphs import offload_problems
+from picotron_ray.config.support.devices import offload_problems
 from picotron_ray.config.support.precision import precision_problem
 from picotron_ray.config.validation.layout import (
     Degrees,
     asked_pp,
+    layout_problems,
     least_micro_batch,
-    listed,
-    misfits,
     nearest_layouts,
+    own_schedule,
     placement,
     virtual_stages,
 )
@@ -24,6 +24,7 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import is_selective, recomputed, stage_words
 from picotron_ray.layout.schedule_actions import action_list
+from picotron_ray.layout.schedules import SCHEDULES
 
 _OPTIMIZERS_OF = {
     "momentum": ("muon",),
@@ -123,7 +124,7 @@ def _schedule(job: JobConfig) -> Iterator[Problem]:
 
 
 def _without_effect(job: JobConfig) -> Iterator[Problem]:
-    """What is asked for and would do nothing at any layout."""
+    """Refuse settings that would do nothing under any layout."""
     asked, depth = job.layout, job.model.depth
     words = () if asked.recompute == "auto" or not depth else stage_words(asked.recompute)
     for word in dict.fromkeys(words):
@@ -136,9 +137,9 @@ def _without_effect(job: JobConfig) -> Iterator[Problem]:
 
 
 def actions_problem(job: JobConfig) -> str:
-    """Why a schedule of the job's own cannot run as it is written; empty where it can, or there is none."""
+    """The reason why ``layout.actions`` cannot run; empty where it can, or there is none."""
     actions, schedule = job.layout.actions, job.layout.schedule
-    if schedule != "custom":
+    if SCHEDULES[schedule].with_actions is None:
         rows = f"saw {len(actions)} rows with layout.schedule={schedule}, which makes its own list"
         return f"{rows}; use schedule=custom or drop them" if actions else ""
     try:
@@ -155,8 +156,8 @@ def _actions(job: JobConfig) -> Iterator[Problem]:
 
 
 def _least_dp(job: JobConfig, least: int) -> int:
-    """As few replicas, a multiple of ``least``, as make the micro-batches of the job's own schedule."""
-    own, asked = listed(job), job.layout.micro_batch
+    """The fewest replicas, a multiple of ``least``, that make the micro-batches of the job's own list."""
+    own, asked = own_schedule(job), job.layout.micro_batch
     if own is None or asked == "auto":
         return least
     multiples = range(least, job.cluster.max_workers + 1, least)
@@ -191,10 +192,10 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
     most, world = job.cluster.max_workers, layout.world_size
     others = ("ep", "zero", "replicate", "micro_batch", "schedule", "virtual_stages", "recompute", "actions")
     touched = tuple(f"layout.{name}" for name in (*Degrees._fields, *others))
-    found = misfits(job, layout)
-    for misfit in found:
-        text = misfit.text + _nearest(job, degrees)
-        yield Problem(misfit.key, text, (*touched, "cluster.max_workers", *misfit.against))
+    found = layout_problems(job, layout)
+    for problem in found:
+        text = problem.text + _nearest(job, degrees)
+        yield Problem(problem.key, text, (*touched, "cluster.max_workers", *problem.against))
     if found:
         return
     text = f"saw {str(degrees).replace(' ', ' x ')} = {world} workers, "

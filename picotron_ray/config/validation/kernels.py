@@ -7,17 +7,21 @@ from collections.abc import Callable, Iterator
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.support.cuda_graphs import device_problems, graph_problems
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.support.devices import device_problems, graph_problems
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
 from picotron_ray.config.validation.compute import actions_problem
 from picotron_ray.layout.recompute_policy import is_selective
-from picotron_ray.layout.schedules import rules_of
+from picotron_ray.layout.schedules import schedule_of
+from picotron_ray.models.families.registry import family_of
 
 
 def _splits(job: JobConfig) -> bool:
     """Whether a pipeline of the job would split its backward pass."""
     readable = not actions_problem(job)
-    return readable and job.layout.pp != 1 and rules_of(job.layout.schedule, job.layout.actions).splits
+    if not readable or job.layout.pp == 1:
+        return False
+    return schedule_of(job.layout.schedule, job.layout.actions).splits_backward
 
 
 def _kernels(job: JobConfig) -> Iterator[Problem]:
@@ -62,10 +66,12 @@ def _graphs(job: JobConfig) -> Iterator[Problem]:
 def _closed_norms(job: JobConfig) -> Iterator[Problem]:
     if job.kernels.norm != "closed-form":
         return
-    own = job.model.builder is not None
+    own, norms = job.model.builder is not None, family_of(job.model).norms
     against = {
         "model.builder": own and "a model of your own, which computes as it was built",
-        "model.family": not own and job.model.is_gpt2 and "model.family=gpt2, which has LayerNorm",
+        "model.family": not own
+        and norms != "RMSNorm"
+        and f"model.family={job.model.family}, which has {norms}",
         "kernels.compile": job.kernels.compile and "kernels.compile=true, which compiles all of a block",
     }
     for key, text in against.items():
@@ -82,13 +88,8 @@ def _compiled_functions(job: JobConfig) -> Iterator[Problem]:
         if model.builder is not None:
             text = f"saw compiled; a model of your own computes as it was built: leave it at {plain}"
             yield Problem(key, text, ("model.builder",))
-        elif name == "activation" and (model.is_gpt2 or model.moe.experts):
-            other = (
-                "model.family=gpt2, which has no SwiGLU"
-                if model.is_gpt2
-                else (f"model.moe.experts={model.moe.experts}, which get other numbers of rows each time")
-            )
-            text = f"saw compiled with {other}; leave it at eager"
+        elif name not in family_of(model).compiled_functions(model):
+            text = f"saw compiled with {_uncompiled(model, name)}; leave it at {plain}"
             yield Problem(key, text, ("model.family", "model.moe.experts"))
         if job.kernels.compile:
             text = "saw compiled with kernels.compile=true, which compiles all of a block; drop one"
@@ -97,6 +98,14 @@ def _compiled_functions(job: JobConfig) -> Iterator[Problem]:
             text = f"saw compiled with layout.schedule={schedule}, which splits the backward pass, and"
             text += " that of a compiled norm runs once; use another schedule or auto"
             yield Problem(key, text, ("layout.schedule", "layout.pp", "layout.actions"))
+
+
+def _uncompiled(model: ModelConfig, name: str) -> str:
+    """Keys under which a model has no function of its own that ``kernels.<name>`` could compile, and why."""
+    if model.moe.experts:
+        return f"model.moe.experts={model.moe.experts}, which get other numbers of rows each time"
+    lacks = "norm of a residual sum" if name == "norm" else "SwiGLU"
+    return f"model.family={model.family}, which has no {lacks}"
 
 
 def _projections(job: JobConfig) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
-"""Which layouts fit a job: the divisibility rules, shared by config validation and the planner.
+"""Layout rules: whether a layout fits a job. Config validation and the planner share them.
 
-Torch would find a misfit late and deep (facts: TP over an indivisible dimension fails inside DTensor), so
-every rule is checked here with the two numbers in the message.
+Torch would find a mistake late and deep: tensor parallelism over an indivisible dimension fails inside
+DTensor. So every rule is checked here, with the two numbers in the message.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import is_selective, stage_words
 from picotron_ray.layout.schedule_actions import ActionList, action_list
-from picotron_ray.layout.schedules import rules_of, schedule_problem
+from picotron_ray.layout.schedules import SCHEDULES, schedule_of
 
 
-class Misfit(NamedTuple):
+class LayoutProblem(NamedTuple):
     """One broken rule: the layout key at fault, the keys it is at odds with, and what is wrong, in words."""
 
     key: str
@@ -27,27 +27,27 @@ class Misfit(NamedTuple):
     text: str
 
 
-def misfits(job: JobConfig, layout: Layout) -> list[Misfit]:
+def layout_problems(job: JobConfig, layout: Layout) -> list[LayoutProblem]:
     """Every rule that ``layout`` breaks for this model and batch; empty where it fits."""
     return [
-        *_tensor_misfits(job, layout.tp),
-        *_context_misfits(job, layout.cp, layout.tp),
-        *_fp8_misfits(job, layout.cp, layout.tp),
-        *_grouped_misfits(job, layout.tp),
-        *_expert_misfits(job, layout),
-        *_copies_misfits(layout),
-        *_recompute_misfits(layout),
-        *_pipeline_misfits(job, layout),
-        *_batch_misfits(job, layout),
-        *_graph_misfits(job, layout),
+        *_tensor_problems(job, layout.tp),
+        *_context_problems(job, layout.cp, layout.tp),
+        *_fp8_problems(job, layout.cp, layout.tp),
+        *_grouped_problems(job, layout.tp),
+        *_expert_problems(job, layout),
+        *_copies_problems(layout),
+        *_recompute_problems(layout),
+        *_pipeline_problems(job, layout),
+        *_batch_problems(job, layout),
+        *_graph_problems(job, layout),
     ]
 
 
-def _tensor_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
+def _tensor_problems(job: JobConfig, tp: int) -> Iterator[LayoutProblem]:
     model = job.model
     if model.builder is not None:
         if model.built is not None and tp > 1 and tp not in model.built.tensor_degrees:
-            yield Misfit("layout.tp", (), f"saw {tp}; {model.built.no_tensor}")
+            yield LayoutProblem("layout.tp", (), f"saw {tp}; {model.built.no_tensor}")
         return
     cut = {
         "model.heads": model.heads,
@@ -59,11 +59,11 @@ def _tensor_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
     uncut = [key for key, size in cut.items() if size % tp]
     if uncut:
         sizes = ", ".join(f"{key}={cut[key]}" for key in uncut)
-        yield Misfit("layout.tp", tuple(uncut), f"saw {tp}, which does not divide {sizes}")
+        yield LayoutProblem("layout.tp", tuple(uncut), f"saw {tp}, which does not divide {sizes}")
     rows = -(-model.vocab_size // tp)  # each rank has so many, the last one what is left
     if rows * (tp - 1) >= model.vocab_size:
         text = f"saw {tp} with model.vocab_size={model.vocab_size}, which leaves the last rank without a row"
-        yield Misfit("layout.tp", ("model.vocab_size",), text)
+        yield LayoutProblem("layout.tp", ("model.vocab_size",), text)
 
 
 def _widths(job: JobConfig) -> dict[str, int]:
@@ -78,43 +78,45 @@ def _widths(job: JobConfig) -> dict[str, int]:
     }
 
 
-def _expert_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
+def _expert_problems(job: JobConfig, layout: Layout) -> Iterator[LayoutProblem]:
     ep, experts = layout.ep, job.model.moe.experts
     if ep == 1:
         return
     if not experts:
-        yield Misfit("layout.ep", ("model.moe.experts",), f"saw {ep}; a model without experts needs ep=1")
+        yield LayoutProblem(
+            "layout.ep", ("model.moe.experts",), f"saw {ep}; a model without experts needs ep=1"
+        )
         return
     if experts % ep:
         text = f"saw {ep}, which does not divide model.moe.experts={experts}"
-        yield Misfit("layout.ep", ("model.moe.experts",), text)
+        yield LayoutProblem("layout.ep", ("model.moe.experts",), text)
     if layout.replicas % ep:
         text = f"saw {ep}, which does not divide dp x cp = {layout.replicas}, over which experts are spread"
-        yield Misfit("layout.ep", ("layout.dp", "layout.cp"), text)
+        yield LayoutProblem("layout.ep", ("layout.dp", "layout.cp"), text)
 
 
-def _copies_misfits(layout: Layout) -> Iterator[Misfit]:
+def _copies_problems(layout: Layout) -> Iterator[LayoutProblem]:
     copies, replicas = layout.replicate, layout.replicas
     if copies == 1:
         return
     saw, against = f"saw {copies}", ("layout.dp", "layout.cp")
     if not layout.zero:
         text = f"{saw} with layout.zero=0, which cuts nothing; use zero 1, 2 or 3, or replicate=1"
-        yield Misfit("layout.replicate", ("layout.zero",), text)
+        yield LayoutProblem("layout.replicate", ("layout.zero",), text)
     elif replicas % copies or replicas == copies:
         text = f"{saw}, expected a divisor of dp x cp = {replicas} below it; zero=0 copies without cutting"
-        yield Misfit("layout.replicate", against, text)
+        yield LayoutProblem("layout.replicate", against, text)
     elif replicas // copies % layout.ep:
         text = f"{saw}, which leaves {replicas // copies} ranks per copy, not a multiple of ep={layout.ep}"
-        yield Misfit("layout.replicate", (*against, "layout.ep"), text)
+        yield LayoutProblem("layout.replicate", (*against, "layout.ep"), text)
 
 
-def _recompute_misfits(layout: Layout) -> Iterator[Misfit]:
+def _recompute_problems(layout: Layout) -> Iterator[LayoutProblem]:
     policy = layout.recompute
     listed_stages = len(stage_words(policy))
     if listed_stages not in (1, layout.stages):
         text = f"saw a list of {listed_stages}, expected one word, or one for each of {layout.stages} stages"
-        yield Misfit("layout.recompute", ("layout.pp", "layout.virtual_stages"), text)
+        yield LayoutProblem("layout.recompute", ("layout.pp", "layout.virtual_stages"), text)
     gathered_inside = layout.zero > 0 and layout.ep > 1 and layout.expert_shards > 1
     if is_selective(policy) and gathered_inside:
         text = (
@@ -122,14 +124,14 @@ def _recompute_misfits(layout: Layout) -> Iterator[Misfit]:
             " a block gathers its experts within: the second forward pass gathers other than the first; use"
             " full or none"
         )
-        yield Misfit("layout.recompute", ("layout.zero", "layout.ep", "layout.dp", "layout.cp"), text)
+        yield LayoutProblem("layout.recompute", ("layout.zero", "layout.ep", "layout.dp", "layout.cp"), text)
 
 
-def _context_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
+def _context_problems(job: JobConfig, cp: int, tp: int) -> Iterator[LayoutProblem]:
     if cp == 1:
         return
     if job.model.builder is not None:
-        yield Misfit("layout.cp", (), f"saw {cp}; a model of your own keeps its rows whole: use cp=1")
+        yield LayoutProblem("layout.cp", (), f"saw {cp}; a model of your own keeps its rows whole: use cp=1")
         return
     length, window = job.data.sequence_length, job.model.sliding_window
     if window is not None and window < length:
@@ -137,20 +139,20 @@ def _context_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
             f"saw {cp} with model.sliding_window={window} below data.sequence_length={length}: attention over"
             " parts of a row knows no windows; use cp=1"
         )
-        yield Misfit("layout.cp", ("model.sliding_window", "data.sequence_length"), text)
+        yield LayoutProblem("layout.cp", ("model.sliding_window", "data.sequence_length"), text)
     if length % (2 * cp):
         text = f"saw {cp}: data.sequence_length={length} does not divide into 2 x {cp} chunks"
-        yield Misfit("layout.cp", ("data.sequence_length",), text)
+        yield LayoutProblem("layout.cp", ("data.sequence_length",), text)
     elif length // cp % tp:
         text = f"saw {cp} with tp={tp}, which does not divide {length // cp} tokens per rank"
-        yield Misfit("layout.cp", ("data.sequence_length", "layout.tp"), text)
+        yield LayoutProblem("layout.cp", ("data.sequence_length", "layout.tp"), text)
 
 
 FP8_MULTIPLE = 16
 """Of every dimension of an fp8 product (cuBLASLt); tokens too, over which weights' gradients are sums."""
 
 
-def _fp8_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
+def _fp8_problems(job: JobConfig, cp: int, tp: int) -> Iterator[LayoutProblem]:
     if job.precision != "fp8" or job.model.builder is not None:
         return
     model = job.model
@@ -163,10 +165,10 @@ def _fp8_misfits(job: JobConfig, cp: int, tp: int) -> Iterator[Misfit]:
         axes = " ".join(f"{name}={degree}" for name, degree in (("tp", tp), ("cp", cp)) if degree > 1)
         text = f"saw fp8{f' with {axes}' if axes else ''}, which multiplies multiples of {FP8_MULTIPLE}, but"
         against = ("layout.tp", "layout.cp", "model.hidden_size", "model.heads", "data.sequence_length")
-        yield Misfit("precision", (*against, *_widths(job)), f"{text} {', '.join(odd)}; use bf16")
+        yield LayoutProblem("precision", (*against, *_widths(job)), f"{text} {', '.join(odd)}; use bf16")
 
 
-def _grouped_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
+def _grouped_problems(job: JobConfig, tp: int) -> Iterator[LayoutProblem]:
     moe = job.model.moe
     if job.kernels.experts != "grouped" or not moe.experts or moe.intermediate_size % tp:
         return
@@ -176,123 +178,124 @@ def _grouped_misfits(job: JobConfig, tp: int) -> Iterator[Misfit]:
         saw = f"saw grouped in {job.precision}{f' with tp={tp}' if tp > 1 else ''}"
         text = f"{saw}, which multiplies multiples of {least}, but {', '.join(odd)}; use loop"
         against = ("layout.tp", "precision", "model.hidden_size", "model.moe.intermediate_size")
-        yield Misfit("kernels.experts", against, text)
+        yield LayoutProblem("kernels.experts", against, text)
 
 
 def virtual_stages(job: JobConfig, pp: int) -> int:
-    """Stages per rank: what the job asks for, else as few as its schedule can do."""
+    """Stages per rank: the number that the job asks for, else the fewest of its schedule."""
     if pp == 1:
         return 1
     asked = job.layout.virtual_stages
-    return rules_of(job.layout.schedule, job.layout.actions).virtual[0] if asked == "auto" else asked
+    schedule = schedule_of(job.layout.schedule, job.layout.actions)
+    return schedule.stages_per_rank[0] if asked == "auto" else asked
 
 
-def listed(job: JobConfig) -> ActionList | None:
-    """The job's own pipeline schedule; None where it names one of ours. Raises ConfigError for a bad one."""
-    return action_list(job.layout.actions) if job.layout.schedule == "custom" else None
+def own_schedule(job: JobConfig) -> ActionList | None:
+    """The job's own list of actions; None where its schedule takes none. Raises ConfigError for a bad one."""
+    return action_list(job.layout.actions) if SCHEDULES[job.layout.schedule].with_actions else None
 
 
 def asked_pp(job: JobConfig) -> int | Literal["auto"]:
-    """``layout.pp``; under a schedule of its own, which fixes it, the rows of that."""
-    own = listed(job)
+    """The pipeline degree asked for; under a list of actions, which fixes it, the number of its rows."""
+    own = own_schedule(job)
     return len(own.rows) if own is not None and job.layout.pp == "auto" else job.layout.pp
 
 
 def placement(job: JobConfig) -> tuple[tuple[int, ...], ...]:
-    """`Layout.placement` of every layout of the job."""
-    own = listed(job)
+    """The `Layout.placement` that every layout of the job has."""
+    own = own_schedule(job)
     return () if own is None else own.placement
 
 
 def least_micro_batch(job: JobConfig, dp: int) -> int:
-    """The smallest micro-batch worth a look, in rows: 1, or what a schedule of the job's own asks."""
-    own = listed(job)
+    """The smallest micro-batch to consider, in rows: 1, or as a list of actions fixes it."""
+    own = own_schedule(job)
     if own is None:
         return 1
     asked = job.layout.micro_batch
     return -(-job.data.global_batch // (dp * own.micro_batches)) if asked == "auto" else asked
 
 
-def splits(job: JobConfig, layout: Layout) -> bool:
+def splits_backward(job: JobConfig, layout: Layout) -> bool:
     """Whether the layout's schedule splits the backward pass."""
-    return layout.pp > 1 and rules_of(layout.schedule, job.layout.actions).splits
+    return layout.pp > 1 and schedule_of(layout.schedule, job.layout.actions).splits_backward
 
 
-def _pipeline_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
+def _pipeline_problems(job: JobConfig, layout: Layout) -> Iterator[LayoutProblem]:
     rows = len(job.layout.actions)
-    if layout.schedule == "custom" and layout.pp != rows:
+    if SCHEDULES[layout.schedule].with_actions and layout.pp != rows:
         text = f"saw {layout.pp}, expected {rows}, the rows of layout.actions"
-        yield Misfit("layout.pp", ("layout.actions", "layout.schedule"), text)
+        yield LayoutProblem("layout.pp", ("layout.actions", "layout.schedule"), text)
         return
-    yield from _stage_misfits(job, layout.pp, layout.virtual_stages)
+    yield from _stage_problems(job, layout.pp, layout.virtual_stages)
     if layout.pp > 1:
-        yield from _schedule_misfits(job, layout)
+        yield from _schedule_problems(job, layout)
 
 
-def _schedule_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
-    schedule, virtual = layout.schedule, layout.virtual_stages
-    rules = rules_of(schedule, job.layout.actions)
-    least, most = rules.virtual
+def _schedule_problems(job: JobConfig, layout: Layout) -> Iterator[LayoutProblem]:
+    name, virtual = layout.schedule, layout.virtual_stages
+    schedule = schedule_of(name, job.layout.actions)
+    least, most = schedule.stages_per_rank
     if not least <= virtual <= most:
         expected = f"{least}" if least == most else f"{least} or more"
-        text = f"saw {virtual}, expected {expected} for schedule {schedule}"
-        yield Misfit("layout.virtual_stages", ("layout.schedule",), text)
+        text = f"saw {virtual}, expected {expected} for schedule {name}"
+        yield LayoutProblem("layout.virtual_stages", ("layout.schedule",), text)
         return
-    micro_batches = layout.micro_batches(job.data.global_batch)
-    problem = schedule_problem(rules, layout.pp, virtual, micro_batches)
+    shape = layout.pipeline_shape(job.data.global_batch)
+    problem = schedule.problem(shape)
     if problem:
         text = (
-            f"saw {layout.stages} stages but {micro_batches} micro-batches per step (data.global_batch="
+            f"saw {layout.stages} stages but {shape.micro_batches} micro-batches per step (data.global_batch="
             f"{job.data.global_batch}, dp={layout.dp}, micro_batch={layout.micro_batch});"
-            f" {schedule} {problem}"
+            f" {name} {problem}"
         )
         against = ("data.global_batch", "layout.schedule", "layout.actions")
-        yield Misfit("layout.pp" if rules.placement != "list" else "layout.actions", against, text)
-    if rules.splits and layout.zero == 3:
+        yield LayoutProblem("layout.pp" if schedule.placement != "list" else "layout.actions", against, text)
+    if schedule.splits_backward and layout.zero == 3:
         text = (
-            f"saw 3 with schedule {schedule}, which splits the backward pass: gradients come out wrong when"
+            f"saw 3 with schedule {name}, which splits the backward pass: gradients come out wrong when"
             " weights are resharded in between; use zero=2 or 0, or another schedule"
         )
-        yield Misfit("layout.zero", ("layout.schedule",), text)
-    if rules.splits and layout.recompute != "none":
+        yield LayoutProblem("layout.zero", ("layout.schedule",), text)
+    if schedule.splits_backward and layout.recompute != "none":
         text = (
-            f"saw {layout.recompute} with schedule {schedule}, which splits the backward pass: activations"
+            f"saw {layout.recompute} with schedule {name}, which splits the backward pass: activations"
             " are computed again for one half only; use recompute=none or another schedule"
         )
-        yield Misfit("layout.recompute", ("layout.schedule",), text)
+        yield LayoutProblem("layout.recompute", ("layout.schedule",), text)
 
 
-def _stage_misfits(job: JobConfig, pp: int, virtual: int) -> Iterator[Misfit]:
+def _stage_problems(job: JobConfig, pp: int, virtual: int) -> Iterator[LayoutProblem]:
     model, stages = job.model, pp * virtual
     if pp == 1 or (model.builder is not None and model.built is None):
         return
     if model.builder is not None and model.built is not None and not model.built.pipeline:
-        yield Misfit("layout.pp", (), f"saw {pp}; {model.built.no_pipeline}")
+        yield LayoutProblem("layout.pp", (), f"saw {pp}; {model.built.no_pipeline}")
     elif model.depth < stages:
         each = f" x {virtual} stages each" if virtual > 1 else ""
         layers = "model.layers=" if model.builder is None else "the model's blocks: "
         text = f"saw {pp}{each}, more than {layers}{model.depth}; every stage needs a layer"
-        yield Misfit("layout.pp", ("model.layers",), text)
+        yield LayoutProblem("layout.pp", ("model.layers",), text)
 
 
-def _batch_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
+def _batch_problems(job: JobConfig, layout: Layout) -> Iterator[LayoutProblem]:
     batch = job.data.global_batch
     if layout.dp > batch:
-        yield Misfit(
+        yield LayoutProblem(
             "layout.dp",
             ("data.global_batch",),
             f"saw {layout.dp}, more replicas than data.global_batch={batch}",
         )
     if layout.micro_batch > batch:
-        yield Misfit(
+        yield LayoutProblem(
             "layout.micro_batch",
             ("data.global_batch",),
             f"saw {layout.micro_batch}, more rows than data.global_batch={batch}",
         )
 
 
-def _graph_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
-    """What communicates within the passes: a recorded collective is none that an abort is known to end."""
+def _graph_problems(job: JobConfig, layout: Layout) -> Iterator[LayoutProblem]:
+    """Refuse communication within recorded passes: no abort is known to end a recorded collective."""
     if not job.kernels.cuda_graphs:
         return
     degrees = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep")}
@@ -303,11 +306,11 @@ def _graph_misfits(job: JobConfig, layout: Layout) -> Iterator[Misfit]:
         text = (
             f"saw true with {', '.join(within)}, which communicates within the passes; use dp alone, or false"
         )
-        yield Misfit("kernels.cuda_graphs", tuple(name.split("=")[0] for name in within), text)
+        yield LayoutProblem("kernels.cuda_graphs", tuple(name.split("=")[0] for name in within), text)
 
 
 class Degrees(NamedTuple):
-    """The degrees of a layout that need workers of their own."""
+    """The degrees of a layout whose product is the number of workers."""
 
     dp: int
     tp: int
@@ -322,21 +325,20 @@ class Degrees(NamedTuple):
 def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
     """All degrees that divide model and batch and use at most ``workers`` ranks.
 
-    Judged with the smallest micro-batch, which admits the most pipelines; ``job.layout`` is not looked at
-    except for its schedule, its expert parallelism, and whether context parallelism is wanted at all (``cp``
-    other than 1).
+    They are judged with the smallest micro-batch, which admits the most pipelines. Of ``job.layout`` only
+    three things count: its schedule, its expert parallelism, and whether ``cp`` is other than 1.
     """
     experts = 1 if job.layout.ep == "auto" else job.layout.ep
     found = []
     most = workers if job.model.builder is not None else job.model.kv_heads
     for tp in range(1, min(workers, most) + 1):
         for pp in range(1, min(workers // tp, job.model.depth or workers) + 1):
-            if any(_stage_misfits(job, pp, virtual_stages(job, pp))) or any(_tensor_misfits(job, tp)):
+            if any(_stage_problems(job, pp, virtual_stages(job, pp))) or any(_tensor_problems(job, tp)):
                 continue
-            if any(_grouped_misfits(job, tp)):
+            if any(_grouped_problems(job, tp)):
                 continue
             for cp in range(1, workers // (tp * pp) + 1 if job.layout.cp != 1 else 2):
-                if any(_context_misfits(job, cp, tp)) or any(_fp8_misfits(job, cp, tp)):
+                if any(_context_problems(job, cp, tp)) or any(_fp8_problems(job, cp, tp)):
                     continue
                 for dp in range(1, min(workers // (tp * pp * cp), job.data.global_batch) + 1):
                     layout = Layout(
@@ -350,7 +352,7 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
                         placement=placement(job),
                         micro_batch=least_micro_batch(job, dp),
                     )
-                    if not any(_pipeline_misfits(job, layout)) and layout.replicas % experts == 0:
+                    if not any(_pipeline_problems(job, layout)) and layout.replicas % experts == 0:
                         found.append(Degrees(dp, tp, pp, cp))
     return found
 

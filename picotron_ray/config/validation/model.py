@@ -9,8 +9,7 @@ from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.data import END_OF_DOCUMENT
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig, MoeConfig
-
-_NOT_GPT2 = ("head_dim", "qkv_bias", "qk_norm", "sliding_window", "rope_scaling", "rope_theta", "moe")
+from picotron_ray.models.families.registry import family_of
 
 BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a document
 
@@ -54,7 +53,7 @@ def _model(job: JobConfig) -> Iterator[Problem]:
             " model.head_dim where that is meant",
             ("model.hidden_size", "model.head_dim"),
         )
-    elif model.head_size % 2 and not model.is_gpt2:
+    elif model.head_size % 2 and family_of(model).rotary:
         yield Problem(
             "model.hidden_size" if model.head_dim is None else "model.head_dim",
             f"saw {model.hidden_size} with model.heads={model.heads}, a head size of {model.head_size};"
@@ -71,26 +70,10 @@ def _model(job: JobConfig) -> Iterator[Problem]:
         )
 
 
-def _gpt2(job: JobConfig) -> Iterator[Problem]:
-    """What goes with one family and not with the other."""
-    model, plain, length = job.model, ModelConfig(), job.data.sequence_length
-    if model.builder is not None:
-        return
-    if not model.is_gpt2:
-        if model.max_positions is not None:
-            text = f"saw {model.max_positions} with model.family=llama, whose positions are rotary; drop it"
-            yield Problem("model.max_positions", text, ("model.family",))
-        return
-    for key in _NOT_GPT2:
-        if getattr(model, key) != getattr(plain, key):
-            yield Problem(f"model.{key}", "saw a value with model.family=gpt2, which has none; drop it")
-    if model.kv_heads != model.heads:
-        text = f"saw {model.kv_heads} with model.family=gpt2, expected model.heads={model.heads}"
-        yield Problem("model.kv_heads", text, ("model.heads", "model.family"))
-    if model.max_positions is None or model.max_positions < length:
-        saw = "nothing" if model.max_positions is None else model.max_positions
-        text = f"saw {saw} with model.family=gpt2, expected at least data.sequence_length={length}"
-        yield Problem("model.max_positions", text, ("data.sequence_length", "model.family"))
+def _family(job: JobConfig) -> Iterator[Problem]:
+    """Keys that go with one family and not with another."""
+    if job.model.builder is None:
+        yield from family_of(job.model).rules(job.model, job.data.sequence_length)
 
 
 def _moe(job: JobConfig) -> Iterator[Problem]:
@@ -153,7 +136,7 @@ def _documents(job: JobConfig) -> Iterator[Problem]:
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _builder,
     _model,
-    _gpt2,
+    _family,
     _moe,
     _data,
     _documents,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.service import PHASES
+from picotron_ray.config.schema.service import FAULT_TARGETS, PHASES, FaultTarget
 from picotron_ray.config.storage_urls import url_problems
 
 
@@ -87,6 +87,13 @@ def _init_from(job: JobConfig) -> Iterator[Problem]:
         yield from (Problem("init_from.url", text) for key, text in url_problems(theirs) if key == "url")
 
 
+TARGET_FORMS: dict[FaultTarget, str] = {
+    "worker": "worker:<rank>",
+    "node": "node:<index>",
+    "coordinator": "coordinator",
+}
+
+
 def _chaos(job: JobConfig) -> Iterator[Problem]:
     for index, fault in enumerate(job.chaos):
         at = f"chaos.{index}"
@@ -103,8 +110,8 @@ def _chaos(job: JobConfig) -> Iterator[Problem]:
                 f"saw {fault.target}, expected a rank below cluster.max_workers={job.cluster.max_workers}",
                 ("cluster.max_workers",),
             )
-        if (fault.fault == "remove-node") != (kind == "node"):
-            expected = "node:<index>" if fault.fault == "remove-node" else "worker:<rank> or coordinator"
+        if kind not in FAULT_TARGETS[fault.fault]:
+            expected = " or ".join(TARGET_FORMS[target] for target in FAULT_TARGETS[fault.fault])
             text = f"saw {fault.target}, expected {expected} for fault {fault.fault}"
             yield Problem(f"{at}.target", text, (f"{at}.fault",))
         if fault.step > job.steps:

@@ -1,33 +1,21 @@
-"""When to give up, and what to change before that.
+"""Decision when to give up, and what to change before that.
 
-Failures that repeat without progress are not answered by the same remedy for ever: after a plain retry
-the suspect worker is replaced, then the last commit is used instead of host memory, then fewer workers;
-then the run fails. A lost node and a corrupt slot explain themselves and do not climb that ladder, but
-everything counts towards ``max_failures``.
+Failures that repeat without progress are not answered by the same remedy for ever. They climb the ladder of
+``picotron_ray.failures``: after a plain retry the suspect worker is replaced, then the last commit is used
+instead of host memory, then fewer workers; then the run fails. A lost node and a corrupt slot explain
+themselves and do not climb, but everything counts towards ``max_failures``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-SELF_EXPLAINED = frozenset({"node lost", "corrupt"})
-
-
-class Remedy(StrEnum):
-    RETRY = "retry"
-    EXCLUDE = "exclude the suspect worker"
-    COMMIT = "use the last commit"
-    SHRINK = "use fewer workers"
-    GIVE_UP = "give up"
-
-
-LADDER = (Remedy.RETRY, Remedy.RETRY, Remedy.EXCLUDE, Remedy.COMMIT, Remedy.SHRINK)  # by failures in a row
+from picotron_ray.failures import FAILURE_RULES, LADDER, FailureKind, Remedy
 
 
 @dataclass(slots=True)
 class Breaker:
-    """Counts failures; ``step`` is the furthest finished step that the present row of failures reached."""
+    """Counter of failures; ``step`` is the furthest finished step that the present row of them reached."""
 
     max_failures: int
     max_in_a_row: int
@@ -35,7 +23,7 @@ class Breaker:
     in_a_row: int = 0
     step: int = -1
 
-    def record(self, kind: str, reached: int) -> tuple[Remedy, str]:
+    def record(self, kind: FailureKind, reached: int) -> tuple[Remedy, str]:
         """Count one failure after ``reached`` finished steps; what to do, and why.
 
         Progress is measured by steps reached, not by what can be restored: a step that always crashes
@@ -44,7 +32,7 @@ class Breaker:
         self.total += 1
         if reached > self.step:
             self.in_a_row, self.step = 0, reached
-        if kind not in SELF_EXPLAINED:
+        if FAILURE_RULES[kind].climbs:
             self.in_a_row += 1
         if self.total > self.max_failures:
             return (

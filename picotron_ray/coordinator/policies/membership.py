@@ -1,7 +1,7 @@
-"""Who is there: nodes, workers, where to start workers, and which of them take part.
+"""Membership: the roster of nodes and workers, and the policies that pick from it.
 
-The roster is the machine's only record of the cluster. Its methods change it; the functions below are
-policies over it and change nothing.
+The roster is the machine's only record of the cluster. Its methods change it. The functions below it are
+policies: they decide on which nodes workers start and which of them take part, and change nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ START_BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 15.0, 30.0)  # after the n-th failed sta
 
 
 @dataclass(slots=True)
-class Node:
+class RosterNode:
     name: str
     capacity: int
     last_seen: float
@@ -26,7 +26,7 @@ class Node:
 
 
 @dataclass(slots=True)
-class Worker:
+class RosterWorker:
     name: str
     node: str
     state: Literal["starting", "idle", "busy", "dying"]
@@ -39,8 +39,8 @@ class Worker:
 class Roster:
     """Nodes and workers that live as far as is known; the order of insertion is kept."""
 
-    nodes: dict[str, Node] = field(default_factory=dict)
-    workers: dict[str, Worker] = field(default_factory=dict)
+    nodes: dict[str, RosterNode] = field(default_factory=dict)
+    workers: dict[str, RosterWorker] = field(default_factory=dict)
     silent: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # lost by silence alone
 
     def join(self, name: str, capacity: int, now: float) -> bool:
@@ -49,12 +49,12 @@ class Roster:
         if known is not None:
             known.capacity, known.last_seen = capacity, now
             return False
-        self.nodes[name] = Node(name, capacity, now)
+        self.nodes[name] = RosterNode(name, capacity, now)
         self.silent.pop(name, None)
         return True
 
-    def lose(self, name: str, *, silent: bool) -> list[Worker]:
-        """Forget a node; its workers, which are gone with it. A silent one may speak again."""
+    def lose(self, name: str, *, silent: bool) -> list[RosterWorker]:
+        """Forget a node; returns its workers, which are gone with it. A silent one may speak again."""
         node = self.nodes.pop(name, None)
         gone = [worker for worker in self.workers.values() if worker.node == name]
         for worker in gone:
@@ -65,10 +65,10 @@ class Roster:
             self.silent.pop(name, None)
         return gone
 
-    def in_state(self, *states: str) -> list[Worker]:
+    def in_state(self, *states: str) -> list[RosterWorker]:
         return [worker for worker in self.workers.values() if worker.state in states]
 
-    def alive(self) -> list[Worker]:
+    def alive(self) -> list[RosterWorker]:
         """Workers that live, or start, and are to stay."""
         leaving = [node.name for node in self.nodes.values() if node.draining]
         return [w for w in self.workers.values() if w.state != "dying" and w.node not in leaving]
@@ -83,7 +83,7 @@ class Roster:
     def silent_nodes(self, now: float, timeout_s: float) -> list[str]:
         return [node.name for node in self.nodes.values() if now - node.last_seen > timeout_s]
 
-    def usable(self) -> list[Worker]:
+    def usable(self) -> list[RosterWorker]:
         """Workers that may take part in the next generation."""
         return [
             worker
@@ -95,7 +95,7 @@ class Roster:
 
 
 def starts(roster: Roster, wanted: int, now: float) -> list[str]:
-    """On which nodes to start a worker now (one entry each) so that ``wanted`` live: biggest node first."""
+    """Nodes on which to start a worker now (one entry each) so that ``wanted`` live: biggest node first."""
     missing = wanted - len(roster.alive())
     found: list[str] = []
     if missing <= 0:
@@ -109,14 +109,14 @@ def starts(roster: Roster, wanted: int, now: float) -> list[str]:
 
 
 def choose_members(
-    workers: Iterable[Worker], count: int, previous: Iterable[Member] = ()
+    workers: Iterable[RosterWorker], count: int, previous: Iterable[Member] = ()
 ) -> tuple[Member, ...]:
-    """``count`` of ``workers`` in rank order: node by node, fullest node first, then as ranked before.
+    """Pick ``count`` of ``workers`` in rank order: node by node, fullest first, then as ranked before.
 
     Neighbouring ranks share a node, so the chattiest axis (tensor parallelism) stays inside one.
     """
     rank = {member.worker: at for at, member in enumerate(previous)}
-    by_node: dict[str, list[Worker]] = {}
+    by_node: dict[str, list[RosterWorker]] = {}
     for worker in workers:
         by_node.setdefault(worker.node, []).append(worker)
     for group in by_node.values():

@@ -1,4 +1,4 @@
-"""The recovery ladder: the newest complete state on the lineage, nearest rung first.
+"""Recovery ladder: the newest complete state on the lineage, nearest rung first.
 
 A state (generation, step) is complete where its sealed slots cover every state group: for each group
 some ``count`` of whose fragments all are there. Replicas share the copying, so one slot is rarely a
@@ -16,7 +16,7 @@ from picotron_ray.layout.layout import Layout
 
 
 def cover(slots: Iterable[SlotInfo], layout: Layout) -> tuple[SlotInfo, ...] | None:
-    """The fewest low ranks' slots that hold the whole state, by rank; None where a part is missing.
+    """Pick the fewest slots of low ranks that hold the whole state, by rank; None where a part is missing.
 
     All ``slots`` must be of one generation and step, written under ``layout``. Every slot carries the
     ledger's tail, so any of them will do for that.
@@ -50,7 +50,7 @@ def _distance(parts: tuple[SlotInfo, ...]) -> tuple[int, tuple[int, ...]]:
 def newest_slots(
     slots: Iterable[SlotInfo], layouts: Mapping[GenerationId, Layout], newest: GenerationSpec | None
 ) -> Source | None:
-    """The newest complete state that host memory holds on the lineage of ``newest``."""
+    """Find the newest complete state that host memory holds on the lineage of ``newest``."""
     states: dict[tuple[int, GenerationId], list[SlotInfo]] = defaultdict(list)
     for slot in slots:
         if slot.generation in layouts and on_lineage(newest, slot.generation, slot.step):
@@ -65,7 +65,7 @@ def newest_slots(
 def newest_commit(
     commits: Iterable[Commit], newest: GenerationSpec | None, bad: Collection[str] = ()
 ) -> Commit | None:
-    """The last commit in log order that counts: on the lineage, and not found corrupt."""
+    """Find the last commit in log order that counts: on the lineage, and not found corrupt."""
     good = (c for c in commits if c.manifest not in bad and on_lineage(newest, c.generation, c.step))
     return max(good, key=lambda commit: (commit.step, commit.seq), default=None)
 
@@ -79,7 +79,11 @@ def restore_point(
     bad_manifests: Collection[str] = (),
     use_slots: bool = True,
 ) -> tuple[Source, str]:
-    """Where to go on from, and why. ``use_slots=False``: host memory is distrusted, if a commit exists."""
+    """Choose the state to go on from, and say why.
+
+    Args:
+        use_slots: False where host memory is distrusted; a commit is used then, if one exists.
+    """
     memory = newest_slots(slots, layouts, newest)
     commit = newest_commit(commits, newest, bad_manifests)
     if commit is not None:

@@ -1,4 +1,4 @@
-"""Whether a running generation gives way to a bigger one.
+"""Growth: the decision whether a running generation gives way to a bigger one.
 
 A re-mesh costs about a second, so workers that come up together are awaited and taken in at once, and a
 generation is left alone until it has shown that it works.
@@ -14,7 +14,7 @@ LEAST_GAIN = 0.01  # a bigger layout must be predicted faster by this share
 
 @dataclass(frozen=True, slots=True)
 class GrowthView:
-    """What the decision depends on. Costs are predicted seconds per step; times are the machine's clock."""
+    """Facts of the decision. Costs are predicted seconds per step; times are on the machine's clock."""
 
     enabled: bool
     ready_since: float | None  # since when the longest-waiting spare worker is ready; None: no spare
@@ -26,7 +26,7 @@ class GrowthView:
 
 
 def decide(now: float, view: GrowthView) -> tuple[bool, str]:
-    """Whether to re-mesh now, and why (not)."""
+    """Decide whether to re-mesh now, and say why (not)."""
     if not view.enabled:
         return False, "growth is off"
     if view.ready_since is None:

@@ -1,4 +1,4 @@
-"""The invariants, judged from what the simulation knows, not from what the machine believes.
+"""Invariants, judged from what the simulation knows, not from what the machine believes.
 
 1. One writer: terms never go back in the log; a commit follows its generation and covers the whole state;
    a fenced coordinator orders nothing any more.
@@ -13,25 +13,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.policies.failure import Remedy
 from picotron_ray.coordinator.simulator.coverage import Coverage
-from picotron_ray.coordinator.simulator.training import (
-    LONGEST_RENDEZVOUS_S,
-    Generation,
-    Held,
-    History,
-    complete,
+from picotron_ray.coordinator.simulator.protocols import (
+    CoordinatorProtocol,
+    GenerationProtocol,
+    WorkerProtocol,
 )
-from picotron_ray.coordinator.states import State
-
-if TYPE_CHECKING:
-    from picotron_ray.coordinator.simulator.nodes import SimWorker
-    from picotron_ray.coordinator.simulator.shell import Shell
-    from picotron_ray.coordinator.simulator.world import Sim
-
+from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory, complete
+from picotron_ray.coordinator.simulator.training import LONGEST_RENDEZVOUS_S
+from picotron_ray.coordinator.simulator.world import Sim
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind, Remedy
 
 CALM_S = 20.0  # after the last fault's own consequences: time to start workers and grow
 LONGEST_REPLY_S = 0.2  # of storage that is not disturbed
@@ -39,27 +33,27 @@ ASKED_AGAIN_S = 80.0  # a reply that was lost is asked for again after this long
 
 
 class Checks:
-    """Watches one simulation; everything found is reported to ``sim.violation``."""
+    """Watcher of one simulation; everything found is reported to ``sim.violation``."""
 
     def __init__(self, coverage: Coverage) -> None:
         self.coverage = coverage
         self.sim: Sim
         self.specs: dict[m.GenerationId, m.GenerationSpec] = {}  # all that were launched
-        self.slots: dict[tuple[str, str], Held] = {}  # all that were ever sealed
+        self.slots: dict[tuple[str, str], SimSlot] = {}  # all that were ever sealed
         self.started: set[str] = set()
         self.stepped_at = 0.0  # when the last step was finished
-        self.entered: Callable[[State], None] = lambda state: None  # told of every state that begins
+        self.entered: Callable[[MachineState], None] = lambda state: None  # told of every state that begins
 
     # --- what the machine did ------------------------------------------------------------------------
 
-    def handled(self, shell: Shell, event: m.Event, commands: Sequence[m.Command]) -> None:
-        """After each event of each coordinator."""
-        for pair in shell.machine.ctx.transitions:
+    def handled(self, shell: CoordinatorProtocol, event: m.Event, commands: Sequence[m.Command]) -> None:
+        """Check after each event of each coordinator."""
+        for pair in shell.machine.memory.transitions:
             self.coverage.note(pair)
             self.entered(pair[1])
-            if pair[1] is State.ABORTING:
+            if pair[1] is MachineState.ABORTING:
                 self._abort_has_a_reason(shell)
-            if pair[1] is State.COLLECTING:
+            if pair[1] is MachineState.COLLECTING:
                 shell.heard.clear()
         if shell.fenced and commands:
             self.sim.violation(f"{len(commands)} commands after it was fenced")
@@ -77,8 +71,8 @@ class Checks:
             elif isinstance(command, m.Finish):
                 self._finished(shell, command)
 
-    def _finished(self, shell: Shell, command: m.Finish) -> None:
-        """The present coordinator may only end a finished run; one that was replaced must be fenced."""
+    def _finished(self, shell: CoordinatorProtocol, command: m.Finish) -> None:
+        """Check an end: the present coordinator may end only a finished run; a replaced one is fenced."""
         if self.sim.shell is not shell:
             return
         if command.status not in ("finished", "stopped") or (
@@ -91,7 +85,7 @@ class Checks:
         last = max((commit.step for commit in commits), default=0)
         if command.status == "finished" and last != self.sim.job.steps:
             self.sim.violation(f"finished with a commit of step {last} of {self.sim.job.steps}")
-        if shell.machine.ctx.spec is not None and shell.heard and not shell.machine.ctx.distrust_slots:
+        if shell.machine.memory.spec is not None and shell.heard and not shell.machine.memory.distrust_slots:
             best = max(self._slot_steps(shell, chain), default=0)
             if best > last:
                 self.sim.violation(f"ended with a commit of step {last}, but {best} was to be had")
@@ -101,9 +95,9 @@ class Checks:
         if busy := [w.name for n in self.sim.nodes.values() for w in n.workers.values() if self._at_work(w)]:
             self.sim.violation(f"the run ended while {', '.join(busy)} were in a generation")
 
-    def _abort_has_a_reason(self, shell: Shell) -> None:
-        """A generation in which everybody trains, and is heard, is not torn apart."""
-        spec = shell.machine.ctx.spec
+    def _abort_has_a_reason(self, shell: CoordinatorProtocol) -> None:
+        """Check that no generation is torn apart in which everybody trains and is heard."""
+        spec = shell.machine.memory.spec
         generation = None if spec is None else self.sim.generations.get(spec.id)
         if self.sim.shell is not shell or generation is None or generation.broken or generation.ended:
             return
@@ -113,14 +107,14 @@ class Checks:
             len(generation.joined) < len(members)
             and self.sim.now >= generation.made_at + LONGEST_RENDEZVOUS_S
         )
-        incident = shell.machine.ctx.incident
-        silent = incident is not None and incident.kind == "node lost"
+        incident = shell.machine.memory.incident
+        silent = incident is not None and incident.kind is FailureKind.NODE_LOST
         if well and not slow and (not silent or all(self.sim.reachable(worker.node) for worker in members)):
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
 
-    def _uses_all_it_can(self, shell: Shell) -> None:
-        """Long after the last fault, a run trains on as many workers as its planner wants."""
-        spec, job = shell.machine.ctx.spec, self.sim.job
+    def _uses_all_it_can(self, shell: CoordinatorProtocol) -> None:
+        """Check that, long after the last fault, a run trains on as many workers as its planner wants."""
+        spec, job = shell.machine.memory.spec, self.sim.job
         if spec is None or self.stepped_at < self.sim.quiet_at + CALM_S:
             return
         room = sum(node.capacity for node in self.sim.nodes.values())
@@ -128,14 +122,14 @@ class Checks:
         if len(spec.members) < wanted:
             self.sim.violation(f"ended on {len(spec.members)} workers, {wanted} were to be had")
 
-    def _at_work(self, worker: SimWorker) -> bool:
-        """In a generation, alive, and within reach."""
+    def _at_work(self, worker: WorkerProtocol) -> bool:
+        """Whether a worker is in a generation, alive, and within reach."""
         return worker.generation is not None and not worker.hung and self.sim.reachable(worker.node)
 
     # --- launches -------------------------------------------------------------------------------------
 
-    def launched(self, shell: Shell, spec: m.GenerationSpec) -> None:
-        """Before the order goes out."""
+    def launched(self, shell: CoordinatorProtocol, spec: m.GenerationSpec) -> None:
+        """Check a launch before the order goes out."""
         if spec.id in self.specs:
             self.sim.violation(f"generation {spec.id} was launched twice")
         names = {member.worker for member in spec.members}
@@ -150,7 +144,7 @@ class Checks:
         self.specs[spec.id] = spec
 
     def _source_is_sound(
-        self, shell: Shell, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
+        self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
     ) -> None:
         source = spec.source
         if source.generation is None:
@@ -167,11 +161,11 @@ class Checks:
             self._exact(self.history_of(source.slots), source.step)
 
     def _source_is_newest(
-        self, shell: Shell, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
+        self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
     ) -> None:
-        ctx = shell.machine.ctx
+        memory = shell.machine.memory
         best = max(self._commit_steps(shell, chain), default=0)
-        if ctx.remedy is not Remedy.COMMIT:
+        if memory.remedy is not Remedy.COMMIT:
             best = max(best, max(self._slot_steps(shell, chain), default=0))
         best = max(best, max(self._old_commits(chain), default=0))
         if spec.resume_step < best:
@@ -189,17 +183,17 @@ class Checks:
             if old and good and self._valid(chain, commit.generation, commit.step):
                 yield commit.step
 
-    def _commit_steps(self, shell: Shell, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+    def _commit_steps(self, shell: CoordinatorProtocol, chain: dict[m.GenerationId, int]) -> Iterator[int]:
         for commit in shell.commits:
             if commit.manifest not in self.sim.bad_manifests and self._valid(
                 chain, commit.generation, commit.step
             ):
                 yield commit.step
 
-    def _slot_steps(self, shell: Shell, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+    def _slot_steps(self, shell: CoordinatorProtocol, chain: dict[m.GenerationId, int]) -> Iterator[int]:
         """Steps of all complete states that the coordinator could have known of."""
         states: dict[tuple[m.GenerationId, int], list[m.SlotInfo]] = defaultdict(list)
-        for name in shell.machine.ctx.roster.nodes:
+        for name in shell.machine.memory.roster.nodes:
             node = self.sim.nodes.get(name)
             if node is None or not (name in shell.heard or self.sim.reachable(node)):
                 continue
@@ -227,7 +221,7 @@ class Checks:
     def _valid(self, chain: dict[m.GenerationId, int], generation: m.GenerationId, step: int) -> bool:
         return generation in chain and step <= chain[generation]
 
-    def history_of(self, slots: Iterable[m.SlotInfo]) -> History:
+    def history_of(self, slots: Iterable[m.SlotInfo]) -> StepHistory:
         """The one history that all slots hold."""
         found = {
             self.slots[slot.node, slot.slot].history for slot in slots if (slot.node, slot.slot) in self.slots
@@ -237,8 +231,8 @@ class Checks:
             return ()
         return found.pop()
 
-    def _exact(self, history: History, step: int) -> None:
-        """Each step once, in order, up to ``step``."""
+    def _exact(self, history: StepHistory, step: int) -> None:
+        """Check that a history holds each step once, in order, up to ``step``."""
         at = 0
         for generation, first, last in history:
             if first != at or last <= first:
@@ -249,7 +243,7 @@ class Checks:
             self.sim.violation(f"history of step {step} ends at {at}")
 
     def deleted(self, info: m.SlotInfo) -> None:
-        """A slot goes because of a release: not while a generation may have to take its state from there."""
+        """Check a deletion by a release: no generation may have to take its state from that slot."""
         newest = None if self.sim.shell is None else self.sim.shell.newest
         if newest is None or info not in newest.source.slots:
             return
@@ -257,12 +251,12 @@ class Checks:
         if generation is None or generation.step <= newest.resume_step:
             self.sim.violation(f"{info.slot} was deleted while {newest.id} restores from it")
 
-    def stepped(self, generation: Generation) -> None:
-        """A step was finished just now."""
+    def stepped(self, generation: GenerationProtocol) -> None:
+        """Note that a step was finished just now."""
         self.stepped_at = self.sim.now
 
     def log(self) -> None:
-        """At the end: one writer at a time."""
+        """Check at the end that the log had one writer at a time."""
         terms = [entry.term for entry in self.sim.storage.log]
         if terms != sorted(terms):
             self.sim.violation(f"terms go back in the log: {terms}")

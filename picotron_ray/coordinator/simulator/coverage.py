@@ -1,14 +1,14 @@
-"""Which transitions were seen while which faults were at work."""
+"""Coverage: transitions that were seen while faults were at work."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from picotron_ray.coordinator.states import TRANSITIONS, State
+from picotron_ray.coordinator.states import TRANSITIONS, MachineState
 
-Pair = tuple[State, State]
-ALL_PAIRS: tuple[Pair, ...] = tuple((a, b) for a in State for b in sorted(TRANSITIONS[a]))
+Pair = tuple[MachineState, MachineState]
+ALL_PAIRS: tuple[Pair, ...] = tuple((a, b) for a in MachineState for b in sorted(TRANSITIONS[a]))
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Coverage:
         return [pair for pair in ALL_PAIRS if pair not in seen]
 
     def table(self, faults: list[str]) -> str:
-        """One line per transition, one column per fault."""
+        """Format one line per transition, one column per fault."""
         names = ["none", *faults]
         width = max(len(name) for name in names) + 1
         lines = [" " * 24 + "".join(f"{name:>{width}}" for name in names)]

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run, and when: drawn by seed, about half of it during a recovery."""
+"""Faults of a simulated run: drawn by seed, about half of them during a recovery."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.shell import Shell
 from picotron_ray.coordinator.simulator.world import RESTART_S, Sim
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
 
 Fault = Callable[[Sim], None]
 
@@ -38,7 +39,7 @@ def error(sim: Sim) -> None:
     if workers := [w for w in _workers(sim) if w.generation is not None and not w.hung]:
         worker = sim.rng.pick(workers)
         if worker.generation is not None:
-            worker.leave(worker.generation, "failed", sim.rng.pick(("nan", "oom", "error: boom")))
+            worker.leave(worker.generation, FailureKind.FAILED, sim.rng.pick(("nan", "oom", "error: boom")))
 
 
 def node(sim: Sim) -> None:
@@ -79,7 +80,7 @@ def restart(sim: Sim) -> None:
 
 
 def coordinator(sim: Sim) -> None:
-    """A new coordinator process."""
+    """Start a new coordinator process."""
     if sim.shell is None and not sim.over:
         sim.shell = Shell(sim)
         sim.shell.start()
@@ -94,7 +95,7 @@ def pause(sim: Sim) -> None:
 def rival(sim: Sim) -> None:
     """The coordinator is stopped, taken for dead and replaced; then it wakes up and acts."""
     old = sim.shell
-    if old is None or old.machine.ctx.term == 0:
+    if old is None or old.machine.memory.term == 0:
         return
     sim.shell = None
     seconds = sim.rng.uniform(2.5, 8.0)
@@ -184,11 +185,17 @@ FAULTS: dict[str, Fault] = {
 LONGEST_S = 30.0  # nothing that a fault sets off by itself comes later than this after it
 
 
-RARE_STATES = (State.FINALISING, State.COLLECTING, State.LEAVING, State.WAITING, State.ABORTING)
+RARE_STATES = (
+    MachineState.FINALISING,
+    MachineState.COLLECTING,
+    MachineState.LEAVING,
+    MachineState.WAITING,
+    MachineState.ABORTING,
+)
 
 
-def ambush(sim: Sim) -> list[tuple[State, float, str]]:
-    """Faults that lie in wait for a state that is soon over: (state, seconds after it began, fault)."""
+def ambush(sim: Sim) -> list[tuple[MachineState, float, str]]:
+    """Draw faults that lie in wait for a state that is soon over: (state, seconds after it began, fault)."""
     names = [name for name in FAULTS if name != "stop"]
     return [
         (sim.rng.pick(RARE_STATES), sim.rng.uniform(0.0, 1.5) * sim.rng.random(), sim.rng.pick(names))
@@ -197,7 +204,10 @@ def ambush(sim: Sim) -> list[tuple[State, float, str]]:
 
 
 def plan(sim: Sim, count: int) -> list[tuple[float, str]]:
-    """``count`` faults: each at a time of its own, or shortly after the one before; some runs are stopped."""
+    """Draw ``count`` faults: each at a time of its own, or shortly after the one before.
+
+    Some runs are stopped in the end.
+    """
     names, times = [name for name in FAULTS if name != "stop"], 0.5
     drawn: list[tuple[float, str]] = []
     for _ in range(count):

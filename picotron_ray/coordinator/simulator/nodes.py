@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator.training import Generation, Held
-
-if TYPE_CHECKING:
-    from picotron_ray.coordinator.simulator.world import Sim
+from picotron_ray.coordinator.simulator.protocols import GenerationProtocol, World
+from picotron_ray.coordinator.simulator.slots import SimSlot
+from picotron_ray.failures import FailureKind
 
 
 class SimWorker:
@@ -30,7 +27,7 @@ class SimWorker:
     def __init__(self, name: str, node: SimNode) -> None:
         self.name, self.node = name, node
         self.ready = self.hung = False
-        self.generation: Generation | None = None
+        self.generation: GenerationProtocol | None = None
         self.last: m.GenerationId | None = None  # newest generation that it was told to run
         self.outcome: m.Outcome | None = None
         self.clean, self.writing = 0, False
@@ -56,9 +53,9 @@ class SimWorker:
         if mode == "boundary" and not at.broken:
             at.boundary = True
         elif mode == "hard":
-            self.leave(at, "peer_lost")
+            self.leave(at, FailureKind.PEER_LOST)
 
-    def leave(self, generation: Generation, kind: m.OutcomeKind, detail: str = "") -> None:
+    def leave(self, generation: GenerationProtocol, kind: m.OutcomeKind, detail: str = "") -> None:
         """End the generation on this member; leaving early breaks it for the others."""
         if self.generation is not generation or self.node.sim.worker(self.name) is not self or self.hung:
             return
@@ -78,11 +75,11 @@ class SimWorker:
 class SimNode:
     """A node with its agent; it dies with everything on it."""
 
-    def __init__(self, sim: Sim, name: str, capacity: int) -> None:
+    def __init__(self, sim: World, name: str, capacity: int) -> None:
         self.sim, self.name, self.capacity = sim, name, capacity
         self.term = 0  # newest coordinator heard of
         self.workers: dict[str, SimWorker] = {}
-        self.slots: dict[str, Held] = {}
+        self.slots: dict[str, SimSlot] = {}
         self.spec: m.GenerationSpec | None = None  # newest generation heard of
         self.cut_until = 0.0  # no messages between here and any coordinator before this time
 
@@ -94,14 +91,14 @@ class SimNode:
         self.sim.to_coordinator(self, event, reliable)
 
     def hello(self) -> None:
-        """Make itself known to a coordinator that does not know it, with what lives on it."""
+        """Introduce itself to a coordinator that does not know it, with what lives on it."""
         self.report(m.NodeJoined(self.name, self.capacity), reliable=True)
         for worker in self.workers.values():
             if worker.ready:
                 self.report(m.WorkerReady(worker.name, self.name), reliable=True)
 
-    def keep(self, held: Held) -> None:
-        """A slot is sealed; one file per name."""
+    def keep(self, held: SimSlot) -> None:
+        """Keep a sealed slot; there is one file per name."""
         old = self.slots.get(held.info.slot)
         held.pinned = held.pinned or (old is not None and old.pinned)
         self.slots[held.info.slot] = held
@@ -153,7 +150,7 @@ class SimNode:
         self.slots.pop(slot, None)
 
     def release(self, generation: m.GenerationId, step: int) -> None:
-        """Unpin up to a state; what dead workers left behind from before it is deleted."""
+        """Unpin up to a state; delete what dead workers left behind from before it."""
         for held in list(self.slots.values()):
             key = (held.info.generation, held.info.step)
             if key < (generation, step) and held.info.slot.split(".")[0] not in self.workers:

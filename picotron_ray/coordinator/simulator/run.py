@@ -1,4 +1,4 @@
-"""One seed: draw a cluster, a job and its faults, run it to the end, report."""
+"""Simulation of one seed: draw a cluster, a job and its faults, run it to the end, report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, ambush, coordinator, plan
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.world import Sim
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 
@@ -24,7 +24,7 @@ FAULT_WINDOW_S = 4.0  # a fault counts as at work for this long (coverage)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of one seed; ``failures`` is empty where all invariants held."""
+    """Result of one seed; ``failures`` is empty where all invariants held."""
 
     seed: int
     events: int
@@ -97,14 +97,14 @@ def simulate(seed: int, coverage: Coverage | None = None) -> Report:
     coordinator(sim)
     drawn = plan(sim, 3 + draw.below(5))
     for at, name in drawn:
-        sim.after(at, _strike, sim, name)
+        sim.after(at, _strike, sim, coverage, name)
     sim.quiet_at = drawn[-1][0] + LONGEST_S
     waiting = ambush(sim)
 
-    def entered(state: State) -> None:
+    def entered(state: MachineState) -> None:
         for trap in [trap for trap in waiting if trap[0] is state]:
             waiting.remove(trap)
-            sim.after(trap[1], _strike, sim, trap[2])
+            sim.after(trap[1], _strike, sim, coverage, trap[2])
 
     checks.entered = entered
     sim.run(LIMIT_S)
@@ -112,17 +112,17 @@ def simulate(seed: int, coverage: Coverage | None = None) -> Report:
     return Report(seed, sim.events, tuple(sim.struck), len(checks.specs), sim.now, tuple(sim.failures))
 
 
-def _strike(sim: Sim, name: str) -> None:
+def _strike(sim: Sim, coverage: Coverage, name: str) -> None:
     sim.struck.append(name)
     sim.quiet_at = max(sim.quiet_at, sim.now + LONGEST_S)
-    active = sim.checks.coverage.active
+    active = coverage.active
     active.add(name)
     sim.after(FAULT_WINDOW_S, active.discard, name)
     FAULTS[name](sim)
 
 
 def simulate_many(seeds: Iterable[int]) -> tuple[list[Report], Coverage]:
-    """Many seeds, and their coverage together."""
+    """Run many seeds, and add up their coverage."""
     coverage = Coverage()
     reports = []
     for seed in seeds:

@@ -57,7 +57,7 @@ class Shell:
         running = max(specs, key=lambda spec: spec.id, default=None)
         workers = tuple(m.Member(w.name, n.name) for n in living for w in n.workers.values() if w.ready)
         busy = tuple(
-            m.Busy(w.name, w.generation.spec.id)
+            m.BusyWorker(w.name, w.generation.spec.id)
             for n in living
             for w in n.workers.values()
             if w.ready and w.generation is not None
@@ -89,7 +89,7 @@ class Shell:
         if sim.now < self.paused_until:
             self._queue.append(event)
             return
-        if self.machine.ctx.term == 0 and not isinstance(event, m.Begin):
+        if self.machine.memory.term == 0 and not isinstance(event, m.Begin):
             self._queue.append(event)
             return
         if isinstance(event, m.Inventory):
@@ -101,7 +101,7 @@ class Shell:
         sim.checks.handled(self, event, commands)
         for command in commands:
             EXECUTE[type(command)](self, command)
-        wake = None if self.machine.ctx.quiet else self.machine.wake_at
+        wake = None if self.machine.memory.quiet else self.machine.wake_at
         if wake is not None and wake < self._tick_at - 0.01 and not sim.now < self._wake_at <= wake:
             self._wake_at = wake
             sim.after(max(0.0, wake - sim.now) + 0.001, self.deliver, m.Tick())
@@ -114,7 +114,7 @@ class Shell:
         self.sim.after(1.0, self._tick)
 
     def pause(self, seconds: float) -> None:
-        """SIGSTOP for a while; what arrives meanwhile is handled afterwards."""
+        """Stop for a while, as by SIGSTOP; events that arrive meanwhile are handled afterwards."""
         self.paused_until = self.sim.now + seconds
         self.sim.after(seconds + 0.001, self._resume)
 
@@ -191,7 +191,7 @@ class Shell:
             generation.pin_next = True
 
     def append(self, command: m.AppendGeneration | m.AppendCommit) -> None:
-        """Storage may be down (an error after a while), slow, or do it and lose the reply."""
+        """Write a log entry; storage may be down (an error after a while), slow, or lose the reply."""
         storage, sim = self.sim.storage, self.sim
         delay = sim.rng.uniform(0.5, 6.0) if sim.now < storage.slow_until else sim.rng.uniform(0.002, 0.05)
         sim.after(delay, self._append, command)

@@ -1,4 +1,4 @@
-"""The simulated store: one log with conditional appends, uploaded parts, outages, lags and lost replies."""
+"""Simulated storage: one log with conditional appends, uploaded parts, outages, lags and lost replies."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator.training import Held, History, complete
+from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory, complete
 
 
-class Entry(NamedTuple):
-    """One log entry as written: by which term, what."""
+class SimLogEntry(NamedTuple):
+    """Log entry as written, with the term of its writer."""
 
     term: int
     kind: str  # term, generation, commit
@@ -20,12 +20,12 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Storage:
+class SimStorage:
     """Applies writes at once; the network around it makes them late, fail or lose their replies."""
 
-    log: list[Entry] = field(default_factory=list)
-    parts: dict[tuple[m.GenerationId, int], dict[str, list[Held]]] = field(default_factory=dict)
-    histories: dict[str, History] = field(default_factory=dict)  # by manifest key
+    log: list[SimLogEntry] = field(default_factory=list)
+    parts: dict[tuple[m.GenerationId, int], dict[str, list[SimSlot]]] = field(default_factory=dict)
+    histories: dict[str, StepHistory] = field(default_factory=dict)  # by manifest key
     down_until: float = 0.0
     slow_until: float = 0.0
     mute_until: float = 0.0  # writes happen, their replies are lost
@@ -38,14 +38,14 @@ class Storage:
 
     def claim(self) -> int:
         """Begin the next term."""
-        self.log.append(Entry(self.term + 1, "term"))
+        self.log.append(SimLogEntry(self.term + 1, "term"))
         return self.log[-1].term
 
     def append_generation(self, term: int, spec: m.GenerationSpec) -> m.Appended:
-        return self._append(Entry(term, "generation", spec, spec.id, spec.resume_step))
+        return self._append(SimLogEntry(term, "generation", spec, spec.id, spec.resume_step))
 
     def append_commit(self, term: int, command: m.AppendCommit) -> m.Appended:
-        """Checks what a real assembly of the manifest checks: the parts are there and cover the whole."""
+        """Append a commit after the checks of a real assembly: the parts are there and cover the whole."""
         key = f"manifests/{command.step}-{command.generation}"
         spec = next(
             (e.spec for e in self.log if e.kind == "generation" and e.generation == command.generation), None
@@ -55,7 +55,7 @@ class Storage:
                 f"commit of {command.generation} at {command.step} before its generation's entry"
             )
             return self._reply(
-                Entry(term, "commit", None, command.generation, command.step), error="no generation"
+                SimLogEntry(term, "commit", None, command.generation, command.step), error="no generation"
             )
         parts = self.parts.get((command.generation, command.step), {})
         held = [slot for node in command.nodes for slot in parts.get(node, [])]
@@ -64,14 +64,14 @@ class Storage:
                 f"commit of {command.generation} at {command.step} does not cover the state"
             )
             return self._reply(
-                Entry(term, "commit", None, command.generation, command.step), error="incomplete"
+                SimLogEntry(term, "commit", None, command.generation, command.step), error="incomplete"
             )
         if len({slot.history for slot in held}) != 1:
             self.complaints.append(f"commit of {command.generation} at {command.step} mixes histories")
         self.histories[key] = held[0].history
-        return self._append(Entry(term, "commit", None, command.generation, command.step))
+        return self._append(SimLogEntry(term, "commit", None, command.generation, command.step))
 
-    def _append(self, entry: Entry) -> m.Appended:
+    def _append(self, entry: SimLogEntry) -> m.Appended:
         if entry.term < self.term:
             return self._reply(entry, fenced=True)
         if entry not in self.log:  # the same writer's entry again: its nonce tells
@@ -79,7 +79,7 @@ class Storage:
         return self._reply(entry, seq=self.log.index(entry) + 1)
 
     @staticmethod
-    def _reply(entry: Entry, seq: int = 0, error: str = "", fenced: bool = False) -> m.Appended:
+    def _reply(entry: SimLogEntry, seq: int = 0, error: str = "", fenced: bool = False) -> m.Appended:
         assert entry.generation is not None
         commit = entry.kind == "commit"
         key = f"manifests/{entry.step}-{entry.generation}" if commit and seq else ""

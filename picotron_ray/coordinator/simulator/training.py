@@ -1,4 +1,4 @@
-"""One simulated generation at work: rendezvous, steps, snapshots, and how it breaks.
+"""Simulated generation at work: rendezvous, steps, snapshots, and how it breaks.
 
 A state is represented by its history: segments (generation, from, to) that say which generation did which
 steps. Snapshots are written down only when somebody could look at them: at checkpoints, and when the
@@ -7,45 +7,18 @@ generation ends, where each member may or may not have sealed the step before th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from picotron_ray.coordinator import messages as m
-from picotron_ray.layout.layout import Layout
-
-if TYPE_CHECKING:
-    from picotron_ray.coordinator.simulator.nodes import SimWorker
-    from picotron_ray.coordinator.simulator.world import Sim
+from picotron_ray.coordinator.simulator.protocols import WorkerProtocol, World
+from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory
+from picotron_ray.failures import FailureKind
 
 LONGEST_RENDEZVOUS_S = 5.0
-History = tuple[tuple[m.GenerationId, int, int], ...]
 
 
-@dataclass(slots=True)
-class Held:
-    """A sealed slot in an agent's folder."""
-
-    info: m.SlotInfo
-    history: History
-    pinned: bool = False
-    corrupt: bool = False
-
-
-def complete(slots: Iterable[m.SlotInfo], layout: Layout) -> bool:
-    """Whether slots of one state hold all of it (the checks' own rule, not the machine's)."""
-    have = {(part.group, part.count, part.index) for slot in slots for part in slot.fragments}
-    counts = {(group, count) for group, count, _ in have}
-    return all(
-        any(g == group and all((g, n, i) in have for i in range(n)) for g, n in counts)
-        for group in range(layout.state_groups)
-    )
-
-
-class Generation:
+class SimGeneration:
     """Members that train together; ``step`` is the last finished step."""
 
-    def __init__(self, sim: Sim, spec: m.GenerationSpec, base: History) -> None:
+    def __init__(self, sim: World, spec: m.GenerationSpec, base: StepHistory) -> None:
         self.sim, self.spec, self.base = sim, spec, base
         self.step = spec.resume_step
         self.step_s = sim.step_s
@@ -57,13 +30,13 @@ class Generation:
 
     # --- at work ------------------------------------------------------------------------------------
 
-    def join(self, worker: SimWorker) -> None:
-        """A member reached the rendezvous; the last one sets the generation off."""
+    def join(self, worker: WorkerProtocol) -> None:
+        """Enter a member that reached the rendezvous; the last one sets the generation off."""
         if not self.joined:
             self.sim.after(LONGEST_RENDEZVOUS_S, self._expect_all)
         self.joined.add(worker.name)
         if self.broken:
-            self.sim.after(0.05, worker.leave, self, "peer_lost")
+            self.sim.after(0.05, worker.leave, self, FailureKind.PEER_LOST)
         elif len(self.joined) == len(self.spec.members):
             self.sim.after(self.sim.rng.uniform(0.1, 0.6), self._start)
 
@@ -85,7 +58,7 @@ class Generation:
         members = self.members()
         for at, worker in enumerate(members):
             if at == 0 or self.sim.rng.chance(0.5):
-                worker.leave(self, "failed", detail)
+                worker.leave(self, FailureKind.FAILED, detail)
 
     def _next(self) -> None:
         self.began_at = self.sim.now
@@ -117,7 +90,7 @@ class Generation:
         return hung
 
     def stalled(self) -> None:
-        """Agents notice that nothing moves."""
+        """Let the agents notice that nothing moves."""
         if not self.watched:
             self.watched = True
             self._complain()
@@ -133,7 +106,7 @@ class Generation:
 
     # --- snapshots ------------------------------------------------------------------------------------
 
-    def history(self, step: int) -> History:
+    def history(self, step: int) -> StepHistory:
         resume = self.spec.resume_step
         return self.base if step == resume else (*self.base, (self.spec.id, resume, step))
 
@@ -153,7 +126,7 @@ class Generation:
             node.report(m.SnapshotSealed(name, self.spec.id, step, slots))
 
     def _write(
-        self, worker: SimWorker, step: int, *, pinned: bool = False, whole: bool = False
+        self, worker: WorkerProtocol, step: int, *, pinned: bool = False, whole: bool = False
     ) -> m.SlotInfo:
         rank = next(i for i, member in enumerate(self.spec.members) if member.worker == worker.name)
         layout = self.spec.layout
@@ -164,7 +137,7 @@ class Generation:
             part = m.Fragment(group, local.index(rank), len(local))
         name = f"{worker.name}.{self.spec.id}.{step}{'f' if whole else ''}"
         info = m.SlotInfo(worker.node.name, name, self.spec.id, step, rank, (part,))
-        worker.node.keep(Held(info, self.history(step), pinned))
+        worker.node.keep(SimSlot(info, self.history(step), pinned))
         return info
 
     def _drop_older(self) -> None:
@@ -178,12 +151,12 @@ class Generation:
 
     # --- the end ------------------------------------------------------------------------------------
 
-    def members(self) -> list[SimWorker]:
+    def members(self) -> list[WorkerProtocol]:
         """Members whose process lives."""
         return [w for x in self.spec.members if (w := self.sim.worker(x.worker)) is not None]
 
     def shatter(self) -> None:
-        """A member is gone: no step is finished any more. What each one had sealed is written down."""
+        """Break the generation: no step is finished any more; all that members had sealed is written."""
         if self.broken or self.ended:
             return
         self.broken = True
@@ -198,9 +171,9 @@ class Generation:
             worker.clean = self.step + rng.below(2) if inside_optimizer else self.step
             worker.writing = inside_optimizer and rng.chance(0.3)
             if worker.generation is self and not worker.hung and rng.chance(0.5):
-                self.sim.after(rng.uniform(0.01, 0.1), worker.leave, self, "peer_lost")
+                self.sim.after(rng.uniform(0.01, 0.1), worker.leave, self, FailureKind.PEER_LOST)
 
-    def flush(self, worker: SimWorker) -> None:
-        """A survivor writes down its live state, where it is clean."""
+    def flush(self, worker: WorkerProtocol) -> None:
+        """Write down a survivor's live state, where it is clean."""
         if self.began_at and not worker.writing and worker.clean > self.spec.resume_step:
             self._write(worker, worker.clean, whole=True)

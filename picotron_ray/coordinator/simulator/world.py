@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
+from picotron_ray.coordinator.simulator.protocols import (
+    CoordinatorProtocol,
+    GenerationProtocol,
+    NodeProtocol,
+    Observer,
+)
 from picotron_ray.coordinator.simulator.rng import Rng
-from picotron_ray.coordinator.simulator.storage import Storage
-from picotron_ray.coordinator.simulator.training import Generation, History
-
-if TYPE_CHECKING:
-    from picotron_ray.coordinator.simulator.checks import Checks
-    from picotron_ray.coordinator.simulator.shell import Shell
+from picotron_ray.coordinator.simulator.slots import StepHistory
+from picotron_ray.coordinator.simulator.storage import SimStorage
+from picotron_ray.coordinator.simulator.training import SimGeneration
 
 RESTART_S = 2.0  # a dead coordinator is back after this long
 SETTLED_S = 10.0  # after a disturbance: until everything has been asked again
@@ -26,7 +29,7 @@ RETRY_S = 1.0  # a call whose reply was lost is confirmed through the agent
 class Sim:
     """One simulated run. ``after`` schedules; ``run`` goes on until the run is over."""
 
-    def __init__(self, seed: int, job: JobConfig, choose: Choose, checks: Checks) -> None:
+    def __init__(self, seed: int, job: JobConfig, choose: Choose, checks: Observer) -> None:
         self.rng, self.job, self.choose, self.checks = Rng(seed), job, choose, checks
         self.now = 0.0
         self.step_s = 1.0  # of a step, however many do it
@@ -37,11 +40,11 @@ class Sim:
         self.nodes: dict[str, SimNode] = {}
         self.ghosts: set[str] = set()  # nodes that are gone and nobody was told
         self.names = 0  # nodes ever made
-        self.storage = Storage()
-        self.generations: dict[m.GenerationId, Generation] = {}
+        self.storage = SimStorage()
+        self.generations: dict[m.GenerationId, SimGeneration] = {}
         self.bad_manifests: set[str] = set()
         self.noise_until = 0.0  # messages are lost, doubled and late before this time
-        self.shell: Shell | None = None  # the present coordinator
+        self.shell: CoordinatorProtocol | None = None  # the present coordinator
         self.quiet_at = 0.0  # when the last fault is over
         self.over = self.stop_asked = False
         self.struck: list[str] = []  # names of the faults so far
@@ -54,7 +57,7 @@ class Sim:
         heapq.heappush(self._heap, (self.now + delay_s, self._count, call, args))
 
     def run(self, limit_s: float) -> None:
-        """Until the run is over, an invariant is broken, or ``limit_s`` after the last fault."""
+        """Run until the run is over, an invariant is broken, or ``limit_s`` after the last fault."""
         while self._heap and not self.over and not self.failures:
             at, _, call, args = heapq.heappop(self._heap)
             if at > max(self.quiet_at, 0.0) + limit_s:
@@ -69,7 +72,7 @@ class Sim:
     # --- cluster --------------------------------------------------------------------------------------
 
     def add_node(self, capacity: int) -> SimNode:
-        """A new node; the coordinator hears of it a little later."""
+        """Add a node; the coordinator hears of it a little later."""
         self.names += 1
         node = self.nodes[f"n{self.names}"] = SimNode(self, f"n{self.names}", capacity)
         node.report(m.NodeJoined(node.name, capacity), reliable=True)
@@ -92,7 +95,11 @@ class Sim:
         self.after(self.job.elastic.heartbeat_s, self._beat, node)
 
     def remove_node(self, node: SimNode, *, told: bool) -> None:
-        """A node dies with its workers and slots; ``told``: Ray notices, else only its silence does."""
+        """Remove a node with its workers and slots.
+
+        Args:
+            told: Ray notices; otherwise only its silence does.
+        """
         if not told:
             self.ghosts.add(node.name)
         for worker in list(node.workers.values()):
@@ -104,16 +111,16 @@ class Sim:
     def worker(self, name: str) -> SimWorker | None:
         return next((node.workers[name] for node in self.nodes.values() if name in node.workers), None)
 
-    def generation(self, spec: m.GenerationSpec) -> Generation:
+    def generation(self, spec: m.GenerationSpec) -> SimGeneration:
         """The one object behind all members of ``spec``."""
         if spec.id not in self.generations:
-            self.generations[spec.id] = Generation(self, spec, self._history(spec))
+            self.generations[spec.id] = SimGeneration(self, spec, self._history(spec))
         known = self.generations[spec.id]
         if known.spec != spec:
             self.violation(f"generation {spec.id} was used twice")
         return known
 
-    def _history(self, spec: m.GenerationSpec) -> History:
+    def _history(self, spec: m.GenerationSpec) -> StepHistory:
         source = spec.source
         if source.kind == "init":
             return ()
@@ -122,7 +129,7 @@ class Sim:
         return self.checks.history_of(source.slots)
 
     def unreadable(self, source: m.Source) -> str:
-        """Why a restore from ``source`` fails now; empty: it does not."""
+        """Reason for which a restore from ``source`` fails now; empty: it does not."""
         if source.manifest in self.bad_manifests:
             return f"corrupt:{source.manifest}"
         for slot in source.slots:
@@ -134,7 +141,7 @@ class Sim:
                 return f"corrupt:{slot.slot}"
         return ""
 
-    def stepped(self, generation: Generation) -> None:
+    def stepped(self, generation: GenerationProtocol) -> None:
         self.checks.stepped(generation)
 
     # --- network ------------------------------------------------------------------------------------
@@ -143,7 +150,7 @@ class Sim:
         noisy = self.now < self.noise_until and self.rng.chance(0.3)
         return self.rng.uniform(0.2, 2.5) if noisy else 0.001 + self.rng.below(9) * 0.001
 
-    def reachable(self, node: SimNode) -> bool:
+    def reachable(self, node: NodeProtocol) -> bool:
         """Whether a node's messages have all gone through lately."""
         return self.now > self.noise_until + SETTLED_S and self.now > node.cut_until + SETTLED_S
 
@@ -154,12 +161,12 @@ class Sim:
         return self.now < self.noise_until and self.rng.chance(0.2)
 
     def tell(self, event: m.Event) -> None:
-        """An event that arises at the coordinator's own side."""
+        """Deliver an event that arises at the coordinator's own side."""
         if self.shell is not None:
             self.shell.deliver(event)
 
-    def to_coordinator(self, node: SimNode, event: m.Event, reliable: bool) -> None:
-        """From an agent. ``reliable``: sent again until it has arrived, maybe twice."""
+    def to_coordinator(self, node: NodeProtocol, event: m.Event, reliable: bool) -> None:
+        """Send an event from an agent. ``reliable``: it is sent again until it has arrived, maybe twice."""
         gone = self.nodes.get(node.name) is not node
         if gone and (node.name in self.ghosts or not isinstance(event, m.WorkerExited)):
             return
@@ -177,7 +184,7 @@ class Sim:
             self.after(self.latency() + 0.05, shell.deliver, event)
 
     def to_node(self, name: str, term: int, call: Callable[[SimNode], None], *, retry: bool) -> bool:
-        """From a coordinator; False where the node is known to be gone. Old terms are refused."""
+        """Send a call from a coordinator; False where the node is known to be gone. Old terms are refused."""
         node = self.nodes.get(name)
         if node is None:
             return name in self.ghosts

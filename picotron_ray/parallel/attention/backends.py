@@ -1,12 +1,12 @@
-"""Attention over whole rows, by the implementation that was asked for and no other.
+"""Attention backends over whole rows. The backend that was asked for runs, and no other.
 
-Every one takes documents and windows (``models.documents``) in its own way:
+Each takes documents and windows (``models.layers.document_mask``) in its own way:
 
 - FlashAttention on CUDA, torch's and the package's, is told where documents start and how far a query looks
-  back, and computes nothing that is not seen. Rows are laid end to end, one sequence per document.
-- The others get a mask, ``[row, row]`` per row of the batch, which they add to all scores. cuDNN gets none.
+  back. It computes no masked score. Rows are laid end to end, one sequence per document.
+- The others add a mask to all scores, ``[row, row]`` per row of the batch. cuDNN takes none.
 
-What follows from the documents is made once per micro-batch, not per layer.
+Masks and starts of documents are made once per micro-batch, not per layer.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from picotron_ray.config.support.kernels import Backend
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.layers.document_mask import document_starts, seen_in_row
-from picotron_ray.parallel.attention.lse_kernels import additive
+from picotron_ray.parallel.attention.lse_kernels import additive_mask
 
-WholeKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
-"""See ``models.llama.sdpa``; or with where documents start, for their numbers."""
+RowAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
+"""See ``models.layers.attention.sdpa``; or with the starts of documents in place of their numbers."""
 
 NO_MASK = "kernels.attention: saw cudnn, which takes neither document masks nor windows here; use auto"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The attention of one model: which modules, by which implementation, over rows of how many tokens.
+    """Attention plan of one model.
 
     Fields:
-        modules: by name, ``*`` standing for one part.
+        modules: names of the attention modules, ``*`` standing for one part.
+        backend: the implementation.
+        length: tokens of a row.
         window: tokens that a query sees at most; None: all.
     """
 
@@ -51,14 +53,14 @@ class AttentionPlan:
         return f"{self.backend} attention{within}"
 
 
-class OfDocuments:
-    """What follows from the documents at hand, made once for all layers that ask for it.
+class DocumentCache:
+    """Cache of a tensor that is made from document numbers, for all layers of a micro-batch.
 
-    It is found again by the numbers' own tensor, which a micro-batch keeps for its whole life: another one in
-    flight, or a forward that runs again, can cost time here but never get another's.
+    The key is the numbers' own tensor, which a micro-batch keeps for its whole life. Another micro-batch in
+    flight, or a repeated forward pass, may make the tensor again but never gets another's.
 
     Args:
-        make: of the numbers ``[batch, row]`` and whatever else it takes.
+        make: makes the tensor from the numbers ``[batch, row]`` and further arguments.
     """
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
@@ -72,33 +74,33 @@ class OfDocuments:
 
 
 def _mask(documents: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What is added to scores, ``[batch, 1, row, row]`` in their type."""
-    return additive(seen_in_row(documents.size(-1), documents, window, documents.device), dtype)
+    """Additive mask of documents, ``[batch, 1, row, row]`` in the type of scores."""
+    return additive_mask(seen_in_row(documents.size(-1), documents, window, documents.device), dtype)
 
 
 @lru_cache(maxsize=4)
 def _window_mask(row: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Likewise, where rows are one document: ``[1, 1, row, row]`` for all layers and steps."""
+    """Additive mask of a window, ``[1, 1, row, row]``, for all layers and steps."""
     with torch.inference_mode(False):  # evaluation may be the first to ask
-        return additive(seen_in_row(row, None, window, device), dtype)
+        return additive_mask(seen_in_row(row, None, window, device), dtype)
 
 
-def whole_kernel(backend: Backend, *, compiled: bool = False) -> WholeKernel:
-    """Causal attention over whole rows, by that implementation and no other.
+def attention_kernel(backend: Backend, *, compiled: bool = False) -> RowAttention:
+    """Causal attention kernel over whole rows, by one implementation.
 
-    It takes ``q [batch, heads, seq, head]``, ``k, v [batch, kv_heads, seq, head]``, the numbers of documents
-    ``[batch, seq]`` or None, and a window or None, and raises RuntimeError where the implementation cannot:
-    torch alone would use another without a word.
+    The kernel takes ``q [batch, heads, seq, head]``, ``k, v [batch, kv_heads, seq, head]``, document numbers
+    ``[batch, seq]`` or None, and a window or None. It raises RuntimeError where the implementation cannot do
+    that; torch by itself would silently use another.
 
     Args:
-        compiled: whether torch.compile looks into what calls it.
+        compiled: whether torch.compile traces the caller.
     """
     if backend == "flash-attn":
-        return _package(compiled)
-    masked = _masked(backend)
+        return _flash_attn_kernel(compiled)
+    masked = _torch_kernel(backend)
     if backend != "flash":
         return masked
-    of_documents = _apart(flash, compiled)
+    of_documents = _with_document_starts(flash, compiled)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None
@@ -111,9 +113,9 @@ def whole_kernel(backend: Backend, *, compiled: bool = False) -> WholeKernel:
     return attend
 
 
-def _masked(backend: Backend) -> WholeKernel:
-    """One of torch's, with a mask for documents and windows."""
-    chosen, mask = _TORCH[backend], OfDocuments(_mask)
+def _torch_kernel(backend: Backend) -> RowAttention:
+    """One of torch's implementations, with a mask for documents and windows."""
+    chosen, mask = _TORCH[backend], DocumentCache(_mask)
     shares_keys = backend in ("flash", "math")
 
     def attend(
@@ -145,17 +147,17 @@ _TORCH: dict[str, SDPBackend] = {
 }
 
 
-def _apart(varied: WholeKernel, compiled: bool) -> WholeKernel:
-    """Attention by a kernel that is told where documents start, as one that is given their numbers.
+def _with_document_starts(varied: RowAttention, compiled: bool) -> RowAttention:
+    """Adapt a kernel that takes the starts of documents to one that takes their numbers.
 
-    How many documents there are is known when the host has waited for the device: once per micro-batch and
-    stage, and again where a recomputed forward finds those of another. A length that is the same for every
-    micro-batch would wait for nothing, but the kernels launch blocks and take memory (128 rows of fp32
-    gradients) per sequence: ``batch x row`` of them, nearly all empty, cost more than attention itself.
+    The host waits for the device to learn the number of documents: once per micro-batch and stage, and again
+    where a recomputed forward pass finds those of another micro-batch. A fixed length for all micro-batches
+    would need no wait. But the kernels launch blocks and take memory (128 rows of fp32 gradients) per
+    sequence, and ``batch x row`` nearly empty sequences cost more than attention itself.
 
-    Compiled blocks leave it to Python, or each number of documents would be compiled for anew.
+    Compiled blocks call it in Python, because each number of documents would be compiled for anew.
     """
-    starts = OfDocuments(document_starts)
+    starts = DocumentCache(document_starts)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
         return varied(q, k, v, None if documents is None else starts(documents), window)
@@ -166,18 +168,19 @@ def _apart(varied: WholeKernel, compiled: bool) -> WholeKernel:
 def flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
     """Torch's FlashAttention-2 with documents or a window, on CUDA in bf16 and fp16.
 
-    The operator under ``torch.nn.attention.varlen.varlen_attn``, called as there; it takes whole batches too,
-    which then need not be laid end to end, and has the arguments below in torch 2.11 to 2.13.
+    It calls the operator under ``torch.nn.attention.varlen.varlen_attn`` as that function does. The operator
+    takes whole batches too, which then need not be laid end to end. It has the arguments below in torch 2.11
+    to 2.13.
 
     Args:
         q: ``[batch, heads, row, head]``; k, v ``[batch, kv_heads, row, head]``.
         starts: see `document_starts`; None: every row is one document.
-        window: how many tokens a query sees at most; None: all before it.
+        window: tokens that a query sees at most; None: all before it.
 
     Returns: ``[batch, heads, row, head]``.
     """
     row, looks_back = q.size(-2), -1 if window is None else window - 1
-    q, k, v = laid_out(q, k, v, ends_meet=starts is not None)
+    q, k, v = to_flash_layout(q, k, v, ends_meet=starts is not None)
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(q, k, v, starts, starts, row, row, 0.0),
         window is None,  # causal; with a window that is its right side
@@ -185,11 +188,11 @@ def flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | 
         window_size_left=looks_back,
         window_size_right=0,
     )
-    return _as_heads(out, row)
+    return _from_flash_layout(out, row)
 
 
-def laid_out(q: Tensor, k: Tensor, v: Tensor, *, ends_meet: bool) -> tuple[Tensor, ...]:
-    """Heads ``[batch, heads, row, head]`` as FlashAttention wants them, in the type of autocast.
+def to_flash_layout(q: Tensor, k: Tensor, v: Tensor, *, ends_meet: bool) -> tuple[Tensor, ...]:
+    """Lay out heads ``[batch, heads, row, head]`` for FlashAttention, in the type of autocast.
 
     Returns: each ``[batch, row, heads, head]``, or ``[batch x row, heads, head]`` where the rows' ends meet.
     """
@@ -200,13 +203,13 @@ def laid_out(q: Tensor, k: Tensor, v: Tensor, *, ends_meet: bool) -> tuple[Tenso
     return tuple(x.flatten(0, 1) if ends_meet else x for x in laid)
 
 
-def _as_heads(out: Tensor, row: int) -> Tensor:
-    """What `laid_out` changed, back: ``[batch, heads, row, head]``."""
+def _from_flash_layout(out: Tensor, row: int) -> Tensor:
+    """Invert `to_flash_layout`: ``[batch, heads, row, head]``."""
     return (out.unflatten(0, (-1, row)) if out.dim() == 3 else out).transpose(1, 2)
 
 
-def _package(compiled: bool) -> WholeKernel:
-    """FlashAttention of its authors' package (Dao 2023)."""
+def _flash_attn_kernel(compiled: bool) -> RowAttention:
+    """FlashAttention from its authors' package (Dao 2023)."""
     try:
         from flash_attn import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
@@ -216,14 +219,14 @@ def _package(compiled: bool) -> WholeKernel:
 
     def varied(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
         row, sides = q.size(-2), (-1, -1) if window is None else (window - 1, 0)
-        heads = laid_out(q, k, v, ends_meet=starts is not None)
+        heads = to_flash_layout(q, k, v, ends_meet=starts is not None)
         if starts is None:
             out: Tensor = flash_attn_func(*heads, causal=True, window_size=sides)
         else:
             out = flash_attn_varlen_func(*heads, starts, starts, row, row, causal=True, window_size=sides)
-        return _as_heads(out, row)
+        return _from_flash_layout(out, row)
 
-    of_documents = _apart(varied, compiled)
+    of_documents = _with_document_starts(varied, compiled)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None

@@ -1,17 +1,17 @@
-"""Attention kernels that give their log-sum-exp, so that results over parts of a row can be merged.
+"""Attention kernels with log-sum-exp, so that results over parts of a row can be merged.
 
-They take ``q [batch, heads, queries, head]`` and ``k, v [batch, heads, keys, head]`` with as many
-heads, scale by ``1 / sqrt(head)``, and give ``out`` like q and ``lse [batch, heads, queries]`` (natural
+They take ``q [batch, heads, queries, head]`` and ``k, v [batch, heads, keys, head]`` with as many heads, and
+scale by ``1 / sqrt(head)``. They return ``out`` like q and ``lse [batch, heads, queries]`` (natural
 logarithm; in fp32 for half precision, else in q's dtype). ``causal`` masks query i from keys after i; it
 needs as many keys as queries.
 
-Where rows hold several documents (``models.documents``), a mask says which keys a query sees. A query of
-which no key at hand is visible has ``lse`` -inf and ``out`` 0, so that it adds nothing to a merge.
+Where rows hold several documents (``models.layers.document_mask``), a mask says which keys a query sees. A
+query without a visible key has ``lse`` -inf and ``out`` 0, so that it adds nothing to a merge.
 
-Here are those of CPUs and of every device; ``parallel.cuda_attention`` has the others. Where nothing is to be
-merged, attention is ``parallel.whole_rows``.
+This module has the kernels of CPUs and of every device, ``lse_kernels_cuda`` those of CUDA. Attention over
+whole rows, without merging, is in ``backends``.
 
-The backward passes take the ``out`` and ``lse`` of the *whole* row of keys: with them, the gradients over
+The backward passes take the ``out`` and ``lse`` of the *whole* row of keys. With them, the gradients over
 parts of the keys simply add up (Dao 2023, FlashAttention-2, section 3.1; Liu et al. 2023, Ring Attention).
 """
 
@@ -28,13 +28,14 @@ Forward = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Seen(NamedTuple):
-    """Which keys at hand a query sees.
+class KeyMask(NamedTuple):
+    """Mask of the keys that each query sees.
 
     Fields:
-        causal: not those after it.
-        mask: bool ``[batch, 1, queries, keys]``, true where it does; causality is in it where it matters, and
-            ``causal`` false. None: all keys, but for ``causal``.
+        causal: whether keys after a query are hidden from it.
+        mask: bool ``[batch, 1, queries, keys]``, true for visible keys. It includes causality, and ``causal``
+        is
+            then false. None: all keys are visible, but for ``causal``.
     """
 
     causal: bool
@@ -42,48 +43,48 @@ class Seen(NamedTuple):
 
 
 class LseKernel(ABC):
-    """One implementation; see the module."""
+    """Attention kernel with log-sum-exp; see the module for shapes."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask) -> Forward:
         """``(out, lse)``."""
 
     @abstractmethod
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_mask: KeyMask
     ) -> Gradients:
         """Gradients of q, k and v."""
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to scores: 0 where it is true, -inf elsewhere."""
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mask to add to scores: 0 where ``mask`` is true, -inf elsewhere."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
 class MathKernel(LseKernel):
-    """The formulas, with the whole score matrix in memory: any device and dtype, for comparison."""
+    """Reference kernel: the formulas, with the whole score matrix in memory, on any device and dtype."""
 
-    def _scores(self, q: Tensor, k: Tensor, seen: Seen) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, key_mask: KeyMask) -> Tensor:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.size(-1))
-        if seen.mask is not None:
-            scores = scores.masked_fill(~seen.mask, float("-inf"))
-        elif seen.causal:
+        if key_mask.mask is not None:
+            scores = scores.masked_fill(~key_mask.mask, float("-inf"))
+        elif key_mask.causal:
             before = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
             scores = scores.masked_fill(~before, float("-inf"))
         return scores
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Forward:
-        scores = self._scores(q, k, seen)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask) -> Forward:
+        scores = self._scores(q, k, key_mask)
         lse = scores.logsumexp(dim=-1)
-        # -inf less -inf is no number: a query that sees nothing gets weights exp(-inf - 0) = 0
+        # -inf - (-inf) is NaN: a query without a visible key gets weights exp(-inf - 0) = 0
         weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
         return (weights @ v.to(weights.dtype)).to(q.dtype), lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_mask: KeyMask
     ) -> Gradients:
-        weights = (self._scores(q, k, seen) - lse.unsqueeze(-1)).exp()
+        weights = (self._scores(q, k, key_mask) - lse.unsqueeze(-1)).exp()
         dtype, scale = weights.dtype, 1 / math.sqrt(q.size(-1))
         wide = grad.to(dtype)
         share = wide @ v.to(dtype).transpose(-1, -2)
@@ -93,20 +94,22 @@ class MathKernel(LseKernel):
 
 
 class CpuFlash(LseKernel):
-    """torch's flash attention for CPUs: fp64, fp32, bf16 and fp16."""
+    """Torch's flash attention for CPUs: fp64, fp32, bf16 and fp16."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Forward:
-        bias = None if seen.mask is None else additive(seen.mask, q.dtype)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask) -> Forward:
+        bias = None if key_mask.mask is None else additive_mask(key_mask.mask, q.dtype)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = op(q, k, v, 0.0, seen.causal, attn_mask=bias)
-        if seen.mask is not None:  # torch says 0, the log of a sum of 1, for a query that sees nothing
-            lse = lse.masked_fill(~seen.mask.any(dim=-1), float("-inf"))
+        out, lse = op(q, k, v, 0.0, key_mask.causal, attn_mask=bias)
+        if (
+            key_mask.mask is not None
+        ):  # torch says 0, the log of a sum of 1, for a query without a visible key
+            lse = lse.masked_fill(~key_mask.mask.any(dim=-1), float("-inf"))
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_mask: KeyMask
     ) -> Gradients:
-        bias = None if seen.mask is None else additive(seen.mask, q.dtype)
+        bias = None if key_mask.mask is None else additive_mask(key_mask.mask, q.dtype)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, seen.causal, attn_mask=bias)
+        dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, key_mask.causal, attn_mask=bias)
         return dq, dk, dv

@@ -1,20 +1,21 @@
 """Context parallelism: every row is cut over the cp ranks, and attention sees the keys of all of them.
 
-Rank i holds chunks i and 2n-1-i of 2n (``models.plan.SequenceShard``), which evens out causal attention. Two
-variants, both exact:
+Rank i holds chunks i and 2n-1-i of 2n (``models.parameters.SequenceShard``), which balances causal attention.
+There are two variants, both exact:
 
-- ``ring`` (Liu et al. 2023): keys and values travel round the ranks while each computes with the part it
-  has; in the backward pass their gradients travel along. A rank holds its own part, the one at hand and the
-  one on its way. Which scores are needed follows from where the keys come from: the rank itself (causal), an
-  earlier rank (all queries, the first half of the keys) or a later one (the second half of the queries, all
-  keys): half of the square, each time.
+- ``ring`` (Liu et al. 2023): keys and values travel round the ranks while each computes with the part that it
+  has. In the backward pass their gradients travel along. A rank holds its own part, the current one and the
+  one on its way. The source of the keys decides which scores are needed, half of the square each time:
+  the rank itself (causal), an earlier rank (all queries, the first half of the keys) or a later rank (the
+  second half of the queries, all keys).
 - ``all-gather`` (Dubey et al. 2024): keys and values are gathered first, their gradients reduce-scattered.
-  One collective where the ring has n - 1, for the memory of whole rows of keys; cheap under grouped queries.
+  It needs one collective where the ring has n - 1, and memory for whole rows of keys. It is cheap under
+  grouped queries.
 
-Every rank knows which documents the whole row holds (``models.documents``), so masks need no exchange: each
-is made of the numbers of the queries and of the keys at hand, when it is used.
+Every rank knows the documents of the whole row (``models.layers.document_mask``), so masks need no exchange.
+Each is made when it is used, of the document numbers of its queries and keys.
 
-Which parts there are and how their results are merged is ``parallel.parts``.
+``ring_attention`` has the tiles and the merging of their results.
 """
 
 from __future__ import annotations
@@ -28,17 +29,23 @@ from torch import Tensor, nn
 from picotron_ray.comm.sequence_collectives import Shift, gather_sequence, reduce_scatter_sequence
 from picotron_ray.config.support.kernels import Backend
 from picotron_ray.errors import LayoutError
-from picotron_ray.layout.layout import Context
+from picotron_ray.layout.layout import ContextVariant
 from picotron_ray.models.parameters import SequenceShard
 from picotron_ray.parallel.attention.backends import AttentionPlan
 from picotron_ray.parallel.attention.lse_kernels import LseKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import lse_kernel
-from picotron_ray.parallel.context.ring_attention import Attend, Merge, Numbers, gathered_parts, ring_part
+from picotron_ray.parallel.context.ring_attention import (
+    DocumentNumbers,
+    LseMerge,
+    TileAttention,
+    gathered_tiles,
+    ring_tile,
+)
 from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 
 
 class _Ring(torch.autograd.Function):
-    """q ``[b, heads, s, d]``, kv ``[2, b, kv_heads, s, d]`` → attention ``[b, heads, s, d]``.
+    """Ring attention: q ``[b, heads, s, d]``, kv ``[2, b, kv_heads, s, d]`` → ``[b, heads, s, d]``.
 
     ``documents [ranks, b, s]``: numbers of the tokens of each rank, or None.
     """
@@ -53,12 +60,12 @@ class _Ring(torch.autograd.Function):
         documents: Tensor | None,
     ) -> Tensor:
         ranks, mine = group.size(), group.rank()
-        attend, merge, held = Attend(kernel, q.size(1), kv.size(2)), Merge(q), kv
+        attend, merge, held = TileAttention(kernel, q.size(1), kv.size(2)), LseMerge(q), kv
         for step in range(ranks):
             coming = Shift(held, group) if step < ranks - 1 else None
             theirs = (mine - step) % ranks
-            part, numbers = ring_part(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
-            attend.forward(merge, q, held, part, numbers)
+            tile, numbers = ring_tile(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
+            attend.forward(merge, q, held, tile, numbers)
             if coming is not None:
                 held = coming.wait()
         out = merge.out.to(q.dtype)
@@ -72,14 +79,14 @@ class _Ring(torch.autograd.Function):
         group, ranks, mine = ctx.group, ctx.group.size(), ctx.group.rank()
         saved, held = (gradients[0], q, out, lse), kv
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        total = None  # the gradient of the keys at hand, by the ranks that they have visited
+        total = None  # gradient of the current keys, summed over the ranks that they have visited
         for step in range(ranks):
             coming = Shift(held, group) if step < ranks - 1 else None
             carried = Shift(total, group, tag=1) if total is not None else None
             theirs = (mine - step) % ranks
-            part, numbers = ring_part(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
+            tile, numbers = ring_tile(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
             dkv = torch.zeros_like(held, dtype=lse.dtype)
-            ctx.attend.backward(part, numbers, saved, held, dq, dkv)
+            ctx.attend.backward(tile, numbers, saved, held, dq, dkv)
             total = dkv if carried is None else dkv.add_(carried.wait())
             if coming is not None:
                 held = coming.wait()
@@ -88,9 +95,9 @@ class _Ring(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """As `_Ring`, all keys gathered first.
+    """All-gather attention, with shapes as of `_Ring`.
 
-    ``order``: where each position lies among what is gathered; ``numbers``: of the whole row as keys.
+    ``order``: the place of each position in the gathered keys; ``numbers``: with the whole row as keys.
     """
 
     @staticmethod
@@ -101,12 +108,12 @@ class _Gathered(torch.autograd.Function):
         kernel: LseKernel,
         group: dist.ProcessGroup,
         order: Tensor,
-        numbers: Numbers,
+        numbers: DocumentNumbers,
     ) -> Tensor:
-        attend, merge = Attend(kernel, q.size(1), kv.size(2)), Merge(q)
+        attend, merge = TileAttention(kernel, q.size(1), kv.size(2)), LseMerge(q)
         whole = _whole(kv, group, order)
-        for part in gathered_parts(group.rank(), group.size(), q.size(-2)):
-            attend.forward(merge, q, whole, part, numbers)
+        for tile in gathered_tiles(group.rank(), group.size(), q.size(-2)):
+            attend.forward(merge, q, whole, tile, numbers)
         out = merge.out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, merge.lse, order, *numbers)
         ctx.attend, ctx.group = attend, group
@@ -118,17 +125,17 @@ class _Gathered(torch.autograd.Function):
         whole = _whole(kv, ctx.group, order)  # gathered again rather than kept
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(whole, dtype=lse.dtype)
         saved = (gradients[0], q, out, lse)
-        for part in gathered_parts(ctx.group.rank(), ctx.group.size(), q.size(-2)):
-            ctx.attend.backward(part, Numbers(*numbers), saved, whole, dq, dkv)
+        for tile in gathered_tiles(ctx.group.rank(), ctx.group.size(), q.size(-2)):
+            ctx.attend.backward(tile, DocumentNumbers(*numbers), saved, whole, dq, dkv)
         by_rank = torch.empty_like(dkv)
         by_rank[..., order, :] = dkv
         mine = reduce_scatter_sequence(_flat(by_rank), ctx.group)
         return dq.to(q.dtype), _unflat(mine, kv).to(kv.dtype), None, None, None, None
 
 
-def _numbers(documents: Tensor | None, mine: int, theirs: int) -> Numbers:
-    """Of the queries of one rank and the keys of another."""
-    return Numbers() if documents is None else Numbers(documents[mine], documents[theirs])
+def _numbers(documents: Tensor | None, mine: int, theirs: int) -> DocumentNumbers:
+    """Document numbers of one rank's queries and another's keys."""
+    return DocumentNumbers() if documents is None else DocumentNumbers(documents[mine], documents[theirs])
 
 
 def _flat(kv: Tensor) -> Tensor:
@@ -146,9 +153,11 @@ def _whole(kv: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
 
 
 class ContextAttention:
-    """Causal attention of a rank's queries over the keys of all cp ranks: a kernel for the model."""
+    """Attention kernel for the model: a rank's queries over the keys of all cp ranks, causal."""
 
-    def __init__(self, group: dist.ProcessGroup, variant: Context, length: int, backend: Backend) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, variant: ContextVariant, length: int, backend: Backend
+    ) -> None:
         self._group, self._variant, self._backend = group, variant, backend
         ranks = group.size()
         gathered = [at for index in range(ranks) for at in SequenceShard(length, ranks, index).positions()]
@@ -167,17 +176,21 @@ class ContextAttention:
         kv, by_rank = torch.stack((k, v)), None
         if documents is not None:
             by_rank = documents[:, self._gathered].unflatten(1, (self._group.size(), -1)).transpose(0, 1)
-        with torch.autocast(q.device.type, enabled=False):  # what is kept wide stays wide
+        with torch.autocast(q.device.type, enabled=False):  # wide results stay wide
             if self._variant == "ring":
                 return _Ring.apply(q, kv, self._kernel, self._group, by_rank)
-            numbers = Numbers() if by_rank is None else Numbers(by_rank[self._group.rank()], documents)
+            numbers = (
+                DocumentNumbers()
+                if by_rank is None
+                else DocumentNumbers(by_rank[self._group.rank()], documents)
+            )
             return _Gathered.apply(q, kv, self._kernel, self._group, self._order, numbers)
 
 
 def apply_context_parallel(
-    model: nn.Module, group: dist.ProcessGroup, plan: AttentionPlan, variant: Context
+    model: nn.Module, group: dist.ProcessGroup, plan: AttentionPlan, variant: ContextVariant
 ) -> int:
-    """Let the attention modules of ``model`` work on this rank's tokens; returns how many there are.
+    """Make the attention modules of ``model`` work on this rank's tokens; returns their number.
 
     Raises LayoutError where the model names none, or a row does not divide.
     """

@@ -1,7 +1,7 @@
-"""Sharded data parallelism by torch's FSDP2: ZeRO 1 to 3, HSDP. The replicated kind: parallel/replicated.py.
+"""Sharded data parallelism by torch's FSDP2: ZeRO 1 to 3, HSDP. ddp.py has replicated data parallelism.
 
-Gradients are *summed* over replicas (divide factor 1): the loss of every micro-batch is already divided
-by the global token count, which makes the gradient exact whatever the number of rows per replica.
+Gradients are *summed* over replicas (divide factor 1). The loss of every micro-batch is already divided by
+the global token count, so that the gradient is exact whatever the number of rows per replica.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
-    """What is gathered together, and what is left whole.
+class FsdpUnits:
+    """FSDP units: the modules that are gathered together, and the parameters that stay whole.
 
     Fields:
-        blocks: the modules that are gathered one at a time.
-        experts: modules inside them whose parameters only the ranks of ``expert_mesh`` share.
+        blocks: modules that are gathered one at a time.
+        experts: modules inside them whose parameters are shared by the ranks of ``expert_mesh`` only.
         expert_mesh: None where no two ranks hold the same experts.
         whole: parameters that are not sharded.
     """
@@ -33,11 +33,11 @@ class Units:
     whole: frozenset[nn.Parameter] = frozenset()
 
 
-def apply_fsdp(model: nn.Module, units: Units, mesh: DeviceMesh, zero: int) -> None:
-    """Shard ``model`` in place: each block a unit, and one for what is left.
+def apply_fsdp(model: nn.Module, units: FsdpUnits, mesh: DeviceMesh, zero: int) -> None:
+    """Shard ``model`` in place: each block is a unit, and the rest is one.
 
     Args:
-        mesh: the ranks over which it is cut; with a dimension of copies before it, HSDP.
+        mesh: the ranks over which the model is cut; with a dimension of copies before them, HSDP.
         zero: 1 and 2 keep weights gathered between forward and backward, 3 frees and gathers them again.
     """
     reshard, whole = zero == 3, set(units.whole)
@@ -47,7 +47,7 @@ def apply_fsdp(model: nn.Module, units: Units, mesh: DeviceMesh, zero: int) -> N
         else:
             fully_shard(experts, mesh=units.expert_mesh, reshard_after_forward=reshard)
     for block in (*units.blocks, model):
-        without_views(block)
+        clone_output_views(block)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -55,11 +55,12 @@ def apply_fsdp(model: nn.Module, units: Units, mesh: DeviceMesh, zero: int) -> N
             module.set_force_sum_reduction_for_comms(True)
 
 
-def without_views(module: nn.Module) -> None:
-    """Let what ``module`` puts out be no view, in place: a copy where it is one.
+def clone_output_views(module: nn.Module) -> None:
+    """Clone outputs of ``module`` that are views; patches its ``forward`` in place.
 
-    FSDP hangs what gathers weights for the backward pass on a module's output. A model of the user's own may
-    write into that (``x += y``), and a view would lose it, without a word, to wrong gradients.
+    FSDP attaches the hook that gathers weights for the backward pass to a module's output. A model of the
+    user's own may write into that output (``x += y``). A view would silently lose the hook, and gradients
+    would be wrong.
     """
     inner = module.forward
 
@@ -72,13 +73,14 @@ def without_views(module: nn.Module) -> None:
     module.forward = forward
 
 
-def before_backward(model: nn.Module, zero: int, last: bool) -> None:
-    """Say what the backward pass of a micro-batch is to do with weights and gradients.
+def prepare_backward(model: nn.Module, zero: int, last: bool) -> None:
+    """Set how the next backward pass treats weights and gradients.
 
-    ZeRO-1 and 2 gather weights once per step, 1 reduces once per step too; copies meet once per step always.
+    ZeRO-1 and 2 gather weights once per step. ZeRO-1 also reduces once per step. Copies are always summed
+    once per step.
 
     Args:
-        last: whether no micro-batch of the step comes after it.
+        last: whether the micro-batch is the last of the step.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -90,10 +92,10 @@ def before_backward(model: nn.Module, zero: int, last: bool) -> None:
         model.set_is_last_backward(last)
 
 
-def let_go(model: nn.Module) -> None:
-    """Free the weights that a forward pass without a backward pass gathered and, under ZeRO-1 and 2, kept.
+def free_gathered_weights(model: nn.Module) -> None:
+    """Free gathered weights after a forward pass without a backward pass; ZeRO-1 and 2 keep them.
 
-    Until then the module's parameters are the gathered ones: gradients would be cleared there and go on
+    Until then the module's parameters are the gathered ones. Gradients would be cleared there and go on
     growing in the shards, and an update of the shards would not be seen.
     """
     for module in model.modules():
@@ -101,10 +103,11 @@ def let_go(model: nn.Module) -> None:
             module.reshard()
 
 
-def settle(model: nn.Module) -> None:
-    """Let FSDP pad its shards now rather than at the first forward pass.
+def pad_shards(model: nn.Module) -> None:
+    """Make FSDP pad its shards now rather than at the first forward pass.
 
-    It moves the shards into padded storage lazily; state that was listed before would be stale after.
+    It moves the shards into padded storage lazily. References to shards that were taken before would be
+    stale.
     """
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()

@@ -1,9 +1,9 @@
-"""The global gradient norm, right on any mix of meshes.
+"""Global gradient norm, correct on any mix of meshes.
 
-torch's ``clip_grad_norm_`` fails where gradients live on different meshes (pytorch#180346). Here each
-rank squares the local boxes that it alone counts (``boxes.counts_in_norm``: one rank of the world per
-box, whatever replicates or cuts it) and one number is summed over the world. Purely replicated layouts
-need no communication: all ranks hold the same reduced gradients, bit by bit.
+torch's ``clip_grad_norm_`` fails where gradients live on different meshes (pytorch#180346). Here each box is
+counted by one rank of the world, however it is replicated or cut (``local_shards.counts_in_norm``). Each rank
+squares the local boxes that it counts, and one number is summed over the world. Purely replicated layouts
+need no communication, because all ranks hold the same reduced gradients, bit by bit.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def part_norms(
     layout: Layout,
     device: torch.device,
 ) -> list[float]:
-    """The norms of ``count`` parts of the gradient, the same on every rank; arguments as of `global_norm`.
+    """Norms of ``count`` parts of the gradient, the same on every rank; arguments as of `global_norm`.
 
     Args:
-        parts: the number of the part of each, or -1.
+        parts: for each local gradient the index of its part, or -1.
     """
     alike = _all_alike(layout)
     chosen = [i for i, part in enumerate(parts) if part >= 0 and (alike or counted[i])]

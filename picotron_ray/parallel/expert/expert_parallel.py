@@ -1,9 +1,10 @@
-"""Expert parallelism: the experts of a block are spread over ranks, tokens travel to them and back.
+"""Expert parallelism: the experts of a block are spread over ranks, and tokens travel to them and back.
 
-Experts are folded over the data axis: every rank of an ep group feeds rows of its own, holds 1/ep of the
-experts, and the ranks with the same ones (the ``edp`` group) sum their gradients. A transfer is one
-all-to-all of uneven parts, after an all-to-all of the counts. It is started, and waited for later, forward
-and backward: what stands between (the shared expert) hides it.
+Experts are folded over the data axis. Every rank of an ep group feeds rows of its own and holds 1/ep of the
+experts. The ranks with the same experts (the ``edp`` group) sum their gradients.
+
+A transfer is one all-to-all of uneven parts, after an all-to-all of the counts. Its start and its wait are
+apart, forward and backward, so that the computation in between (the shared expert) hides it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from picotron_ray.errors import LayoutError
 
 
 class _Transfer:
-    """One all-to-all of rows under way, in either direction.
+    """All-to-all of rows that can run in either direction.
 
     Fields:
         sent, received: rows to and from every rank of the group.
@@ -30,7 +31,7 @@ class _Transfer:
         self._pending: tuple[Tensor, Tensor, dist.Work] | None = None
 
     def start(self, rows: Tensor, back: bool = False) -> Tensor:
-        """Returns where the rows will be."""
+        """Start the transfer; returns the buffer that the rows will fill."""
         outgoing, incoming = (self.received, self.sent) if back else (self.sent, self.received)
         rows = rows.contiguous()
         buffer = rows.new_empty((sum(incoming), rows.size(1)))
@@ -40,6 +41,7 @@ class _Transfer:
         return buffer
 
     def finish(self) -> Tensor:
+        """Wait for the rows."""
         assert self._pending is not None
         buffer, _, work = self._pending
         work.wait()
@@ -48,7 +50,7 @@ class _Transfer:
 
 
 class _Start(torch.autograd.Function):
-    """Starts a transfer; its gradient is what `_Finish` sent back meanwhile."""
+    """Start of a transfer. Its gradient is the rows that `_Finish` sent back meanwhile."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
@@ -61,7 +63,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Waits for the rows; backward starts their gradient on its way back, and `_Start` waits for it."""
+    """End of a transfer. Backward starts the gradient's transfer back, and `_Start` waits for it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
@@ -74,7 +76,9 @@ class _Finish(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Returning:
+class _ReturningRows:
+    """Rows on their way back from their experts."""
+
     def __init__(self, rows: Tensor, transfer: _Transfer) -> None:
         self._rows, self._transfer = rows, transfer
 
@@ -83,7 +87,7 @@ class _Returning:
         return found
 
 
-class _Travelling:
+class _IncomingRows:
     """Rows on their way to their experts.
 
     Args:
@@ -95,7 +99,7 @@ class _Travelling:
         self._order = self._by_expert().to(rows.device, non_blocking=True)
 
     def _by_expert(self) -> Tensor:
-        """Where each row, grouped by expert and then by rank, lies in the order of arrival."""
+        """Index of each row in the order of arrival, grouped by expert and then by rank."""
         ranks, experts = self._counts.shape
         owner = torch.arange(experts).repeat(ranks).repeat_interleave(self._counts.flatten())
         return owner.argsort(stable=True)
@@ -104,30 +108,30 @@ class _Travelling:
         arrived = _Finish.apply(self._rows, self._transfer)
         return arrived[self._order], self._counts.sum(dim=0)
 
-    def send_back(self, rows: Tensor) -> _Returning:
+    def send_back(self, rows: Tensor) -> _ReturningRows:
         arrived = torch.empty_like(rows).index_copy(0, self._order, rows)
         back = _Transfer(self._transfer.group, self._transfer.received, self._transfer.sent)
-        return _Returning(_Start.apply(arrived, back), back)
+        return _ReturningRows(_Start.apply(arrived, back), back)
 
 
 class ExpertTransport:
-    """All-to-all within an ep group: a ``Transport`` for the model."""
+    """``Transport`` for the model: all-to-all within an ep group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def send(self, rows: Tensor, counts: Tensor) -> _Travelling:
+    def send(self, rows: Tensor, counts: Tensor) -> _IncomingRows:
         ranks = self._group.size()
         outgoing = counts.view(ranks, -1)
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing.contiguous(), group=self._group)
         outgoing, incoming = outgoing.cpu(), incoming.cpu()
         transfer = _Transfer(self._group, outgoing.sum(dim=1).tolist(), incoming.sum(dim=1).tolist())
-        return _Travelling(_Start.apply(rows, transfer), transfer, incoming)
+        return _IncomingRows(_Start.apply(rows, transfer), transfer, incoming)
 
 
-class RowSpread:
-    """Rows that are cut over a cp group in head-tail order: a ``Spread`` for the model."""
+class SequenceSpread:
+    """``Spread`` for the model: rows that are cut over a cp group in head-tail order."""
 
     chunks = 2
 
@@ -156,7 +160,7 @@ def apply_expert_parallel(
     """Spread the experts of every mixture (on the meta device) over ``ep``.
 
     Args:
-        mixtures: what the model's plan names as such (``models.moe.MixtureOfExperts``).
+        mixtures: the mixtures that the model's plan names (``models.layers.moe.MixtureOfExperts``).
         cp: group over which rows are cut, None where they are whole.
         tp: ranks that compute the same tokens.
 
@@ -165,7 +169,7 @@ def apply_expert_parallel(
     for mixture in mixtures:
         mixture.router.shares = tp
         if cp is not None:
-            mixture.router.spread = RowSpread(cp)
+            mixture.router.spread = SequenceSpread(cp)
         if ep is None:
             continue
         mixture.transport = ExpertTransport(ep)

@@ -1,7 +1,7 @@
 """Cross-entropy per token, over logits that are whole or cut over the vocabulary.
 
-The cut form is Megatron-LM's (Shoeybi et al. 2019, section 3): the maximum, the sum of exponentials and
-the target's logit are reduced over tp, three numbers per token, instead of gathering the logits.
+The cut form is Megatron-LM's (Shoeybi et al. 2019, section 3). Instead of gathering logits it reduces three
+numbers per token over tp: the maximum, the sum of exponentials and the target's logit.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""The head's product and the cross-entropy in one, over a few tokens at a time: logits of all never exist.
+"""Chunked fused linear cross-entropy: the head's product and the loss, over a few tokens at a time.
 
-Forward keeps the log-sum-exp of each token, backward computes the logits of a chunk again and turns them
-into their gradient where they lie. Making gradients in the forward pass (Hsu et al. 2024, Liger Kernel;
-torch's own ``linear_cross_entropy``) would save that fourth product, and is not done here, because
+The logits of all tokens never exist at once. Forward keeps the log-sum-exp of each token. Backward computes
+the logits of a chunk again and turns them into their gradient in place. Making gradients in the forward pass
+(Hsu et al. 2024, Liger Kernel; torch's own ``linear_cross_entropy``) would save that fourth product. It is
+not done here, for three reasons:
 
-- they would be of a loss that is not scaled yet: under fp16 what the loss scale saves had vanished already;
-- each micro-batch in flight would keep a gradient as large as the head's weight, and pipelines have many;
-- they are scaled in place, which the schedules that run this backward pass twice, once for the input and once
-  for the weight, would do twice.
+- The loss is not scaled yet. Under fp16 small gradients would vanish before the loss scale can save them.
+- Each micro-batch in flight would keep a gradient as large as the head's weight, and pipelines have many.
+- Gradients would be scaled in place. Schedules that split the backward pass run it twice, once for the input
+  and once for the weight, and would scale twice.
 
 Over a vocabulary that is cut (Shoeybi et al. 2019, section 3) three numbers per token are reduced, for all
-chunks at once: the largest log-sum-exp, the sum of the shares in it, the target's logit.
+chunks at
+once: the largest log-sum-exp, the sum of the shares in it, the target's logit.
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ from torch import Tensor
 
 
 class LinearCrossEntropy:
-    """Losses of tokens from hidden states, for one rank of a tp group.
+    """Token losses from hidden states, for one rank of a tp group.
 
     Args:
-        chunk: tokens of which logits exist at a time.
-        group: the ranks that the vocabulary is cut over; None: it is whole.
-        first: the id of the first row of the vocabulary here.
+        chunk: tokens whose logits exist at a time.
+        group: the ranks over which the vocabulary is cut; None: it is whole.
+        first: the id of the first row of the vocabulary on this rank.
     """
 
     def __init__(self, chunk: int, group: dist.ProcessGroup | None = None, first: int = 0) -> None:
         self.chunk, self.group, self.first = chunk, group, first
 
     def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """In nats, fp32 or wider, as `loss.token_losses` of the logits.
+        """Token losses in nats, fp32 or wider, equal to `cross_entropy.token_losses` of the logits.
 
         Args:
             x: ``[rows, seq, hidden]``; weight ``[vocabulary here, hidden]``.
@@ -52,16 +54,17 @@ class LinearCrossEntropy:
         return found
 
     def chunks(self, tokens: int) -> Iterator[slice]:
+        """Ranges of tokens, one per chunk."""
         return (slice(start, start + self.chunk) for start in range(0, tokens, self.chunk))
 
     def local(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Where each target is among the ``rows`` of the vocabulary here, and whether it is."""
+        """Index of each target in this rank's ``rows`` of the vocabulary, and whether it is among them."""
         local = targets - self.first
         inside = (local >= 0) & (local < rows)
         return torch.where(inside, local, 0).unsqueeze(-1), inside
 
     def over_vocabulary(self, total: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp and target logit of each token, from what each rank found in its part."""
+        """Reduce log-sum-exp and target logit of each token over the ranks' parts of the vocabulary."""
         if self.group is None:
             return total, picked
         peak = total.clone()
@@ -72,15 +75,15 @@ class LinearCrossEntropy:
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """``[tokens, vocab]`` in fp32 or wider, as the product in the type of ``x`` gives them."""
+    """Logits ``[tokens, vocab]`` in fp32 or wider, from a product in the type of ``x``."""
     found = x @ weight.T
     return found if found.dtype == torch.float64 else found.float()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """See the module; ``x [n, hidden]`` in the type of matrix products, ``targets`` of n tokens.
+    """Autograd function of the loss: ``x [n, hidden]`` in the type of products, ``targets`` of n tokens.
 
-    The losses have the targets' shape and are no view: FSDP's hooks must not be handed one.
+    The losses have the targets' shape and are no view, because FSDP's hooks must not get one.
     """
 
     @staticmethod
@@ -122,13 +125,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _asked_for(ctx: Any) -> list[bool]:
-    """Whether the backward pass at work goes on to the input, and to the weight."""
+    """Whether the current backward pass needs gradients of the input, and of the weight."""
     nodes = [node for node, _ in ctx.next_functions[:2]]
     return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, added up in the type of ``total``."""
+    """Add ``a @ b`` to ``total``, in the type of ``total``."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

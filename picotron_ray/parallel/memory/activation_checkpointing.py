@@ -1,7 +1,7 @@
 """Activation recomputation: torch's non-reentrant checkpoint around the forward of chosen blocks.
 
-It replaces ``forward`` and wraps no module, so that names stay canonical, and it lies inside ZeRO's units:
-weights are gathered before the backward pass of a block begins, hence before its activations are computed
+It replaces ``forward`` and wraps no module, so that names stay canonical. It lies inside ZeRO's units:
+weights are gathered before the backward pass of a block begins, and so before its activations are computed
 again. Collectives inside a block (sequence parallel, ring, experts) run again in the same order on every
 rank, because all ranks of a group hold the same plan.
 """
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from picotron_ray.layout.recompute_policy import Kind
+from picotron_ray.layout.recompute_policy import RecomputeKind
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 KEPT = frozenset(
@@ -40,7 +40,7 @@ KEPT = frozenset(
         "flash_attn::_flash_attn_forward",  # registered from flash-attn 2.7 on
     }
 )
-"""Operators whose results are dear to compute again; everything else is. By name: some may be missing."""
+"""Operators whose results are kept, as they are expensive to compute. By name: some may be missing."""
 
 
 def _policy(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -49,7 +49,7 @@ def _policy(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) ->
 
 @contextmanager
 def _again(routers: Sequence[Any]) -> Iterator[None]:
-    """A second forward pass: what routers count was counted in the first."""
+    """Run a second forward pass, in which routers do not count tokens again."""
     for router in routers:
         router.counting = False
     try:
@@ -65,8 +65,8 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
         yield
 
 
-def _contexts(kind: Kind, routers: Sequence[Any]) -> tuple[Any, Any]:
-    """Contexts of the first forward pass and of the one in the backward pass."""
+def _contexts(kind: RecomputeKind, routers: Sequence[Any]) -> tuple[Any, Any]:
+    """Return contexts of the first forward pass, and of the one in the backward pass."""
     if kind == "full":
         return nullcontext(), _again(routers)
     forward, recompute = create_selective_checkpoint_contexts(_policy)
@@ -74,13 +74,14 @@ def _contexts(kind: Kind, routers: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def apply_recompute(
-    blocks: Sequence[nn.Module], kinds: Sequence[Kind], routers: Sequence[Sequence[Any]]
+    blocks: Sequence[nn.Module], kinds: Sequence[RecomputeKind], routers: Sequence[Sequence[Any]]
 ) -> int:
-    """Make chosen blocks compute their activations twice, in place; returns how many.
+    """Let chosen blocks compute their activations again in the backward pass, in place; return their number.
 
     Args:
-        blocks: of one stage, in order; ``kinds``: what becomes of each.
-        routers: of each block, the modules that count what passes (``counting``).
+        blocks: of one stage, in order.
+        kinds: of recomputation, for each block.
+        routers: the modules of each block that count tokens (``counting``).
     """
     count = 0
     for block, kind, inside in zip(blocks, kinds, routers, strict=True):

@@ -1,10 +1,10 @@
-"""Casts of weights for matrix products: told apart from activations, and made again under ZeRO-3.
+"""Casts of weights that autocast makes: recognized among saved tensors, and recomputed under ZeRO-3.
 
-Autograd saves what autocast makes for the backward pass. That is a second copy of every weight in the narrow
-type, whole, from its forward to its backward pass: under ZeRO-3, which keeps a block's weights no longer than
-it computes, it would be all of a large model on every rank. There what is saved is the parameter itself,
-whose storage FSDP frees and fills again, and the backward pass casts it once more. Autocast keeps no casts
-for a second use, of which there is none.
+Autograd saves autocast's results for the backward pass. For every weight that is a second, whole copy in the
+narrow type, from its forward to its backward pass. ZeRO-3 keeps a block's weights only while it computes, so
+those copies would put all of a large model on every rank. Under ZeRO-3 the parameter itself is saved instead:
+FSDP frees its storage and fills it again, and the backward pass repeats the cast. Autocast's own cache is
+off, as each cast has a single use.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SAME_VALUES = frozenset(
     f"{name}Backward0"
     for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Select", "Slice")
 )
-"""Nodes of the graph that give a parameter in another type or shape."""
+"""Graph nodes that return a parameter in another type or shape."""
 _OF_SEVERAL = frozenset({"_JoinBackward"})
-"""Those that give several as one (models.joint)."""
+"""Graph nodes that return several parameters as one (`models.layers.fused_linear`)."""
 _PARAMETER = "torch::autograd::AccumulateGrad"
 
 
 def of_a_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, or a cast or view of one or of several."""
+    """Return whether a tensor is a parameter, or a cast or view of one or of several."""
     node = tensor.grad_fn
     return isinstance(tensor, nn.Parameter) if node is None else _of_parameters(node)
 
@@ -39,7 +39,7 @@ def _of_parameters(node: Any) -> bool:
 
 
 class Recast(NamedTuple):
-    """A cast of a parameter, or a view of that, which is made again when it is wanted."""
+    """Recipe of a parameter's cast, or of a view of it."""
 
     parameter: Tensor
     dtype: torch.dtype
@@ -48,13 +48,14 @@ class Recast(NamedTuple):
     offset: int
 
     def made(self) -> Tensor:
+        """Repeat the cast."""
         parameter = self.parameter.detach()
         offset = parameter.storage_offset() + self.offset
         return parameter.as_strided(self.size, self.stride, offset).to(self.dtype)
 
 
 def recast(tensor: Tensor) -> Tensor | Recast:
-    """What to save in place of a tensor: a `Recast` where it is a parameter's cast, else itself."""
+    """Return a `Recast` to save in place of a parameter's cast; any other tensor as it is."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _SAME_VALUES:
         node = node.next_functions[0][0]
@@ -68,12 +69,12 @@ def recast(tensor: Tensor) -> Tensor | Recast:
 
 
 def made(saved: Tensor | Recast) -> Tensor:
-    """The tensor that `recast` was given."""
+    """Return the tensor that `recast` was given."""
     return saved.made() if isinstance(saved, Recast) else saved
 
 
 def saving_no_casts(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, which saves parameters where it would save their casts."""
+    """Wrap ``forward`` so that it saves parameters in place of their casts."""
 
     def saving(*inputs: Any, **named: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(recast, made):

@@ -1,10 +1,10 @@
 """Pipeline parallelism: torch's schedules over the stages of one rank.
 
-Shapes are static and told to the stages, so nothing is inferred by exchanging pickles at the first step.
-Micro-batches that only hold fill rows run through all stages like any other: the schedules need equal
-counts everywhere. Losses are divided by the global token count before backward, so the schedule must not
-scale gradients. A row's number travels as the last column of its targets, because the schedules cut
-micro-batches out of one tensor only and the row's weight has to come along.
+Shapes are static and given to the stages, so that nothing is inferred by exchanging pickles at the first
+step. Micro-batches that only hold fill rows run through all stages like any other, because schedules need
+equal counts everywhere. Losses are divided by the global token count before backward, so the schedule must
+not scale gradients. A row's number travels as the last column of its targets: schedules cut micro-batches out
+of one tensor only, and the row's weight has to come along.
 """
 
 from __future__ import annotations
@@ -15,49 +15,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    ScheduleDualPipeV,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedule_actions import action_list
-from picotron_ray.layout.schedules import Schedule, one_stage_rows, rules_of, schedule_problem
+from picotron_ray.layout.schedules import SCHEDULES, PipelineShape, schedule_of
 from picotron_ray.parallel import mesh
-from picotron_ray.parallel.pipeline.schedule_runtime import ListedSchedule, receive_early
+from picotron_ray.parallel.pipeline.schedule_runtime import build_runtime
 
 Named = Mapping[str, Tensor]
-"""What ``forward`` takes besides its input, by name: the same on every stage, which all load the rows."""
+"""Further inputs of ``forward``, by name. Every stage loads the rows and so has the same ones."""
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(what the last stage puts out, targets [rows, seq], weights [rows]) -> scalar sum."""
-
-SEVERAL_STAGES: Mapping[Schedule, Any] = {
-    "looped-bfs": ScheduleLoopedBFS,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
+"""(output of the last stage, targets [rows, seq], weights [rows]) -> scalar sum."""
 
 
 class Pipeline:
-    """One rank's stages and their schedule.
+    """Pipeline of one rank: its stages and their schedule.
 
     Args:
         models: this rank's parts of the model, by stage.
         layout: degrees; ``layout.pp > 1``.
         group: process group of the pp axis.
-        hidden: an example (meta) of what crosses between stages: ``[micro_batch, seq / cp / tp, hidden]``.
+        hidden: an example (meta) of the tensor that crosses between stages: ``[micro_batch, seq / cp / tp,
+        hidden]``.
         sequence: tokens per row on this rank.
         loss: weighted sum of token losses of one micro-batch.
-        actions: what the ranks do, in order, where ``layout.schedule`` is ``custom``.
+        actions: the rows of ``layout.actions``, for a schedule that takes them.
 
-    Raises LayoutError where those are not of this layout, or do not stand what it asks for.
+    Raises LayoutError where the actions are not of this layout, or the schedule does not allow it.
     """
 
     def __init__(
@@ -71,13 +57,13 @@ class Pipeline:
         device: torch.device,
         actions: tuple[str, ...] = (),
     ) -> None:
-        self._rules, self._actions = rules_of(layout.schedule, actions), actions
-        if layout.schedule == "custom" and action_list(actions).placement != layout.placement:
+        self._schedule = schedule_of(layout.schedule, actions)
+        if SCHEDULES[layout.schedule].with_actions and action_list(actions).placement != layout.placement:
             raise LayoutError(
                 f"layout.actions: saw stages {action_list(actions).placement} on the ranks, expected those of"
                 f" the layout, {layout.placement}"
             )
-        mesh.check_schedule(layout, self._rules)
+        mesh.check_schedule(layout, self._schedule)
         self.first, self.last = 0 in models, layout.stages - 1 in models
         self._models, self._layout, self._group, self._loss = dict(models), layout, group, loss
         self._device = device
@@ -85,13 +71,13 @@ class Pipeline:
         self._owners = {
             stage: rank for rank in range(layout.pp) for stage in layout.rank_stages(rank)
         }  # stage → rank in the group
-        self._schedules: dict[int, Any] = {}
+        self._runtimes: dict[int, Any] = {}
         self._weights = torch.zeros(0)
         self._scale = 1.0
         self._sums: list[Tensor] = []
 
     def _micro_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Called by the schedule on the last stage; remembers the loss before it is scaled."""
+        """Loss of one micro-batch on the last stage, scaled; keeps the unscaled one."""
         total = self._loss(output, target[:, :-1], self._weights[target[:, -1]])
         self._sums.append(total.detach())
         return total * self._scale
@@ -100,7 +86,7 @@ class Pipeline:
         tokens = torch.empty(
             (self._hidden.size(0), self._sequence), dtype=torch.int64, device=self._hidden.device
         )
-        # What the last stage puts out goes nowhere; torch only asks that something is told.
+        # the last stage sends its output nowhere, but torch asks for an example
         return PipelineStage(
             self._models[index],
             index,
@@ -111,27 +97,22 @@ class Pipeline:
             group=self._group,
         )
 
-    def _schedule(self, micro_batches: int) -> Any:
-        if micro_batches not in self._schedules:
+    def _runtime(self, micro_batches: int) -> Any:
+        """Torch's object that runs a step of so many micro-batches."""
+        if micro_batches not in self._runtimes:
             layout = self._layout
-            problem = schedule_problem(self._rules, layout.pp, layout.virtual_stages, micro_batches)
+            shape = PipelineShape(layout.pp, layout.virtual_stages, micro_batches)
+            problem = self._schedule.problem(shape)
             if problem:
                 raise LayoutError(
                     f"layout {layout}: saw {micro_batches} micro-batches, {layout.schedule} {problem}: use"
                     " another micro_batch or schedule"
                 )
             stages = [self._stage(index) for index in sorted(self._models)]
-            options: dict[str, Any] = {"loss_fn": self._micro_loss, "scale_grads": False}
-            if layout.schedule == "custom":
-                made: Any = ListedSchedule(stages, micro_batches, action_list(self._actions).rows, **options)
-            elif layout.schedule not in SEVERAL_STAGES:
-                rows = one_stage_rows(layout.schedule, layout.pp, micro_batches)
-                made = ListedSchedule(stages, micro_batches, rows, **options)
-            else:
-                made = SEVERAL_STAGES[layout.schedule](stages, micro_batches, **options)
-            receive_early(made, self._owners)
-            self._schedules[micro_batches] = made
-        return self._schedules[micro_batches]
+            self._runtimes[micro_batches] = build_runtime(
+                self._schedule, shape, stages, self._owners, loss_fn=self._micro_loss, scale_grads=False
+            )
+        return self._runtimes[micro_batches]
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Tensor, named: Named, scale: float) -> Tensor:
         """Forward and backward of all micro-batches; gradients accumulate in the parameters.
@@ -145,7 +126,7 @@ class Pipeline:
         Returns: the unscaled loss sum (0 on all ranks but that of the last stage).
         """
         count, rows = inputs.shape[:2]
-        schedule = self._schedule(count)
+        runtime = self._runtime(count)
         self._weights, self._scale, self._sums = weights.flatten(), scale, []
         fed = (inputs.flatten(0, 1).contiguous(),) if self.first else ()
         target = None
@@ -154,7 +135,7 @@ class Pipeline:
             target = torch.cat((targets.flatten(0, 1), numbers), dim=1)
         # the schedule cuts these as it cuts the rows, and keeps each with its micro-batch
         extra = {name: values.flatten(0, 1) for name, values in named.items()}
-        schedule.step(*fed, target=target, return_outputs=False, **extra)
+        runtime.step(*fed, target=target, return_outputs=False, **extra)
         if not self._sums:
             return torch.zeros((), device=self._device)
         return torch.stack(self._sums).sum()
@@ -163,7 +144,7 @@ class Pipeline:
     def evaluate(self, micro_batches: Iterable[tuple[Tensor, Tensor, Tensor, Named]]) -> Tensor:
         """Forward only. Each item: inputs, targets ``[micro_batch, seq]``, weights ``[micro_batch]``, named.
 
-        One stage per rank passes micro-batches on as they are done; several take them round one by one.
+        With one stage per rank micro-batches follow each other; with several they go round one by one.
         """
         total = torch.zeros((), device=self._device)
         for inputs, targets, weights, named in micro_batches:
@@ -178,7 +159,7 @@ class Pipeline:
         return total
 
     def _received(self, stage: int, x: Tensor) -> Tensor:
-        """A stage's input: ``x`` where the stage before is here too, or there is none."""
+        """Receive a stage's input; ``x`` itself where the stage before is on this rank, or there is none."""
         if stage == 0 or stage - 1 in self._models:
             return x
         x = torch.empty_like(self._hidden, device=self._device)
@@ -187,5 +168,5 @@ class Pipeline:
 
     def close(self) -> None:
         """Forget the schedules, which hold the models and the group."""
-        self._schedules.clear()
+        self._runtimes.clear()
         self._models.clear()

@@ -1,12 +1,12 @@
-"""Pipeline schedules that are lists of actions: the user's own, and those with one stage per rank.
+"""Runtime of pipeline schedules: from rows of actions, or by a class of torch's.
 
-Torch makes its own looped schedules in this way, from rows of actions like these; the way is private, so a
-test compares a list with the schedule of torch's that it spells out.
+Torch builds its own looped schedules from rows of actions like these. That interface is private, so a test
+compares a list with the schedule of torch's that it spells out.
 
-Messages travel while something is computed. Torch's own 1F1B and GPipe wait for each message where they post
-it. Here sends are not waited for, and a receive is posted before what is computed ahead of the pass that
-needs it (`receive_early`), as far as the order of messages between the two ranks allows: both must set them
-off in the same order, or, under NCCL, each would wait for the other.
+Messages travel during computation. Torch's own 1F1B and GPipe wait for each message where they post it. Here
+no rank waits for its sends. A receive is posted one computation before the pass that needs it
+(`receive_early`), as far as the order of messages between the two ranks allows. Both ranks must post them in
+the same order, because under NCCL each would wait for the other otherwise.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from picotron_ray.layout.schedule_actions import Rows
+from picotron_ray.layout.schedule_actions import ActionRows
+from picotron_ray.layout.schedules import PipelineSchedule, PipelineShape
 
 _AHEAD = {_ComputationType.SEND_F: 1, _ComputationType.RECV_B: 1}
 _BEHIND = {_ComputationType.SEND_B: -1, _ComputationType.RECV_F: -1}
 _TO = _AHEAD | _BEHIND
-"""Where the other end of a message is, in stages."""
+"""Distance to the other end of a message, in stages."""
 _RECEIVES = (_ComputationType.RECV_F, _ComputationType.RECV_B)
 _COMPUTES = (
     _ComputationType.FORWARD,
@@ -33,17 +35,19 @@ _COMPUTES = (
 )
 
 
-class ListedSchedule(_PipelineScheduleRuntime):
-    """Runs a list of actions.
+class ActionSchedule(_PipelineScheduleRuntime):
+    """Schedule that runs rows of actions.
 
-    Torch keeps losses in the order in which they came and looks for them by number: micro-batches are
-    numbered as the last stage takes them.
+    Torch keeps losses in the order of their arrival and looks them up by number. So micro-batches are
+    numbered in the order in which the last stage takes them.
 
     Args:
-        rows: what every pipeline rank computes, in order.
+        rows: the actions of every pipeline rank, in order.
     """
 
-    def __init__(self, stages: list[PipelineStage], micro_batches: int, rows: Rows, **options: Any) -> None:
+    def __init__(
+        self, stages: list[PipelineStage], micro_batches: int, rows: ActionRows, **options: Any
+    ) -> None:
         super().__init__(stages, micro_batches, **options)
         last = stages[0].num_stages - 1
         taken = [a.micro_batch for row in rows for a in row if (a.stage, a.kind) == (last, "F")]
@@ -53,6 +57,29 @@ class ListedSchedule(_PipelineScheduleRuntime):
             for rank, row in enumerate(rows)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+def build_runtime(
+    schedule: PipelineSchedule,
+    shape: PipelineShape,
+    stages: list[PipelineStage],
+    rank_of: Mapping[int, int],
+    **options: Any,
+) -> _PipelineScheduleRuntime:
+    """Build torch's object that runs a schedule, from its rows or from the class of torch's that it names.
+
+    Args:
+        stages: this rank's.
+        rank_of: the pipeline rank of every stage.
+        options: of torch's schedule.
+    """
+    runtime: _PipelineScheduleRuntime
+    if schedule.rows is not None:
+        runtime = ActionSchedule(stages, shape.micro_batches, schedule.rows(shape), **options)
+    else:
+        runtime = getattr(pipelining, schedule.torch_class)(stages, shape.micro_batches, **options)
+    receive_early(runtime, rank_of)
+    return runtime
 
 
 def receive_early(schedule: _PipelineScheduleRuntime, rank_of: Mapping[int, int]) -> None:
@@ -73,7 +100,7 @@ def _early(row: Sequence[_Action], rank_of: Mapping[int, int]) -> list[_Action]:
 
 
 def _place(action: _Action, before: Sequence[_Action], rank_of: Mapping[int, int]) -> int:
-    """Where it goes among what came before it."""
+    """Position for an action among those before it."""
 
     def peer(of: _Action) -> int | None:
         return rank_of[of.stage_index + _TO[of.computation_type]] if of.computation_type in _TO else None

@@ -1,15 +1,17 @@
-"""A tied embedding in a pipeline: the first stage looks tokens up in it, the last one makes logits of it.
+"""Tied embedding in a pipeline: the first stage looks tokens up in it, the last one makes logits of it.
 
-Each end computes with a copy of its own, and the gradient of the one parameter is the sum over both
-(Narayanan et al. 2021, Megatron-LM). Where the ends lie on two ranks, these send each other their gradients:
-both then hold the same gradient and moments, bit by bit, and take the same step. Where a V-shaped schedule
-puts both on one rank, gradients are added there and nothing is sent. They are not one ``nn.Parameter`` even
-then: each stage is a root of FSDP, which owns its parameters, and a gradient that two stages add to is
-complete after twice as many passes as `replicated` waits for. The head's copy has no moments there; it takes
-over the weight after every update.
+Each end computes with a copy of its own. The gradient of the one parameter is the sum over both (Narayanan et
+al. 2021, Megatron-LM).
 
-The state knows one tensor, under the embedding's name: both ends restore from it, the first stage's speaks
-for it and counts in the norm (`boxes.is_primary`).
+- Ends on two ranks send each other their gradients. Both then hold the same gradient and moments, bit by
+  bit, and take the same step.
+- A V-shaped schedule puts both ends on one rank. Gradients are added there and nothing is sent. The head's
+  copy has no moments; it takes over the weight after every update. The ends are two ``nn.Parameter`` even
+  then, for two reasons: each stage is a root of FSDP, which owns its parameters, and a gradient of two stages
+  is complete after twice as many passes as `ReplicatedGradients` waits for.
+
+The state knows one tensor, under the embedding's name. Both ends restore from it. The first stage's stands
+for it and counts in the norm (`local_shards.is_primary`).
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.local_shards import LocalParameter, local_tensor
 
 
-class TiedEnds:
-    """What one rank does to keep the ends alike.
+class TiedEmbeddings:
+    """Synchroniser of the two ends of a tied embedding, on one rank.
 
     Args:
-        parameters: all that this rank holds.
-        copies: what the head's stage holds, of any rank.
+        parameters: all parameters of this rank.
+        copies: parameters of the head's stage that are copies, on any rank.
         group: the ranks of the pipeline; None where there is none.
-        peer: which of them holds the other end; None where this rank holds both or neither.
+        peer: the rank in the group of the other end; None where this rank holds both ends or neither.
     """
 
     def __init__(
@@ -51,11 +53,11 @@ class TiedEnds:
         }
 
     def follows(self, parameter: LocalParameter) -> bool:
-        """Whether it is a copy of one that this rank holds too, and has no update of its own."""
+        """Whether a parameter is a copy without an update of its own: this rank holds the original too."""
         return any(parameter is copy for _, copy in self._followers.values())
 
     def sum_(self, parameters: Sequence[LocalParameter], gradients: Sequence[Tensor]) -> None:
-        """Make the gradients of tied parameters, without followers, the sums over both ends, in place."""
+        """Sum the gradients of tied parameters over both ends, in place. ``parameters`` holds no follower."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.spec.name not in self._names:
                 continue
@@ -68,6 +70,6 @@ class TiedEnds:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Give followers the weights that their originals have now."""
+        """Copy the originals' weights to their followers."""
         for original, copy in self._followers.values():
             copy.local.copy_(original.local)

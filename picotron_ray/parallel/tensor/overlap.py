@@ -1,18 +1,17 @@
-"""Tensor parallelism's collectives hidden behind the matrix products that they feed, or that feed them.
+"""Overlap of tensor parallelism's collectives with the matrix products beside them.
 
-Sequence parallelism gathers the input of a block's first products and sums what its last ones give
-(Korthikanti et al. 2022). Cut into one part per rank, a product needs one part of the tokens at a time, and
-others travel meanwhile (Wang et al. 2023, Overlap Communication with Dependent Computation via
-Decomposition). Both directions are the two operations of `Overlap`: gather and multiply, multiply and
-reduce-scatter; each is the other's backward pass. Embedding, head and mixtures of experts gather and sum as
-without overlap.
+Sequence parallelism gathers the input of a block's first products and sums the output of its last ones
+(Korthikanti et al. 2022). A product that is cut into one part per rank needs one part of the tokens at a
+time, and the others travel meanwhile (Wang et al. 2023, Overlap Communication with Dependent Computation via
+Decomposition). `Overlap` has the two operations: gather and multiply, multiply and reduce-scatter. Each is
+the other's backward pass. Embedding, head and mixtures of experts gather and sum as without overlap.
 
-Of a gathered input this rank's part alone is kept; backward gathers the others again while it multiplies, as
+Only this rank's part of a gathered input is kept. Backward gathers the others again while it multiplies, as
 Megatron-LM does. So less is kept than without overlap, where all of it stays. Gradients of weights are one
-product over all tokens, as without overlap, behind which the last transfer is hidden.
+product over all tokens, as without overlap. The last transfer is hidden behind it.
 
-Both halves of a backward pass run in one: a schedule that splits it (zero bubble) would run all of it twice,
-transfers too. Such are refused (``config.kernel_rules``).
+Both halves of a backward pass run in one operation. A schedule that splits the backward pass (zero bubble)
+would run all of it twice, transfers too, and is refused (``config.validation.kernels``).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-Kind = Literal["none", "ring", "symmetric-memory"]
-Products = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], tuple[Tensor, ...]]
+OverlapMethod = Literal["none", "ring", "symmetric-memory"]
+ProductsCall = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], tuple[Tensor, ...]]
 
 
 class Overlap(Protocol):
-    """Products whose communication over n tp ranks is hidden behind them."""
+    """Matrix products that overlap their communication over n tp ranks."""
 
     def gather(self, x: Tensor, factors: Sequence[Tensor], keep: bool) -> tuple[list[Tensor], Tensor | None]:
         """Gather over the sequence and multiply.
@@ -49,10 +48,10 @@ class Overlap(Protocol):
 
         Args:
             xs: ``[batch, seq, in]`` each, and their factors ``[in, out]``, all of one ``out``.
-            gathered: ``[batch, seq / n, ...]``, gathered over the sequence meanwhile; None: nothing is.
+            gathered: ``[batch, seq / n, ...]``, gathered over the sequence meanwhile; None: no tensor is.
 
-        Returns: what waits for this rank's ``[batch, seq / n, out]`` of the sum, to be called once; and what
-        was gathered.
+        Returns: a function that waits for this rank's ``[batch, seq / n, out]`` of the sum, to be called
+        once; and the gathered tensor.
         """
         ...
 
@@ -63,8 +62,9 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 class _GatherProducts(torch.autograd.Function):
-    """x ``[batch, seq / n, in]``, ``count`` weights ``[out, in]``, as many biases or none → products of all
-    tokens, ``[batch, seq, out]`` each.
+    """Gather and multiply: products of all tokens, ``[batch, seq, out]`` each.
+
+    Inputs: x ``[batch, seq / n, in]``, ``count`` weights ``[out, in]``, as many biases or none.
     """
 
     @staticmethod
@@ -85,7 +85,7 @@ class _GatherProducts(torch.autograd.Function):
 
 
 class _ProductScatter(torch.autograd.Function):
-    """x ``[batch, seq, in]``, weight ``[out, in]`` → this rank's ``[batch, seq / n, out]`` of the sum."""
+    """Multiply and reduce-scatter: x ``[batch, seq, in]``, weight ``[out, in]`` → ``[batch, seq/n, out]``."""
 
     @staticmethod
     def forward(ctx: Any, overlap: Overlap, x: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class _ProductScatter(torch.autograd.Function):
 
 
 def _as_computed(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """In the type of autocast, where it is on: what travels is then no wider than what is multiplied."""
+    """Cast to the type of autocast, where it is on, so that transfers are no wider than products."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x, *parameters
@@ -111,8 +111,8 @@ def _as_computed(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Hidden:
-    """What modules call.
+class OverlappedProducts:
+    """Overlapped operations, as modules call them.
 
     Fields:
         products: multiplies an input that is cut over the sequence by several weights, each with a bias or
@@ -120,12 +120,16 @@ class Hidden:
         scattered: ``[batch, seq, in]`` x ``[out, in]`` → this rank's ``[batch, seq / n, out]`` of the sum.
     """
 
-    products: Products
+    products: ProductsCall
     scattered: Callable[[Tensor, Tensor], Tensor]
 
 
-def hidden(overlap: Overlap, compiled: bool) -> Hidden:
-    """Args: compiled: whether torch.compile makes the blocks; it must not look inside."""
+def overlapped_products(overlap: Overlap, compiled: bool) -> OverlappedProducts:
+    """Make the operations that modules call.
+
+    Args:
+        compiled: whether torch.compile makes the blocks; it must not trace into these operations.
+    """
 
     def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         given = [bias for bias in biases if bias is not None]
@@ -141,5 +145,5 @@ def hidden(overlap: Overlap, compiled: bool) -> Hidden:
         return found
 
     if compiled:
-        return Hidden(torch.compiler.disable(products), torch.compiler.disable(scattered))
-    return Hidden(products, scattered)
+        return OverlappedProducts(torch.compiler.disable(products), torch.compiler.disable(scattered))
+    return OverlappedProducts(products, scattered)

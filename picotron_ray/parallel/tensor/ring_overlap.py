@@ -1,9 +1,9 @@
-"""Products while parts travel round a ring: tensor-parallel overlap by sends and receives, on any backend.
+"""Ring overlap: tensor-parallel products while parts travel round a ring, on any backend.
 
-With n ranks each operation has n products of 1/n of the tokens and n - 1 transfers, each under way during one
-product (Wang et al. 2023). In a gather, a rank multiplies the part that it has and passes it on. In a
-reduce-scatter, the sum for one rank's tokens passes by all the others, that rank last; each adds its share,
-which it computes while the sum is on its way to it.
+With n ranks each operation has n products of 1/n of the tokens and n - 1 transfers. Each transfer is under
+way during one product (Wang et al. 2023). In a gather, a rank multiplies the part that it has and passes it
+on. In a reduce-scatter, the sum for one rank's tokens travels through all other ranks to that rank. Each rank
+adds its share, which it computes while the sum is on its way.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from picotron_ray.comm.sequence_collectives import Shift
 
 
-class Ring:
-    """See `tensor_overlap.Overlap`."""
+class RingOverlap:
+    """`Overlap` by sends and receives round a ring."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._ranks, self._mine = group, group.size(), group.rank()
 
     def _parts(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Every rank's ``x`` with that rank's index, own first; the next travels while one is looked at."""
+        """Every rank's ``x`` with that rank's index, own first. The next one travels while one is in use."""
         held = x
         for step in range(self._ranks):
             coming = Shift(held, self._group) if step < self._ranks - 1 else None
@@ -58,7 +58,7 @@ class Ring:
             if others is not None:
                 source, part = next(others)
                 parts[source] = part
-            # on from here goes the sum for the tokens of the rank that is one step further back each time
+            # pass on the sum for the tokens of the rank that is one step further back each time
             carried = None if so_far is None else Shift(so_far(), self._group, tag=1)
             share = self._share(xs, factors, (self._mine - 1 - step) % self._ranks)
             so_far = partial(_added, carried, share)
@@ -77,5 +77,5 @@ class Ring:
 
 
 def _added(coming: Shift | None, share: Tensor) -> Tensor:
-    """Added into what came: the share may be a product that selective recomputation keeps."""
+    """Add a share into the received sum; the share may be a product that selective recomputation keeps."""
     return share if coming is None else coming.wait().add_(share)

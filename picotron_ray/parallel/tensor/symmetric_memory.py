@@ -1,21 +1,24 @@
 """Tensor-parallel overlap by torch's fused operators over symmetric memory (its async TP), called directly.
 
 A rank reads the other ranks' parts out of their device memory while it multiplies
-(``torch.distributed._symmetric_memory``). A compiler that is to put the operators in may find nothing to
-fuse and say nothing (torchtitan#3869). Here they are called, and what torch could do instead is looked for:
+(``torch.distributed._symmetric_memory``). A compiler that should insert the operators may silently find
+nothing to fuse (torchtitan#3869). Here they are called directly. Torch may still do something else, in two
+cases:
 
-- In its test mode it runs a collective and a product. `Symmetric` profiles a call of each operator when it
-  is made, before the first step, and refuses where the fused loop did not run.
+- In its test mode it runs a collective and a product. `SymmetricOverlap` profiles a call of each operator
+  when it is made, before the first step, and refuses where the fused loop did not run.
 - Under multicast it gathers first and multiplies then, if tokens are few and lie along dimension 0. Here
   they lie along dimension 1.
 
-Ranks that do not reach each other's memory torch refuses in the same calls. Neither operator gathers an
-input for a gradient of weights: a plain all-gather does, while the other product runs.
+The same calls fail where ranks do not reach each other's memory. Neither operator gathers an input for a
+gradient of weights. A plain all-gather does, while the other product runs.
 
-Symmetric memory is of one generation. torch keeps workspaces by the name of their group, so each `Symmetric`
-has a name of its own, and `close` lets go of it. To find each other ranks write keys that torch numbers by
-process, not by group: `Renumbered` counts from 0 in each generation, so that old and new processes meet.
-What waits, waits on the device, and nothing ends that: where an abort finds a rank in a product, only the
+Symmetric memory belongs to one generation. torch keeps workspaces by the name of their group, so each
+`SymmetricOverlap` has a name of its own, which `close` frees. Ranks find each other by keys that torch
+numbers per process, not per group. `RenumberedStore` counts them from 0 in each generation, so that old and
+new processes meet.
+
+A product waits on the device, and nothing ends that wait. Where an abort finds a rank in a product, only the
 end of its process does.
 """
 
@@ -36,13 +39,13 @@ from picotron_ray.comm.sequence_collectives import GatherAhead
 from picotron_ray.errors import LayoutError
 
 FUSED = frozenset({"fused_all_gather_matmul", "fused_matmul_reduce_scatter"})
-"""What torch records when the fused loops run."""
+"""Names that torch records when the fused loops run."""
 _EXCHANGE = re.compile(r"(.*SymmetricMemory/)(\d+)(.*)")
 _numbers = count()
 
 
-class Renumbered(Store):
-    """A store in which the exchanges of symmetric memory are counted from this one's first."""
+class RenumberedStore(Store):
+    """Store that counts the exchanges of symmetric memory from its own first one."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -75,8 +78,8 @@ class Renumbered(Store):
         self._store.wait([self._key(key) for key in keys], *timeout)
 
 
-class Symmetric:
-    """See `tensor_overlap.Overlap`; all ranks of the group make theirs together.
+class SymmetricOverlap:
+    """`Overlap` by fused operators; all ranks of the group make theirs together.
 
     Raises LayoutError where the operators do not run, or not fused.
     """
@@ -86,7 +89,7 @@ class Symmetric:
 
         self._group, self._name = group, f"picotron-symmetric-{next(_numbers)}"
         # the store must outlive the group: torch asks the object in Python
-        self._store = Renumbered(dist.distributed_c10d._get_process_group_store(group))
+        self._store = RenumberedStore(dist.distributed_c10d._get_process_group_store(group))
         self._named = dist.ProcessGroup(self._store, group.rank(), group.size())
         kind = getattr(dist.ProcessGroup.BackendType, dist.get_backend(group).upper())
         self._named._register_backend(device, kind, group._get_backend(device))
@@ -114,7 +117,7 @@ class Symmetric:
             raise LayoutError(f"{wrong} torch ran {' and '.join(sorted(missing))} unfused; use ring or none")
 
     def close(self) -> None:
-        """Let go of the workspace and the name; the device must have come to the end of all calls."""
+        """Free the workspace and the name; the device must have finished all calls."""
         import torch.distributed._symmetric_memory as symmetric
 
         symmetric._group_name_to_workspace_tensor.pop(self._name, None)

@@ -1,16 +1,17 @@
-"""Tensor and sequence parallelism, from the plan that the model gives as data (``models.plan``).
+"""Tensor and sequence parallelism, from the plan that the model gives as data (``models.parameters``).
 
-Activations between blocks are cut over the sequence (Korthikanti et al. 2022), so every rank norms and
-adds 1/tp of the tokens, and the two all-reduces per block become all-gather plus reduce-scatter. What
-crosses module borders is a plain local tensor ``[batch, seq / tp, hidden]``, which pipeline stages send as
-it is. The head leaves logits cut over the vocabulary (``[batch, seq, vocab / tp]``), for loss.py.
+Activations between blocks are cut over the sequence (Korthikanti et al. 2022). So every rank norms and adds
+1/tp of the tokens, and the two all-reduces per block become all-gather plus reduce-scatter. Modules pass each
+other plain local tensors ``[batch, seq / tp, hidden]``, which pipeline stages send as they are. The head
+leaves logits cut over the vocabulary (``[batch, seq, vocab / tp]``), for ``parallel.loss``.
 
-Own code on plain tensors, not ``parallelize_module``: measured with torch 2.13 on CPU (4 layers, tp 2),
-DTensor's Python dispatch took 60 ms per micro-batch where the model itself takes 3 ms, it makes the whole
-vocabulary's gradient on every rank for the cut embedding, and its caches hold meshes of generations that
-are gone. Here a cut parameter is a smaller ``nn.Parameter`` and the collectives sit in module hooks.
+This is own code on plain tensors and not ``parallelize_module``, for three reasons. DTensor's Python dispatch
+took 60 ms per micro-batch where the model itself takes 3 ms, measured with torch 2.13 on CPU (4 layers, tp
+2). It makes the whole vocabulary's gradient on every rank for the cut embedding. Its caches hold meshes of
+generations that are gone. Here a cut parameter is a smaller ``nn.Parameter`` and the collectives sit in
+module hooks.
 
-Modules of the user's own know nothing of a cut sequence: for them (``copy_colwise``, ``sum_rowwise``)
+Modules of the user's own know nothing of a cut sequence. For them (``copy_colwise``, ``sum_rowwise``)
 activations stay whole between the cut linears, with an all-reduce at each border (Shoeybi et al. 2019).
 """
 
@@ -30,7 +31,8 @@ from picotron_ray.comm.sequence_collectives import gather_sequence, reduce_scatt
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.parameters import Style
 from picotron_ray.parallel.local_shards import chunk
-from picotron_ray.parallel.tensor.overlap import Hidden
+from picotron_ray.parallel.tensor.cut_norm import cut_rms_norm
+from picotron_ray.parallel.tensor.overlap import OverlappedProducts
 
 
 class _Gather(torch.autograd.Function):
@@ -60,7 +62,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _Copy(torch.autograd.Function):
-    """The same input on every rank; its gradient is the sum of what each makes of it (Megatron-LM's f)."""
+    """Identity of an input that every rank has; its gradient is summed over ranks (Megatron-LM's f)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -85,7 +87,7 @@ class _Sum(torch.autograd.Function):
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int] | None:
-    """Dimensions of a linear module's weight: (of the outputs, of the inputs); None for anything else.
+    """Dimensions of a linear module's weight, (outputs, inputs); None for any other module.
 
     torch's Linear keeps ``[out, in]``; the Conv1D of transformers' GPT-2 is a linear map kept ``[in, out]``.
     """
@@ -97,13 +99,13 @@ def linear_dims(module: nn.Module) -> tuple[int, int] | None:
 
 
 class TensorParallel:
-    """Applies one style to one module, for one rank of a tp group.
+    """Tensor-parallel styles, applied to modules for one rank of a tp group.
 
     Args:
-        overlap: hides the communication of blocks behind their products; None: each follows the other.
+        overlap: operations that hide the communication of blocks behind products; None: no overlap.
     """
 
-    def __init__(self, group: Group, overlap: Hidden | None = None) -> None:
+    def __init__(self, group: Group, overlap: OverlappedProducts | None = None) -> None:
         self.group: Any
         self.group, self.parts, self.index = group, group.size(), group.rank()
         self.overlap, self.overlapped = overlap, 0
@@ -121,13 +123,14 @@ class TensorParallel:
             "experts": self.experts,
             "inner": self.inner,
             "whole": self.sequence,
+            "cut_norm": self.cut_norm,
         }
 
     def _cut(self, module: Any, dim: int, name: str = "weight", *, even: bool = True) -> None:
         """Replace one of the module's parameters by this rank's part of it (without values).
 
         Args:
-            even: whether all parts must be of one size; a vocabulary's need not (`boxes.chunk`).
+            even: whether all parts must be of one size; a vocabulary's need not (`local_shards.chunk`).
         """
         whole = getattr(module, name)
         shape = list(whole.shape)
@@ -139,13 +142,20 @@ class TensorParallel:
         setattr(module, name, nn.Parameter(whole.new_empty(shape)))
 
     def sequence(self, module: Any) -> None:
-        """A norm of its own tokens or heads; its gradient is partial (``parallelize.local_gradient``)."""
+        """Leave a norm as it is; its gradient is partial (``parallelize.local_gradient``)."""
+
+    def cut_norm(self, module: Any) -> None:
+        """A norm over all heads together, of which each rank has some for all tokens: no partial gradient."""
+        width = module.weight.size(0)
+        self._cut(module, 0)
+        module.forward = lambda x: cut_rms_norm(x, module.weight, module.eps, width, self.group)
 
     def positions(self, module: Any) -> None:
-        """Learned positions follow the tokens; as with a norm the gradient is partial."""
+        """Look up the positions of this rank's tokens; as with a norm the gradient is partial."""
         module.part = (self.index, self.parts)
 
     def gather_input(self, module: Any) -> None:
+        """Gather a module's input over the sequence, overlapped with its first products where asked."""
         if self.overlap is None:
             self._gather_before(module)
             return
@@ -160,12 +170,13 @@ class TensorParallel:
         )
 
     def colwise(self, module: Any) -> None:
+        """Cut the outputs."""
         self._cut(module, 0)
         if module.bias is not None:
             self._cut(module, 0, "bias")
 
     def rowwise(self, module: Any) -> None:
-        """The bias is added once, by each rank to the sums of its own tokens."""
+        """Cut the inputs; each rank adds the bias to the sums of its own tokens."""
         self._cut(module, 1)
         product = getattr(module, "product", None) or (lambda x: F.linear(x, module.weight))
         overlap = self.overlap
@@ -181,22 +192,26 @@ class TensorParallel:
         module.forward = forward
 
     def mixture(self, module: Any) -> None:
-        """Every rank routes all tokens alike and holds a part of every expert's width."""
+        """Route all tokens alike on every rank, which holds a part of every expert's width."""
         self._gather_before(module)
         module.register_forward_hook(lambda _, inputs, output: _ReduceScatter.apply(output, self.group))
 
     def experts(self, module: Any) -> None:
+        """Cut the width of every expert."""
         for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
             self._cut(module, dim, name)
 
     def inner(self, module: Any) -> None:
+        """Cut the inputs of a module whose sum another one takes."""
         self._cut(module, 1)
 
     def vocab_head(self, module: Any) -> None:
+        """Cut the head over the vocabulary; the gradient and the logits follow."""
         self._cut(module, 0, even=False)
         self._gather_before(module)
 
     def vocab_embed(self, module: Any) -> None:
+        """Cut the embedding over the vocabulary and its output over the sequence."""
         first, count = chunk(module.weight.size(0), self.parts, self.index)
         self._cut(module, 0, even=False)
 
@@ -209,7 +224,7 @@ class TensorParallel:
         module.forward = forward
 
     def copy_colwise(self, module: Any) -> None:
-        """Outputs cut, whole activations in: Megatron-LM's first linear, for modules of the user's own."""
+        """Cut the outputs, with whole activations in: Megatron-LM's first linear, for modules of the user."""
         output, _ = self._dims(module)
         self._cut(module, output)
         if module.bias is not None:
@@ -219,7 +234,7 @@ class TensorParallel:
         module.register_forward_pre_hook(lambda _, inputs: (_Copy.apply(inputs[0], self.group), *inputs[1:]))
 
     def sum_rowwise(self, module: Any) -> None:
-        """Inputs cut, whole activations out; the bias is added once, to the sum."""
+        """Cut the inputs, with whole activations out; the bias is added once, to the sum."""
         output, inputs = self._dims(module)
         self._cut(module, inputs)
 
@@ -249,14 +264,17 @@ def named_modules(model: nn.Module, globs: Sequence[str]) -> list[Any]:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, group: Group, plan: Sequence[tuple[str, Style]], overlap: Hidden | None = None
+    model: nn.Module,
+    group: Group,
+    plan: Sequence[tuple[str, Style]],
+    overlap: OverlappedProducts | None = None,
 ) -> tuple[int, int]:
     """Cut ``model`` (on the meta device) in place over ``group``.
 
-    Returns the numbers of modules touched, and of those whose communication ``overlap`` hides.
+    Returns: the number of modules changed, and of those whose communication ``overlap`` hides.
 
-    Raises LayoutError for a style that is unknown or a weight that does not divide. That every parameter
-    came out as the plan says is checked by ``parallelize.local_parameters``.
+    Raises LayoutError for an unknown style or a weight that does not divide. ``local_shards`` checks that
+    every parameter has the shape that the plan says.
     """
     parallel, touched = TensorParallel(group, overlap), 0
     for name, module in list(model.named_modules()):

@@ -1,7 +1,7 @@
-"""Telling Ray's autoscaler what a run misses.
+"""Requests for room, to Ray's autoscaler.
 
 Nodes come only for what waits for resources, and workers are started only where there is room. In between
-stands a placement group of the missing workers' size: while it waits, the autoscaler looks for nodes; once
+stands a placement group of the missing workers' size. While it waits, the autoscaler looks for nodes. Once
 it is placed, or the need changes, it is removed, and the workers take the room. Ray's own
 ``request_resources`` has one figure for the whole cluster, which two runs would keep overwriting.
 """
@@ -20,8 +20,11 @@ PATIENCE_S = 5.0
 """Workers that are missing for a shorter time find room that is there already."""
 
 
-class Demand:
-    """Call ``update`` about once a second; the group ends with the process that made it."""
+class RoomRequest:
+    """Request for the room of missing workers.
+
+    Call ``update`` about once a second. The group ends with the process that made it.
+    """
 
     def __init__(self) -> None:
         self._group: PlacementGroup | None = None
@@ -49,7 +52,7 @@ class Demand:
             log.info("asked Ray's autoscaler for room for %d workers", missing)
 
     def clear(self) -> None:
-        """Want nothing any more."""
+        """Withdraw the request."""
         if self._group is not None:
             remove_placement_group(self._group)
         self._group = self._placed = None

@@ -1,4 +1,4 @@
-"""The coordinator's hands: handles of agents and workers, and what Ray says of nodes."""
+"""Cluster as the coordinator sees it: handles of agents and workers, and what Ray says of nodes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ async def answer(reference: Any, timeout_s: float | None = None) -> Any:
 
 
 class Cluster:
-    """All methods run on the coordinator's loop; each may be called again after a lost reply."""
+    """Agents, workers and nodes of a run.
+
+    All methods run on the coordinator's loop; each may be called again after a lost reply.
+    """
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
@@ -77,7 +80,7 @@ class Cluster:
         return found
 
     async def changes(self, term: int) -> list[NodeEvent]:
-        """What happened to nodes since the last call."""
+        """Return the events of nodes since the last call."""
         views = {view.id: view for view in await asyncio.to_thread(living_nodes)}
         if self._needs is None or not self._needs.gpus:
             self._needs = worker_needs(self._job.cluster, list(views.values()))
@@ -98,12 +101,12 @@ class Cluster:
 
     @property
     def needs(self) -> WorkerNeeds:
-        """What each worker reserves; known once nodes were looked at."""
+        """Resources that each worker reserves; known once nodes were looked at."""
         assert self._needs is not None
         return self._needs
 
     def heard(self, node: str) -> None:
-        """An agent spoke."""
+        """Note that an agent spoke."""
         self._heard[node] = time.monotonic()
 
     async def _without_agent(self, term: int) -> list[str]:
@@ -126,7 +129,7 @@ class Cluster:
             self._forget(node)
 
     def _changed_room(self, views: dict[str, NodeView]) -> list[NodeEvent]:
-        """Other runs and jobs on the cluster take and give room: nodes whose capacity for us changed."""
+        """Find nodes whose capacity for us changed: other runs and jobs take and give room."""
         events: list[NodeEvent] = []
         for node, told in self._capacity.items():
             capacity = self._room(views[node])
@@ -146,7 +149,7 @@ class Cluster:
         return min(view.capacity(self._needs), own + view.room(self._needs))
 
     def gone(self, worker: str) -> None:
-        """A worker's process has ended: it holds no resources any more."""
+        """Note that a worker's process has ended: it holds no resources any more."""
         self._placed.pop(worker, None)
 
     async def _join(self, term: int, view: NodeView) -> list[NodeEvent]:
@@ -171,7 +174,7 @@ class Cluster:
         return [joined, *(WorkerReady(member.worker, member.node) for member in strangers)]
 
     def _mismatch(self, hello: dict[str, Any]) -> str:
-        """Why a node may not take part, from what its agent says; empty: it may."""
+        """Reason for which a node may not take part, from what its agent says; empty: it may."""
         theirs = hello["versions"]
         seen = [f"{k} {theirs[k]} (expected {v})" for k, v in self._versions.items() if theirs[k] != v]
         device = "cuda" if self.needs.gpus else "cpu"
@@ -197,15 +200,15 @@ class Cluster:
                 notices.append(DrainNotice(node, time.monotonic() + left if deadline else 0.0))
         return notices
 
-    async def remove_node(self, index: int) -> None:
-        """Scripted fault: the node that joined as number ``index`` goes as if unplugged."""
+    def remove_node(self, index: int) -> None:
+        """Unplug the node that joined as number ``index`` (a scripted fault)."""
         if index < len(self._order):
             self._agents[self._order[index]].die.remote()
 
     # --- actors ------------------------------------------------------------------------------------------
 
     async def store_address(self, spec: GenerationSpec) -> tuple[str, int]:
-        """The rendezvous store of a generation: the one on the node of rank 0."""
+        """Ask for the rendezvous store of a generation: the one on the node of rank 0."""
         host, port = await self.call_agent(spec.members[0].node, "store_address")
         return host, port
 
@@ -243,7 +246,7 @@ class Cluster:
         self._placed[worker] = node
 
     async def kill_worker(self, term: int, worker: str) -> None:
-        """SIGKILL through the node's agent; through Ray where the agent is gone too."""
+        """Kill a worker by SIGKILL through its node's agent; through Ray where the agent is gone too."""
         handle = self._workers.pop(worker, None)
         self.gone(worker)
         try:
@@ -258,7 +261,7 @@ class Cluster:
         return [worker for worker in self._workers if self._node_of[worker] == node]
 
     async def figures(self) -> dict[str, list[dict[str, Any]]]:
-        """The pages of all living workers, by node, as they are now."""
+        """Ask for the pages of all living workers, by node, as they are now."""
         found = {}
         for node, handle in self._agents.items():
             try:

@@ -1,7 +1,7 @@
-"""The coordinator's hands: each command of the machine, carried out through Ray and storage.
+"""Executor of commands: each command of the machine is carried out through Ray and storage.
 
-A command is a short method here that never blocks the loop; what comes of it returns as an event. Nothing
-here decides anything about the run.
+A command is a short method here that never blocks the loop. Its result returns as an event. Nothing here
+decides anything about the run.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.errors import CorruptError
+from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.coordinator.cluster import Cluster
-from picotron_ray.runtime.coordinator.run_record import History
+from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.run_storage.run_store import Archive
 
 log = logging.getLogger(__name__)
 UNAVAILABLE_RETRY_S = 0.2
 
 
-class Hands:
-    """Lives on the coordinator's loop.
+class CommandExecutor:
+    """Methods by command, on the coordinator's loop.
 
-    ``report`` takes the events that come of commands; ``term`` is set once claimed; ``ending`` stops what
-    would otherwise try again.
+    ``report`` takes the events that come of commands. ``term`` is set once it is claimed. ``ending`` stops
+    all that would otherwise try again.
     """
 
     def __init__(
@@ -36,13 +37,13 @@ class Hands:
         loop: asyncio.AbstractEventLoop,
         cluster: Cluster,
         archive: Archive,
-        history: History,
+        record: RunRecord,
         report: Callable[[m.Event], None],
     ) -> None:
         self._loop = loop
         self._cluster = cluster
         self._archive = archive
-        self._history = history
+        self._record = record
         self._report = report
         self._parts: dict[tuple[m.GenerationId, int], dict[str, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -50,7 +51,7 @@ class Hands:
         self.ending = False
 
     def carry_out(self, command: m.Command) -> None:
-        """Start what the command says."""
+        """Start the work of a command."""
         self._methods[type(command)](self, command)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -63,7 +64,7 @@ class Hands:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a coordinator task failed", exc_info=task.exception())
-            self._history.note("error", "internal", f"coordinator: {task.exception()!r}")
+            self._record.note("error", "internal", f"coordinator: {task.exception()!r}")
 
     def _start_worker(self, command: m.StartWorker) -> None:
         async def start() -> None:
@@ -106,7 +107,7 @@ class Hands:
     async def _run_member(
         self, spec: m.GenerationSpec, member: m.Member, store: tuple[str, int] | None
     ) -> None:
-        """One member's whole generation; a lost reply is asked for again, because a second call joins."""
+        """Run one member's whole generation; a lost reply is asked for again, because a second call joins."""
         while not self.ending:
             try:
                 answer = await self._cluster.call_worker(
@@ -118,7 +119,9 @@ class Hands:
                 self._report(m.WorkerExited(member.worker, "process died"))
                 return
             except RayError as error:
-                self._report(m.Outcome(member.worker, spec.id, "failed", -1, f"error: {_line(error)}"))
+                self._report(
+                    m.Outcome(member.worker, spec.id, FailureKind.FAILED, -1, f"error: {_line(error)}")
+                )
                 return
             else:
                 self._report(answer)
@@ -132,7 +135,7 @@ class Hands:
             self._tell(worker, "interrupt", self.term, _pair(command.generation), "snapshot")
 
     def _tell(self, worker: str, method: str, *arguments: Any) -> None:
-        """A call whose answer does not matter: what it causes comes back as an event."""
+        """Call a worker without waiting for its answer: the effect comes back as an event."""
 
         async def call() -> None:
             try:
@@ -211,9 +214,9 @@ class Hands:
             log.debug("quarantine on node %s: %s", command.node[:8], _line(error))
 
     def _alert(self, command: m.Alert) -> None:
-        self._history.note(command.level, command.kind, command.text, command.data)
+        self._record.note(command.level, command.kind, command.text, command.data)
 
-    _methods: ClassVar[dict[type, Callable[[Hands, Any], None]]] = {
+    _methods: ClassVar[dict[type, Callable[[CommandExecutor, Any], None]]] = {
         m.StartWorker: _start_worker,
         m.StopWorker: _stop_worker,
         m.KillWorker: _kill_worker,

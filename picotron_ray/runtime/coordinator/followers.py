@@ -1,4 +1,8 @@
-"""Who follows a run: the first to hear of its end takes the coordinator away, but not before the others."""
+"""Followers of a run: drivers that keep asking for its status.
+
+A driver that hears of the run's end may remove the coordinator. It waits until all other followers have
+heard of the end too.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ RECENT_S = 3.0
 """Whoever asked for longer ago is taken for gone; followers ask twice a second."""
 
 
-class Audience:
-    """Those that keep asking for the status; methods may be called from several threads."""
+class Followers:
+    """Followers and whether they have heard of the end; methods may be called from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What the coordinator and the agents measure for the endpoints of ``observability.exporter``.
+"""Figures that the coordinator measures for the endpoints of ``observability.exporter``.
 
 Called by a scrape, on the endpoint's thread: everything here reads copies or files and waits for nobody.
 """
@@ -9,34 +9,36 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import REPORTED
 from picotron_ray.observability.catalogue import CATALOGUE, COMMIT_BUCKETS_S, RECOVERY_BUCKETS_S
 from picotron_ray.observability.exporter import Distribution, Sample
-from picotron_ray.runtime.coordinator.run_record import GRAVITY, History, Measured
+from picotron_ray.runtime.coordinator.records import Measured
+from picotron_ray.runtime.coordinator.run_record import RunRecord
 
 NO_EVENTS = 1 << 62
 LEVELS = ("info", "warning", "error")
 
 
 class CoordinatorFigures:
-    """Measures a run as its coordinator knows it."""
+    """Figures of a run, as its coordinator knows it."""
 
-    def __init__(self, history: History, state: Callable[[], State]) -> None:
+    def __init__(self, record: RunRecord, state: Callable[[], MachineState]) -> None:
         """``state``: of the coordinator's machine, as of now."""
-        self._history, self._state = history, state
+        self._record, self._state = record, state
 
     def __call__(self) -> list[Sample]:
-        """All samples whose figures are known."""
-        status, measured = self._history.status(NO_EVENTS), self._history.measured()
+        """Measure all samples whose figures are known."""
+        status, measured = self._record.status(NO_EVENTS), self._record.measured()
         return [*_training(status, measured), *self._elastic(status, measured), *_checkpoints(measured)]
 
     def _elastic(self, status: dict[str, Any], measured: Measured) -> Iterator[Sample]:
         failures, state = status["failures"], self._state()
-        for known in State:
+        for known in MachineState:
             yield Sample("picotron_elastic_state", float(known is state), {"state": str(known)})
-        for kind in GRAVITY:
+        for kind in REPORTED:
             count = sum(failure["kind"] == kind for failure in failures)
-            yield Sample("picotron_elastic_failures_total", count, {"kind": kind})
+            yield Sample("picotron_elastic_failures_total", count, {"kind": kind.value})
         for level in LEVELS:
             yield Sample("picotron_elastic_events_total", measured.noted.get(level, 0), {"level": level})
         yield Sample("picotron_elastic_lost_steps_total", sum(failure["lost_steps"] for failure in failures))
@@ -83,7 +85,7 @@ def _checkpoints(measured: Measured) -> Iterator[Sample]:
 
 
 def essentials(samples: list[Sample]) -> dict[str, float]:
-    """Value by name of the figures that Ray is given too."""
+    """Pick the figures that Ray is given too: value by name."""
     return {
         sample.name: sample.value
         for sample in samples

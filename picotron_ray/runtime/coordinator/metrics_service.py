@@ -1,4 +1,4 @@
-"""The coordinator's part in being watched: its endpoint, the list of all endpoints, and Ray's gauges.
+"""Metrics service of the coordinator: its endpoint, the list of all endpoints, and Ray's gauges.
 
 Three ways lead to a run's metrics: the endpoints of the coordinator and of every agent; a file of them for
 Prometheus' ``file_sd_configs`` in the run's state folder; and ``ray_picotron_*`` gauges of the essential
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
 from picotron_ray.observability.catalogue import CATALOGUE, Server
 from picotron_ray.observability.exporter import Exporter, PortTakenError, address
 from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essentials
-from picotron_ray.runtime.coordinator.run_record import History
+from picotron_ray.runtime.coordinator.run_record import RunRecord
 
 log = logging.getLogger(__name__)
 PUBLISH_S = 1.0
@@ -28,12 +28,12 @@ COORDINATOR: Server = "coordinator"
 
 
 def targets_file(event_folder: Path) -> Path:
-    """The run's own discovery file for Prometheus."""
+    """Return the path of the run's own discovery file for Prometheus."""
     return event_folder.parent / "prometheus_targets.json"
 
 
 def targets(run: str, endpoints: dict[str, str]) -> list[dict[str, Any]]:
-    """Endpoints (``host:port`` by node, or ``coordinator``) as Prometheus' file_sd wants them."""
+    """List endpoints (``host:port`` by node, or ``coordinator``) as Prometheus' file_sd wants them."""
     return [
         {
             "targets": [endpoint],
@@ -44,14 +44,19 @@ def targets(run: str, endpoints: dict[str, str]) -> list[dict[str, Any]]:
 
 
 class MetricsService:
-    """Made and used on the coordinator's loop."""
+    """Endpoint, discovery file and gauges; made and used on the coordinator's loop."""
 
     def __init__(
-        self, job: JobConfig, history: History, state: Callable[[], State], node_host: str, file: Path
+        self,
+        job: JobConfig,
+        record: RunRecord,
+        state: Callable[[], MachineState],
+        node_host: str,
+        file: Path,
     ) -> None:
         """``node_host``: address of this node; ``file``: where the list of endpoints goes."""
-        self._job, self._history, self._file = job, history, file
-        self._figures = CoordinatorFigures(history, state)
+        self._job, self._record, self._file = job, record, file
+        self._figures = CoordinatorFigures(record, state)
         self._endpoints: dict[str, str] = {}
         self._problems: dict[str, str] = {}
         self._gauges: dict[str, Any] = {}
@@ -70,9 +75,10 @@ class MetricsService:
     async def keep(
         self, agents: Callable[[], dict[str, dict[str, str]]], goes_on: Callable[[], bool]
     ) -> None:
-        """Until the run ends: name the endpoints that there are, and give Ray the essential figures.
+        """Name the endpoints that there are, and give Ray the essential figures, until the run ends.
 
-        ``agents``: per node, ``{"address": …}`` or ``{"problem": …}``.
+        Args:
+            agents: per node, ``{"address": …}`` or ``{"problem": …}``.
         """
         named: dict[str, str] = {}
         while goes_on():
@@ -91,13 +97,13 @@ class MetricsService:
             if self._problems.get(who) != problem:
                 self._problems[who] = problem
                 where = "" if who == COORDINATOR else f"node {who}: "
-                self._history.note("warning", "metrics", f"{where}{problem}")
+                self._record.note("warning", "metrics", f"{where}{problem}")
 
     def _write(self, endpoints: dict[str, str]) -> None:
         temporary = self._file.with_suffix(".new")
         temporary.write_text(json.dumps(targets(self._job.name, endpoints), indent=1) + "\n")
         temporary.rename(self._file)
-        self._history.serves(endpoints, str(self._file))
+        self._record.serves(endpoints, str(self._file))
 
     def _give_ray(self, values: dict[str, float]) -> None:
         from ray.util.metrics import Gauge

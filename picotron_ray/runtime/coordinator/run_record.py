@@ -1,4 +1,4 @@
-"""What a run did: events for the driver, generations, failures with their cost, and the summary.
+"""Record of a run: events for the driver, generations, failures with their cost, and the summary.
 
 Filled from what the coordinator handles anyway; read by ``status`` from other threads, so every public
 method takes the lock.
@@ -8,124 +8,58 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode
+from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
+from picotron_ray.runtime.coordinator.records import (
+    Facts,
+    FailureRecord,
+    GenerationRecord,
+    Measured,
+    failure_entry,
+    generation_entry,
+    sign_of,
+)
 
-if TYPE_CHECKING:
-    from picotron_ray.runtime.run_storage.run_store import Archive
-
-EVENTS_KEPT = 1000
 EXIT_CODES = {"finished": 0, "failed": 3, "storage": 4, "fenced": 3, "stopped": 130}
 
 
-GRAVITY = ("peer-lost", "failed", "worker-exited", "hang", "node-lost")
-"""Kinds of failure; each explains those before it (a stuck worker is killed: that exit is its hang)."""
-
-
-def _sign(event: m.Event) -> tuple[str, str] | None:
-    """The kind of failure that an event is a sign of, and the worker or node concerned."""
-    if isinstance(event, m.WorkerExited):
-        return "worker-exited", event.worker
-    if isinstance(event, m.Stalled):
-        return "hang", event.worker
-    if isinstance(event, m.NodeLost):
-        return "node-lost", event.node
-    if isinstance(event, m.Outcome) and event.kind in ("peer_lost", "failed"):
-        return event.kind.replace("_", "-"), event.worker
-    return None
-
-
-@dataclass(slots=True)
-class Failure:
-    """One interruption of training: what failed, when it was noticed, and when steps went on."""
-
-    kind: str
-    target: str
-    step: int
-    detected_s: float  # since the start of the run
-    recovered_s: float | None = None  # from detection to the first finished new step
-    lost_steps: int = 0
-    restored_from: str = ""
-    involved: frozenset[str] = frozenset()  # workers and nodes of the generation that it struck
-
-
-@dataclass(slots=True)
-class Era:
-    """One generation as the summary reports it."""
-
-    spec: m.GenerationSpec
-    end_step: int
-    involved: frozenset[str]  # its workers and their nodes
-
-
-@dataclass(slots=True)
-class _Facts:
-    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
-    eras: list[Era] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    pages: dict[str, dict[str, Any]] = field(default_factory=dict)
-    submissions: list[dict[str, Any]] = field(default_factory=list)
-    step_times: deque[float] = field(default_factory=lambda: deque(maxlen=500))
-    tokens: int = 0  # up to the newest step that any generation reached
-    committed_at_s: float | None = None
-    noted: Counter[str] = field(default_factory=Counter)  # events for people, by level
-    evaluations: dict[int, float] = field(default_factory=dict)  # loss by step
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A copy of what metrics and trackers want.
-
-    Fields:
-        leader: page of rank 0 of the running generation; empty while there is none.
-        tokens: trained on since step 0; a step that a recovery repeats counts once.
-        noted: events for people, by level.
-        evaluations: held-out loss by step, as far as heartbeats showed them.
-    """
-
-    leader: dict[str, Any]
-    generation: int | None
-    generations: int
-    tokens: int
-    checkpoints: list[dict[str, Any]]
-    committed_at_s: float | None
-    noted: dict[str, int]
-    evaluations: dict[int, float]
-
-
-class History:
+class RunRecord:
     """Facts of the run; those of earlier terms come from their event logs, where they are at hand."""
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
         self._lock = threading.RLock()
-        self._facts = _Facts()
+        self._facts = Facts()
         self._term = 0
         self._began = time.time()
         self._seq = 0
         self._finish: m.Finish | None = None
         self._summary: dict[str, Any] | None = None
-        self._archive: Archive | None = None
+        self._commit_figures: Mapping[int, dict[str, Any]] = {}  # sizes and times by step
         self._running = False  # a generation of this term, or one that it adopted
-        self._open: list[Failure] = []  # no step has gone on since
+        self._open: list[FailureRecord] = []  # no step has gone on since
         self._metrics: dict[str, Any] | None = None
 
-    def begin(self, term: int, archive: Archive) -> None:
+    def begin(self, term: int, commit_figures: Mapping[int, dict[str, Any]]) -> None:
+        """Take over as the coordinator of ``term``.
+
+        Args:
+            commit_figures: sizes and times by step; it grows with the commits.
+        """
         with self._lock:
-            self._term, self._archive = term, archive
+            self._term, self._commit_figures = term, commit_figures
             self._running = False  # generations so far were recalled
             self.note("info", "term", f"coordinator of term {term}")
 
     # --- filling -----------------------------------------------------------------------------------------
 
     def note(self, level: str, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
-        """An event for people; numbered, so that a driver asks only for what it has not seen."""
+        """Note an event for people; numbered, so that a driver asks only for what it has not seen."""
         with self._lock:
             self._seq += 1
             event = {"seq": self._seq, "t": time.time(), "level": level, "kind": kind, "text": text}
@@ -133,7 +67,7 @@ class History:
             self._facts.noted[level] += 1
 
     def attached(self, submission: dict[str, Any]) -> None:
-        """A Ray job whose driver started or follows the run; known ones are not told again."""
+        """Note a Ray job whose driver started or follows the run; known ones are not told again."""
         with self._lock:
             if submission not in self._facts.submissions:
                 self._facts.submissions.append(submission)
@@ -142,7 +76,7 @@ class History:
                 )
 
     def figures(self, node: str, figures: list[dict[str, Any]]) -> None:
-        """Pages of a node's workers, as its heartbeat brought them."""
+        """Take the pages of a node's workers, as its heartbeat brought them."""
         with self._lock:
             for page in figures:
                 page["node"] = node
@@ -150,17 +84,17 @@ class History:
                 self._follow(page)
 
     def _follow(self, page: dict[str, Any]) -> None:
-        era = self._facts.eras[-1] if self._facts.eras else None
-        if era is None or (page["term"], page["n"]) != (era.spec.id.term, era.spec.id.n):
+        record = self._facts.generations[-1] if self._facts.generations else None
+        if record is None or (page["term"], page["n"]) != (record.spec.id.term, record.spec.id.n):
             return
-        era.end_step = max(era.end_step, page["step"])
+        record.end_step = max(record.end_step, page["step"])
         self._facts.tokens = max(self._facts.tokens, page["tokens"])
         if page["eval_step"] >= 0:
             self._facts.evaluations[page["eval_step"]] = page["eval_loss"]
         if page["rank"] == 0 and page["step_time_s"] > 0:
             self._facts.step_times.append(page["step_time_s"])
         if page["first_step_at_s"]:
-            self._went_on(era, page["first_step_at_s"])
+            self._went_on(record, page["first_step_at_s"])
 
     def recall(self, lines: list[dict[str, Any]]) -> None:
         """Learn from the event logs of earlier terms, on this machine's monotonic clock."""
@@ -172,7 +106,11 @@ class History:
                 self.observe(decode(line["event"]), [decode(command) for command in line["commands"]], at_s)
 
     def observe(self, event: m.Event, commands: list[m.Command], at_s: float) -> None:
-        """Follow the machine: what failed, and which generation came of it. ``at_s``: since the epoch."""
+        """Follow the machine: note failures, and which generation came of each.
+
+        Args:
+            at_s: seconds since the epoch.
+        """
         with self._lock:
             self._observe_event(event, at_s)
             for command in commands:
@@ -185,60 +123,63 @@ class History:
         if isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self._committed(event)
             self._facts.committed_at_s = at_s
-        era = self._facts.eras[-1] if self._facts.eras else None
-        if era is None:
+        record = self._facts.generations[-1] if self._facts.generations else None
+        if record is None:
             return
         if isinstance(event, m.Outcome):
-            if event.generation != era.spec.id:
+            if event.generation != record.spec.id:
                 return
-            era.end_step = max(era.end_step, event.step)
+            record.end_step = max(record.end_step, event.step)
             if event.first_step_at_s:
-                self._went_on(era, event.first_step_at_s)
-        if isinstance(event, m.Heartbeat) and event.generation == era.spec.id:
-            era.end_step = max(era.end_step, *event.steps.values(), 0)
-            if era.end_step > era.spec.resume_step:
-                self._went_on(era, at_s)
-        sign = _sign(event)
+                self._went_on(record, event.first_step_at_s)
+        if isinstance(event, m.Heartbeat) and event.generation == record.spec.id:
+            record.end_step = max(record.end_step, *event.steps.values(), 0)
+            if record.end_step > record.spec.resume_step:
+                self._went_on(record, at_s)
+        sign = sign_of(event)
         if sign is not None:
-            self._failed(*sign, era, at_s)
+            self._failed(*sign, record, at_s)
 
     def _judged(self, data: dict[str, Any], at_s: float) -> None:
-        """A failure that the machine found without a sign of its own, as at a term's beginning."""
-        if not self._open and self._facts.eras:
-            kind = str(data.get("cause", "")).replace(" ", "-")
+        """Note a failure that the machine found without a sign of its own, as at a term's beginning."""
+        if not self._open and self._facts.generations:
+            kind = FailureKind.named(str(data.get("cause", ""))) or FailureKind.FAILED
             target = str(data.get("target", ""))
-            self._failed(kind if kind in GRAVITY else "failed", target, self._facts.eras[-1], at_s)
+            self._failed(FAILURE_RULES[kind].reported_as, target, self._facts.generations[-1], at_s)
 
-    def _went_on(self, era: Era, at_s: float) -> None:
-        """The first step of a generation ends the records of all failures before it."""
-        for failure in [open_ for open_ in self._open if open_.involved is not era.involved]:
+    def _went_on(self, record: GenerationRecord, at_s: float) -> None:
+        """Close the records of all failures before a generation, whose first step is finished."""
+        for failure in [open_ for open_ in self._open if open_.involved is not record.involved]:
             failure.recovered_s = at_s - (self._began + failure.detected_s)
             self._open.remove(failure)
 
-    def _failed(self, kind: str, target: str, era: Era, at_s: float) -> None:
-        """The first sign of a failure opens its record; the gravest sign names it, however late it comes."""
+    def _failed(self, kind: FailureKind, target: str, record: GenerationRecord, at_s: float) -> None:
+        """Note a sign of a failure: the first one opens its record, the gravest one names it."""
         last = self._facts.failures[-1] if self._facts.failures else None
-        if target in era.involved and (last is None or last.involved is not era.involved):
-            failure = Failure(kind, target, era.end_step, at_s - self._began, involved=era.involved)
+        if target in record.involved and (last is None or last.involved is not record.involved):
+            failure = FailureRecord(
+                kind, target, record.end_step, at_s - self._began, involved=record.involved
+            )
             self._facts.failures.append(failure)
             self._open.append(failure)
-        elif last is not None and target in last.involved and GRAVITY.index(kind) > GRAVITY.index(last.kind):
+        elif last is not None and target in last.involved and explains(kind, last.kind):
             last.kind, last.target = kind, target
 
     def _generation(self, spec: m.GenerationSpec) -> None:
         self._running = True
-        eras = self._facts.eras
-        if eras and eras[-1].spec.id == spec.id:
+        generations = self._facts.generations
+        if generations and generations[-1].spec.id == spec.id:
             return
         for failure in self._open:
-            if failure.involved is eras[-1].involved:
-                failure.step = eras[-1].end_step  # the outcomes know it better than the last heartbeat did
-                failure.lost_steps = max(0, eras[-1].end_step - spec.resume_step)
+            if failure.involved is generations[-1].involved:
+                # the outcomes know it better than the last heartbeat did
+                failure.step = generations[-1].end_step
+                failure.lost_steps = max(0, generations[-1].end_step - spec.resume_step)
                 failure.restored_from = spec.source.kind
-        if eras:
-            eras[-1].end_step = max(spec.resume_step, eras[-1].spec.resume_step)
+        if generations:
+            generations[-1].end_step = max(spec.resume_step, generations[-1].spec.resume_step)
         involved = frozenset(name for member in spec.members for name in (member.worker, member.node))
-        eras.append(Era(spec, spec.resume_step, involved))
+        generations.append(GenerationRecord(spec, spec.resume_step, involved))
         text = (
             f"generation {spec.id}: {spec.layout} on {len(spec.members)} workers from step {spec.resume_step}"
             f" ({spec.source.kind}): {spec.reason}"
@@ -246,26 +187,27 @@ class History:
         self.note("info", "generation", text)
 
     def _committed(self, event: m.Appended) -> None:
-        eras = self._facts.eras
-        if eras and eras[-1].spec.id == event.generation:
-            eras[-1].end_step = max(eras[-1].end_step, event.step)  # a killed worker tells no outcome
-        figures = self._archive.commit_figures.get(event.step) if self._archive else None
+        generations = self._facts.generations
+        if generations and generations[-1].spec.id == event.generation:
+            # a killed worker tells no outcome
+            generations[-1].end_step = max(generations[-1].end_step, event.step)
+        figures = self._commit_figures.get(event.step)
         stall_s = max((page["pinned_wait_s"] for page in self._facts.pages.values()), default=0.0)
         self._facts.checkpoints.append({"step": event.step, "stall_s": stall_s, **(figures or {})})
 
     def serves(self, endpoints: dict[str, str], file: str) -> None:
-        """Metrics endpoints (``host:port`` by node, or ``coordinator``), and the file that lists them."""
+        """Note metrics endpoints (``host:port`` by node or ``coordinator``) and the file that lists them."""
         with self._lock:
             self._metrics = {"endpoints": endpoints, "file": file}
 
     # --- reading -----------------------------------------------------------------------------------------
 
     def status(self, since: int) -> dict[str, Any]:
-        """State for the driver; ``events`` are those numbered above ``since``."""
+        """Return the state for the driver; ``events`` are those numbered above ``since``."""
         with self._lock:
-            era = self._facts.eras[-1] if self._facts.eras else None
-            page = self._leader(era)
-            step = page.get("step", era.spec.resume_step if era else 0)
+            record = self._facts.generations[-1] if self._facts.generations else None
+            page = self._leader(record)
+            step = page.get("step", record.spec.resume_step if record else 0)
             step_time = page.get("step_time_s") or 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             return {
@@ -276,11 +218,11 @@ class History:
                 else ("running" if self._running else "starting"),
                 "term": self._term,
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
-                "generation": str(era.spec.id) if era else None,
-                "layout": str(era.spec.layout) if era else None,
+                "generation": str(record.spec.id) if record else None,
+                "layout": str(record.spec.layout) if record else None,
                 "precision": self._job.precision,
-                "members": [member.worker for member in era.spec.members] if era else [],
-                "resume_step": era.spec.resume_step if era else 0,
+                "members": [member.worker for member in record.spec.members] if record else [],
+                "resume_step": record.spec.resume_step if record else 0,
                 "step": step,
                 "steps": self._job.steps,
                 "loss": page.get("loss") or None,
@@ -291,7 +233,7 @@ class History:
                 "committed": max((entry["step"] for entry in self._facts.checkpoints), default=None),
                 "pages": dict(self._facts.pages),
                 "metrics": self._metrics,
-                "failures": [_failure(failure) for failure in self._facts.failures],
+                "failures": [failure_entry(failure) for failure in self._facts.failures],
                 "events": [event for event in self._facts.events if event["seq"] > since],
                 "done": self._summary is not None,
                 "exit_code": EXIT_CODES[self._finish.status] if self._finish else None,
@@ -300,13 +242,13 @@ class History:
             }
 
     def measured(self) -> Measured:
-        """What is served as metrics, beyond ``status``."""
+        """Return the facts that are served as metrics, beyond ``status``."""
         with self._lock:
             facts = self._facts
             return Measured(
-                leader=dict(self._leader(facts.eras[-1] if facts.eras else None)),
-                generation=facts.eras[-1].spec.id.n if facts.eras else None,
-                generations=len(facts.eras),
+                leader=dict(self._leader(facts.generations[-1] if facts.generations else None)),
+                generation=facts.generations[-1].spec.id.n if facts.generations else None,
+                generations=len(facts.generations),
                 tokens=facts.tokens,
                 checkpoints=list(facts.checkpoints),
                 committed_at_s=facts.committed_at_s,
@@ -314,11 +256,11 @@ class History:
                 evaluations=dict(facts.evaluations),
             )
 
-    def _leader(self, era: Era | None) -> dict[str, Any]:
-        """The page of rank 0 of the running generation; the newest one known while there is none."""
-        if era is not None:
+    def _leader(self, record: GenerationRecord | None) -> dict[str, Any]:
+        """Return the page of rank 0 of the running generation; empty while there is none."""
+        if record is not None:
             for page in self._facts.pages.values():
-                if (page["term"], page["n"], page["rank"]) == (era.spec.id.term, era.spec.id.n, 0):
+                if (page["term"], page["n"], page["rank"]) == (record.spec.id.term, record.spec.id.n, 0):
                     return page
         return {}
 
@@ -336,28 +278,32 @@ class History:
         return self._newest_eval().get("eval_step")
 
     def summary(self, finish: m.Finish) -> dict[str, Any]:
-        """What summary.json holds, as far as this coordinator knows; the archive adds the ledger's part."""
+        """Return the content of summary.json, without the ledger's part, which is added when it is stored."""
         with self._lock:
             facts = self._facts
             times = sorted(facts.step_times)
             median = times[len(times) // 2] if times else 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             wall = time.time() - self._began
-            steps = facts.eras[-1].end_step - facts.eras[0].spec.resume_step if facts.eras else 0
+            steps = (
+                facts.generations[-1].end_step - facts.generations[0].spec.resume_step
+                if facts.generations
+                else 0
+            )
             return {
                 "run": self._job.name,
                 "status": finish.status,
                 "detail": finish.detail,
                 "submissions": list(facts.submissions),
-                "steps": facts.eras[-1].end_step if facts.eras else 0,
+                "steps": facts.generations[-1].end_step if facts.generations else 0,
                 "eval_loss": self._eval_loss(),
                 "baseline_loss": self._baseline(),
                 "tokens_per_s": tokens / median if median else None,
                 "mfu": None,  # needs the device's peak rate: unknown on a CPU
                 "goodput": min(1.0, steps * median / wall) if wall else None,
                 "wall_s": wall,
-                "generations": [_era(era) for era in facts.eras],
-                "failures": [_failure(failure) for failure in facts.failures],
+                "generations": [generation_entry(record) for record in facts.generations],
+                "failures": [failure_entry(failure) for failure in facts.failures],
                 "checkpoints": list(facts.checkpoints),
             }
 
@@ -368,28 +314,3 @@ class History:
                 level, finish.status, f"run {finish.status}" + (f": {finish.detail}" if finish.detail else "")
             )
             self._finish, self._summary = finish, summary
-
-
-def _era(era: Era) -> dict[str, Any]:
-    spec = era.spec
-    return {
-        "term": spec.id.term,
-        "n": spec.id.n,
-        "layout": str(spec.layout),
-        "members": [member.worker for member in spec.members],
-        "start_step": spec.resume_step,
-        "end_step": era.end_step,
-        "reason": spec.reason,
-    }
-
-
-def _failure(failure: Failure) -> dict[str, Any]:
-    return {
-        "kind": failure.kind,
-        "target": failure.target,
-        "step": failure.step,
-        "detected_s": failure.detected_s,
-        "recovered_s": failure.recovered_s,
-        "lost_steps": failure.lost_steps,
-        "restored_from": failure.restored_from,
-    }

@@ -1,4 +1,4 @@
-"""The classes that Ray turns into actors: thin, and free of torch until the worker's process starts.
+"""Actor classes, thin and free of torch until the worker's process starts.
 
 A coordinator and agents that never import torch start a second sooner and stay 250 MB smaller each.
 """
@@ -18,7 +18,7 @@ from picotron_ray.runtime.ray_cluster.placement import WorkerNeeds, on_node
 
 
 class WorkerActor:
-    """Hands every call to ``runtime.worker.Worker``, which is imported in the worker's own process."""
+    """Actor that passes every call to ``runtime.worker.Worker``, imported in the worker's own process."""
 
     def __init__(self, *arguments: Any) -> None:
         from picotron_ray.runtime.worker.worker import Worker
@@ -39,7 +39,7 @@ class WorkerActor:
 
 
 def start_agent(job: JobConfig, node: str, host: str) -> ActorHandle:
-    """The agent of one node; an agent that lives there already is reused."""
+    """Start the agent of one node; an agent that lives there already is reused."""
     folder = str(node_folder(job.snapshot.folder, job.name, node))
     options = {
         "name": agent_name(job.name, node),
@@ -56,7 +56,7 @@ def start_agent(job: JobConfig, node: str, host: str) -> ActorHandle:
 
 
 def start_worker(job: JobConfig, worker: str, node: str, needs: WorkerNeeds) -> ActorHandle:
-    """A fresh worker on one node; its name is never used again."""
+    """Start a fresh worker on one node; its name is never used again."""
     folder = str(node_folder(job.snapshot.folder, job.name, node))
     options = {
         "name": worker_actor_name(job.name, worker),

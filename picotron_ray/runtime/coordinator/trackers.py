@@ -1,8 +1,8 @@
-"""The run's trackers in the coordinator: fed from the committed ledger, on a thread of their own.
+"""Trackers of the run: fed from the committed ledger, on a thread of their own.
 
-The ledger is read on the archive's thread, like everything of the log, and written to the trackers on this
-one. A tracker that fails (a server that is away, a full disk) costs the run nothing: it is an event, and the
-next commit brings it all rows since the last that it took.
+The ledger is read on the thread of the run's storage, like everything of the log. It is written to the
+trackers on this one. A tracker that fails (a server that is away, a full disk) costs the run nothing. The
+failure is an event, and the next commit brings the tracker all rows since the last that it took.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.observability.remote_trackers import open_tracker
 from picotron_ray.observability.trackers import Row, Tracker, row_of
-from picotron_ray.runtime.coordinator.run_record import History
+from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.run_storage.run_store import Archive
 
 log = logging.getLogger(__name__)
@@ -27,15 +27,15 @@ END_TIMEOUT_S = 30.0
 
 
 def tracker_folder(event_folder: Path) -> Path:
-    """Where trackers write whose config names no folder."""
+    """Return the folder for trackers whose config names none."""
     return event_folder.parent / "trackers"
 
 
 class Tracking:
-    """``observe`` and ``finish`` are called on the coordinator's loop and never block it."""
+    """Feeder of trackers; ``observe`` and ``finish`` are called on the coordinator's loop, never block it."""
 
-    def __init__(self, job: JobConfig, archive: Archive, history: History, event_folder: Path) -> None:
-        self._job, self._archive, self._history = job, archive, history
+    def __init__(self, job: JobConfig, archive: Archive, record: RunRecord, event_folder: Path) -> None:
+        self._job, self._archive, self._record = job, archive, record
         self._folder = tracker_folder(event_folder)
         self._trackers: dict[int, Tracker] = {}  # by number in the config, once it could be opened
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trackers") if job.trackers else None
@@ -50,7 +50,7 @@ class Tracking:
                 self._submit(self._rewind, command.spec.resume_step)
 
     async def finish(self) -> None:
-        """The last rows and the end of every tracker; gives up after ``END_TIMEOUT_S``."""
+        """Write the last rows and end every tracker; gives up after ``END_TIMEOUT_S``."""
         if self._thread is None:
             return
         for work in (self._catch_up, self._close):
@@ -70,12 +70,12 @@ class Tracking:
         error = done.exception()
         if error is not None:
             log.warning("a tracker failed", exc_info=error)
-            self._history.note("warning", "tracker", f"tracker: {type(error).__name__}: {error}")
+            self._record.note("warning", "tracker", f"tracker: {type(error).__name__}: {error}")
 
     # --- on the trackers' thread ---------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        evaluations = self._history.measured().evaluations
+        evaluations = self._record.measured().evaluations
         for index, config in enumerate(self._job.trackers):
             tracker = self._trackers.get(index) or self._open(index, config)
             reading = self._archive.executor.submit(self._archive.ledger_lines, tracker.last_step)

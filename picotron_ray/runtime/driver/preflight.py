@@ -15,7 +15,7 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.support.cuda_graphs import device_problems, offload_problems
+from picotron_ray.config.support.devices import device_problems, offload_problems
 from picotron_ray.config.support.extras import needed_extras
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
 from picotron_ray.errors import ConfigError, NotFoundError, SlotError

@@ -1,4 +1,4 @@
-"""The node agent: one torch-free Ray actor per node that outlives the workers.
+"""Node agent: one torch-free Ray actor per node that outlives the workers.
 
 It watches its workers' heartbeat pages twelve times a second, reports to the coordinator, kills by pid
 (immediate, where ``ray.kill`` takes seconds), keeps the snapshot slots of living and dead workers,
@@ -37,7 +37,7 @@ from picotron_ray.observability.exporter import Exporter, PortTakenError, addres
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
-from picotron_ray.runtime.node_agent.stall_detector import Busy
+from picotron_ray.runtime.node_agent.stall_detector import CpuUse
 from picotron_ray.runtime.ray_cluster import cleanup
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
@@ -47,7 +47,7 @@ WATCH_S = 0.08
 
 
 class Agent:
-    """Methods are called through Ray, several at a time."""
+    """Ray actor. Several methods run at a time."""
 
     def __init__(self, job: dict[str, Any], node: str, folder: str, host: str) -> None:
         self._job = JobConfig.model_validate(job)
@@ -58,7 +58,7 @@ class Agent:
         self._term = 0
         self._gpus = Gpus()
         self._gone: set[str] = set()  # workers whose end has been reported
-        self._busy = Busy()
+        self._cpu_use = CpuUse()
         self._stalls: dict[str, int] = {}  # worker -> phase_count of the stall reported
         self._sealed: tuple[int, int, int] = (0, 0, -1)  # term, n, step last reported
         self._quarantined: set[str] = set()
@@ -72,7 +72,7 @@ class Agent:
         self._watcher.start()
 
     def _serve_metrics(self) -> dict[str, str]:
-        """``{"address": …}`` of the endpoint, or ``{"problem": …}`` where it cannot listen."""
+        """Listen for scrapes; returns ``{"address": …}``, or ``{"problem": …}`` where it cannot listen."""
         metrics = self._job.metrics
         host, labels = metrics.host or self._host, {"run": self._job.name, "node": self._node}
         figures = AgentFigures(self._folder, self._living)
@@ -85,7 +85,7 @@ class Agent:
     # --- about this node -----------------------------------------------------------------------------
 
     def hello(self, term: int) -> dict[str, Any]:
-        """Identity of the node and what runs on it; a newer term fences older coordinators off."""
+        """Return what the node is and what runs on it; a newer term fences older coordinators off."""
         self._accept(term)
         with self._store_lock:
             self._start_store()  # now, so that it listens by the time the workers have imported torch
@@ -109,7 +109,7 @@ class Agent:
         return max(specs, key=lambda spec: spec.id, default=None)
 
     def store_address(self) -> tuple[str, int]:
-        """Address of the standing rendezvous store on this node; waits until it listens."""
+        """Return the address of the standing rendezvous store on this node; waits until it listens."""
         with self._store_lock:
             store = self._start_store()
             if self._store_address is None:
@@ -122,7 +122,7 @@ class Agent:
             return self._store_address
 
     def _start_store(self) -> subprocess.Popen[str]:
-        """The store's process: the living one, or a new one, which takes seconds to listen."""
+        """Return the store's process: the living one, or a new one, which takes seconds to listen."""
         if self._store is None or self._store.poll() is not None:
             command = [
                 sys.executable,
@@ -138,13 +138,13 @@ class Agent:
         return self._store
 
     def figures(self) -> list[dict[str, Any]]:
-        """The pages of the living workers, as heartbeats carry them."""
+        """Return the pages of the living workers, as heartbeats carry them."""
         return [asdict(page) for page in self._living()]
 
     # --- slots -----------------------------------------------------------------------------------------
 
     def inventory(self, term: int) -> tuple[SlotInfo, ...]:
-        """All sealed slots of this node whose digests hold."""
+        """Return all sealed slots of this node whose digests hold."""
         self._accept(term)
         found = []
         for path, header in list_slots(self._folder):
@@ -169,7 +169,7 @@ class Agent:
         )
 
     def read_slot(self, name: str) -> bytes:
-        """A whole slot file, for a worker on another node."""
+        """Return a whole slot file, for a worker on another node."""
         return (self._folder / Path(name).name).read_bytes()
 
     def quarantine(self, term: int, name: str) -> None:
@@ -209,7 +209,7 @@ class Agent:
     # --- workers -----------------------------------------------------------------------------------------
 
     def kill(self, term: int, worker: str) -> bool:
-        """SIGKILL a worker of this node by pid; True where it was alive."""
+        """Kill a worker of this node by SIGKILL to its pid; True where it was alive."""
         self._accept(term)
         return self._kill_page(read_page(self._folder / f"{worker}.page"))
 
@@ -220,7 +220,7 @@ class Agent:
         return True
 
     def die(self) -> None:
-        """The whole node goes, as if unplugged: workers, slots, Ray's raylet, this agent."""
+        """Take the whole node away, as if unplugged: workers, slots, Ray's raylet, this agent."""
         self._closing.set()
         for page in self._pages():
             self._kill_page(page)
@@ -229,7 +229,7 @@ class Agent:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def close(self) -> None:
-        """End of the run: kill what is left, remove this node's folder."""
+        """End the run on this node: kill what is left, remove the node's folder."""
         self._closing.set()
         self._watcher.join(timeout=2)
         for page in self._pages():
@@ -286,9 +286,9 @@ class Agent:
             page for page in living if page.stalled(now) and self._stalls.get(page.worker) != page.phase_count
         ]
         if stuck:
-            self._busy.look(living, now)
+            self._cpu_use.look(living, now)
         for page in stuck:
-            if self._busy.excuses(page, living, now):
+            if self._cpu_use.excuses(page, living, now):
                 continue
             self._tell("stalled", page.worker, [page.term, page.n], page.phase, now - page.phase_since_s)
             self._stalls[page.worker] = page.phase_count
@@ -318,5 +318,5 @@ def _pin(paths: list[Path], reading: bool) -> None:
 
 
 def owner(slot: Path) -> str:
-    """The worker that wrote a slot: ``<worker>.<index>.slot``."""
+    """Return the worker that wrote a slot: ``<worker>.<index>.slot``."""
     return slot.name.removesuffix(SUFFIX).rpartition(".")[0]

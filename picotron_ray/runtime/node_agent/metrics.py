@@ -18,7 +18,7 @@ from picotron_ray.runtime.heartbeat import PageView, cpu_seconds
 
 
 class AgentFigures:
-    """Measures a node: its workers, by their pages, its memory, its GPUs."""
+    """Figures of a node: its workers, by their pages, its memory, its GPUs."""
 
     def __init__(self, folder: Path, living: Callable[[], list[PageView]]) -> None:
         """``living``: the pages of the node's living workers, as of now."""
@@ -26,7 +26,7 @@ class AgentFigures:
         self._gpus = Gpus()
 
     def __call__(self) -> list[Sample]:
-        """All samples whose figures are known."""
+        """Measure all samples whose figures are known."""
         pages = self._living()
         workers = [sample for page in pages for sample in _worker(page)]
         slots = sum(_size(path) for path in self._folder.glob(f"*{SUFFIX}"))

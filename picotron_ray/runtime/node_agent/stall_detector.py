@@ -1,9 +1,9 @@
-"""Slow or stuck? A node that is overloaded makes phases long, and that is no hang.
+"""Stall detector: tells a slow worker from a stuck one.
 
-A member that computes uses CPU; one that is stopped, deadlocked or blocked in a collective does not. So a
-stall is not called while any member of its generation on this node computes: whoever waits may be waiting
-for that one. Something that spins for ever would hide behind this, so patience ends at ``PATIENCE`` times
-the limit.
+A node that is overloaded makes phases long, and that is no hang. A member that computes uses CPU; one that is
+stopped, deadlocked or blocked in a collective does not. So a stall is not called while any member of its
+generation on this node computes: the others may be waiting for that one. A process that spins for ever would
+hide behind this, so patience ends at ``PATIENCE`` times the limit.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ WINDOW_S = 0.4
 PATIENCE = 10.0
 
 
-class Busy:
-    """CPU use of a node's workers, looked at while a stall is suspected."""
+class CpuUse:
+    """CPU use of a node's workers, measured while a stall is suspected."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}  # pid -> (time, CPU seconds) at the last judgement
         self._shares: dict[int, float] = {}
 
     def look(self, pages: list[PageView], now_s: float) -> None:
-        """Measure; to be called at every look while somebody is stalled."""
+        """Measure; to be called at every look while a worker is stalled."""
         for page in pages:
             then_s, used_s = self._seen.get(page.pid, (-1.0, 0.0))
             if then_s < 0 or now_s - then_s > 5 * WINDOW_S:  # no recent measurement to compare with

@@ -16,8 +16,8 @@ from picotron_ray.config.resume import changes, show, verdict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError, StorageError
 from picotron_ray.layout.shards import Shard
+from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.models.huggingface import names as hf
-from picotron_ray.models.parameters import parameter_table
 from picotron_ray.runtime.run_storage import hf_assets
 from picotron_ray.runtime.run_storage.hf_files import INDEX, SINGLE, safetensors
 

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from picotron_ray.checkpoint.storage.open import open_storage
-from picotron_ray.checkpoint.store.import_tensors import commit_whole
+from picotron_ray.checkpoint.store.import_tensors import commit_tensors
 from picotron_ray.config.export import flatten
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
@@ -27,10 +27,10 @@ from picotron_ray.config.validation import model as model_rules
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Source
 from picotron_ray.errors import AlreadyExistsError, ConfigError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.models.huggingface import names
 from picotron_ray.models.huggingface.config import architecture_in, model_keys
-from picotron_ray.models.huggingface.gpt2 import Held
-from picotron_ray.models.parameters import parameter_table
+from picotron_ray.models.huggingface.mapping import Held
 from picotron_ray.runtime.run_storage import hf_assets
 from picotron_ray.runtime.run_storage.hf_files import Files, read_config
 from picotron_ray.runtime.run_storage.run_json import saved_config
@@ -150,7 +150,7 @@ def import_hf(job: JobConfig, folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"name: {storage.where} holds another run.json for {job.name!r}; choose another name"
         ) from error
-    key = commit_whole(
+    key = commit_tensors(
         storage,
         _read(job, files, architecture),
         origin,

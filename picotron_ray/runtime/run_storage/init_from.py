@@ -72,7 +72,7 @@ def imported_note(job: JobConfig, storage: Storage) -> str | None:
     return source_note(job, found)
 
 
-def _find(job: JobConfig, verify: bool) -> import_commit.Found:
+def _find(job: JobConfig, verify: bool) -> import_commit.FoundCommit:
     source = open_origin(job)
     try:
         theirs = json.loads(source.get("run.json"))["config"]

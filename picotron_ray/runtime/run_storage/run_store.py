@@ -29,7 +29,7 @@ from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
 from picotron_ray.errors import AlreadyExistsError, FencedError, StorageError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.runtime import chaos
+from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import saved_config
@@ -164,7 +164,7 @@ class Archive:
 
     def claim_fault(self, index: int) -> bool:
         """Claim scripted fault ``index``; true once in the life of the run."""
-        return chaos.claim(self._storage, index)
+        return claim(self._storage, index)
 
     def collect_garbage(self) -> None:
         """Retire commits beyond retention and delete chunks that nothing needs."""

@@ -1,9 +1,9 @@
-"""One worker's part of one generation: groups, build, restore, loop, and an orderly way out.
+"""Part of one worker in one generation: groups, build, restore, loop, and an orderly way out.
 
-Whatever ends the loop, the way out is the same: if the live state is clean (no optimizer write was under
-way) and not sealed yet, it is flushed into a slot; then every reference to the process groups is dropped
-and they are closed, so that the next generation starts in the same process. The first rung of the
-recovery ladder, live state, is thereby a slot like any other.
+Any end of the loop leads the same way out. A clean live state (no optimizer write was under way) that is not
+sealed yet is flushed into a slot. Then every reference to the process groups is dropped and they are closed,
+so that the next generation starts in the same process. The first rung of the recovery ladder, live state, is
+thereby a slot like any other.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind, SlotInfo
 from picotron_ray.data.dataset import DataSplits
-from picotron_ray.data.loader import Loader
+from picotron_ray.data.loader import BatchLoader
 from picotron_ray.errors import CorruptError, PeerLostError, StorageError
+from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
-from picotron_ray.train.precision.gradient_variability import GradientSwings
-from picotron_ray.train.snapshot import Snapshotter, Writer
+from picotron_ray.train.precision.gradient_variability import GradientVariability
+from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Home:
-    """What a worker keeps between generations."""
+class WorkerResources:
+    """Resources that a worker keeps between generations."""
 
     job: JobConfig
     worker: str
@@ -57,38 +58,47 @@ class Home:
     storage: Callable[[], Storage]
     fetch_slot: Callable[[SlotInfo], bytes]  # a slot that lies on another node
     pool: SlotPool | None = None  # made by the first generation, which knows how large the state is
-    swings: GradientSwings = field(default_factory=GradientSwings)  # of the parts' gradients, so far
+    variability: GradientVariability = field(
+        default_factory=GradientVariability
+    )  # of the parts' gradients, so far
     limited: bool = False  # its memory, from the first generation's first step on
 
 
 class GenerationRun:
-    """Runs once, in the thread that calls ``run``; ``interrupt`` and ``committed`` come from others."""
+    """Run of one generation.
 
-    def __init__(self, home: Home, spec: GenerationSpec, store: tuple[str, int]) -> None:
+    It runs once, in the thread that calls ``run``; ``interrupt`` and ``committed`` come from other threads.
+    """
+
+    def __init__(self, resources: WorkerResources, spec: GenerationSpec, store: tuple[str, int]) -> None:
         self.spec = spec
         self.outcome: Outcome | None = None
         self.done = threading.Event()
-        self._home = home
-        self.rank = next(i for i, member in enumerate(spec.members) if member.worker == home.worker)
+        self._resources = resources
+        self.rank = next(i for i, member in enumerate(spec.members) if member.worker == resources.worker)
         self._requests = Requests()
         self._interrupted = False
         self._tail: list[str] = []
         self._engine: Engine | None = None
         self._snapshots: Snapshotter | None = None
-        self._loader: Loader | None = None
+        self._loader: BatchLoader | None = None
         self._groups = ProcessGroups(
             host=store[0],
             port=store[1],
             prefix=str(spec.id),
             rank=self.rank,
             world_size=len(spec.members),
-            backend="nccl" if home.device.type == "cuda" else "gloo",
+            backend="nccl" if resources.device.type == "cuda" else "gloo",
         )
 
     # --- called from other threads -------------------------------------------------------------------
 
     def interrupt(self, flag: int | None) -> None:
-        """With a flag: ask all members, through the next step's exchange. Without: abort at once."""
+        """Ask this member to leave.
+
+        Args:
+            flag: asks all members, through the next step's exchange; None aborts the process groups at once.
+        """
         if flag is not None:
             self._requests.add(flag)
             return
@@ -96,7 +106,7 @@ class GenerationRun:
         self._groups.abort()
 
     def committed(self, step: int) -> None:
-        """Ledger lines up to ``step`` are in storage: snapshots need not carry them any more."""
+        """Drop ledger lines up to ``step``: they are in storage, snapshots need not carry them any more."""
         # the loop appends at the end while this drops from the front: both are single list operations
         lines = list(self._tail)
         keep = next((i for i, line in enumerate(lines) if json.loads(line)["step"] > step), len(lines))
@@ -110,22 +120,24 @@ class GenerationRun:
             kind, detail = self._train(), ""
         except Exception as error:
             kind, detail = self._judge(error)
-            if kind == "failed":
+            if kind is FailureKind.FAILED:
                 log.exception("generation %s failed on rank %d", self.spec.id, self.rank)
             error.__traceback__ = None  # its frames hold the model and the groups
         step = self._leave()
-        first_step_at_s = self._home.page.value("first_step_at_s")
-        self.outcome = Outcome(self._home.worker, self.spec.id, kind, step, detail, first_step_at_s)
+        first_step_at_s = self._resources.page.value("first_step_at_s")
+        self.outcome = Outcome(self._resources.worker, self.spec.id, kind, step, detail, first_step_at_s)
         self.done.set()
         return self.outcome
 
     def _train(self) -> OutcomeKind:
-        home, spec, page = self._home, self.spec, self._home.page
+        resources, spec, page = self._resources, self.spec, self._resources.page
         page.begin(spec.id.term, spec.id.n, self.rank, spec.resume_step)
         page.phase("rendezvous")
         self._groups.connect()
         page.phase("build")
-        self._engine = build_engine(home.job, spec.layout, self.rank, self._groups, home.device, home.swings)
+        self._engine = build_engine(
+            resources.job, spec.layout, self.rank, self._groups, resources.device, resources.variability
+        )
         page.put(built_at_s=time.time())
         applied = "; ".join(self._engine.applied) or "one process"
         print(f"generation {spec.id} rank {self.rank}: {spec.layout}: {applied}", flush=True)
@@ -134,30 +146,30 @@ class GenerationRun:
         page.put(clean=spec.resume_step)
         self._raise_if_interrupted()
         at = spec.layout.coordinates(self.rank)
-        eval_batches = home.data.eval_batches(spec.layout, at.dp, home.job.evaluate.samples)
+        eval_batches = resources.data.eval_batches(spec.layout, at.dp, resources.job.evaluate.samples)
         if policy := self._engine.adapt(eval_batches):
             full = sorted(set(policy.sensitivity) - policy.low)
             print(
-                f"generation {spec.id} rank {self.rank}: {home.job.precision} adds {policy.error:.1e} to the"
-                f" loss; in full precision: {', '.join(full) or 'nothing'}",
+                f"generation {spec.id} rank {self.rank}: {resources.job.precision} adds"
+                f" {policy.error:.1e} to the loss; in full precision: {', '.join(full) or 'nothing'}",
                 flush=True,
             )
-        self._loader = Loader(
-            home.data.train,
-            seed=home.job.seed,
+        self._loader = BatchLoader(
+            resources.data.train,
+            seed=resources.job.seed,
             layout=spec.layout,
             dp_index=at.dp,
-            global_batch=home.job.data.global_batch,
+            global_batch=resources.job.data.global_batch,
             start_step=spec.resume_step,
-            depth=home.job.data.prefetch_steps,
+            depth=resources.job.data.prefetch_steps,
         )
         self._snapshots = self._snapshotter(self._engine.state())
         loop = Loop(
-            job=home.job,
+            job=resources.job,
             layout=spec.layout,
             identity={"term": spec.id.term, "n": spec.id.n},
             rank=self.rank,
-            device=home.device,
+            device=resources.device,
             engine=self._engine,
             loader=self._loader,
             eval_batches=eval_batches,
@@ -167,43 +179,45 @@ class GenerationRun:
             tail=self._tail,
             start_step=spec.resume_step,
         )
-        limit = home.job.cluster.worker_memory_bytes
-        if limit is not None and not home.limited:  # the threads' stacks are there by now
+        limit = resources.job.cluster.worker_memory_bytes
+        if limit is not None and not resources.limited:  # the threads' stacks are there by now
             limit_memory(limit)
-            home.limited = True
+            resources.limited = True
         page.put(restored_at_s=time.time())
         return loop.run()
 
     def _restore(self, engine: Engine) -> None:
-        source, home = self.spec.source, self._home
+        source, resources = self.spec.source, self._resources
         if source.kind == "init":
-            if home.job.init_from.run is not None:
-                raise StorageError(f"the commit of run {home.job.init_from.run} to start from is gone")
-            engine.initialise(home.job.seed)
+            if resources.job.init_from.run is not None:
+                raise StorageError(f"the commit of run {resources.job.init_from.run} to start from is gone")
+            engine.initialise(resources.job.seed)
         elif source.kind == "slots":
             slots = [(info.slot, self._open_slot(info)) for info in source.slots]
             reader = SlotSource(slots)
             restore(engine.state(), reader)
             self._tail.extend(reader.views[0].header.ledger)
         else:
-            storage = home.storage()
+            storage = resources.storage()
             manifest = load_manifest(storage, source.manifest)
             if weights_only(manifest):
-                engine.initialise(home.job.seed)  # moments of zero; the weights are overwritten
+                engine.initialise(resources.job.seed)  # moments of zero; the weights are overwritten
             state = engine.weights() if weights_only(manifest) else engine.state()
             restore(state, CommitSource(storage, manifest))
         engine.set_step(source.step)
 
     def _snapshotter(self, state: list[StateTensor]) -> Snapshotter:
-        home, spec = self._home, self.spec
-        if home.pool is None:
+        resources, spec = self._resources, self.spec
+        if resources.pool is None:
             capacity = slot_bytes([tensor.shard for tensor in state if tensor.primary])
-            home.pool = SlotPool(home.folder, home.worker, home.job.snapshot.slots, capacity)
+            resources.pool = SlotPool(
+                resources.folder, resources.worker, resources.job.snapshot.slots, capacity
+            )
         nodes = [member.node for member in spec.members]
         identity = (spec.id.term, spec.id.n)
-        writer = Writer.of(identity, self.rank, spec.layout, nodes, home.job.data.global_batch)
+        writer = SnapshotWriter.of(identity, self.rank, spec.layout, nodes, resources.job.data.global_batch)
         return Snapshotter(
-            pool=home.pool,
+            pool=resources.pool,
             writer=writer,
             state=state,
             protected=self._protected(),
@@ -212,7 +226,10 @@ class GenerationRun:
         )
 
     def _protected(self) -> SlotKey:
-        """The state that this generation came from must stay until a newer one is sealed everywhere."""
+        """Key of the state that this generation came from.
+
+        It must stay until a newer one is sealed everywhere.
+        """
         source = self.spec.source
         if source.kind == "slots" and source.generation is not None:
             return (source.generation.term, source.generation.n, source.step)
@@ -220,24 +237,24 @@ class GenerationRun:
 
     def _sealed(self, step: int, pinned: bool, seconds: float) -> None:
         assert self._snapshots is not None
-        self._home.page.put(snapshot_s=seconds, skipped=self._snapshots.skipped, sealed=step)
-        if self._home.device.type == "cuda":
-            self._home.page.put(
+        self._resources.page.put(snapshot_s=seconds, skipped=self._snapshots.skipped, sealed=step)
+        if self._resources.device.type == "cuda":
+            self._resources.page.put(
                 cuda_allocated_bytes=torch.cuda.memory_allocated(),
                 cuda_reserved_bytes=torch.cuda.memory_reserved(),
             )
         if pinned:
-            self._home.page.put(pinned=step)
+            self._resources.page.put(pinned=step)
 
     def _copying(self, phase: str) -> None:
-        """A scripted fault may strike with a slot half written; the loop's own phase stays as it is."""
-        page = self._home.page
+        """Let a scripted fault strike with a slot half written; the loop's own phase stays as it is."""
+        page = self._resources.page
         if page.on_phase is not None:
             page.on_phase(page.computing_step, phase)
 
     def _open_slot(self, info: SlotInfo) -> Path | bytes:
-        home = self._home
-        return home.folder / info.slot if info.node == home.node else home.fetch_slot(info)
+        resources = self._resources
+        return resources.folder / info.slot if info.node == resources.node else resources.fetch_slot(info)
 
     def _raise_if_interrupted(self) -> None:
         if self._interrupted:
@@ -246,18 +263,18 @@ class GenerationRun:
     def _judge(self, error: Exception) -> tuple[OutcomeKind, str]:
         if isinstance(error, CorruptError):
             where = error.where if self.spec.source.kind == "slots" else self.spec.source.manifest
-            return "failed", f"corrupt:{where}"
+            return FailureKind.FAILED, f"corrupt:{where}"
         if self._interrupted:
             return "interrupted", ""
         if _out_of_memory(error):
-            return "failed", f"oom: {error}"
+            return FailureKind.FAILED, f"oom: {error}"
         if self._groups.lost_peer(error):
-            return "peer_lost", str(error)[:200]
-        return "failed", f"error: {type(error).__name__}: {error}"
+            return FailureKind.PEER_LOST, str(error)[:200]
+        return FailureKind.FAILED, f"error: {type(error).__name__}: {error}"
 
     def _leave(self) -> int:
-        """Flush what is clean, let go of everything; returns the step of the clean state, -1 if none."""
-        page = self._home.page
+        """Flush the clean state and close everything; returns the step of the clean state, -1 if none."""
+        page = self._resources.page
         clean = int(page.value("clean"))
         if self._snapshots is not None:
             page.phase("flush")
@@ -278,5 +295,5 @@ class GenerationRun:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Of the device or of the host, whose allocator has no error class of its own in torch."""
+    """Whether memory ran out, of the device or of the host, whose allocator has no error class in torch."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

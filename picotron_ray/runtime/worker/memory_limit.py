@@ -1,4 +1,4 @@
-"""A worker's share of its machine's memory, held by the kernel: what is too much fails where it is asked for.
+"""Memory limit of a worker, held by the kernel: too large an allocation fails where it is asked for.
 
 RLIMIT_DATA counts private, writable memory and not what is shared, such as snapshot slots. A failed
 allocation raises in torch and NumPy, so it becomes the worker's outcome (``oom``), where the kernel's own OOM

@@ -1,4 +1,4 @@
-"""The worker: a Ray actor that owns one GPU (or one CPU slot) and lives through many generations.
+"""Worker: a Ray actor that owns one GPU (or one CPU slot) and lives through many generations.
 
 Between generations the process, its CUDA context, imports, dataset and compiled code stay. Every control
 call carries the coordinator's term, and an older one is refused; every call may come twice. In particular
@@ -25,11 +25,12 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Outcome, SlotInfo
 from picotron_ray.data.dataset import build_dataset
-from picotron_ray.runtime.chaos import WorkerChaos
+from picotron_ray.failures import FailureKind
+from picotron_ray.runtime.chaos.worker_chaos import WorkerChaos
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, cache_folder
-from picotron_ray.runtime.worker.generation import GenerationRun, Home
-from picotron_ray.train.optim.quantized_state import map_of
+from picotron_ray.runtime.worker.generation import GenerationRun, WorkerResources
+from picotron_ray.train.optim.quantized_state import codebook_of
 from picotron_ray.train.precision.precision import check_precision
 from picotron_ray.train.step_sync import SNAPSHOT, STOP
 
@@ -38,7 +39,7 @@ FLAGS = {"boundary": STOP, "snapshot": SNAPSHOT, "hard": None}
 
 
 class Worker:
-    """Methods are called through Ray, several at a time; ``run_generation`` occupies one of its threads."""
+    """Ray actor. Several methods run at a time; ``run_generation`` occupies one of its threads."""
 
     def __init__(self, job: dict[str, Any], worker: str, node: str, folder: str) -> None:
         torch.set_num_threads(1)
@@ -55,7 +56,7 @@ class Worker:
         page = Page(path / f"{worker}.page", self._job.elastic, self._chaos)
         data = build_dataset(self._job.data, self._job.model.vocab_size, self._job.seed, cache_folder())
         page.put(baseline_loss=data.bigram_entropy)
-        self._home = Home(
+        self._resources = WorkerResources(
             job=self._job,
             worker=worker,
             node=node,
@@ -89,8 +90,8 @@ class Worker:
     # --- called through Ray ------------------------------------------------------------------------------
 
     def ready(self) -> str:
-        """Answers once the constructor is through; returns the fingerprint of the data it sees."""
-        return self._home.data.fingerprint
+        """Answer once the constructor is through; returns the fingerprint of the data it sees."""
+        return self._resources.data.fingerprint
 
     def run_generation(self, term: int, spec: GenerationSpec, store: tuple[str, int] | None) -> Outcome:
         """Take part in a generation, or join one, or repeat the outcome of one that has ended.
@@ -99,16 +100,18 @@ class Worker:
         """
         with self._lock:
             if not self._accept(term) or (self._run is not None and spec.id < self._run.spec.id):
-                return Outcome(self._home.worker, spec.id, "failed", -1, "refused: older term")
+                return Outcome(self._resources.worker, spec.id, FailureKind.FAILED, -1, "refused: older term")
             previous = self._run
             joined = previous is not None and previous.spec.id == spec.id
             if not joined and store is None:
-                return Outcome(self._home.worker, spec.id, "peer_lost", -1, "no rendezvous store")
+                return Outcome(
+                    self._resources.worker, spec.id, FailureKind.PEER_LOST, -1, "no rendezvous store"
+                )
             if not joined:
                 assert store is not None
                 if previous is not None and not previous.done.is_set():
                     previous.interrupt(None)  # its coordinator is gone, and with it the interrupt
-                self._run = GenerationRun(self._home, spec, store)
+                self._run = GenerationRun(self._resources, spec, store)
             run = self._run
         assert run is not None
         if joined:
@@ -141,7 +144,7 @@ class Worker:
     # --- helpers -------------------------------------------------------------------------------------
 
     def _accept(self, term: int) -> bool:
-        """Fencing: false for calls of a coordinator that a newer one has replaced."""
+        """Whether a call is of the newest term; one of a coordinator that was replaced is refused."""
         if term < self._term:
             return False
         self._term = term
@@ -158,7 +161,7 @@ class Worker:
 
     def _remember(self, spec: GenerationSpec) -> None:
         """Leave the spec where the agent finds it, for a coordinator that was not there when it began."""
-        path = self._home.folder / f"{self._home.worker}.spec"
+        path = self._resources.folder / f"{self._resources.worker}.spec"
         temporary = path.with_suffix(".spec-new")
         temporary.write_text(json.dumps(plain(spec)))
         temporary.rename(path)
@@ -169,4 +172,4 @@ def preload(job: JobConfig) -> None:
     if job.layout.pp != 1:
         import picotron_ray.parallel.pipeline.pipeline  # noqa: F401
     if job.optimizer.moments == "8bit":
-        map_of(True, torch.device("cpu"))  # torchao takes seconds to import
+        codebook_of(True, torch.device("cpu"))  # torchao takes seconds to import

@@ -1,12 +1,17 @@
-"""Looking into a model of the user's own before anything starts: what it is, and how it may be cut.
+"""Inspection of a model of the user's own before a run starts: its parameters, and the cuts that it stands.
 
 ``python -m picotron_ray.train.custom_model.inspect`` reads a job as JSON and writes
-``{"built": …, "said": [lines]}`` or ``{"problems": [lines]}``. It is a process of its own, so that the
-driver stays free of torch and of what
-the user's code does on import. Nothing about the module is believed that can be tried: it is built twice,
-run on a few tokens in fp64 (shape, repeatability, causality, rows apart, constant buffers) and once at the
-job's sequence length; a tensor-parallel plan, the user's or a proposed one, is run at each degree with
-threads for ranks and compared with the whole module, logits and gradients; likewise a pipeline's chain.
+``{"built": …, "said": [lines]}`` or ``{"problems": [lines]}``. It is a process of its own, so that the driver
+stays free of torch, and of the side effects of importing the user's code.
+
+All that can be tried is tried:
+
+- The module is built twice, and must be the same.
+- It runs on a few tokens in fp64: shape, repeatability, causality, independence of rows, constant buffers.
+- It runs once at the job's sequence length.
+- A tensor-parallel plan, the user's or a proposed one, runs at each degree with threads for ranks. Its logits
+  and gradients must equal those of the whole module.
+- The chain of a pipeline must give the logits of the whole module.
 
 It takes about 8 bytes x parameters x (3 + tp) of this machine's memory.
 """
@@ -36,9 +41,13 @@ LENGTH = 16
 
 
 def inspect(job: JobConfig) -> tuple[BuiltModel, list[str]]:
-    """What the module is and how it may be cut, and lines that say so.
+    """Inspect the module of a job.
 
-    Raises ConfigError, one line, where it cannot be trained here at all, or not as the plan says.
+    Returns:
+        The description that workers need, and lines for the user.
+
+    Raises:
+        ConfigError: one line, if the module cannot be trained here at all, or not by the user's plan.
     """
     model = job.model
     module = build_whole(model, job.seed)
@@ -69,22 +78,23 @@ def inspect(job: JobConfig) -> tuple[BuiltModel, list[str]]:
 
 
 def _embeddings(module: nn.Module) -> tuple[str, ...]:
-    """Parameters that torch's embeddings look up, by the first of their names."""
+    """List the parameters of torch's embeddings, each by the first of its names."""
     tables = {id(found.weight) for found in module.modules() if isinstance(found, nn.Embedding)}
     return tuple(name for name, parameter in module.named_parameters() if id(parameter) in tables)
 
 
 def degrees(job: JobConfig) -> list[int]:
-    """Tensor-parallel degrees above 1 that the job may come to use."""
+    """List the tensor-parallel degrees above 1 that the job may use."""
     if job.layout.tp != "auto":
         return [job.layout.tp] if job.layout.tp > 1 else []
     return list(range(2, min(job.cluster.max_workers, 8) + 1))
 
 
 def read_plan(model: ModelConfig) -> PlanConfig:
-    """``model.plan``, completed by what its import path names.
+    """Return ``model.plan``, completed by the mapping that its import path names.
 
-    Raises ConfigError where that is no mapping of a plan's keys.
+    Raises:
+        ConfigError: the import path names no mapping of a plan's keys.
     """
     plan = model.plan
     if plan.path is None:
@@ -129,7 +139,7 @@ def _check_repeatable(module: nn.Module, again: nn.Module) -> None:
 
 
 def _check_randomness(module: nn.Module) -> None:
-    """Dropout draws other numbers at every layout: its masks are refused, not made different."""
+    """Refuse dropout, whose masks would differ from layout to layout."""
     for name, part in module.named_modules():
         rate = getattr(part, "p", 0.0) if "Dropout" in type(part).__name__ else getattr(part, "dropout", 0.0)
         if isinstance(rate, float) and rate > 0.0:
@@ -190,7 +200,7 @@ def _check_forward(job: JobConfig, module: nn.Module) -> Trial:
 
 
 def _check_ties(module: nn.Module, blocks: tuple[str, ...]) -> None:
-    """ZeRO gathers block by block: what is shared must lie in one block, or outside all of them."""
+    """Refuse parameters shared across blocks, which ZeRO gathers one at a time."""
     for names in ties_of(module):
         homes = {next((b for b in blocks if name.startswith(f"{b}.")), "") for name in names}
         if len(homes) > 1:
@@ -201,7 +211,7 @@ def _check_ties(module: nn.Module, blocks: tuple[str, ...]) -> None:
 
 
 def _measure(trial: Trial, blocks: tuple[str, ...]) -> tuple[int, int]:
-    """Width of what leaves the first block, and elements per token that it keeps for backward."""
+    """Measure the width of the first block's output, and the elements per token that it saves."""
     block = trial.module.get_submodule(blocks[0]) if blocks else trial.module
     own = {p.data_ptr() for p in [*trial.module.parameters(), *trial.module.buffers()]}
     kept: dict[int, int] = {}
@@ -249,13 +259,13 @@ def _said(model: ModelConfig, built: BuiltModel) -> list[str]:
 
 
 def kinds(tensor: Mapping[str, str]) -> list[str]:
-    """Names of the cut modules with the block's number as ``*``, each once, with its style."""
+    """List the names of the cut modules with ``*`` for the block's number, each once, with its style."""
     named = (re.sub(r"(^|\.)\d+(\.|$)", r"\1*\2", name, count=1) for name in tensor)
     return list(dict.fromkeys(f"{name} {style}" for name, style in zip(named, tensor.values(), strict=True)))
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Run the inspection as a process of its own."""
     job = JobConfig.model_validate_json(sys.stdin.read())
     torch.set_num_threads(1)
     result: dict[str, Any]

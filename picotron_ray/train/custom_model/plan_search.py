@@ -1,7 +1,7 @@
-"""How a module of the user's own may be cut: plans proposed from its structure or given, then tried.
+"""Search for plans that cut a module of the user's own: given, or proposed from its structure, then tried.
 
-A proposal only names candidates that look right. What makes one sound is the trial: the module is run cut,
-with threads for ranks, and must give the logits and gradients of the whole module in fp64.
+A proposal only names candidates that look right. The trial proves one: the cut module runs with threads for
+ranks, and must give the logits and gradients of the whole module in fp64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOLERANCE = 1e-9
 
 
 class Trial:
-    """The module in fp64 with a few tokens, and what it makes of them.
+    """A module in fp64, a few tokens, and its logits and gradients on them.
 
     Fields:
         module: a copy of the module.
@@ -38,11 +38,11 @@ class Trial:
 
     @staticmethod
     def close(found: Tensor, expected: Tensor, floor: float = TOLERANCE) -> bool:
-        """Whether two tensors are equal but for rounding; norms below ``floor`` count as ``floor``."""
+        """Return whether two tensors are equal but for rounding; norms below ``floor`` count as ``floor``."""
         return bool((found - expected).norm() <= TOLERANCE * max(float(expected.norm()), floor))
 
     def gradients(self, module: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits, and the gradient of a fixed function of them by every parameter."""
+        """Return the logits, and the gradient of a fixed function of them by every parameter."""
         logits = logits_of(module(self.tokens))
         weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).cos().view_as(logits)
         (logits.log_softmax(-1) * weights).sum().backward()
@@ -59,9 +59,10 @@ class Trial:
 
 
 def resolve(module: nn.Module, glob: str, key: str) -> list[str]:
-    """Names of the modules that a glob stands for (``*``: one part of a name), in the module's order.
+    """List the names of the modules that a glob matches (``*``: one part of a name), in the module's order.
 
-    Raises ConfigError where there is none.
+    Raises:
+        ConfigError: there is none.
     """
     found = [name for name, _ in module.named_modules() if name and matches(name, glob)]
     if not found:
@@ -74,7 +75,7 @@ def resolve(module: nn.Module, glob: str, key: str) -> list[str]:
 
 
 def find_blocks(module: nn.Module, plan: PlanConfig) -> tuple[str, ...]:
-    """The repeated blocks: as the plan says, else the heaviest run of children that look alike."""
+    """Find the repeated blocks: those of the plan, else the largest run of children that look alike."""
     if plan.blocks is not None:
         return tuple(resolve(module, plan.blocks, "model.plan.blocks"))
     runs: list[tuple[int, tuple[str, ...]]] = []
@@ -85,7 +86,7 @@ def find_blocks(module: nn.Module, plan: PlanConfig) -> tuple[str, ...]:
 
 
 def _runs(name: str, container: nn.Module) -> list[tuple[int, tuple[str, ...]]]:
-    """(parameters, names) of every run of at least two alike children."""
+    """List (parameters, names) of every run of at least two alike children."""
     found: list[tuple[int, tuple[str, ...]]] = []
     last: object = None
     for child, block in container.named_children():
@@ -101,7 +102,7 @@ def _runs(name: str, container: nn.Module) -> list[tuple[int, tuple[str, ...]]]:
 
 
 def find_pipeline(trial: Trial, plan: PlanConfig, blocks: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
-    """The chain of modules that is the whole model, or () and why there is none."""
+    """Find the chain of modules that is the whole model, or return () and the reason that there is none."""
     module, key = trial.module, "model.plan.pipeline"
     if plan.pipeline is not None:
         names = tuple(name for glob in plan.pipeline for name in resolve(module, glob, key))
@@ -121,7 +122,7 @@ def find_pipeline(trial: Trial, plan: PlanConfig, blocks: tuple[str, ...]) -> tu
 
 
 def _chain_problem(trial: Trial, names: tuple[str, ...], blocks: tuple[str, ...]) -> str:
-    """Why the modules ``names``, applied in turn, are not the model; empty where they are."""
+    """Say why the modules ``names``, applied in turn, are not the model; empty if they are."""
     missing = [block for block in blocks if block not in names]
     if missing:
         return f"block {missing[0]} is not in the chain"
@@ -147,7 +148,7 @@ def _chain_problem(trial: Trial, names: tuple[str, ...], blocks: tuple[str, ...]
 
 
 def _lies_in(name: str, modules: tuple[str, ...]) -> bool:
-    """Whether a parameter lies in one of the modules."""
+    """Return whether a parameter lies in one of the modules."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
@@ -156,7 +157,7 @@ def _lies_in(name: str, modules: tuple[str, ...]) -> bool:
 
 @dataclass(slots=True)
 class TensorCuts:
-    """What tensor parallelism cuts: see ``config.builder.BuiltModel``; ``why`` speaks of other degrees."""
+    """Cuts of tensor parallelism (see `config.schema.custom_model.BuiltModel`); ``why``: no other degrees."""
 
     styles: dict[str, str] = field(default_factory=dict)
     cuts: dict[str, int] = field(default_factory=dict)
@@ -165,9 +166,10 @@ class TensorCuts:
 
 
 def find_tensor(trial: Trial, plan: PlanConfig, degrees: list[int]) -> TensorCuts:
-    """The user's tensor-parallel plan or a proposed one, tried at every degree asked about.
+    """Try the user's tensor-parallel plan, or a proposed one, at every degree in question.
 
-    Raises ConfigError where the user's plan gives other results than the whole module.
+    Raises:
+        ConfigError: the user's plan gives other results than the whole module.
     """
     given = plan.tensor is not None
     kinds: list[dict[str, str]]
@@ -199,7 +201,7 @@ def find_tensor(trial: Trial, plan: PlanConfig, degrees: list[int]) -> TensorCut
 
 
 def _combined(trial: Trial, styles: dict[str, str], degrees: list[int], given: bool) -> TensorCuts:
-    """All kinds that passed alone, together at every degree."""
+    """Try all kinds that passed alone, together at every degree."""
     good, reason = [], "others were not tried on the model"
     for degree in degrees:
         indivisible = next((n for n in styles if not divides(trial.module, {n: styles[n]}, degree)), None)
@@ -235,10 +237,10 @@ def _check_linear(module: nn.Module, styles: dict[str, str]) -> None:
 
 
 def propose(module: nn.Module) -> list[dict[str, str]]:
-    """Groups of linears that look like an MLP (up → down) or attention (q, k, v → out), by place.
+    """Propose groups of linears that look like an MLP (up → down) or attention (q, k, v → out).
 
-    A module's own linears are looked at: one that leads back (b → a) after others that lead there (a → b).
-    The same place in every block makes one group, so that it is cut in all of them or in none.
+    The pattern, among a module's own linears: some that map a → b, then one that maps b → a. The same place
+    in every block makes one group, so that it is cut in all of them or in none.
     """
     groups: dict[str, dict[str, str]] = {}
     shared = {name.rpartition(".")[0] for names in ties_of(module) for name in names}
@@ -262,7 +264,7 @@ def propose(module: nn.Module) -> list[dict[str, str]]:
 
 
 def cuts_of(module: nn.Module, styles: dict[str, str]) -> dict[str, int]:
-    """Parameter → the dimension that its module's style cuts."""
+    """Map each cut parameter to the dimension that its module's style cuts."""
     cuts = {}
     for name, style in styles.items():
         part = module.get_submodule(name)
@@ -275,13 +277,13 @@ def cuts_of(module: nn.Module, styles: dict[str, str]) -> dict[str, int]:
 
 
 def divides(module: nn.Module, styles: dict[str, str], degree: int) -> bool:
-    """Whether a degree divides everything that is cut."""
+    """Return whether a degree divides every cut dimension."""
     cuts = cuts_of(module, styles)
     return all(module.get_parameter(name).size(dim) % degree == 0 for name, dim in cuts.items())
 
 
 def _replica(module: nn.Module, styles: dict[str, str], group: ThreadGroup) -> nn.Module:
-    """One rank's part of the module, with its part of the values."""
+    """Build one rank's part of the module, with its part of the values."""
     replica = copy.deepcopy(module)
     apply_tensor_parallel(replica, group, [(name, STYLES[style]) for name, style in styles.items()])
     with torch.no_grad():
@@ -294,7 +296,7 @@ def _replica(module: nn.Module, styles: dict[str, str], group: ThreadGroup) -> n
 
 
 def try_tensor(trial: Trial, styles: dict[str, str], degree: int) -> str:
-    """Run the module cut over threads; what is wrong with it, or empty."""
+    """Run the module cut over threads; return what is wrong with it, or an empty string."""
     logits, gradients = trial.expected
     groups = ThreadGroup.make(degree)
     replicas = [_replica(trial.module, styles, group) for group in groups]

@@ -1,8 +1,8 @@
-"""AdamW of torch's with its moments beside the weights, and with them in 8 bits (`quantised`).
+"""Torch's AdamW, with its moments beside the weights, in full or in 8 bits (`quantized_state`).
 
-In 8 bits a bucket's moments are decoded, updated by the same kernel, and encoded again, so that what is wide
-is as large as a bucket. Blocks are of what a rank holds of a tensor, row after row: layouts that cut columns,
-or rows of widths that blocks do not divide, have others, and come to other roundings.
+In 8 bits, one bucket's moments at a time are decoded, updated by the same kernel, and encoded again. So only
+one bucket is ever wide. A block is 256 consecutive elements of a rank's part of a tensor, row after row.
+Layouts that cut columns, or rows whose width blocks do not divide, have other blocks, and so other roundings.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from picotron_ray.config.schema.optimizer import OptimizerConfig
-from picotron_ray.train.optim.adamw_offload import MOMENTS, Alike, Part, cuts, runs
-from picotron_ray.train.optim.quantized_state import BLOCK, Quantised, fits, map_of
+from picotron_ray.train.optim.adamw_offload import MOMENTS, ParameterGroup, ParameterSlice, bucketed, slices
+from picotron_ray.train.optim.quantized_state import BLOCK, QuantizedTensor, codebook_of, is_quantizable
 
 BUCKET_ELEMENTS = 4 * 2**20
-"""Whose moments are decoded at a time; whole blocks, and about 30 bytes each for the time."""
+"""Elements whose moments are decoded at a time; whole blocks. Each takes about 30 bytes meanwhile."""
 
 
 def update(
@@ -32,7 +32,7 @@ def update(
     step: int,
     decay: float,
 ) -> None:
-    """Torch's AdamW on a list of tensors, in place.
+    """Apply torch's AdamW to a list of tensors, in place.
 
     Args:
         fused: by one kernel; else by a few operations, each over all tensors (foreach).
@@ -64,78 +64,78 @@ def update(
 
 
 class AdamW:
-    """Moments beside the weights.
+    """AdamW with its moments beside the weights.
 
     Fields:
         moments: per moment name, a tensor by the name of each parameter, in its box.
     """
 
-    def __init__(self, config: OptimizerConfig, groups: Sequence[Alike], fused: bool) -> None:
+    def __init__(self, config: OptimizerConfig, groups: Sequence[ParameterGroup], fused: bool) -> None:
         self._config, self._groups, self._fused = config, groups, fused
         self.moments = {
             moment: {
                 name: torch.zeros_like(weight)
-                for alike in groups
-                for name, weight in zip(alike.names, alike.weights, strict=True)
+                for group in groups
+                for name, weight in zip(group.names, group.weights, strict=True)
             }
             for moment in MOMENTS
         }
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
-        """One update; ``step`` is its number, from 1."""
-        for names, weights, numbers, decay in self._groups:
+        """Update once; ``step`` is the update's number, from 1."""
+        for names, weights, indices, decay in self._groups:
             averages, squares = ([self.moments[moment][name] for name in names] for moment in MOMENTS)
-            chosen = [gradients[number] for number in numbers]
+            chosen = [gradients[number] for number in indices]
             update(self._config, self._fused, weights, chosen, averages, squares, rate, step, decay)
 
 
-class QuantisedAdamW:
-    """Moments in 8 bits where tensors are large enough, in blocks of their own.
+class QuantizedAdamW:
+    """AdamW with its moments in 8 bits, for tensors of enough elements in whole blocks.
 
     Fields:
-        moments: per moment name, by the name of each parameter, what is kept: a `Quantised`, or a tensor.
+        moments: per moment name, by the name of each parameter, a `QuantizedTensor` or a plain tensor.
     """
 
     def __init__(
         self,
         config: OptimizerConfig,
-        groups: Sequence[Alike],
+        groups: Sequence[ParameterGroup],
         fused: bool,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         self._config, self._fused = config, fused
-        self._others = AdamW(config, [_chosen(alike, False) for alike in groups], fused)
-        self.moments: dict[str, dict[str, Quantised | Tensor]] = {
+        self._others = AdamW(config, [_chosen(group, False) for group in groups], fused)
+        self.moments: dict[str, dict[str, QuantizedTensor | Tensor]] = {
             moment: dict(kept) for moment, kept in self._others.moments.items()
         }
-        self._buckets: list[tuple[list[Part], float, list[Quantised]]] = []
-        for alike in groups:
-            for run in runs(_chosen(alike, True), 4 * bucket_elements):
+        self._buckets: list[tuple[list[ParameterSlice], float, list[QuantizedTensor]]] = []
+        for group in groups:
+            for run in bucketed(_chosen(group, True), 4 * bucket_elements):
                 self._add(run, bucket_elements)
 
-    def _add(self, run: Alike, most: int) -> None:
-        """Moments of parameters that fit one bucket, or of a single one that is cut into several."""
+    def _add(self, run: ParameterGroup, most: int) -> None:
+        """Add moments of parameters that fit one bucket, or of a single one that is cut into several."""
         sizes = [weight.numel() for weight in run.weights]
         device = run.weights[0].device
         flats = []
         for moment in MOMENTS:
             codes = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
             scales = torch.empty(sum(sizes) // BLOCK, dtype=torch.float32, device=device)
-            chart = map_of(moment == MOMENTS[0], device)
-            flats.append(Quantised(codes, scales, chart, (sum(sizes),)))
+            codebook = codebook_of(moment == MOMENTS[0], device)
+            flats.append(QuantizedTensor(codes, scales, codebook, (sum(sizes),)))
             flats[-1].zero_()
             start = 0
             for name, weight in zip(run.names, run.weights, strict=True):
                 part = flats[-1].part(start, start + weight.numel(), tuple(weight.shape))
                 self.moments[moment][name] = part
                 start += weight.numel()
-        for where, parts in cuts(run, most):
+        for where, parts in slices(run, most):
             size = (sum(part.weights.numel() for part in parts),)
             kept = [flat.part(where.start, where.start + size[0], size) for flat in flats]
             self._buckets.append((parts, run.decay, kept))
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
-        """One update; ``step`` is its number, from 1."""
+        """Update once; ``step`` is the update's number, from 1."""
         self._others.step(gradients, rate, step)
         for parts, decay, kept in self._buckets:
             sizes = [part.weights.numel() for part in parts]
@@ -151,8 +151,10 @@ class QuantisedAdamW:
                 moment.keep(values)
 
 
-def _chosen(alike: Alike, large: bool) -> Alike:
-    """Those whose moments are kept in 8 bits, or the others."""
-    names, weights, numbers, decay = alike
-    which = [i for i, weight in enumerate(weights) if fits(weight) is large]
-    return Alike([names[i] for i in which], [weights[i] for i in which], [numbers[i] for i in which], decay)
+def _chosen(group: ParameterGroup, large: bool) -> ParameterGroup:
+    """Select the parameters whose moments are kept in 8 bits, or the others."""
+    names, weights, indices, decay = group
+    which = [i for i, weight in enumerate(weights) if is_quantizable(weight) is large]
+    return ParameterGroup(
+        [names[i] for i in which], [weights[i] for i in which], [indices[i] for i in which], decay
+    )

@@ -1,17 +1,17 @@
 """AdamW with its moments in host memory (ZeRO-Offload, Ren et al. 2021).
 
-Weights and gradients stay on the device. Per step the gradients go down in buckets, the host's cores update
-the moments, and what is to be added to the weights comes back: 4 bytes per parameter each way in fp32, while
-8 of the 16 that a parameter takes on the device are given up. A bucket goes down while the host works on the
-one before it and the last one's update goes up, on streams of their own where the device is CUDA. On a CPU
-the same code copies within one memory, which only tests ask for.
+Weights and gradients stay on the device. In each step gradients go down to the host in buckets, the host's
+cores update the moments, and the updates of the weights come back. In fp32 that is 4 bytes per parameter each
+way, and the device holds 8 bytes per parameter instead of 16. Three buckets are under way at a time: one goes
+down while the host works on the one before it, and the update of the one before that goes up. On CUDA the
+copies run on their own streams. On a CPU the same code copies within one memory. Only tests ask for that.
 
-The arithmetic is AdamW's as the device does it, by the same kernel of torch, but for one rounding: the kernel
-runs on weights of zero without decay, so that it leaves the update itself, and the device adds that to the
-weight, which it decayed before.
+The arithmetic is AdamW's on the device, by the same kernel of torch, but for one rounding: the kernel runs on
+weights of zero without decay, and so leaves the update itself. The device decays the weight and adds the
+update to it.
 
-Host memory is pinned, so that copies run beside kernels; torch's allocator keeps pinned blocks when a
-generation ends, and buckets of one size are found there again by the next.
+Host memory is pinned, so that copies run beside kernels. Torch's allocator keeps pinned blocks when a
+generation ends, and the next one finds its buckets there again.
 """
 
 from __future__ import annotations
@@ -25,59 +25,62 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from picotron_ray.comm.all_reduce import buckets
-from picotron_ray.comm.copy_stream import Lane, host_zeros
+from picotron_ray.comm.copy_stream import CopyStream, host_zeros
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 
 BUCKET_BYTES = 32 * 2**20
-"""Of gradients that travel together; a larger tensor travels in stretches."""
+"""Gradients that travel together. A larger tensor travels in slices."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SLOTS = 2
-"""Buckets under way: one on the wire, one at the host's cores."""
+"""Staging buffers: one for the bucket on the wire, one for the bucket at the host's cores."""
 
 
-class Alike(NamedTuple):
-    """Parameters that decay alike: their names, this rank's weights, and where their gradients stand."""
+class ParameterGroup(NamedTuple):
+    """Parameters of one weight decay: names, this rank's weights, and the indices of their gradients."""
 
     names: Sequence[str]
     weights: list[Tensor]
-    numbers: Sequence[int]
+    indices: Sequence[int]
     decay: float
 
 
-class Part(NamedTuple):
-    """A parameter, or a stretch of a large one: whose gradient, from which element, and its weights, flat."""
+class ParameterSlice(NamedTuple):
+    """A parameter, or a slice of a large one: gradient's index, first element, and the weights, flat."""
 
     number: int
     start: int
     weights: Tensor
 
 
-def runs(alike: Alike, bucket_bytes: int) -> Iterator[Alike]:
-    """The parameters in order, as many at a time as fit a bucket; a larger one alone."""
+def bucketed(group: ParameterGroup, bucket_bytes: int) -> Iterator[ParameterGroup]:
+    """Yield the parameters in order, as many at a time as fit a bucket; a larger one alone."""
     taken = 0
-    for weights in buckets(alike.weights, bucket_bytes):
+    for weights in buckets(group.weights, bucket_bytes):
         which = slice(taken, taken + len(weights))
-        yield Alike(alike.names[which], weights, alike.numbers[which], alike.decay)
+        yield ParameterGroup(group.names[which], weights, group.indices[which], group.decay)
         taken += len(weights)
 
 
-def cuts(run: Alike, most: int) -> Iterator[tuple[slice, list[Part]]]:
-    """The buckets of a run: where they lie among its elements, and what they hold.
+def slices(run: ParameterGroup, most: int) -> Iterator[tuple[slice, list[ParameterSlice]]]:
+    """Yield the buckets of a run: their range of its elements, and the parameters in it.
 
     Args:
         most: elements of a bucket.
     """
     first, total = run.weights[0].view(-1), sum(weight.numel() for weight in run.weights)
     if len(run.weights) > 1 or total <= most:
-        yield slice(0, total), [Part(n, 0, w.view(-1)) for n, w in zip(run.numbers, run.weights, strict=True)]
+        yield (
+            slice(0, total),
+            [ParameterSlice(n, 0, w.view(-1)) for n, w in zip(run.indices, run.weights, strict=True)],
+        )
         return
     for start in range(0, total, most):
         where = slice(start, min(start + most, total))
-        yield where, [Part(run.numbers[0], start, first[where])]
+        yield where, [ParameterSlice(run.indices[0], start, first[where])]
 
 
-class Bucket:
-    """What travels together.
+class OffloadBucket:
+    """Parameters whose gradients and updates travel together.
 
     Args:
         parts: of one dtype.
@@ -85,26 +88,26 @@ class Bucket:
         first, second: their moments, flat, in host memory.
     """
 
-    def __init__(self, parts: Sequence[Part], decay: float, first: Tensor, second: Tensor) -> None:
+    def __init__(self, parts: Sequence[ParameterSlice], decay: float, first: Tensor, second: Tensor) -> None:
         self.parts, self.decay, self.first, self.second = parts, decay, first, second
         self.weights = [part.weights for part in parts]
         self._sizes = [part.weights.numel() for part in parts]
         self.elements = sum(self._sizes)
 
     def gradients(self, of_all: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the parts, flat."""
+        """Select the gradients of this bucket's parts, flat."""
         return [
             of_all[part.number].reshape(-1).narrow(0, part.start, size)
             for part, size in zip(self.parts, self._sizes, strict=True)
         ]
 
     def updates(self, flat: Tensor) -> list[Tensor]:
-        """What of a flat buffer belongs to each part."""
+        """Split a flat buffer into the pieces of each part."""
         return list(flat[: self.elements].split(self._sizes))
 
 
-class Slot:
-    """Staging of one bucket under way: gradients down, updates up, on both sides."""
+class Staging:
+    """Staging buffers of one bucket under way: gradients down, updates up, on both sides."""
 
     def __init__(self, like: Tensor, elements: int) -> None:
         self.down, self.up = like.new_empty(elements), like.new_empty(elements)
@@ -114,7 +117,7 @@ class Slot:
 
 
 class OffloadedAdamW:
-    """Moments of one rank's parameters on the host, and their update.
+    """AdamW with the moments of one rank's parameters in host memory.
 
     Args:
         groups: the parameters; each group has buckets of its own.
@@ -127,35 +130,35 @@ class OffloadedAdamW:
     def __init__(
         self,
         config: OptimizerConfig,
-        groups: Sequence[Alike],
+        groups: Sequence[ParameterGroup],
         device: torch.device,
         threads: int,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._config, self._threads, self._device = config, threads, device
-        self._down, self._up = Lane(device), Lane(device)
-        self._buckets: list[Bucket] = []
+        self._down, self._up = CopyStream(device), CopyStream(device)
+        self._buckets: list[OffloadBucket] = []
         self.moments: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
-        for alike in groups:
-            for run in runs(alike, bucket_bytes):
+        for group in groups:
+            for run in bucketed(group, bucket_bytes):
                 self._add(run, bucket_bytes)
         most = max((bucket.elements for bucket in self._buckets), default=0)
         count = min(SLOTS, len(self._buckets))
-        self._slots = [Slot(self._buckets[0].weights[0], most) for _ in range(count)]
+        self._slots = [Staging(self._buckets[0].weights[0], most) for _ in range(count)]
 
-    def _add(self, alike: Alike, bucket_bytes: int) -> None:
-        """Moments of parameters that fit one bucket, or of a single one that is cut into several."""
-        sizes = [weight.numel() for weight in alike.weights]
-        dtype = alike.weights[0].dtype
+    def _add(self, group: ParameterGroup, bucket_bytes: int) -> None:
+        """Add moments of parameters that fit one bucket, or of a single one that is cut into several."""
+        sizes = [weight.numel() for weight in group.weights]
+        dtype = group.weights[0].dtype
         flats = [host_zeros(sum(sizes), dtype, self._device) for _ in MOMENTS]
         for moment, flat in zip(MOMENTS, flats, strict=True):
-            views = [p.view(w.shape) for p, w in zip(flat.split(sizes), alike.weights, strict=True)]
-            self.moments[moment] |= zip(alike.names, views, strict=True)
-        for where, parts in cuts(alike, max(1, bucket_bytes // dtype.itemsize)):
-            self._buckets.append(Bucket(parts, alike.decay, *(flat[where] for flat in flats)))
+            views = [p.view(w.shape) for p, w in zip(flat.split(sizes), group.weights, strict=True)]
+            self.moments[moment] |= zip(group.names, views, strict=True)
+        for where, parts in slices(group, max(1, bucket_bytes // dtype.itemsize)):
+            self._buckets.append(OffloadBucket(parts, group.decay, *(flat[where] for flat in flats)))
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
-        """One update. When it returns, moments are written; the weights' part is in the device's queue.
+        """Update once. On return, moments are written, and the update of weights is in the device's queue.
 
         Args:
             gradients: of all parameters, on the device.
@@ -177,14 +180,14 @@ class OffloadedAdamW:
             torch._foreach_add_(bucket.weights, bucket.updates(slot.up))
 
     def _send_down(self, number: int, gradients: Sequence[Tensor]) -> None:
-        """Start a bucket's gradients on their way; the host is through with those that its slot held."""
+        """Start to copy a bucket's gradients down. The host must be done with the staging buffers."""
         bucket, slot = self._buckets[number], self._slots[number % SLOTS]
         flat = slot.down[: bucket.elements]
         torch.cat(bucket.gradients(gradients), out=flat)
         slot.arrived = self._down.copy(slot.gradient[: bucket.elements], flat)
 
-    def _update(self, bucket: Bucket, slot: Slot, rate: float, step: int) -> None:
-        """Write the bucket's moments, and into the slot what is to be added to its weights."""
+    def _update(self, bucket: OffloadBucket, slot: Staging, rate: float, step: int) -> None:
+        """Write the bucket's moments, and the update of its weights into the staging buffers."""
         update = slot.update[: bucket.elements].zero_()
         with _threads(self._threads):
             adamw(

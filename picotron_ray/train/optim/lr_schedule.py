@@ -8,7 +8,7 @@ from picotron_ray.config.schema.optimizer import OptimizerConfig, ScheduleConfig
 
 
 def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """Share of the peak learning rate that update number ``step`` (1-based, of ``steps``) uses.
+    """Return the share of the peak learning rate for update number ``step`` (1-based, of ``steps``).
 
     Warm-up rises linearly and reaches 1 at step ``warmup_steps``. After it: ``cosine`` falls to
     ``final_ratio`` along half a cosine (Loshchilov & Hutter 2017, SGDR); ``wsd`` stays at 1 and falls
@@ -30,5 +30,5 @@ def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of update number ``step`` (1-based, of ``steps``)."""
+    """Return the learning rate of update number ``step`` (1-based, of ``steps``)."""
     return optimizer.learning_rate * factor(optimizer.schedule, step, steps)

@@ -1,11 +1,11 @@
-"""Whole matrices out of boxes and back, for an optimizer that needs them whole: who works on which.
+"""Exchange plan of an optimizer that needs whole matrices: from boxes to owners, and back.
 
-The ranks of one pipeline stage share its matrices. Each matrix gets one owner among the ranks that hold
-part of it; what it finds goes to every holder. So the work is done once, whatever replicates a matrix, and
-replicas get the same bits. Nothing here asks why a rank holds a box: tensor, expert and data parallelism
-and every kind of ZeRO look the same.
+The ranks of one pipeline stage share its matrices. Each matrix gets one owner among the ranks that hold part
+of it, and the owner's result goes to every holder. So the work is done once, however often a matrix is
+replicated, and replicas get the same bits. The reason for which a rank holds a box does not matter: tensor,
+expert and data parallelism and every kind of ZeRO look the same.
 
-The plan is a function of table and layout, so that all ranks agree on it without a word.
+The plan is a function of table and layout, so that all ranks agree on it without communication.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends and receives in one exchange of a round: (number of the matrix, box) per peer."""
+    """Messages of one rank in one exchange of a round: (index of the matrix, box) per peer."""
 
     outgoing: dict[int, list[tuple[int, Box]]]
     incoming: dict[int, list[tuple[int, Box]]]
 
 
 def routes(matrices: Sequence[Matrix], rank: int) -> tuple[Route, Route]:
-    """One rank's part in a round's exchanges: parts to the owners, and what those found to the holders.
+    """List one rank's messages in a round's two exchanges: to the owners, and back to the holders.
 
     Both ends of a message list the same boxes in the same order.
     """
@@ -82,24 +82,25 @@ def _add(route: Route, source: int, target: int, what: tuple[int, Box], rank: in
         route.incoming.setdefault(source, []).append(what)
 
 
-def share_out(
+def assign_owners(
     specs: Sequence[ParameterSpec],
     layout: Layout,
     rank: int,
     box_of: BoxOf = local_box,
     most: int = ROUND_ELEMENTS,
 ) -> list[list[Matrix]]:
-    """The matrices of one pipeline stage and their owners, in rounds that bound an owner's memory.
+    """Assign the matrices of one pipeline stage to owners, in rounds that bound an owner's memory.
 
-    The costliest first, each to the owner with the least work so far (Graham 1969).
+    The costliest come first, each to the owner with the least work so far (Graham 1969).
 
     Args:
-        specs: the matrices' parameters on this rank's stages, in one order on all of their ranks; also those
-            of which this rank's box is empty.
-        box_of: what a rank holds of a parameter.
+        specs: the matrices' parameters on this rank's stages, in one order on all of their ranks. Parameters
+            of which this rank's box is empty count too.
+        box_of: returns the box of a parameter that a rank holds.
         most: elements of whole matrices that an owner takes per round.
 
-    Raises LayoutError where boxes do not make up a matrix.
+    Raises:
+        LayoutError: the boxes do not make up a matrix.
     """
     places = {other: layout.coordinates(other) for other in range(layout.world_size)}
     ranks = [other for other, place in places.items() if place.pp == places[rank].pp]
@@ -126,7 +127,7 @@ def share_out(
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A matrix of a kind: who holds what of it, who holds each distinct part, and what a step on it costs."""
+    """Matrix of a kind: the part of each holder, the holders of each distinct part, and a step's cost."""
 
     box: Box
     holders: Parts
@@ -148,7 +149,7 @@ def _held(name: str, box: Box, held: Sequence[tuple[int, Box]]) -> _Held:
 
 
 def _nearest(owner: int, ranks: Sequence[int], places: Mapping[int, Coordinates]) -> int:
-    """The owner itself if it is among the ranks, else one that differs from it in few axes."""
+    """Return the owner itself if it is among the ranks, else the one that differs in the fewest axes."""
     if len(ranks) == 1:
         return ranks[0]
     here = places[owner]
@@ -156,7 +157,7 @@ def _nearest(owner: int, ranks: Sequence[int], places: Mapping[int, Coordinates]
 
 
 def _boxes(spec: ParameterSpec) -> Iterator[Box]:
-    """The matrices of a parameter: itself, or each of those stacked in dimension 0."""
+    """Yield the matrices of a parameter: itself, or each of those stacked in dimension 0."""
     if len(spec.shape) == 2:
         yield Box((0, 0), spec.shape)
         return

@@ -1,11 +1,11 @@
-"""Muon: momentum, orthogonalised (Jordan et al. 2024), shared out over the ranks that hold a matrix.
+"""Muon: orthogonalized momentum (Jordan et al. 2024), distributed over the ranks that hold a matrix.
 
-Momentum lives in the boxes of its parameter like any other moment. Per step and round (`share_out`) each
-matrix's direction goes to its owner, which makes it whole and orthogonalises it, and the result goes back
-to every rank that holds part of the matrix: two exchanges, whatever the number of matrices. What travels has
-the type in which the iteration runs.
+Momentum lives in the boxes of its parameter like any other moment. In each step and round (`assign_owners`) a
+matrix's direction goes to its owner, which makes it whole and orthogonalizes it. The result goes back to
+every rank that holds part of the matrix. That is two exchanges, whatever the number of matrices. Messages
+have the type in which the iteration runs.
 
-A peer that dies meanwhile leaves this rank's state half updated. The loop says so on its page before the
+A peer that dies meanwhile leaves this rank's state half updated. The loop marks its heartbeat page before the
 optimizer writes, and recovery goes on from snapshots.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from picotron_ray.comm.p2p import swap
+from picotron_ray.comm.p2p import exchange
 from picotron_ray.layout.shards import Box, region
 from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.train.optim.matrix_exchange import Matrix, Route, routes
@@ -26,11 +26,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 SMALLEST_NORM = 1e-7
 UPDATE_RMS = 0.2
-"""Root mean square of an element that AdamW's update has, about; Muon's is scaled to it (Liu et al. 2025)."""
+"""Root mean square of AdamW's updates, about. Muon's are scaled to it (Liu et al. 2025)."""
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
-    """``[n, rows, columns]`` with each matrix's singular values brought near 1, its singular vectors kept.
+    """Bring the singular values of ``[n, rows, columns]`` near 1, and keep the singular vectors.
 
     Five steps of the quintic x → a x + (b x xᵀ + c (x xᵀ)²) x on the matrix over its Frobenius norm; its
     coefficients are chosen for a steep start and leave values at about 0.7 to 1.2 (Jordan et al. 2024).
@@ -50,11 +50,11 @@ class Muon:
 
     Args:
         parameters: those of which this rank holds something.
-        rounds: who works on which matrix (`parallel.matrices.share_out`).
+        rounds: the matrices and their owners (`matrix_exchange.assign_owners`).
         rank: this rank.
         momentum: decay of the momentum.
-        dtype: type in which matrices travel and are orthogonalised.
-        device: where they are.
+        dtype: type of the messages and of the iteration.
+        device: of the parameters.
 
     Fields:
         momentum: by the parameter's name, in its box.
@@ -76,7 +76,7 @@ class Muon:
         self.momentum = {name: torch.zeros_like(p.local) for name, p in self._parameters.items()}
 
     def step(self, gradients: Mapping[str, Tensor], rate: float, weight_decay: float) -> None:
-        """One update, all ranks of a pipeline stage together.
+        """Update once, all ranks of a pipeline stage together.
 
         w ← (1 - rate · decay) w - rate · 0.2 · sqrt(max(rows, columns)) · direction, so that learning rate
         and decay of AdamW carry over (Liu et al. 2025). The direction is Nesterov's: orthogonal((1 - µ) g +
@@ -94,13 +94,13 @@ class Muon:
                 self._part(weights, matrix.name, box).add_(update, alpha=-rate * scale)
 
     def _part(self, tensors: Mapping[str, Tensor], name: str, box: Box) -> Tensor:
-        """What a box covers of this rank's tensor of a parameter; a view."""
+        """Return the part of this rank's tensor of a parameter that a box covers, as a view."""
         return tensors[name][region(box, self._parameters[name].box)]
 
     def _gather(
         self, matrices: Sequence[Matrix], route: Route, gradients: Mapping[str, Tensor]
     ) -> dict[int, Tensor]:
-        """Directions of this rank's own matrices of a round, whole, by number in it: ``[rows, columns]``."""
+        """Gather the directions of a round's matrices that this rank owns: ``[rows, columns]`` by index."""
 
         def direction(name: str, box: Box) -> Tensor:
             return self._part(gradients, name, box).lerp(self._part(self.momentum, name, box), self._decay)
@@ -110,12 +110,12 @@ class Muon:
             for peer, boxes in route.outgoing.items()
         }
         whole = {n: self._like.new_empty(m.box.size) for n, m in enumerate(matrices) if m.owner == self._rank}
-        for number, box, values in self._swap(outgoing, route):
+        for number, box, values in self._exchange(outgoing, route):
             whole[number][region(box, matrices[number].box)] = values
         return {number: values.view(matrices[number].shape) for number, values in whole.items()}
 
     def _orthogonal(self, matrices: Sequence[Matrix], whole: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """`newton_schulz` of each, those of one shape at once."""
+        """Apply `newton_schulz` to each, to those of one shape at once."""
         by_shape: dict[tuple[int, int], list[int]] = {}
         for number in whole:
             by_shape.setdefault(matrices[number].shape, []).append(number)
@@ -127,22 +127,22 @@ class Muon:
     def _give_back(
         self, matrices: Sequence[Matrix], route: Route, found: Mapping[int, Tensor]
     ) -> Iterator[tuple[Matrix, Box, Tensor]]:
-        """To each holder its part of what the owners found: (matrix, box, values) of this rank's."""
+        """Send the owners' results to the holders; yield (matrix, box, values) of this rank."""
 
         def part(number: int, box: Box) -> Tensor:
             of = matrices[number].box
             return found[number].view(of.size)[region(box, of)]
 
         outgoing = {peer: [part(*what) for what in boxes] for peer, boxes in route.outgoing.items()}
-        for number, box, values in self._swap(outgoing, route):
+        for number, box, values in self._exchange(outgoing, route):
             yield matrices[number], box, values
 
-    def _swap(
+    def _exchange(
         self, outgoing: Mapping[int, Sequence[Tensor]], route: Route
     ) -> Iterator[tuple[int, Box, Tensor]]:
-        """(number of the matrix, box, values of the box's shape) of everything that arrives."""
+        """Exchange messages; yield (index of the matrix, box, values of the box's shape) that arrive."""
         counts = {peer: sum(box.numel for _, box in boxes) for peer, boxes in route.incoming.items()}
-        for peer, flat in swap(outgoing, counts, self._rank, self._like).items():
+        for peer, flat in exchange(outgoing, counts, self._rank, self._like).items():
             parts = flat.split([box.numel for _, box in route.incoming[peer]])
             for (number, box), values in zip(route.incoming[peer], parts, strict=True):
                 yield number, box, values.view(box.size)

@@ -1,15 +1,17 @@
 """AdamW, SGD and Muon over local tensors, with eager moments.
 
 The optimizers of torch.optim create their state at the first step, keep a step counter per parameter and
-speak DTensor. Here the moments exist from the start (snapshots list them), hold no counter (the step
-number is the engine's), and are plain tensors in the boxes of their parameters. Weight decay is decoupled
-(Loshchilov & Hutter 2019) for all, and not applied to norms and biases. Muon takes the matrices inside
-blocks and leaves everything else to AdamW.
+speak DTensor. Here the moments exist from the start, so that snapshots can list them. They hold no counter:
+the step number is the engine's. They are plain tensors in the boxes of their parameters.
+
+Weight decay is decoupled for all (Loshchilov & Hutter 2019), and not applied to norms and biases. Muon takes
+the matrices inside blocks and leaves everything else to AdamW.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,18 +21,33 @@ from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.local_shards import LocalParameter
-from picotron_ray.train.optim.adamw import AdamW, QuantisedAdamW
-from picotron_ray.train.optim.adamw_offload import MOMENTS, Alike, OffloadedAdamW
-from picotron_ray.train.optim.matrix_exchange import share_out
+from picotron_ray.train.optim.adamw import AdamW, QuantizedAdamW
+from picotron_ray.train.optim.adamw_offload import MOMENTS, OffloadedAdamW, ParameterGroup
+from picotron_ray.train.optim.matrix_exchange import assign_owners
 from picotron_ray.train.optim.muon import Muon
-from picotron_ray.train.optim.quantized_state import Quantised
-from picotron_ray.train.precision.precision import orthogonalisation_dtype
+from picotron_ray.train.optim.quantized_state import QuantizedTensor
+from picotron_ray.train.optim.sgd import SGD
+from picotron_ray.train.precision.precision import orthogonalization_dtype
 
-MOMENTUM = "momentum"  # Muon's
+
+class UpdateRule(Protocol):
+    """Updates some of a rank's parameters in place.
+
+    Fields:
+        moments: per moment name, a tensor by the name of each parameter, or its values in 8 bits.
+    """
+
+    @property
+    def moments(self) -> Mapping[str, Mapping[str, Tensor | QuantizedTensor]]:
+        """Live storage of the moments."""
+        ...
+
+    def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
+        """Update once; ``gradients`` are those of all parameters of the rank."""
 
 
 def decays(spec: ParameterSpec, config: OptimizerConfig) -> bool:
-    """Whether weight decay applies to a parameter."""
+    """Return whether weight decay applies to a parameter."""
     return spec.decay and (config.decay_embeddings or not spec.embedding)
 
 
@@ -42,7 +59,7 @@ def build_optimizer(
     rank: int,
     device: torch.device,
 ) -> Optimizer:
-    """The optimizer that a job asks for.
+    """Build the optimizer that a job asks for.
 
     Args:
         parameters: the trained ones of which this rank holds something.
@@ -54,25 +71,25 @@ def build_optimizer(
         threads = max(1, int(job.cluster.cpus_per_worker))
         host = (device, threads) if config.offload else None
         return Optimizer(config, parameters, fused=fused, host=host)
-    rounds = share_out([spec for spec in table if spec.matrix], layout, rank)
+    rounds = assign_owners([spec for spec in table if spec.matrix], layout, rank)
     mine = [parameter for parameter in parameters if parameter.spec.matrix]
-    dtype = orthogonalisation_dtype(job, device)
+    dtype = orthogonalization_dtype(job, device)
     muon = Muon(mine, rounds, rank, config.momentum, dtype, device)
     return Optimizer(config, parameters, muon, fused=fused)
 
 
 class Optimizer:
-    """Updates the parameters of one rank in place.
+    """Updates the parameters of one rank in place, by one rule for matrices and one for the others.
 
     Args:
-        muon: what updates the matrices; None: they are like all others.
+        muon: the rule of the matrices. None: theirs is that of all others.
         fused: whether AdamW is one kernel of torch's; else a few operations, each over all tensors (foreach).
         host: the device, and threads of the host, where AdamW's moments are kept off the device.
 
     Fields:
-        moments: per moment name, by the name of each parameter that has it (none for sgd), a tensor, or what
-            keeps it in 8 bits.
-        applied: what became of the moments that is not plain, one phrase each.
+        moments: per moment name, by the name of each parameter that has it (none for sgd), a tensor, or its
+            values in 8 bits.
+        applied: what is not plain about the moments, one phrase each.
     """
 
     def __init__(
@@ -84,52 +101,71 @@ class Optimizer:
         fused: bool = True,
         host: tuple[torch.device, int] | None = None,
     ) -> None:
-        self.config, self._muon = config, muon
-        self._names = [parameter.spec.name for parameter in parameters]
-        self._locals = [parameter.local for parameter in parameters]
-        others = [i for i, p in enumerate(parameters) if muon is None or p.spec.name not in muon.momentum]
-        self._groups = [
-            self._alike(chosen, config.weight_decay if decay else 0.0)
+        of_muon = set() if muon is None else set(muon.momentum)
+        others = [i for i, p in enumerate(parameters) if p.spec.name not in of_muon]
+        groups = [
+            _group(parameters, chosen, config.weight_decay if decay else 0.0)
             for decay in (True, False)
             if (chosen := [i for i in others if decays(parameters[i].spec, config) is decay])
         ]
-        self._adamw: AdamW | QuantisedAdamW | OffloadedAdamW | None = None
-        if host is not None:
-            self._adamw = OffloadedAdamW(config, self._groups, *host)
-        elif config.moments == "8bit":
-            self._adamw = QuantisedAdamW(config, self._groups, fused)
-        elif config.name != "sgd":
-            self._adamw = AdamW(config, self._groups, fused)
-        self.moments: dict[str, dict[str, Tensor | Quantised]] = {}
-        if self._adamw is not None:
-            self.moments |= {moment: dict(kept) for moment, kept in self._adamw.moments.items()}
+        self._rules: list[UpdateRule] = [_rule(config, groups, fused, host)]
         if muon is not None:
-            self.moments[MOMENTUM] = dict(muon.momentum)
-        self.applied = self._applied()
+            names = [parameter.spec.name for parameter in parameters]
+            self._rules.append(_MuonRule(muon, names, config.weight_decay))
+        self.moments: dict[str, dict[str, Tensor | QuantizedTensor]] = {
+            moment: dict(kept) for rule in self._rules for moment, kept in rule.moments.items()
+        }
+        self.applied = self._applied() if config.moments == "8bit" else ()
 
     def _applied(self) -> tuple[str, ...]:
-        if self.config.moments != "8bit":
-            return ()
         kept = self.moments[MOMENTS[0]].values()
-        count = sum(isinstance(moment, Quantised) for moment in kept)
+        count = sum(isinstance(moment, QuantizedTensor) for moment in kept)
         return (f"moments of {count} of {len(kept)} tensors in 8 bits",)
-
-    def _alike(self, chosen: Sequence[int], decay: float) -> Alike:
-        return Alike([self._names[i] for i in chosen], [self._locals[i] for i in chosen], chosen, decay)
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
-        """One update. ``step`` is its number, from 1: the bias correction's exponent.
+        """Update once; under Muon all ranks of a pipeline stage together.
 
-        Under Muon all ranks of a pipeline stage together; RuntimeError when one of them is gone.
+        Args:
+            step: the update's number, from 1: the bias correction's exponent.
+
+        Raises:
+            RuntimeError: under Muon, one of the ranks is gone.
         """
-        if self._adamw is not None:
-            self._adamw.step(gradients, rate, step)
-        else:
-            for alike in self._groups:
-                torch._foreach_mul_(alike.weights, 1.0 - rate * alike.decay)
-                torch._foreach_add_(alike.weights, [gradients[i] for i in alike.numbers], alpha=-rate)
-        if self._muon is not None:
-            named = zip(self._names, gradients, strict=True)
-            mine = {name: gradient for name, gradient in named if name in self._muon.momentum}
-            self._muon.step(mine, rate, self.config.weight_decay)
+        for rule in self._rules:
+            rule.step(gradients, rate, step)
+
+
+def _group(parameters: Sequence[LocalParameter], chosen: Sequence[int], decay: float) -> ParameterGroup:
+    names = [parameters[i].spec.name for i in chosen]
+    return ParameterGroup(names, [parameters[i].local for i in chosen], chosen, decay)
+
+
+def _rule(
+    config: OptimizerConfig,
+    groups: Sequence[ParameterGroup],
+    fused: bool,
+    host: tuple[torch.device, int] | None,
+) -> UpdateRule:
+    if host is not None:
+        return OffloadedAdamW(config, groups, *host)
+    if config.moments == "8bit":
+        return QuantizedAdamW(config, groups, fused)
+    return SGD(groups) if config.name == "sgd" else AdamW(config, groups, fused)
+
+
+class _MuonRule:
+    """Muon by the names of its parameters.
+
+    Args:
+        names: of all parameters of the rank, in the order of their gradients.
+    """
+
+    def __init__(self, muon: Muon, names: Sequence[str], decay: float) -> None:
+        self._muon, self._decay = muon, decay
+        self._mine = [(i, name) for i, name in enumerate(names) if name in muon.momentum]
+        self.moments: dict[str, dict[str, Tensor]] = {"momentum": muon.momentum}
+
+    def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
+        """Update the matrices once."""
+        self._muon.step({name: gradients[i] for i, name in self._mine}, rate, self._decay)

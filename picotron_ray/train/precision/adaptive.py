@@ -1,24 +1,27 @@
-"""Adaptive precision: which parts of a model may compute in low precision, by measurement, under a bound.
+"""Adaptive precision: the parts of a model that may compute in low precision, by measurement, under a bound.
 
-At the start of every generation, from the weights that it begins with, the held-out loss is measured with all
-parts in fp32, and with each part alone in low precision: that is the part's sensitivity, over several batches
-the worst of them. What training has shown revises it: a part's error counts as many times as much as its
-gradients have swung (``train.swings``). Parts are then let down in the order of least error per parameter,
-as long as the sum of their errors keeps the bound (errors of single parts add up at most, to first order);
-what the chosen ones do together is measured again, and the most sensitive are taken back until that keeps
-the bound too.
+A generation begins with these steps, on the weights that it starts from:
 
-Losses are summed over all ranks, and margins are the largest of all, so that every rank decides alike.
+1. The held-out loss is measured with all parts in fp32, then with each part alone in low precision. The worst
+   relative error over several batches is the part's sensitivity.
+2. A part's error counts for more where its gradients varied in training (`gradient_variability`).
+3. Parts are lowered in the order of least error per parameter, while the sum of their errors keeps the bound.
+   To first order, errors of single parts add up at most.
+4. The error of all chosen parts together is measured. The most sensitive ones return to fp32 until that error
+   keeps the bound too.
+
+Losses are summed over all ranks, and margins are the maximum over all ranks. So every rank decides alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig
 from picotron_ray.data.batch import StepBatch
@@ -26,15 +29,16 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.data.grad_norm import part_norms
 from picotron_ray.parallel.local_shards import LocalParameter
-from picotron_ray.train.precision.gradient_variability import GradientSwings, part_of_each
+from picotron_ray.parallel.precision.switches import PrecisionSwitches
+from picotron_ray.train.precision.gradient_variability import GradientVariability, part_of_each
 
 LossWith = Callable[[frozenset[str]], Sequence[float]]
 """The losses of several batches with those parts in low precision, the others in full."""
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """What was decided.
+class PrecisionPolicy:
+    """The decision of one generation.
 
     Fields:
         low: the parts that compute in low precision.
@@ -50,9 +54,10 @@ class Policy:
 
 
 def parts_of(table: Iterable[ParameterSpec]) -> dict[str, int]:
-    """The parts that are decided about, and the parameters of each: what holds matrices, embeddings aside.
+    """List the parts that are decided about, with their numbers of parameters.
 
-    A part within another, such as a mixture's shared expert, is not one of its own.
+    A part is a module that holds matrices, embeddings aside. A part within another, such as a mixture's
+    shared expert, belongs to the outer one.
     """
     found: dict[str, int] = {}
     for spec in table:
@@ -66,8 +71,8 @@ def parts_of(table: Iterable[ParameterSpec]) -> dict[str, int]:
 
 def choose(
     parts: Mapping[str, int], loss_with: LossWith, bound: float, margins: Mapping[str, float] | None = None
-) -> Policy:
-    """The parts to compute in low precision, so that the loss errs by at most ``bound`` of itself.
+) -> PrecisionPolicy:
+    """Choose the parts that compute in low precision, so that the loss errs by at most ``bound`` of itself.
 
     Args:
         margins: factors of the parts' errors, at least 1; None: all 1.
@@ -92,65 +97,72 @@ def choose(
     while low and not error * _margin(low, errors, revised) <= bound:
         low.pop()
         error = error_of(low) if low else 0.0
-    return Policy(frozenset(low), error, errors, margins)
+    return PrecisionPolicy(frozenset(low), error, errors, margins)
 
 
 def _margin(low: Sequence[str], errors: Mapping[str, float], revised: Mapping[str, float]) -> float:
-    """What several parts' error together counts for, by those of each."""
+    """Return the factor by which several parts' joint error counts, from the factors of each."""
     total = sum(errors[part] for part in low)
     return sum(revised[part] for part in low) / total if total > 0.0 else 1.0
 
 
+class Adaptation(Protocol):
+    """The part of a step that decides in which precision the model's parts compute."""
+
+    def observe(self, gradients: Sequence[Tensor]) -> None:
+        """Look at a step's gradients, reduced and not clipped; all ranks together."""
+
+    def step(self) -> None:
+        """Hear that the gradients that were observed last have moved the weights."""
+
+    def decide(
+        self, batches: Sequence[StepBatch], loss_sum: Callable[[Sequence[StepBatch]], float]
+    ) -> PrecisionPolicy | None:
+        """Choose the parts from the weights as they are; None where the job's precision holds for all."""
+        ...
+
+
+class FixedPrecision:
+    """The job's precision for every part."""
+
+    def observe(self, gradients: Sequence[Tensor]) -> None:
+        """Look at nothing."""
+
+    def step(self) -> None:
+        """Keep nothing."""
+
+    def decide(
+        self, batches: Sequence[StepBatch], loss_sum: Callable[[Sequence[StepBatch]], float]
+    ) -> PrecisionPolicy | None:
+        """Decide nothing."""
+        return None
+
+
 class AdaptivePrecision:
-    """The switches of one rank's parts, all low at first, and what decides about them.
+    """Decides about the switches of a model's parts, and follows their gradients meanwhile.
 
     Args:
-        table: all parameters of the model.
+        sizes: the parts and their numbers of parameters (`parts_of`).
+        switches: of this rank's parts.
         parameters: the trained ones of this rank, whose gradients `observe` is given.
-        swings: what this process has seen of the gradients in training.
+        variability: of the gradients that this process has seen in training.
     """
 
     def __init__(
         self,
         config: AdaptivePrecisionConfig,
-        table: Iterable[ParameterSpec],
+        sizes: Mapping[str, int],
+        switches: PrecisionSwitches,
         parameters: Sequence[LocalParameter],
         layout: Layout,
         device: torch.device,
-        swings: GradientSwings,
+        variability: GradientVariability,
     ) -> None:
-        self._config, self._layout, self._device, self._swings = config, layout, device, swings
-        self._sizes = parts_of(table)
-        self._low = set(self._sizes)
+        self._config, self._layout, self._device, self._variability = config, layout, device, variability
+        self._sizes, self._switches = sizes, switches
         self._counted = [parameter.counted for parameter in parameters]
         self._part = part_of_each((p.spec.name for p in parameters), list(self._sizes))
         self._norms: list[float] = []
-
-    def install(self, models: Iterable[nn.Module], full: torch.dtype) -> None:
-        """Put the switches into this rank's stages.
-
-        Args:
-            models: already made to compute in low precision (`precision.apply_precision`).
-            full: the type of parameters, in which a part computes that is not low.
-        """
-        for model in models:
-            for name, module in model.named_modules():
-                if name in self._sizes:
-                    self._wrap(name, module, full)
-
-    def _wrap(self, name: str, module: nn.Module, full: torch.dtype) -> None:
-        inner = module.forward
-
-        def raised(x: Tensor | None) -> Tensor | None:
-            return x.to(full) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-        def forward(*inputs: Tensor | None, **named: Tensor | None) -> Tensor:
-            if name in self._low:
-                return inner(*inputs, **named)
-            with torch.autocast(self._device.type, enabled=False):
-                return inner(*map(raised, inputs), **{key: raised(x) for key, x in named.items()})
-
-        module.forward = forward
 
     def observe(self, gradients: Sequence[Tensor]) -> None:
         """Look at a step's gradients, reduced and not clipped; all ranks together."""
@@ -158,12 +170,12 @@ class AdaptivePrecision:
         self._norms = part_norms(gradients, self._counted, self._part, count, self._layout, self._device)
 
     def step(self) -> None:
-        """The gradients that were observed last have moved the weights."""
-        self._swings.observe(self._norms)
+        """Count the gradients that were observed last: they have moved the weights."""
+        self._variability.observe(self._norms)
 
     def decide(
         self, batches: Sequence[StepBatch], loss_sum: Callable[[Sequence[StepBatch]], float]
-    ) -> Policy:
+    ) -> PrecisionPolicy:
         """Choose the parts from the weights as they are, and set them; all ranks together.
 
         Args:
@@ -177,7 +189,7 @@ class AdaptivePrecision:
             self.set(low)
             return self._over_ranks([loss_sum([batch]) for batch in used], dist.ReduceOp.SUM)
 
-        margins = self._over_ranks(self._swings.margins(len(self._sizes)), dist.ReduceOp.MAX)
+        margins = self._over_ranks(self._variability.margins(len(self._sizes)), dist.ReduceOp.MAX)
         found = choose(
             self._sizes, losses, self._config.error_bound, dict(zip(self._sizes, margins, strict=True))
         )
@@ -185,8 +197,8 @@ class AdaptivePrecision:
         return found
 
     def set(self, low: Collection[str]) -> None:
-        """From now on these parts compute in low precision, the others in full."""
-        self._low = set(low)
+        """Let these parts compute in low precision from now on, the others in full."""
+        self._switches.set(low)
 
     def _over_ranks(self, numbers: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
         values = torch.tensor(numbers, dtype=torch.float64, device=self._device)
@@ -194,3 +206,18 @@ class AdaptivePrecision:
             dist.all_reduce(values, op=how)
         found: list[float] = values.tolist()
         return found
+
+
+def choose_adaptation(
+    config: AdaptivePrecisionConfig,
+    sizes: Mapping[str, int],
+    switches: PrecisionSwitches,
+    parameters: Sequence[LocalParameter],
+    layout: Layout,
+    device: torch.device,
+    variability: GradientVariability,
+) -> Adaptation:
+    """Return what a job asks for: `AdaptivePrecision` under an error bound, else `FixedPrecision`."""
+    if config.error_bound is None:
+        return FixedPrecision()
+    return AdaptivePrecision(config, sizes, switches, parameters, layout, device, variability)

@@ -1,9 +1,9 @@
-"""How much the gradients of each part of a model swing in training, by which adaptive precision is revised.
+"""Variability of the gradients of a model's parts, by which adaptive precision takes a margin.
 
-The error that low precision adds is measured at the weights of a generation's beginning. How far it may move
-before the next one is judged by how far the part's gradient norm has moved from step to step so far: the
-standard deviation of its logarithm, as a factor. A worker keeps these numbers over generations; whoever is
-new has none, and all ranks take the largest that any of them knows.
+The error of low precision is measured once, on the weights at the beginning of a generation. It drifts until
+the next one. The drift is estimated from the steps so far: the standard deviation of the logarithm of the
+part's gradient norm, as a factor. A worker keeps these numbers over generations. A new worker has none, and
+all ranks take the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 MEMORY_STEPS = 50
-"""Over about how many of the last steps the deviation is taken (exponential weights)."""
+"""Number of recent steps, about, in the deviation (exponential weights)."""
 
 
-class GradientSwings:
+class GradientVariability:
     """Running mean and variance of the logarithm of every part's gradient norm."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class GradientSwings:
         self._variance: list[float] = []
 
     def observe(self, norms: Sequence[float]) -> None:
-        """Take in a step's gradient norms, one per part in one order; what is 0 or no number says nothing.
+        """Add a step's gradient norms, one per part in one order. A norm of 0, infinity or NaN is left out.
 
         West 1979, Updating Mean and Variance Estimates, with weights that fade.
         """
@@ -43,12 +43,12 @@ class GradientSwings:
             self._variance[part] = (1.0 - share) * (self._variance[part] + share * moved * moved)
 
     def margins(self, parts: int) -> list[float]:
-        """By which factor each part's norm has swung (one standard deviation); 1 where nothing is known."""
+        """Return each part's factor of one standard deviation; 1 where nothing is known."""
         return [math.exp(math.sqrt(value)) for value in self._variance] or [1.0] * parts
 
 
 def part_of_each(names: Iterable[str], parts: Sequence[str]) -> list[int]:
-    """The number of the part that each parameter belongs to; -1: none."""
+    """Return the index of the part that each parameter belongs to; -1: none."""
     place = {part: number for number, part in enumerate(parts)}
     found = []
     for name in names:

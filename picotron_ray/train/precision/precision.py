@@ -1,31 +1,34 @@
-"""What a job's precision means: parameters, gradients, moments and reductions keep master precision.
+"""The precision of a job: parameters, gradients, moments and reductions keep master precision.
 
-bf16 and fp16 run matrix products in their format under autocast, tf32 in the one of NVIDIA's tensor cores;
-weights, gradients, moments, reductions and the residual stream stay fp32. Casting the parameters themselves
-would lose small updates. fp8 does the products of linear layers inside blocks (parallel/fp8.py) and leaves
-the rest to bf16. fp16 scales its loss (train/scaling.py).
+bf16 and fp16 run matrix products in their format under autocast, tf32 in the format of NVIDIA's tensor cores.
+Weights, gradients, moments, reductions and the residual stream stay fp32: casting the parameters themselves
+would lose small updates. fp8 computes the products of linear layers inside blocks (`parallel.precision.fp8`)
+and leaves the rest to bf16. fp16 scales its loss (`loss_scaler`).
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import precision_problem
 from picotron_ray.errors import LayoutError
-from picotron_ray.parallel.memory.weight_casts import saving_no_casts
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
+def autocast_dtype(job: JobConfig) -> torch.dtype | None:
+    """Return the type of matrix products under autocast; None: that of the parameters."""
+    return AUTOCAST.get(job.precision)
+
+
 def master_dtype(job: JobConfig) -> torch.dtype:
-    """Type of parameters, gradients and optimizer moments."""
+    """Return the type of parameters, gradients and optimizer moments."""
     return torch.float64 if job.precision == "fp64" else torch.float32
 
 
 def check_precision(job: JobConfig, device: torch.device) -> None:
-    """Raise LayoutError where this device does not compute in the job's precision, or launch left it open."""
+    """Raise LayoutError if this device does not compute in the job's precision, or launch left it open."""
     if job.precision == "auto":
         raise LayoutError("precision: saw auto, which launch settles before workers start; name one")
     cuda = device.type == "cuda"
@@ -35,33 +38,13 @@ def check_precision(job: JobConfig, device: torch.device) -> None:
 
 
 def set_matrix_products(job: JobConfig) -> None:
-    """Let fp32 matrix products of this process run in TF32, or not: a setting of the whole process."""
+    """Choose whether fp32 matrix products of this process run in TF32: a setting of the whole process."""
     torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
 
 
-def orthogonalisation_dtype(job: JobConfig, device: torch.device) -> torch.dtype:
-    """Type of Muon's Newton-Schulz iteration, which bfloat16 suffices for (Jordan et al. 2024).
+def orthogonalization_dtype(job: JobConfig, device: torch.device) -> torch.dtype:
+    """Return the type of Muon's Newton-Schulz iteration: bfloat16 suffices (Jordan et al. 2024).
 
-    On CPUs its products are no faster in bfloat16: there it is the master type.
+    On CPUs, products in bfloat16 are no faster: there it is the master type.
     """
     return torch.bfloat16 if job.precision in ("bf16", "fp8") and device.type == "cuda" else master_dtype(job)
-
-
-def apply_precision(model: nn.Module, job: JobConfig, device: torch.device, zero: int) -> None:
-    """Make ``model``'s forward compute in the job's precision, in place.
-
-    Args:
-        zero: under ZeRO-3 no casts of weights outlive their use (``parallel.casts``).
-    """
-    dtype = AUTOCAST.get(job.precision)
-    if dtype is None:
-        return
-    gathers = zero == 3
-    inner = saving_no_casts(model.forward) if gathers else model.forward
-
-    def forward(*inputs: Tensor, **named: Tensor) -> Tensor:
-        with torch.autocast(device.type, dtype=dtype, cache_enabled=not gathers):
-            found: Tensor = inner(*inputs, **named)
-            return found
-
-    model.forward = forward

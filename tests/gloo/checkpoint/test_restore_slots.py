@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, open_slot, slot_bytes
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.torch_state import StateTensor, buffers, dtype_name, restore
@@ -66,7 +66,7 @@ def local(state: dict[str, torch.Tensor], tp: int, dp: int, tp_at: int, dp_at: i
 def write_slots(folder: Path, state: dict[str, torch.Tensor], tp: int, dp: int, step: int = 5) -> list[Path]:
     paths = []
     for rank, (tp_at, dp_at) in enumerate(itertools.product(range(tp), range(dp))):
-        mine = share(local(state, tp, dp, tp_at, dp_at), 0, 1)
+        mine = split_for_replica(local(state, tp, dp, tp_at, dp_at), 0, 1)
         shards = tuple(entry.shard for entry in mine)
         slot = SlotFile.create(folder / f"{tp}x{dp}-{rank}.{step}.slot", slot_bytes(shards))
         slot.write(SlotHeader(1, 1, step, rank), shards, buffers(mine))
@@ -106,7 +106,7 @@ def test_replicas_share_the_copying(tmp_path: Path) -> None:
     state = full_state(2)
     paths = []
     for index in range(3):
-        mine = share(local(state, 1, 1, 0, 0), index, 3)
+        mine = split_for_replica(local(state, 1, 1, 0, 0), index, 3)
         shards = tuple(entry.shard for entry in mine)
         slot = SlotFile.create(tmp_path / f"w{index}.0.slot", slot_bytes(shards))
         slot.write(SlotHeader(1, 1, 5, index, fragments=((0, index, 3),)), shards, buffers(mine))
@@ -185,7 +185,7 @@ def test_speed_of_a_snapshot_and_a_restore(tmp_path: Path) -> None:
             start = time.perf_counter()
             restore(held, source(paths))
             took.append(time.perf_counter() - start)
-        mine = share(held, 0, 1)
+        mine = split_for_replica(held, 0, 1)
         shards = tuple(entry.shard for entry in mine)
         slot = SlotFile.create(folder / f"speed-{os.getpid()}.slot", slot_bytes(shards))
         paths.append(slot.path)

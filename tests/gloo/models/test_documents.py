@@ -14,9 +14,9 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.document_mask import document_numbers, same_document, seen_in_row
-from picotron_ray.models.llama import Transformer
-from picotron_ray.parallel.attention.backends import whole_kernel
-from picotron_ray.parallel.attention.lse_kernels import CpuFlash, LseKernel, MathKernel, Seen
+from picotron_ray.models.transformer import Transformer
+from picotron_ray.parallel.attention.backends import attention_kernel
+from picotron_ray.parallel.attention.lse_kernels import CpuFlash, KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaFlash
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.jobs.matrix_jobs import (
@@ -67,7 +67,7 @@ def random_model(config: ModelConfig, backend: str = "") -> Transformer:
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
     for name, module in model.named_modules():
         if backend and name.endswith(".attention"):
-            module.kernel = whole_kernel(backend)  # type: ignore[arg-type]
+            module.kernel = attention_kernel(backend)  # type: ignore[arg-type]
     return model
 
 
@@ -127,7 +127,7 @@ def test_kernels_take_masks_and_queries_that_see_nothing(kernel: LseKernel) -> N
     q, k, v, gradient = (torch.randn(2, 4, 6, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     mask = same_document(numbers([[0, 0, 0, 1, 1, 2], [0] * 6]), numbers([[0, 1, 1, 1, 3, 3], [0] * 6]))
     blind = ~mask.any(dim=-1).expand(2, 4, 6)
-    out, lse = kernel.forward(q, k, v, Seen(False, mask))
+    out, lse = kernel.forward(q, k, v, KeyMask(False, mask))
     assert blind.sum() == 4, "query 5 of row 0 must see nothing"
     assert (lse[blind] == float("-inf")).all()
     assert (out[blind] == 0).all()
@@ -136,7 +136,7 @@ def test_kernels_take_masks_and_queries_that_see_nothing(kernel: LseKernel) -> N
     torch.testing.assert_close(out[~blind], wanted[~blind].detach(), rtol=1e-12, atol=1e-12)
     gradient[blind] = 0.0
     # as in a merge: the whole row's lse, which is finite everywhere
-    found = kernel.backward(gradient, q, k, v, out, lse.masked_fill(blind, 1.0), Seen(False, mask))
+    found = kernel.backward(gradient, q, k, v, out, lse.masked_fill(blind, 1.0), KeyMask(False, mask))
     expected = torch.autograd.grad(wanted[~blind], inputs, gradient[~blind])
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
@@ -146,7 +146,7 @@ def test_kernels_take_masks_and_queries_that_see_nothing(kernel: LseKernel) -> N
 def test_kernels_that_take_no_mask_refuse_one(kernel: LseKernel, name: str) -> None:
     x = torch.zeros(1, 1, 2, 8)
     with pytest.raises(LayoutError, match=f"saw {name}, which takes no document masks"):
-        kernel.forward(x, x, x, Seen(False, torch.ones(1, 1, 2, 2, dtype=torch.bool)))
+        kernel.forward(x, x, x, KeyMask(False, torch.ones(1, 1, 2, 2, dtype=torch.bool)))
 
 
 LAYOUTS = [

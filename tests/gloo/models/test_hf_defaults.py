@@ -18,6 +18,7 @@ FAMILIES = {
     "MixtralForCausalLM": "Mixtral",
     "Qwen3MoeForCausalLM": "Qwen3Moe",
     "GPT2LMHeadModel": "GPT2",
+    "Olmo2ForCausalLM": "Olmo2",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # values of no class's defaults; what one class does not know is of no effect in its config.json

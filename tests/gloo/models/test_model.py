@@ -11,12 +11,17 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.models.build import DecoderDefinition
+from picotron_ray.models.families.registry import family_of, parameter_table
+from picotron_ray.models.layers.attention import sdpa
+from picotron_ray.models.layers.block import PreNormBlock
 from picotron_ray.models.layers.init import initialise_
-from picotron_ray.models.llama import Block, Rope, Transformer, rotate, sdpa
-from picotron_ray.models.parameters import parameter_table, tensor_parallel_plan, tied_copies
+from picotron_ray.models.layers.rope import Rope, rotate
+from picotron_ray.models.transformer import Transformer
 from picotron_ray.planner.model_sizes import parameter_count, stage_bounds, stage_flops_per_token
 
 TINY = ModelConfig(vocab_size=48, hidden_size=24, intermediate_size=40, layers=3, heads=6, kv_heads=2)
+OLMO2 = TINY.model_copy(update={"family": "olmo2"})
 GPT2 = TINY.model_copy(update={"family": "gpt2", "kv_heads": 6, "max_positions": 16})
 
 
@@ -78,7 +83,7 @@ def reference(model: Transformer, tokens: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("config", [TINY, GPT2])
+@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2])
 @pytest.mark.parametrize("tie", [False, True])
 def test_table_is_the_module(tie: bool, config: ModelConfig) -> None:
     config = config.model_copy(update={"tie_embeddings": tie})
@@ -157,10 +162,11 @@ def test_a_stage_with_one_end_has_a_copy_of_a_tied_embedding() -> None:
     last = dict(Transformer(tied, first_layer=1, embed=False).named_parameters())
     assert "head.weight" not in first
     assert "embed.weight" not in last
-    assert tied_copies(tied).keys() == last.keys() - {spec.name for spec in parameter_table(tied)}
-    assert tied_copies(tied)["head.weight"].name == "embed.weight"
+    copies = DecoderDefinition(tied).copies
+    assert copies.keys() == last.keys() - {spec.name for spec in parameter_table(tied)}
+    assert copies["head.weight"].name == "embed.weight"
     assert first["embed.weight"].shape == last["head.weight"].shape
-    assert tied_copies(TINY) == {}
+    assert DecoderDefinition(TINY).copies == {}
 
 
 def test_injected_kernel_is_the_one_used() -> None:
@@ -213,10 +219,10 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 RECORDED = 0.037330959
 
 
-@pytest.mark.parametrize("config", [TINY, GPT2])
+@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2])
 def test_plan_names_every_module_that_has_parameters(config: ModelConfig) -> None:
     model = Transformer(config)
-    globs = {glob.replace("*", "0") for glob, _ in tensor_parallel_plan(config)}
+    globs = {glob.replace("*", "0") for glob, _ in family_of(config).tensor_plan(config)}
     modules = dict(model.named_modules())
     assert globs <= set(modules)
     owners = {
@@ -232,12 +238,12 @@ def test_tensor_parallel_cuts_by_whole_heads() -> None:
     model = build()
     x = torch.randn(2, 7, 24, dtype=torch.float64)
     block = model.layers["0"]
-    assert isinstance(block, Block)
+    assert isinstance(block, PreNormBlock)
     whole = block.attention(x)
     parts = []
     for half in range(2):
         layer = Transformer(TINY).double().layers["0"]
-        assert isinstance(layer, Block)
+        assert isinstance(layer, PreNormBlock)
         part = layer.attention
         for name in ("wq", "wk", "wv", "wo"):
             weight = getattr(block.attention, name).weight

@@ -11,7 +11,7 @@ import torch
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig, MoeConfig
 from picotron_ray.config.support.kernels import groups_experts
-from picotron_ray.config.validation.layout import misfits
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.moe import MixtureOfExperts, Router, grouped, looped
 from picotron_ray.train.engine import build_engine
@@ -85,7 +85,7 @@ def test_what_no_grouped_product_takes_is_known(precision: str, tp: int, hidden:
     assert groups_experts(job, "cuda", tp) is taken
     assert not groups_experts(job, "cpu", tp)
     asked = make_job("sgd", 4, model, precision=precision, kernels=KernelsConfig(experts="grouped"))
-    found = [misfit.key for misfit in misfits(asked, Layout(tp=tp))]
+    found = [misfit.key for misfit in layout_problems(asked, Layout(tp=tp))]
     assert found == ([] if taken else ["kernels.experts"])
 
 

@@ -20,7 +20,7 @@ CORNERS = [
     (Layout(dp=8, micro_batch=1), 7),       # one replica has nothing but fill rows
     (Layout(dp=7, zero=3, micro_batch=1), 10),  # chunks of 16 rows over 7: the last ranks hold less or none
     (Layout(pp=3, schedule="1f1b", micro_batch=2), 10),  # 4 layers over 3 stages
-    (Layout(pp=4, schedule="afab", micro_batch=5), 7),   # fewer micro-batches than stages
+    (Layout(pp=4, schedule="gpipe", micro_batch=5), 7),   # fewer micro-batches than stages
     (Layout(dp=2, tp=2, pp=2, zero=3, schedule="1f1b", micro_batch=2), 7),
     (Layout(dp=2, cp=4, zero=3, micro_batch=2, context="all-gather"), 7),
     (Layout(dp=4, tp=2, zero=1, replicate=2, micro_batch=1), 10),

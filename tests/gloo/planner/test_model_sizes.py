@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig, MoeConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.llama import Transformer
-from picotron_ray.models.parameters import parameter_table
+from picotron_ray.models.families.registry import parameter_table
+from picotron_ray.models.transformer import Transformer
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.model_sizes import (
     flops_per_token,
@@ -27,6 +27,7 @@ MODELS = [
     ModelConfig(hidden_size=96, heads=6, kv_heads=1, layers=2, intermediate_size=31, vocab_size=257),
     ModelConfig(family="gpt2", kv_heads=4, max_positions=64),
     ModelConfig(family="gpt2", kv_heads=4, max_positions=64, tie_embeddings=True),
+    ModelConfig(family="olmo2"),
     ModelConfig(moe=MoeConfig(experts=4, intermediate_size=24)),
     ModelConfig(moe=MoeConfig(experts=8, top_k=3, intermediate_size=24, shared_intermediate_size=40)),
 ]

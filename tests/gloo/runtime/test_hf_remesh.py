@@ -16,7 +16,7 @@ from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.upload import upload_slots
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import misfits
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.coordinator.messages import GenerationId, Source
 from picotron_ray.data.batch import make_batch
 from picotron_ray.data.dataset import build_dataset
@@ -120,8 +120,8 @@ def test_in_through_two_layouts_and_out(pool: Pool, tmp_path: Path, kind: str) -
     archive = Archive(job, lambda _: None)
     run = Run(pool, job, tmp_path, Source("commit", 0, manifest=manifest), claim(archive))
     first, second = WAYS[kind]
-    assert not misfits(job, first)
-    assert not misfits(job, second)
+    assert not layout_problems(job, first)
+    assert not layout_problems(job, second)
     run.strike(first, (first.world_size - 1, 3, "forward"))
     run.finish(second)
     assert [spec.layout for spec in run.specs] == [first, second]

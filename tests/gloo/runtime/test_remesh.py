@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import misfits
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.layout.layout import Layout
@@ -57,7 +57,7 @@ def draw() -> list[tuple[str, Layout, Layout]]:
     for case in CASES:
         if 1 < case.layout.world_size <= FEW:
             layout = fewest_micro_batches(case.layout, case.kind, BATCH).layout
-            if not misfits(make_job("adamw", BATCH, model_of(case.kind, LAYERS)), layout):
+            if not layout_problems(make_job("adamw", BATCH, model_of(case.kind, LAYERS)), layout):
                 fitting[case.kind].append(layout)
     return [(kind, *pick.sample(fitting[kind], 2)) for kind in pick.choices(sorted(fitting), k=PAIRS)]
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from picotron_ray.comm.copy_stream import Lane
+from picotron_ray.comm.copy_stream import CopyStream
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim import adamw_offload
-from picotron_ray.train.optim.adamw_offload import Alike, OffloadedAdamW
+from picotron_ray.train.optim.adamw_offload import OffloadedAdamW, ParameterGroup
 from tests.support.gloo.jobs.matrix_jobs import CPU, MIXTURE, MODEL, assemble, batch, make_job, run_layout
 from tests.support.gloo.jobs.muon_jobs import leg
-from tests.support.gloo.late_copies import LateLane
+from tests.support.gloo.late_copies import LateCopyStream
 from tests.support.gloo.parity import WEIGHTS_TOLERANCE, compare, reference, thinned, worst
 from tests.support.gloo.pool import Pool
 
@@ -88,17 +88,19 @@ def tensors(seed: int) -> list[Tensor]:
 def made(bucket_bytes: int) -> tuple[OffloadedAdamW, list[Tensor]]:
     weights = tensors(0)
     groups = [([0, 2, 4], 0.3), ([1, 3, 5], 0.0)]
-    alike = [Alike([f"w{i}" for i in ns], [weights[i] for i in ns], ns, decay) for ns, decay in groups]
-    return OffloadedAdamW(OptimizerConfig(offload=True), alike, CPU, 1, bucket_bytes), weights
+    group = [
+        ParameterGroup([f"w{i}" for i in ns], [weights[i] for i in ns], ns, decay) for ns, decay in groups
+    ]
+    return OffloadedAdamW(OptimizerConfig(offload=True), group, CPU, 1, bucket_bytes), weights
 
 
-@pytest.mark.parametrize("lane", [Lane, LateLane], ids=["prompt", "late"])
+@pytest.mark.parametrize("lane", [CopyStream, LateCopyStream], ids=["prompt", "late"])
 @pytest.mark.parametrize("bucket_bytes", [8, 8 * 7, 8 * 20, 2**20])
 def test_every_cut_into_buckets_gives_torchs_adamw(
     monkeypatch: pytest.MonkeyPatch, bucket_bytes: int, lane: type
 ) -> None:
     """Copies that come late are waited for."""
-    monkeypatch.setattr(adamw_offload, "Lane", lane)
+    monkeypatch.setattr(adamw_offload, "CopyStream", lane)
     ours, weights = made(bucket_bytes)
     config, expected = OptimizerConfig(), [torch.nn.Parameter(w.clone()) for w in weights]
     theirs = torch.optim.AdamW(
@@ -127,9 +129,9 @@ def test_gradients_go_down_and_updates_come_back_once(
     """All that crosses, and what is taken on both sides: moments never leave the host."""
     crossed: list[tuple[int, int, int]] = []
     host: list[Tensor] = []
-    plain_copy, plain_zeros = Lane.copy, adamw_offload.host_zeros
+    plain_copy, plain_zeros = CopyStream.copy, adamw_offload.host_zeros
 
-    def copy(self: Lane, target: Tensor, source: Tensor) -> None:
+    def copy(self: CopyStream, target: Tensor, source: Tensor) -> None:
         crossed.append((target.data_ptr(), source.data_ptr(), source.nbytes))
         return plain_copy(self, target, source)
 
@@ -137,7 +139,7 @@ def test_gradients_go_down_and_updates_come_back_once(
         host.append(plain_zeros(*given))  # type: ignore[arg-type]
         return host[-1]
 
-    monkeypatch.setattr(Lane, "copy", copy)
+    monkeypatch.setattr(CopyStream, "copy", copy)
     monkeypatch.setattr(adamw_offload, "host_zeros", zeros)
     ours, weights = made(bucket_bytes)
     total = sum(weight.nbytes for weight in weights)
@@ -171,7 +173,7 @@ def test_the_engine_with_many_buckets_equals_the_one_without() -> None:
             engine.optimizer_step(0.01)
         states.append({entry.shard.name: entry.tensor.clone() for entry in engine.state()})
         if job.optimizer.offload:
-            assert len(engine._optimizer._adamw._buckets) > 10  # type: ignore[union-attr]
+            assert len(engine._optimizer._rules[0]._buckets) > 10  # type: ignore[attr-defined]
         engine.close()
     assert list(states[0]) == list(states[1]), "the same canonical names, in the same order"
     for name, found in states[1].items():

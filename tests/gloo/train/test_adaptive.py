@@ -14,10 +14,10 @@ from picotron_ray.config.schema.compute import AdaptivePrecisionConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.parameters import parameter_table
+from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.train.engine import Engine, build_engine
-from picotron_ray.train.precision.adaptive import Policy, choose, parts_of
-from picotron_ray.train.precision.gradient_variability import MEMORY_STEPS, GradientSwings
+from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose, parts_of
+from picotron_ray.train.precision.gradient_variability import MEMORY_STEPS, GradientVariability
 from tests.support.gloo.jobs.matrix_jobs import CPU, MIXTURE, MODEL, batch, make_job
 from tests.support.gloo.pool import Job, Pool
 
@@ -84,17 +84,17 @@ def test_what_has_swung_in_training_counts_for_more() -> None:
 
 
 def test_swings_are_deviations_of_logarithms() -> None:
-    swings, random = GradientSwings(), np.random.default_rng(0)
-    assert swings.margins(2) == [1.0, 1.0]
+    variability, random = GradientVariability(), np.random.default_rng(0)
+    assert variability.margins(2) == [1.0, 1.0]
     logs = random.normal(size=(MEMORY_STEPS, 2)) * [0.01, 0.5]
     for row in logs:
-        swings.observe(np.exp(row).tolist())
-    assert swings.margins(2) == pytest.approx(np.exp(logs.std(axis=0)), rel=0.02)
-    swings.observe([float("inf"), 0.0])
-    assert all(np.isfinite(swings.margins(2)))
+        variability.observe(np.exp(row).tolist())
+    assert variability.margins(2) == pytest.approx(np.exp(logs.std(axis=0)), rel=0.02)
+    variability.observe([float("inf"), 0.0])
+    assert all(np.isfinite(variability.margins(2)))
     for _ in range(10 * MEMORY_STEPS):
-        swings.observe([1.0, 1.0])
-    assert swings.margins(2) == pytest.approx([1.0, 1.0], abs=1e-2), "the past fades"
+        variability.observe([1.0, 1.0])
+    assert variability.margins(2) == pytest.approx([1.0, 1.0], abs=1e-2), "the past fades"
 
 
 def job_of(bound: float | None, model: ModelConfig = SMALL) -> JobConfig:
@@ -114,7 +114,7 @@ def opened(config: JobConfig, layout: Layout, rank: int, groups: Any) -> Engine:
     return engine
 
 
-def adapted(job: Job, config: JobConfig, layout: Layout) -> tuple[Policy, float]:
+def adapted(job: Job, config: JobConfig, layout: Layout) -> tuple[PrecisionPolicy, float]:
     """What a rank decides, and its share of the loss afterwards."""
     groups = job.groups()
     groups.connect()
@@ -130,7 +130,7 @@ def adapted(job: Job, config: JobConfig, layout: Layout) -> tuple[Policy, float]
     return found
 
 
-def alone(bound: float | None, model: ModelConfig = SMALL) -> tuple[Policy | None, list[float]]:
+def alone(bound: float | None, model: ModelConfig = SMALL) -> tuple[PrecisionPolicy | None, list[float]]:
     config, layout = job_of(bound, model), Layout(micro_batch=12)
     engine = opened(config, layout, 0, None)
     feeds = [batch(config, layout, 0, step) for step in (7, 8)]
@@ -142,14 +142,14 @@ def alone(bound: float | None, model: ModelConfig = SMALL) -> tuple[Policy | Non
 
 def seen(config: JobConfig, layout: Layout, rank: int, groups: Any) -> list[float]:
     """What a process has seen of the parts' gradients after a few steps, as margins."""
-    swings = GradientSwings()
-    engine = build_engine(config, layout, rank, groups, CPU, swings)
+    variability = GradientVariability()
+    engine = build_engine(config, layout, rank, groups, CPU, variability)
     engine.initialise(3)
     for step in range(1, 6):
         engine.gradients_of(batch(config, layout, layout.coordinates(rank).dp, step))
         engine.optimizer_step(0.05)
     engine.close()
-    return swings.margins(0)
+    return variability.margins(0)
 
 
 def seen_by_rank(job: Job, config: JobConfig, layout: Layout) -> list[float]:
@@ -170,7 +170,7 @@ def seen_by_rank(job: Job, config: JobConfig, layout: Layout) -> list[float]:
     ],
     ids=["dp2-zero3", "pp2", "tp2-experts"],
 )
-def test_every_rank_sees_the_same_swings(pool: Pool, layout: Layout, model: ModelConfig) -> None:
+def test_every_rank_sees_the_same_variability(pool: Pool, layout: Layout, model: ModelConfig) -> None:
     config = job_of(0.5, model)
     alone = seen(config, Layout(micro_batch=12), 0, None)
     assert len(alone) == len(parts_of(parameter_table(model)))
@@ -180,17 +180,17 @@ def test_every_rank_sees_the_same_swings(pool: Pool, layout: Layout, model: Mode
     assert ranks[0] == pytest.approx(alone, rel=0.15), "but for bf16, which routes some tokens otherwise"
 
 
-def decided_knowing(job: Job, config: JobConfig, layout: Layout, swung: str) -> Policy | None:
+def decided_knowing(job: Job, config: JobConfig, layout: Layout, swung: str) -> PrecisionPolicy | None:
     """As `adapted`, where rank 1 alone has seen a part's gradients swing."""
-    groups, swings = job.groups(), GradientSwings()
+    groups, variability = job.groups(), GradientVariability()
     groups.connect()
     if job.rank == 1:
         norms = [1.0] * len(parts_of(parameter_table(SMALL)))
         place = list(parts_of(parameter_table(SMALL))).index(swung)
         for number in range(20):
             norms[place] = 1e3 if number % 2 else 1e-3
-            swings.observe(norms)
-    engine = build_engine(config, layout, job.rank, groups, CPU, swings)
+            variability.observe(norms)
+    engine = build_engine(config, layout, job.rank, groups, CPU, variability)
     engine.initialise(3)
     policy = engine.adapt([batch(config, layout, job.rank, step) for step in (7, 8)])
     engine.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.schedules import RULES, Schedule
+from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.models.layers.swiglu import SwiGLU
 from picotron_ray.planner.memory import memory_estimate
 from tests.gloo.parallel.test_matrix import GPT2_TIED
@@ -35,6 +35,7 @@ def test_a_compiled_block_equals_the_plain_one(pool: Pool) -> None:
 FUNCTIONS = KernelsConfig(norm="compiled", activation="compiled")
 
 
+@pytest.mark.deep
 def test_compiled_functions_equal_plain_ones(pool: Pool) -> None:
     model = ModelConfig(**{**MODEL.model_dump(), "layers": 2})
     job, layout = make_job("adamw", 12, model, kernels=FUNCTIONS), Layout(tp=2, micro_batch=6)
@@ -83,6 +84,7 @@ def kept_by_swiglu(job: Job, compiled: bool) -> int:
     return sum(kept.values()) // 15
 
 
+@pytest.mark.deep
 def test_a_compiled_gate_keeps_less(pool: Pool) -> None:
     """What the planner takes off, in elements per token."""
     job = make_job("sgd", 12)
@@ -98,6 +100,7 @@ def test_a_compiled_gate_keeps_less(pool: Pool) -> None:
     assert less == (eager - compiled) * 3 * SEQUENCE * MODEL.layers * 8
 
 
+@pytest.mark.deep
 def test_a_compiled_block_with_fused_projections(pool: Pool) -> None:
     kernels = KernelsConfig(compile=True, projections="fused", loss="linear", loss_chunk=5)
     job, layout = make_job("adamw", 12, SHALLOW, kernels=kernels), Layout(micro_batch=12)
@@ -131,19 +134,21 @@ def test_a_worker_that_does_not_compile_does_not_import_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def split(pool: Pool, schedule: Schedule, kernels: KernelsConfig) -> list[str]:
+def split(pool: Pool, schedule: str, kernels: KernelsConfig) -> list[str]:
     layout = Layout(pp=2, virtual_stages=2, schedule=schedule, micro_batch=1)
     model = ModelConfig(**{**MODEL.model_dump(), "layers": 5})
     job = make_job("sgd", 12, model, kernels=kernels)
     return compare(job, layout, [results[0] for results in pool.run(2, run_layout, [job], layout)])
 
 
-SPLITTING = pytest.mark.parametrize("schedule", [name for name, rules in RULES.items() if rules.splits])
+SPLITTING = pytest.mark.parametrize(
+    "schedule", [name for name, entry in SCHEDULES.items() if entry.splits_backward]
+)
 
 
 @pytest.mark.slow
 @SPLITTING
-def test_why_a_split_backward_pass_refuses_a_compiled_norm(pool: Pool, schedule: Schedule) -> None:
+def test_why_a_split_backward_pass_refuses_a_compiled_norm(pool: Pool, schedule: str) -> None:
     """Both halves go through it, and a compiled backward pass gives away in the first what it keeps."""
     with pytest.raises(WorkerError, match="retain_graph=False"):
         split(pool, schedule, KernelsConfig(norm="compiled"))
@@ -151,6 +156,6 @@ def test_why_a_split_backward_pass_refuses_a_compiled_norm(pool: Pool, schedule:
 
 @pytest.mark.slow
 @SPLITTING
-def test_a_compiled_gate_in_a_split_backward_pass(pool: Pool, schedule: Schedule) -> None:
+def test_a_compiled_gate_in_a_split_backward_pass(pool: Pool, schedule: str) -> None:
     """It keeps nothing but its inputs, and has no weight."""
     assert split(pool, schedule, KernelsConfig(activation="compiled")) == []

@@ -17,7 +17,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig, ScheduleConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.parameters import ParameterSpec, parameter_table
+from picotron_ray.models.families.registry import parameter_table
+from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm
 from picotron_ray.parallel.local_shards import LocalParameter, chunk, counts_in_norm, local_box
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum

@@ -17,13 +17,14 @@ from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box
-from picotron_ray.models.parameters import ParameterSpec, parameter_table
+from picotron_ray.models.families.registry import parameter_table
+from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.optim.matrix_exchange import share_out
+from picotron_ray.train.optim.matrix_exchange import assign_owners
 from picotron_ray.train.optim.muon import COEFFICIENTS, STEPS, Muon, newton_schulz
 from picotron_ray.train.optim.optimizer import decays
-from picotron_ray.train.precision.precision import orthogonalisation_dtype
+from picotron_ray.train.precision.precision import orthogonalization_dtype
 from tests.gloo.parallel.test_custom_model import built
 from tests.support.gloo.jobs.matrix_jobs import (
     CPU,
@@ -143,7 +144,7 @@ def test_newton_schulz_brings_singular_values_near_one() -> None:
 
 def test_types_of_the_iteration() -> None:
     types = {
-        (precision, device): orthogonalisation_dtype(
+        (precision, device): orthogonalization_dtype(
             make_job("muon", 4, precision=precision), torch.device(device)
         )
         for precision in ("fp64", "fp32", "bf16")
@@ -162,7 +163,7 @@ def test_update_equals_torchs() -> None:
     start = torch.randn(12, 20)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     local = LocalParameter(spec, Box((0, 0), (12, 20)), True, True, ours)
-    muon = Muon([local], share_out([spec], Layout(), 0), 0, 0.9, torch.bfloat16, CPU)
+    muon = Muon([local], assign_owners([spec], Layout(), 0), 0, 0.9, torch.bfloat16, CPU)
     other = torch.optim.Muon([theirs], lr=0.1, momentum=0.9, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
     for _ in range(4):
         theirs.grad = torch.randn(12, 20)
@@ -213,7 +214,7 @@ def test_learns_faster_than_adamw_at_its_learning_rate(tmp_path: Path) -> None:
 def test_each_matrix_is_worked_on_once_and_the_work_is_spread(layout: Layout) -> None:
     specs = [spec for spec in parameter_table(MIXTURE) if spec.matrix]
     rank = layout.world_size - 1
-    matrices = [matrix for found in share_out(specs, layout, rank) for matrix in found]
+    matrices = [matrix for found in assign_owners(specs, layout, rank) for matrix in found]
     keys = [(matrix.name, matrix.box) for matrix in matrices]
     expected = sum(spec.shape[0] if spec.expert else 1 for spec in specs)
     assert len(keys) == len(set(keys)) == expected
@@ -224,12 +225,12 @@ def test_each_matrix_is_worked_on_once_and_the_work_is_spread(layout: Layout) ->
         sizes[matrix.owner] += matrix.box.numel
     assert max(sizes.values()) < 1.25 * min(sizes.values())
     others = [other for other in sizes if other != rank]
-    assert all(share_out(specs, layout, other) == share_out(specs, layout, rank) for other in others)
+    assert all(assign_owners(specs, layout, other) == assign_owners(specs, layout, rank) for other in others)
 
 
 def test_rounds_bound_what_an_owner_holds() -> None:
     specs = [spec for spec in parameter_table(MODEL) if spec.matrix]
-    rounds = share_out(specs, Layout(dp=2), 0, most=500)
+    rounds = assign_owners(specs, Layout(dp=2), 0, most=500)
     largest = max(spec.numel for spec in specs)
     assert len(rounds) > 2
     for matrices in rounds:
@@ -241,7 +242,7 @@ def test_rounds_bound_what_an_owner_holds() -> None:
 def test_boxes_that_leave_holes_are_refused() -> None:
     spec = ParameterSpec("w", (8, 4), 0, "block", None, True, 1.0)
     with pytest.raises(LayoutError, match=r"w: ranks hold \(4, 4\) at \(0, 0\), expected .*\(8, 4\)"):
-        share_out([spec], Layout(dp=2), 0, lambda *_: Box((0, 0), (4, 4)))
+        assign_owners([spec], Layout(dp=2), 0, lambda *_: Box((0, 0), (4, 4)))
 
 
 # --- decay -----------------------------------------------------------------------------------------------

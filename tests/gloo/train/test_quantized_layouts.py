@@ -21,7 +21,7 @@ from picotron_ray.data.batch import StepBatch
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.optim import adamw
-from picotron_ray.train.optim.quantized_state import Quantised
+from picotron_ray.train.optim.quantized_state import QuantizedTensor
 from tests.support.gloo.jobs.matrix_jobs import CPU, assemble, run_layout, train
 from tests.support.gloo.jobs.muon_jobs import leg
 from tests.support.gloo.jobs.quantized_jobs import BATCH, MIXTURE, WIDE, job_of, with_zeros
@@ -45,7 +45,7 @@ def one_thread() -> None:
 def moment_bytes(engine: Engine) -> int:
     """Of live storage."""
     held = [x for values in engine._optimizer.moments.values() for x in values.values()]
-    return sum(x.codes.nbytes + x.scales.nbytes if isinstance(x, Quantised) else x.nbytes for x in held)
+    return sum(x.codes.nbytes + x.scales.nbytes if isinstance(x, QuantizedTensor) else x.nbytes for x in held)
 
 
 @pytest.mark.parametrize(("optimizer", "share"), [("adamw", 0.26), ("muon", 0.97)])
@@ -66,7 +66,7 @@ def test_no_step_is_far_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for kind in ("full", "8bit", "zeros"):
         if kind == "zeros":
-            monkeypatch.setattr(adamw, "map_of", with_zeros)
+            monkeypatch.setattr(adamw, "codebook_of", with_zeros)
         job = job_of("full" if kind == "full" else "8bit")
         ranks = [train(job, Layout(micro_batch=BATCH), 0, None)]
         found[kind] = assemble([rank.state for rank in ranks])["embed.weight"] / job.optimizer.learning_rate

@@ -15,9 +15,9 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim import adamw
-from picotron_ray.train.optim.adamw import AdamW, QuantisedAdamW
-from picotron_ray.train.optim.adamw_offload import Alike
-from picotron_ray.train.optim.quantized_state import BLOCK, Quantised, decode, encode, map_of
+from picotron_ray.train.optim.adamw import AdamW, QuantizedAdamW
+from picotron_ray.train.optim.adamw_offload import ParameterGroup
+from picotron_ray.train.optim.quantized_state import BLOCK, QuantizedTensor, codebook_of, decode, encode
 from tests.support.gloo.jobs.matrix_jobs import CPU
 from tests.support.gloo.jobs.quantized_jobs import job_of, with_zeros
 from tests.support.gloo.parity import distance
@@ -34,7 +34,7 @@ def one_thread() -> None:
 
 
 def drawn(kind: str, signed: bool) -> Tensor:
-    """Blocks of values as moments have them: alike, far apart within blocks or between them, mostly zero."""
+    """Blocks of values as moments have them: group, far apart within blocks or between them, mostly zero."""
     torch.manual_seed(0)
     values = torch.randn(512, BLOCK)
     if kind == "within":
@@ -46,55 +46,55 @@ def drawn(kind: str, signed: bool) -> Tensor:
     return (values if signed else values.square()).view(-1)
 
 
-KINDS = ["alike", "within", "between", "zeros"]
+KINDS = ["group", "within", "between", "zeros"]
 
 
 @pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("kind", ["alike", "within"])
+@pytest.mark.parametrize("kind", ["group", "within"])
 def test_values_are_rounded_as_torchao_rounds(kind: str, signed: bool) -> None:
     """Every code, but of values half way between two numbers; of squares only zero becomes zero."""
     from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 
-    values, chart = drawn(kind, signed), map_of(signed, CPU)
-    codes, scales = encode(values, chart)
+    values, codebook = drawn(kind, signed), codebook_of(signed, CPU)
+    codes, scales = encode(values, codebook)
     scaled, wanted_scales = scale_tensor(values, BLOCK)
-    wanted = quantize_8bit_with_qmap(scaled, chart.numbers)
+    wanted = quantize_8bit_with_qmap(scaled, codebook.numbers)
     if not signed:
         assert torch.equal(codes == 0, values == 0)
         wanted = wanted.clamp(min=1)
     assert int((codes != wanted).sum()) <= len(values) // 10**4
     torch.testing.assert_close(scales, wanted_scales, rtol=2**-16, atol=0)
-    found = decode(wanted, wanted_scales, chart)
-    assert torch.equal(found, dequant_with_qmap(wanted, chart.numbers, wanted_scales))
+    found = decode(wanted, wanted_scales, codebook)
+    assert torch.equal(found, dequant_with_qmap(wanted, codebook.numbers, wanted_scales))
 
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back_changes_no_bit(kind: str, signed: bool) -> None:
-    chart = map_of(signed, CPU)
-    codes, scales = encode(drawn(kind, signed), chart)
-    values = decode(codes, scales, chart)
-    again, scales_again = encode(values, chart, stored=True)
+    codebook = codebook_of(signed, CPU)
+    codes, scales = encode(drawn(kind, signed), codebook)
+    values = decode(codes, scales, codebook)
+    again, scales_again = encode(values, codebook, stored=True)
     assert torch.equal(again, codes)
     assert torch.equal(scales_again, scales)
-    if signed and kind == "alike":  # else the scale of a block with a negative largest value shrinks
-        assert not torch.equal(encode(values, chart)[1], scales)
+    if signed and kind == "group":  # else the scale of a block with a negative largest value shrinks
+        assert not torch.equal(encode(values, codebook)[1], scales)
 
 
 def test_squares_of_small_gradients_are_kept() -> None:
     """torchao's smallest scale of 1e-12 makes zeros of most of them."""
-    chart = map_of(False, CPU)
+    codebook = codebook_of(False, CPU)
     squares = (1e-10 * torch.randn(16, BLOCK)).square().view(-1)
-    kept = decode(*encode(squares, chart), chart)
+    kept = decode(*encode(squares, codebook), codebook)
     assert distance(kept.numpy(), squares.numpy()) < 0.01
-    assert not decode(*encode(torch.zeros(BLOCK), chart), chart).any()
+    assert not decode(*encode(torch.zeros(BLOCK), codebook), codebook).any()
 
 
 def test_rows_of_a_tensor_are_decoded_by_themselves() -> None:
     """Also where rows begin within a block."""
-    values = drawn("alike", True)[: 40 * 160].view(40, 160)[:32].reshape(-1)  # 20 blocks
-    chart = map_of(True, CPU)
-    kept = Quantised(*encode(values, chart), chart, (32, 160))
+    values = drawn("group", True)[: 40 * 160].view(40, 160)[:32].reshape(-1)  # 20 blocks
+    codebook = codebook_of(True, CPU)
+    kept = QuantizedTensor(*encode(values, codebook), codebook, (32, 160))
     whole = kept.decoded()
     for first, last in ((0, 32), (0, 1), (3, 7), (31, 32)):
         rows = kept[first:last]
@@ -103,7 +103,7 @@ def test_rows_of_a_tensor_are_decoded_by_themselves() -> None:
 
 
 def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    map_of.cache_clear()
+    codebook_of.cache_clear()
     monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
     with pytest.raises(LayoutError, match=r"optimizer.moments: saw 8bit, .*install picotron-ray\[8bit\]"):
         build_engine(job_of("8bit"), Layout(), 0, None, CPU)
@@ -121,11 +121,11 @@ def tensors(seed: int) -> list[Tensor]:
 
 
 def trained(
-    kind: type[AdamW] | type[QuantisedAdamW], **options: int
-) -> tuple[list[Tensor], AdamW | QuantisedAdamW]:
+    kind: type[AdamW] | type[QuantizedAdamW], **options: int
+) -> tuple[list[Tensor], AdamW | QuantizedAdamW]:
     weights = tensors(0)
-    alike = Alike([f"w{i}" for i in range(len(SIZES))], weights, range(len(SIZES)), 0.3)
-    ours = kind(OptimizerConfig(), [alike], True, **options)
+    group = ParameterGroup([f"w{i}" for i in range(len(SIZES))], weights, range(len(SIZES)), 0.3)
+    ours = kind(OptimizerConfig(), [group], True, **options)
     for step in range(1, 11):
         ours.step(tensors(step), 0.01, step)
     return weights, ours
@@ -148,8 +148,8 @@ def test_updates_are_those_of_torchaos_optimizer(monkeypatch: pytest.MonkeyPatch
             for parameter, gradient in zip(theirs, tensors(step), strict=True):
                 parameter.grad = gradient
             optimizer.step()
-    monkeypatch.setattr(adamw, "map_of", with_zeros)
-    found, ours = trained(QuantisedAdamW)
+    monkeypatch.setattr(adamw, "codebook_of", with_zeros)
+    found, ours = trained(QuantizedAdamW)
     exact, _ = trained(AdamW)
     wanted = joined([w.detach() for w in theirs])
     error = distance(wanted, joined(exact))
@@ -159,13 +159,13 @@ def test_updates_are_those_of_torchaos_optimizer(monkeypatch: pytest.MonkeyPatch
         large = [isinstance(optimizer.state[parameter][name], Tensor) for name in ours.moments]
         assert large == [True, True]
         kept = type(optimizer.state[parameter]["exp_avg"]).__name__ == "OptimState8bit"
-        assert isinstance(ours.moments["exp_avg"][f"w{number}"], Quantised) is kept
+        assert isinstance(ours.moments["exp_avg"][f"w{number}"], QuantizedTensor) is kept
 
 
 @pytest.mark.parametrize("elements", [BLOCK, 30 * BLOCK, 100 * BLOCK])
 def test_buckets_do_not_show(elements: int) -> None:
-    expected, _ = trained(QuantisedAdamW)
-    found, ours = trained(QuantisedAdamW, bucket_elements=elements)
+    expected, _ = trained(QuantizedAdamW)
+    found, ours = trained(QuantizedAdamW, bucket_elements=elements)
     assert len(ours._buckets) > 1  # type: ignore[union-attr]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -178,12 +178,12 @@ def test_speed_of_an_update(capsys: pytest.CaptureFixture[str]) -> None:
 
     weights = [torch.randn(1024, 1024) for _ in range(8)]
     gradients = [1e-3 * torch.randn(1024, 1024) for _ in weights]
-    alike = Alike([f"w{i}" for i in range(8)], weights, range(8), 0.1)
+    group = ParameterGroup([f"w{i}" for i in range(8)], weights, range(8), 0.1)
     parameters = [torch.nn.Parameter(w.clone()) for w in weights]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     theirs = AdamW8bit(parameters)
-    full, ours = AdamW(OptimizerConfig(), [alike], True), QuantisedAdamW(OptimizerConfig(), [alike], True)
+    full, ours = AdamW(OptimizerConfig(), [group], True), QuantizedAdamW(OptimizerConfig(), [group], True)
 
     def eager() -> None:
         with torch.compiler.set_stance("force_eager"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from picotron_ray.bench.mfu.checkout import imported
+from picotron_ray.bench.mfu.checkout import import_checkout
 from picotron_ray.errors import PicotronError
 
 MODEL = """
@@ -42,7 +42,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_what_is_not_called_may_be_missing_and_refuses_to_be_called(checkout: Path) -> None:
     not_called = {"gone.language": "gone", "rival.kernels": "gone"}
-    theirs = imported("rival", checkout, {"model": "rival.model"}, not_called).model
+    theirs = import_checkout("rival", checkout, {"model": "rival.model"}, not_called).model
     assert theirs.train() == "trained"
     for call, name in ((theirs.kernel, "gone.language.jit"), (theirs.load, "gone.Base")):
         with pytest.raises(PicotronError, match=rf"^rival: calls {name}, which is not installed$"):
@@ -60,7 +60,7 @@ def test_a_package_that_is_there_is_not_replaced(checkout: Path) -> None:
     (checkout / "gone" / "language.py").write_text("constexpr = int\ndef jit(**named): return lambda f: f")
     try:
         not_called = {"gone.language": "gone", "rival.kernels": "gone"}
-        theirs = imported("rival", checkout, {"model": "rival.model"}, not_called).model
+        theirs = import_checkout("rival", checkout, {"model": "rival.model"}, not_called).model
         assert theirs.load() == []
         assert theirs.kernel() is theirs.run() is None
     finally:
@@ -70,6 +70,6 @@ def test_a_package_that_is_there_is_not_replaced(checkout: Path) -> None:
 
 def test_what_it_needs_is_named_where_it_is_missing(checkout: Path) -> None:
     with pytest.raises(PicotronError, match=r"^rival: .* cannot be imported: No module named 'gone'"):
-        imported("rival", checkout, {"kernels": "rival.kernels"}, {})
+        import_checkout("rival", checkout, {"kernels": "rival.kernels"}, {})
     with pytest.raises(PicotronError, match=r"cannot be imported: No module named 'rival.missing'"):
-        imported("rival", checkout, {"missing": "rival.missing"}, {})
+        import_checkout("rival", checkout, {"missing": "rival.missing"}, {})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from picotron_ray.checkpoint.storage.base import Listed
+from picotron_ray.checkpoint.storage.base import StoredObject
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.lineage import commits_on, lineage
 from picotron_ray.checkpoint.store.run_log import RunLog, entry_key
@@ -111,7 +111,7 @@ class Flaky:
     def get(self, key: str) -> bytes:
         return self.inner.get(key)
 
-    def list(self, prefix: str) -> Iterator[Listed]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         return self.inner.list(prefix)
 
 

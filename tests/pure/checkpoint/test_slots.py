@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import (
     SlotFile,
     SlotHeader,
@@ -230,7 +230,7 @@ def held(count: int) -> list[Held]:
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_are_disjoint_complete_and_balanced(count: int) -> None:
     tensors = held(40)
-    shares = [share(tensors, index, count) for index in range(count)]
+    shares = [split_for_replica(tensors, index, count) for index in range(count)]
     for tensor in tensors:
         parts = [part for member in shares for part in member if part.shard.name == tensor.shard.name]
         assert sum(part.shard.box.numel for part in parts) == tensor.shard.box.numel * tensor.primary

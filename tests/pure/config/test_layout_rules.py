@@ -90,7 +90,7 @@ def test_rows_split_the_batch_and_fit_the_micro_batches(dp: int, batch: int) -> 
 
 
 def test_round_trip_and_text() -> None:
-    layout = Layout(dp=2, tp=2, pp=2, cp=2, zero=3, schedule="afab", micro_batch=4)
+    layout = Layout(dp=2, tp=2, pp=2, cp=2, zero=3, schedule="gpipe", micro_batch=4)
     assert Layout.from_dict(layout.to_dict()) == layout
-    assert str(layout) == "dp2-tp2-pp2-cp2-zero3-afab-mb4"
+    assert str(layout) == "dp2-tp2-pp2-cp2-zero3-gpipe-mb4"
     assert str(Layout()) == "dp1-tp1-pp1-mb1"

@@ -6,13 +6,13 @@ import pytest
 
 from picotron_ray.config.load import load_job, recipe_names
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import misfits
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import GPU
 from picotron_ray.planner.memory import budget_bytes
 from picotron_ray.planner.model_sizes import flops_per_token, parameter_count
-from picotron_ray.planner.search import within
+from picotron_ray.planner.recompute_search import cheapest_recompute
 
 # Parameters of the published checkpoints (the sizes of their tensors; a tied head counts once).
 PUBLISHED = {
@@ -24,6 +24,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt2-small": 124_439_808,
     "gpt2-medium": 354_823_168,
+    "olmo2-1b": 1_484_916_736,
 }
 SELF_CONTAINED = ("quickstart", "tiny")  # on the standard library's source
 
@@ -75,5 +76,5 @@ def test_the_fewest_workers_that_it_names_hold_it(name: str) -> None:
     job = recipe(name)
     fewest = job.cluster.min_workers
     layout = Layout(dp=fewest, zero=3 if fewest > 1 else 0, micro_batch=1)
-    assert within(job, layout, budget_bytes(job, GPU.memory_bytes)) is not None
-    assert misfits(job, layout) == []
+    assert cheapest_recompute(job, layout, budget_bytes(job, GPU.memory_bytes)) is not None
+    assert layout_problems(job, layout) == []

@@ -8,13 +8,13 @@ import pytest
 
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import fitting_degrees, misfits
+from picotron_ray.config.validation.layout import fitting_degrees, layout_problems
 from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Source
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedule_actions import action_list
-from picotron_ray.layout.schedules import RULES, in_flight, rules_of, waits
+from picotron_ray.layout.schedules import PipelineShape, schedule_of
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import memory_estimate
@@ -125,12 +125,13 @@ def test_a_list_that_does_not_split_takes_zero_3_recomputation_and_compiled_bloc
 FORWARD_FIRST = ("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3")
 
 
-@pytest.mark.parametrize(("schedule", "rows"), [("1f1b", ONE_F_ONE_B), ("afab", FORWARD_FIRST)])
+@pytest.mark.parametrize(("schedule", "rows"), [("1f1b", ONE_F_ONE_B), ("gpipe", FORWARD_FIRST)])
 def test_a_list_that_spells_out_a_schedule_costs_as_much(schedule: str, rows: tuple[str, ...]) -> None:
     listed = action_list(rows)
     assert listed.placement == ((0,), (1,))
-    assert waits(rules_of("custom", rows), 2, 1) == waits(RULES[schedule], 2, 1) == 1.0
-    assert list(listed.in_flight) == [in_flight(schedule, 2, 1, rank, 4) for rank in range(2)]
+    shape, spelt = PipelineShape(ranks=2, stages_per_rank=1, micro_batches=4), schedule_of("custom", rows)
+    assert spelt.waiting(shape) == schedule_of(schedule).waiting(shape) == 1.0
+    assert list(listed.in_flight) == [schedule_of(schedule).in_flight(shape, rank) for rank in range(2)]
     config = job(rows)
     named = Layout(pp=2, schedule=schedule, micro_batch=2)
     own = Layout(pp=2, schedule="custom", micro_batch=2, placement=listed.placement)
@@ -182,7 +183,7 @@ def test_every_layout_has_the_rows_and_the_micro_batches_of_the_list(rows: tuple
     for layout in found:
         assert (layout.pp, layout.schedule, layout.placement) == (2, "custom", listed.placement)
         assert layout.micro_batches(8) == listed.micro_batches
-        assert not misfits(config, layout)
+        assert not layout_problems(config, layout)
     assert {degrees.pp for degrees in fitting_degrees(config, 8)} == {2}
 
 

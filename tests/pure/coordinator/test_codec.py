@@ -16,7 +16,9 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import MESSAGES, decode, decode_spec, encode, plain
 from picotron_ray.coordinator.replay import event_line, header_line, replay
+from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedules import SCHEDULES
 from tests.support.coordinator_world import World, choose_dp, flush, job, outcomes, snapshot
 
 
@@ -26,6 +28,8 @@ def strategy(annotation: Any) -> st.SearchStrategy[Any]:
     if dataclasses.is_dataclass(annotation):
         hints = typing.get_type_hints(annotation)
         fields = {field.name: strategy(hints[field.name]) for field in dataclasses.fields(annotation)}
+        if annotation is Layout:
+            fields["schedule"] = st.sampled_from(list(SCHEDULES))
         return st.builds(annotation, **fields)
     if origin is typing.Literal:
         return st.sampled_from(args)
@@ -43,11 +47,13 @@ def test_every_message_is_known_to_the_codec() -> None:
     defined = {
         kind.__name__
         for kind in vars(m).values()
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == m.__name__
+        if isinstance(kind, type)
+        and dataclasses.is_dataclass(kind)
+        and kind.__module__.startswith(m.__name__)
     }
     values = {
         "GenerationId", "Fragment", "SlotInfo", "Source", "Member", "Link", "GenerationSpec", "Commit",
-        "Busy",
+        "BusyWorker",
     }  # fmt: skip
     assert set(MESSAGES) == defined - values
 
@@ -95,7 +101,9 @@ def recorded() -> list[str]:
     spec = world.up(("a", 4))
     world.now += 0.1
     dead = spec.members[1].worker
-    commands = world.send(m.WorkerExited(dead, "killed"), *outcomes(spec, "peer_lost", 5, but=(dead,)))
+    commands = world.send(
+        m.WorkerExited(dead, "killed"), *outcomes(spec, FailureKind.PEER_LOST, 5, but=(dead,))
+    )
     after = world.run(world.answer(commands, flush(spec, 5, [0, 2, 3])))
     world.wait(2.5)
     again = Recorder(now=world.now)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.states import TRANSITIONS, State, terminal
+from picotron_ray.coordinator.states import TRANSITIONS, MachineState, terminal
+from picotron_ray.failures import FailureKind
 from tests.support.coordinator_world import World, flush, job, of, outcomes, snapshot
 
 
@@ -19,7 +20,7 @@ def test_start_runs_all_workers_at_once_and_logs_the_generation_meanwhile() -> N
     assert spec.id == m.GenerationId(1, 1)
     kinds = [type(c) for c in commands]
     assert kinds.index(m.RunGeneration) < kinds.index(m.AppendGeneration)
-    assert world.state is State.RUNNING
+    assert world.state is MachineState.RUNNING
 
 
 def test_worker_death_recovers_on_the_survivors_from_their_flush() -> None:
@@ -30,7 +31,7 @@ def test_worker_death_recovers_on_the_survivors_from_their_flush() -> None:
     hit = of(commands, m.Interrupt)
     assert {c.worker for c in hit} == {x.worker for x in spec.members} - {dead}
     assert {c.mode for c in hit} == {"hard"}
-    commands = world.send(*outcomes(spec, "peer_lost", 12, but=(dead,)))
+    commands = world.send(*outcomes(spec, FailureKind.PEER_LOST, 12, but=(dead,)))
     slots = (*snapshot(spec, 11, range(2)), *flush(spec, 12, [0, 1, 3]))
     commands = world.answer(commands, slots)
     after = world.run(commands)
@@ -48,7 +49,9 @@ def test_replacement_grows_the_run_again_at_a_boundary() -> None:
     world = World()
     spec = world.up(("a", 4))
     dead = spec.members[0].worker
-    commands = world.send(m.WorkerExited(dead, "killed"), *outcomes(spec, "peer_lost", 5, but=(dead,)))
+    commands = world.send(
+        m.WorkerExited(dead, "killed"), *outcomes(spec, FailureKind.PEER_LOST, 5, but=(dead,))
+    )
     three = world.run(world.answer(commands, flush(spec, 5, [1, 2, 3])))
     started = world.wait(2.5)
     assert of(world.ready(started), m.Interrupt) == [], "no growth before the generation has shown progress"
@@ -66,7 +69,7 @@ def test_member_that_does_not_stop_is_killed() -> None:
     world = World()
     spec = world.up(("a", 4))
     dead, stuck = spec.members[0].worker, spec.members[1].worker
-    world.send(m.WorkerExited(dead, "killed"), *outcomes(spec, "peer_lost", 5, but=(dead, stuck)))
+    world.send(m.WorkerExited(dead, "killed"), *outcomes(spec, FailureKind.PEER_LOST, 5, but=(dead, stuck)))
     early = world.wait(1.5)
     assert [c.worker for c in of(early, m.Interrupt)] == [stuck], "asked once more before it is killed"
     late = world.wait(1.0)
@@ -80,7 +83,7 @@ def test_a_death_that_is_never_confirmed_does_not_block_for_ever() -> None:
     world = World()
     spec = world.up(("a", 4))
     dead, stuck = spec.members[0].worker, spec.members[1].worker
-    world.send(m.WorkerExited(dead, "killed"), *outcomes(spec, "peer_lost", 5, but=(dead, stuck)))
+    world.send(m.WorkerExited(dead, "killed"), *outcomes(spec, FailureKind.PEER_LOST, 5, but=(dead, stuck)))
     commands = world.wait(20)
     assert len(of(commands, m.KillWorker)) == 3
     assert of(commands, m.CollectInventory)
@@ -91,7 +94,7 @@ def test_finish_uploads_commits_and_ends() -> None:
     spec = world.up(("a", 2), ("b", 2))
     commands = world.send(*outcomes(spec, "finished", 100))
     commands = world.answer(commands, snapshot(spec, 100))
-    assert world.state is State.FINALISING
+    assert world.state is MachineState.FINALISING
     uploads = of(commands, m.Upload)
     assert [(c.node, c.step) for c in uploads] == [("a", 100)], "one node's replicas hold the whole state"
     world.log_appends()
@@ -151,7 +154,7 @@ def test_node_loss_falls_back_to_the_commit_and_says_what_it_cost() -> None:
     world.log_appends()
     world.send(m.Heartbeat("a", spec.id, {spec.members[0].worker: 63}))
     commands = world.send(m.NodeLost("b", "removed"))
-    commands = world.send(*outcomes(spec, "peer_lost", 63, but=(spec.members[1].worker,)))
+    commands = world.send(*outcomes(spec, FailureKind.PEER_LOST, 63, but=(spec.members[1].worker,)))
     commands = world.answer(commands, (*snapshot(spec, 62), *flush(spec, 63, [0])))
     after = world.run(commands)
     assert (after.source.kind, after.resume_step, after.source.manifest) == (
@@ -185,7 +188,7 @@ def test_adoption_with_a_member_missing_recovers_at_once() -> None:
     commands = world.begin(("a", 4), term=2, running=spec, workers=spec.members[1:], generations=(spec,))
     assert len(of(commands, m.Interrupt)) == 3
     dead = spec.members[0].worker
-    commands = world.send(*outcomes(spec, "peer_lost", 20, but=(dead,)))
+    commands = world.send(*outcomes(spec, FailureKind.PEER_LOST, 20, but=(dead,)))
     after = world.run(world.answer(commands, flush(spec, 20, [1, 2, 3])))
     assert (after.id, after.resume_step) == (m.GenerationId(2, 1), 20)
 
@@ -199,25 +202,25 @@ def test_fenced_coordinator_stops_and_touches_nothing() -> None:
 
 
 def test_table_only_the_end_is_terminal_and_all_states_can_reach_it() -> None:
-    assert [state for state in State if terminal(state)] == [State.DONE]
-    assert set(TRANSITIONS) == set(State)
-    for state in State:
+    assert [state for state in MachineState if terminal(state)] == [MachineState.DONE]
+    assert set(TRANSITIONS) == set(MachineState)
+    for state in MachineState:
         seen, todo = set(), [state]
         while todo:
             at = todo.pop()
             if at not in seen:
                 seen.add(at)
                 todo += TRANSITIONS[at]
-        assert State.DONE in seen
+        assert MachineState.DONE in seen
 
 
-@pytest.mark.parametrize("kind", ["peer_lost", "failed"])
+@pytest.mark.parametrize("kind", [FailureKind.PEER_LOST, FailureKind.FAILED])
 def test_outcome_of_an_older_generation_is_ignored(kind: str) -> None:
     world = World()
     spec = world.up(("a", 4))
     old = m.GenerationId(spec.id.term, spec.id.n - 1)
     assert world.send(m.Outcome(spec.members[0].worker, old, kind, 3)) == []  # type: ignore[arg-type]
-    assert world.state is State.RUNNING
+    assert world.state is MachineState.RUNNING
 
 
 def test_the_stuck_member_is_found_by_its_silence_and_killed() -> None:
@@ -226,7 +229,7 @@ def test_the_stuck_member_is_found_by_its_silence_and_killed() -> None:
     victim, stuck = spec.members[0].worker, spec.members[3].worker
     commands = world.send(m.Stalled(victim, spec.id, "reduce", 1.2))
     assert {c.worker for c in of(commands, m.Interrupt)} == {x.worker for x in spec.members}
-    world.send(*outcomes(spec, "peer_lost", 5, but=(stuck,)))
+    world.send(*outcomes(spec, FailureKind.PEER_LOST, 5, but=(stuck,)))
     assert [c.worker for c in of(world.wait(2.5), m.KillWorker)] == [stuck]
     commands = world.answer(world.send(m.WorkerExited(stuck, "killed")), flush(spec, 5, [0, 1, 2]))
     (alert,) = [c for c in of(commands, m.Alert) if c.kind == "recovery"]

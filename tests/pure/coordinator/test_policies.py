@@ -1,4 +1,4 @@
-"""Each policy of the coordinator by itself, and the machine with each of them."""
+"""Each policy of the coordinator by itself."""
 
 from __future__ import annotations
 
@@ -10,28 +10,15 @@ from hypothesis import strategies as st
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.append_queue import BACKOFF_S, AppendQueue
-from picotron_ray.coordinator.checkpoint_tracker import Checkpoints, known_layouts
+from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker, known_layouts
 from picotron_ray.coordinator.lineage import descend, on_lineage
-from picotron_ray.coordinator.policies.failure import Breaker, Remedy
-from picotron_ray.coordinator.policies.membership import Roster, Worker, choose_members, starts
+from picotron_ray.coordinator.policies.failure import Breaker
+from picotron_ray.coordinator.policies.membership import Roster, RosterWorker, choose_members, starts
 from picotron_ray.coordinator.policies.restore_point import cover, newest_slots, restore_point
 from picotron_ray.coordinator.policies.scale_up import GrowthView, decide
-from picotron_ray.coordinator.states import State
+from picotron_ray.failures import FailureKind, Remedy
 from picotron_ray.layout.layout import Layout
-from tests.support.coordinator_world import World, choose_dp, flush, job, of, outcomes, snapshot
-
-
-def gid(n: int) -> m.GenerationId:
-    return m.GenerationId(1, n)
-
-
-def spec(
-    n: int, source: m.Source, parent: m.GenerationSpec | None, layout: Layout | None = None
-) -> m.GenerationSpec:
-    layout = layout or Layout(dp=2)
-    members = tuple(m.Member(f"w{i}", f"n{i % 2}") for i in range(layout.world_size))
-    return m.GenerationSpec(gid(n), members, layout, source, "test", descend(parent, source))
-
+from tests.support.coordinator_world import gid, of, snapshot, spec
 
 # --- lineage --------------------------------------------------------------------------------------
 
@@ -143,7 +130,7 @@ def test_layouts_are_known_from_sources_where_the_log_entry_is_missing() -> None
 
 def test_breaker_changes_the_remedy_before_it_gives_up() -> None:
     breaker = Breaker(100, 6)
-    remedies = [breaker.record("killed", 10)[0] for _ in range(6)]
+    remedies = [breaker.record(FailureKind.WORKER_EXITED, 10)[0] for _ in range(6)]
     assert remedies == [
         Remedy.RETRY, Remedy.EXCLUDE, Remedy.COMMIT, Remedy.SHRINK, Remedy.SHRINK, Remedy.GIVE_UP,
     ]  # fmt: skip
@@ -152,18 +139,18 @@ def test_breaker_changes_the_remedy_before_it_gives_up() -> None:
 def test_breaker_progress_means_a_step_that_was_never_reached() -> None:
     breaker = Breaker(100, 6)
     for _ in range(3):
-        breaker.record("nan", 10)
+        breaker.record(FailureKind.FAILED, 10)
     assert not breaker.progressed(10)
-    assert breaker.record("nan", 8)[0] is Remedy.SHRINK
+    assert breaker.record(FailureKind.FAILED, 8)[0] is Remedy.SHRINK
     assert breaker.progressed(11)
     assert not breaker.progressed(12), "told once"
-    assert breaker.record("nan", 12)[0] is Remedy.RETRY
+    assert breaker.record(FailureKind.FAILED, 12)[0] is Remedy.RETRY
 
 
 def test_breaker_counts_everything_in_total_but_lost_nodes_not_in_a_row() -> None:
     breaker = Breaker(7, 3)
-    assert [breaker.record("node lost", 5)[0] for _ in range(7)] == [Remedy.RETRY] * 7
-    remedy, why = breaker.record("corrupt", 50)
+    assert [breaker.record(FailureKind.NODE_LOST, 5)[0] for _ in range(7)] == [Remedy.RETRY] * 7
+    remedy, why = breaker.record(FailureKind.CORRUPT, 50)
     assert remedy is Remedy.GIVE_UP
     assert "max_failures=7" in why
 
@@ -210,7 +197,7 @@ def roster(*nodes: tuple[str, int], workers: str = "") -> Roster:
     for name, capacity in nodes:
         found.join(name, capacity, 0.0)
     for at, node in enumerate(workers.split()):
-        found.workers[f"w{at}"] = Worker(f"w{at}", node, "idle", float(at))
+        found.workers[f"w{at}"] = RosterWorker(f"w{at}", node, "idle", float(at))
     return found
 
 
@@ -278,351 +265,60 @@ def test_log_entries_go_one_at_a_time_and_are_tried_again_later_and_later() -> N
 # --- commits --------------------------------------------------------------------------------------
 
 
-def seal(saves: Checkpoints, one: m.GenerationSpec, step: int, node: str) -> list[m.Command]:
+def seal(checkpoints: CheckpointTracker, one: m.GenerationSpec, step: int, node: str) -> list[m.Command]:
     slots = tuple(slot for slot in snapshot(one, step) if slot.node == node)
-    return saves.sealed((step, one.id), node, slots, one.layout)
+    return checkpoints.sealed((step, one.id), node, slots, one.layout)
 
 
 def test_a_newer_snapshot_waits_for_the_upload_under_way_but_replaces_one_that_fails() -> None:
     one = spec(1, m.Source("init"), None, Layout(tp=2))
-    saves = Checkpoints(10.0)
-    seal(saves, one, 10, "n0")
-    assert saves.plan(0.0) == [], "half of the state"
-    seal(saves, one, 10, "n1")
-    assert [c.step for c in of(saves.plan(0.0), m.Upload)] == [10, 10]
-    seal(saves, one, 20, "n0")
-    seal(saves, one, 20, "n1")
-    assert saves.plan(1.0) == []
-    assert not saves.uploaded(m.Uploaded("n0", one.id, 10, "down"), 1.0)
-    commands = saves.plan(1.0)
+    checkpoints = CheckpointTracker(10.0)
+    seal(checkpoints, one, 10, "n0")
+    assert checkpoints.plan(0.0) == [], "half of the state"
+    seal(checkpoints, one, 10, "n1")
+    assert [c.step for c in of(checkpoints.plan(0.0), m.Upload)] == [10, 10]
+    seal(checkpoints, one, 20, "n0")
+    seal(checkpoints, one, 20, "n1")
+    assert checkpoints.plan(1.0) == []
+    assert not checkpoints.uploaded(m.Uploaded("n0", one.id, 10, "down"), 1.0)
+    commands = checkpoints.plan(1.0)
     assert [c.step for c in of(commands, m.Release)] == [10, 10]
     assert [c.step for c in of(commands, m.Upload)] == [20, 20]
-    assert not saves.uploaded(m.Uploaded("n0", one.id, 10), 2.0), "of the one that was given up"
-    assert not saves.uploaded(m.Uploaded("n0", one.id, 20), 2.0)
-    assert not saves.uploaded(m.Uploaded("n0", one.id, 20), 2.0), "told twice"
-    assert saves.uploaded(m.Uploaded("n1", one.id, 20), 2.0)
-    assert saves.commit() == m.AppendCommit(one.id, 20, ("n0", "n1"))
-    assert len(saves.settled((20, one.id), ["n0", "n1"])) == 2
-    assert [c.step for c in of(seal(saves, one, 20, "n1"), m.Release)] == [20], "too late"
+    assert not checkpoints.uploaded(m.Uploaded("n0", one.id, 10), 2.0), "of the one that was given up"
+    assert not checkpoints.uploaded(m.Uploaded("n0", one.id, 20), 2.0)
+    assert not checkpoints.uploaded(m.Uploaded("n0", one.id, 20), 2.0), "told twice"
+    assert checkpoints.uploaded(m.Uploaded("n1", one.id, 20), 2.0)
+    assert checkpoints.commit() == m.AppendCommit(one.id, 20, ("n0", "n1"))
+    assert len(checkpoints.settled((20, one.id), ["n0", "n1"])) == 2
+    assert [c.step for c in of(seal(checkpoints, one, 20, "n1"), m.Release)] == [20], "too late"
 
 
 def test_a_lost_node_or_slot_plans_the_checkpoint_anew_from_the_replicas() -> None:
     one = spec(1, m.Source("init"), None, Layout(dp=4))
-    saves = Checkpoints(10.0)
+    checkpoints = CheckpointTracker(10.0)
     for node in ("n0", "n1"):
-        seal(saves, one, 10, node)
-    assert [c.node for c in of(saves.plan(0.0), m.Upload)] == ["n0"]
-    saves.node_lost("n0")
-    assert [c.node for c in of(saves.plan(1.0), m.Upload)] == ["n1"]
-    assert saves.job is not None
-    saves.slot_lost("n1", saves.job.parts["n1"][0])
-    assert saves.plan(2.0) == []
-    assert saves.job is None
-    assert saves.wake_at is None
+        seal(checkpoints, one, 10, node)
+    assert [c.node for c in of(checkpoints.plan(0.0), m.Upload)] == ["n0"]
+    checkpoints.node_lost("n0")
+    assert [c.node for c in of(checkpoints.plan(1.0), m.Upload)] == ["n1"]
+    assert checkpoints.pending is not None
+    checkpoints.slot_lost("n1", checkpoints.pending.parts["n1"][0])
+    assert checkpoints.plan(2.0) == []
+    assert checkpoints.pending is None
+    assert checkpoints.wake_at is None
 
 
 def test_a_rewind_voids_the_checkpoints_after_it() -> None:
     one = spec(1, m.Source("init"), None)
-    saves = Checkpoints(10.0)
+    checkpoints = CheckpointTracker(10.0)
     for step in (10, 20):
         for node in ("n0", "n1"):
-            seal(saves, one, step, node)
-    saves.plan(0.0)
-    assert saves.job is not None
-    assert saves.job.state[0] == 20
+            seal(checkpoints, one, step, node)
+    checkpoints.plan(0.0)
+    assert checkpoints.pending is not None
+    assert checkpoints.pending.state[0] == 20
     two = spec(2, m.Source("commit", 10, one.id, manifest="m10"), one)
-    saves.rewound(two)
-    assert {c.step for c in of(saves.release_void(), m.Release)} == {20}
-    assert saves.release_void() == []
-    assert saves.job is None
-
-
-# --- the machine with these policies --------------------------------------------------------------
-
-
-def fail(world: World, detail: str, step: int = 5, slots: tuple[m.SlotInfo, ...] = ()) -> list[m.Command]:
-    """Rank 0 fails, the others lose it; all nodes answer with ``slots``."""
-    spec = world.spec
-    first = m.Outcome(spec.members[0].worker, spec.id, "failed", step, detail)
-    commands = world.send(first, *outcomes(spec, "peer_lost", step, but=(spec.members[0].worker,)))
-    return commands + world.answer(commands, slots)
-
-
-def test_repeated_failures_exclude_the_suspect_then_fall_back_then_shrink_then_end() -> None:
-    world = World()
-    first = world.up(("a", 4))
-    world.log_appends()
-    world.send(m.SnapshotSealed("a", first.id, 3, snapshot(first, 3)), m.Uploaded("a", first.id, 3))
-    world.log_appends()
-    held = flush(first, 5, [0, 1, 2, 3])
-    fail(world, "error: boom", slots=held)
-    assert (world.spec.resume_step, len(world.spec.members)) == (5, 4)
-    suspect = world.spec.members[0].worker
-    commands = fail(world, "error: boom", slots=held)
-    assert [c.worker for c in of(commands, m.KillWorker)] == [suspect]
-    assert len(world.spec.members) == 3
-    fail(world, "error: boom", slots=held)
-    assert (world.spec.source.kind, world.spec.resume_step) == ("commit", 3)
-    fail(world, "error: boom", step=3, slots=held)
-    assert len(world.spec.members) == 1
-    fail(world, "error: boom", step=3, slots=held)
-    commands = fail(world, "error: boom", step=3, slots=held)
-    (end,) = of(commands, m.Finish)
-    assert end.status == "failed"
-    assert "max_failures_without_progress=6" in end.detail
-    assert "boom" in end.detail
-
-
-def test_progress_lifts_the_limit_of_workers() -> None:
-    world = World(job(elastic__max_failures_without_progress=20))
-    first = world.up(("a", 4))
-    held = flush(first, 5, [0, 1, 2, 3])
-    for _ in range(4):
-        fail(world, "nan", slots=held)
-    small = world.spec
-    assert len(small.members) < 3
-    commands = world.send(m.Heartbeat("a", small.id, {small.members[0].worker: 6}))
-    assert {c.mode for c in of(commands, m.Interrupt)} == {"boundary"}
-
-
-def test_a_corrupt_slot_is_quarantined_and_the_next_rung_used() -> None:
-    world = World()
-    first = world.up(("a", 4))
-    fail(world, "error: boom", slots=(*flush(first, 5, [0, 1]), *snapshot(first, 4)))
-    bad = world.spec.source.slots[0].slot
-    spec = world.spec
-    told = [m.Outcome(x.worker, spec.id, "failed", 5, f"corrupt:{bad}") for x in spec.members]
-    commands = world.send(*told)
-    assert of(commands, m.Quarantine) == [m.Quarantine("a", bad)]
-    world.answer(commands, (*flush(first, 5, [0, 1]), *snapshot(first, 4)))
-    assert (world.spec.resume_step, world.spec.source.slots[0].slot != bad) == (5, True)
-    assert world.machine.view.failures == 2
-
-
-def test_a_corrupt_commit_falls_back_to_the_older_one() -> None:
-    commits = tuple(m.Commit(step, gid(1), f"m{step}", step) for step in (10, 20))
-    old = spec(1, m.Source("init"), None)
-    world = World()
-    started = world.begin(("a", 4), term=2, commits=commits, generations=(old,))
-    world.answer(world.ready(started))
-    assert world.spec.source.manifest == "m20"
-    fail(world, "corrupt:m20", step=20)
-    assert world.spec.source.manifest == "m10"
-    assert world.machine.view.committed == 10
-
-
-def test_upload_that_finds_a_corrupt_slot_quarantines_it_and_uses_a_replica() -> None:
-    world = World()
-    one = world.up(("a", 2), ("b", 2))
-    sealed = snapshot(one, 50)
-    for node in ("a", "b"):
-        world.send(m.SnapshotSealed(node, one.id, 50, tuple(s for s in sealed if s.node == node)))
-    commands = world.send(m.Uploaded("a", one.id, 50, f"corrupt:{sealed[0].slot}"))
-    assert of(commands, m.Quarantine) == [m.Quarantine("a", sealed[0].slot)]
-    assert {c.node for c in of(commands, m.Upload)} >= {"b"}
-
-
-def test_resume_step_goes_back_once_and_voids_what_came_after() -> None:
-    commits = tuple(m.Commit(step, gid(1), f"m{step}", step) for step in (10, 20))
-    old = spec(1, m.Source("init"), None)
-    config = job(checkpoint__resume_step=10)
-    world = World(config)
-    started = world.begin(("a", 4), term=2, commits=commits, generations=(old,))
-    rewound = world.run(world.answer(world.ready(started)))
-    assert (rewound.resume_step, rewound.lineage) == (10, (m.Link(gid(1), 10),))
-    again = World(config)
-    started = again.begin(("a", 4), term=3, commits=commits, generations=(old, rewound))
-    assert again.run(again.answer(again.ready(started))).resume_step == 10, "the commit of step 20 is void"
-    later = (*commits, m.Commit(15, rewound.id, "m15", 30))
-    onwards = World(config)
-    started = onwards.begin(("a", 4), term=3, commits=later, generations=(old, rewound))
-    assert onwards.run(onwards.answer(onwards.ready(started))).resume_step == 15, "not back again"
-
-
-def test_resume_step_without_such_a_commit_says_which_there_are() -> None:
-    world = World(job(checkpoint__resume_step=11))
-    old = spec(1, m.Source("init"), None)
-    started = world.begin(("a", 4), term=2, commits=(m.Commit(10, gid(1), "m10", 2),), generations=(old,))
-    (end,) = of(world.answer(world.ready(started)), m.Finish)
-    assert end.status == "failed"
-    assert "saw 11, allowed are the commits at [10]" in end.detail
-
-
-def test_a_run_that_is_over_ends_at_once_and_starts_nothing() -> None:
-    old = spec(1, m.Source("init"), None)
-    world = World()
-    commands = world.begin(("a", 4), term=2, commits=(m.Commit(100, gid(1), "m", 9),), generations=(old,))
-    assert [c.status for c in of(commands, m.Finish)] == ["finished"]
-    assert not of(commands, m.StartWorker)
-
-
-def test_too_few_workers_in_time_ends_a_new_run_with_one_line() -> None:
-    world = World(job(cluster__min_workers=3))
-    world.ready(world.begin(("a", 2)))
-    (end,) = of(world.wait(130), m.Finish)
-    assert end == m.Finish("failed", "too few workers: 2 ready after 120 s, cluster.min_workers=3")
-
-
-def test_the_least_number_of_workers_starts_after_the_wait() -> None:
-    world = World()
-    world.ready(world.begin(("a", 2)))
-    assert world.state is State.STARTING
-    commands = world.wait(120)
-    assert len(world.run(world.answer(commands)).members) == 2
-
-
-def test_workers_that_never_start_end_the_run() -> None:
-    world = World()
-    world.begin(("a", 1))
-    for _ in range(60):
-        for worker in list(world.machine.ctx.roster.workers):
-            world.send(m.WorkerExited(worker, "start_failed"))
-        world.wait(5)
-        if world.state is State.DONE:
-            break
-    assert world.machine.view.result is not None
-    assert "do not start" in world.machine.view.result.detail
-
-
-def test_a_worker_that_does_not_come_up_is_killed_and_tried_again() -> None:
-    world = World()
-    world.up(("a", 4))
-    world.send(m.NodeJoined("b", 1))
-    world.send(m.WorkerExited(world.spec.members[0].worker, "killed"))
-    world.answer(world.send(*outcomes(world.spec, "peer_lost", 3, but=(world.spec.members[0].worker,))))
-    (start,) = of(world.wait(3), m.StartWorker)
-    assert start.worker in {c.worker for c in of(world.wait(125), m.KillWorker)}
-
-
-def test_a_node_that_may_not_take_part_is_named_once() -> None:
-    world = World()
-    world.begin()
-    refused = m.NodeJoined("x", 4, refused="torch 2.11.0, expected 2.13.0")
-    commands = world.send(refused, refused)
-    assert [c.kind for c in of(commands, m.Alert)] == ["refused"]
-    assert "2.13.0" in of(commands, m.Alert)[0].text
-    assert not of(commands, m.StartWorker)
-
-
-def test_a_silent_node_is_lost_and_taken_back_without_its_old_workers() -> None:
-    world = World()
-    one = world.up(("a", 2), ("b", 2))
-    gone = [member.worker for member in one.members if member.node == "b"]
-    commands = world.wait(6, but=("b",))
-    assert {c.worker for c in of(commands, m.Interrupt)} == {x.worker for x in one.members if x.node == "a"}
-    commands = world.send(m.Heartbeat("b", one.id))
-    assert {c.worker for c in of(commands, m.KillWorker)} == set(gone)
-    assert world.machine.view.nodes == ("a", "b")
-
-
-def test_the_coordinators_own_sleep_is_nobodys_silence() -> None:
-    world = World()
-    world.up(("a", 4))
-    world.now += 60.0
-    assert not of(world.send(m.Tick()), m.Interrupt)
-    assert world.state is State.RUNNING
-
-
-def test_a_draining_node_is_left_at_a_boundary() -> None:
-    world = World()
-    one = world.up(("a", 2), ("b", 2))
-    commands = world.send(m.DrainNotice("b", 30.0), m.DrainNotice("b", 30.0))
-    assert len(of(commands, m.TakeSnapshot)) == 1
-    assert {c.mode for c in of(commands, m.Interrupt)} == {"boundary"}
-    after = world.run(world.answer(world.send(*outcomes(one, "interrupted", 8)), snapshot(one, 8)))
-    assert {member.node for member in after.members} == {"a"}
-    assert after.resume_step == 8
-
-
-def test_a_drain_that_leaves_too_few_is_only_saved_from() -> None:
-    world = World(job(cluster__min_workers=4))
-    world.up(("a", 4))
-    commands = world.send(m.DrainNotice("a", 30.0))
-    assert of(commands, m.TakeSnapshot)
-    assert not of(commands, m.Interrupt)
-
-
-def test_a_checkpoint_on_request() -> None:
-    world = World()
-    one = world.up(("a", 4))
-    (take,) = of(world.send(m.UserRequest("checkpoint")), m.TakeSnapshot)
-    assert take.workers == tuple(member.worker for member in one.members)
-
-
-def test_boundary_orders_are_repeated_and_laggards_end_it_the_hard_way() -> None:
-    world = World()
-    one = world.up(("a", 4))
-    world.send(m.UserRequest("stop"))
-    assert {c.mode for c in of(world.wait(2.5), m.Interrupt)} == {"boundary"}
-    late = one.members[3].worker
-    world.send(*outcomes(one, "interrupted", 9, but=(late,)))
-    commands = world.wait(11)
-    assert (late, "hard") in {(c.worker, c.mode) for c in of(commands, m.Interrupt)}
-
-
-def test_stop_in_the_middle_of_a_recovery_commits_what_there_is() -> None:
-    world = World()
-    one = world.up(("a", 4))
-    dead = one.members[0].worker
-    world.send(m.WorkerExited(dead, "killed"), m.UserRequest("stop"))
-    commands = world.send(*outcomes(one, "peer_lost", 7, but=(dead,)))
-    commands = world.answer(commands, flush(one, 7, [1]))
-    assert [c.step for c in of(commands, m.Upload)] == [7]
-
-
-def test_storage_that_stays_broken_at_the_end_is_said_so() -> None:
-    world = World(job(storage__retry_deadline_s=5))
-    one = world.up(("a", 4))
-    world.answer(world.send(*outcomes(one, "finished", 100)), snapshot(one, 100))
-    for _ in range(40):
-        world.send(m.Uploaded("a", one.id, 100, "disk full"))
-        world.wait(2)
-    assert world.machine.view.result is not None
-    assert world.machine.view.result.status == "storage"
-
-
-def test_a_commit_on_its_way_is_awaited_rather_than_voided() -> None:
-    world = World(choose=choose_dp)
-    one = world.up(("a", 2), ("b", 2))
-    world.log_appends()
-    world.send(m.SnapshotSealed("a", one.id, 50, tuple(s for s in snapshot(one, 50) if s.node == "a")))
-    assert of(world.send(m.Uploaded("a", one.id, 50)), m.AppendCommit)
-    commands = world.send(m.NodeLost("a", "removed"))
-    alive = [member.worker for member in one.members if member.node == "b"]
-    commands = world.send(*(m.Outcome(w, one.id, "peer_lost", 50) for w in alive))
-    assert not of(world.answer(commands), m.RunGeneration)
-    commands = world.send(m.Appended("commit", one.id, 50, 9, "m50"))
-    assert world.run(commands).source.manifest == "m50"
-
-
-def test_without_replacement_the_dead_are_not_replaced() -> None:
-    world = World(job(elastic__replace_workers=False))
-    one = world.up(("a", 4))
-    dead = one.members[0].worker
-    commands = world.send(m.WorkerExited(dead, "killed"), *outcomes(one, "peer_lost", 5, but=(dead,)))
-    world.answer(commands, flush(one, 5, [1, 2, 3]))
-    assert not of(world.wait(30), m.StartWorker)
-
-
-def test_an_unknown_worker_and_a_late_seal_are_put_away() -> None:
-    world = World()
-    one = world.up(("a", 4))
-    assert [c.worker for c in of(world.send(m.WorkerReady("stranger", "a")), m.KillWorker)] == ["stranger"]
-    fail(world, "nan", slots=flush(one, 5, [0]))
-    commands = world.send(m.SnapshotSealed("a", one.id, 6, snapshot(one, 6)))
-    assert commands == [], "void: the run resumed before it, from slots that a release would give away"
-    commands = world.send(m.Heartbeat("a", world.spec.id, {world.spec.members[0].worker: 6}))
-    assert [c.step for c in of(commands, m.Release)] == [6]
-
-
-def test_a_spare_that_dies_harms_nobody_and_is_replaced() -> None:
-    world = World(job(elastic__grow=False))
-    one = world.up(("a", 4))
-    dead = one.members[0].worker
-    commands = world.send(m.WorkerExited(dead, "killed"), *outcomes(one, "peer_lost", 5, but=(dead,)))
-    world.answer(commands, flush(one, 5, [1, 2, 3]))
-    (start,) = of(world.wait(3), m.StartWorker)
-    world.send(m.WorkerReady(start.worker, start.node))
-    commands = world.send(m.WorkerExited(start.worker, "oom"))
-    assert world.state is State.RUNNING
-    assert of(commands, m.StartWorker)
+    checkpoints.rewound(two)
+    assert {c.step for c in of(checkpoints.release_void(), m.Release)} == {20}
+    assert checkpoints.release_void() == []
+    assert checkpoints.pending is None

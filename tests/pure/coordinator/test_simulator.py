@@ -19,7 +19,7 @@ import pytest
 from picotron_ray.coordinator import (
     append_queue,
     checkpoint_tracker,
-    events,
+    event_handlers,
     generation_stop,
     machine,
     machine_memory,
@@ -31,7 +31,8 @@ from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.run import Report, simulate, simulate_many
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
 
 pytestmark = pytest.mark.timeout(400)  # seconds of work, but a busy machine may stretch them
 
@@ -78,7 +79,11 @@ def test_faults_reach_every_transition(
         total = sum(report.events for report in reports)
         print(f"\n{len(reports)} seeds, {total} events, transition x fault (how often, by faults at work):")
         print(coverage.table(list(FAULTS)))
-    rare = {(State.NEW, State.DONE), (State.ABORTING, State.DONE), (State.LEAVING, State.DONE)}
+    rare = {
+        (MachineState.NEW, MachineState.DONE),
+        (MachineState.ABORTING, MachineState.DONE),
+        (MachineState.LEAVING, MachineState.DONE),
+    }
     assert set(coverage.unseen()) <= rare, "the end by fencing in a state that is soon over may be missed"
     for name in FAULTS:
         assert any(fault == name for _, fault in coverage.counts), f"fault {name} never struck"
@@ -186,7 +191,7 @@ def lineage_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 def commits_overtake_their_generations(patch: pytest.MonkeyPatch) -> None:
     real = append_queue.AppendQueue.push
 
-    def push(self: append_queue.AppendQueue, entry: append_queue.Entry) -> None:
+    def push(self: append_queue.AppendQueue, entry: append_queue.PendingAppend) -> None:
         real(self, entry)
         if isinstance(entry, m.AppendCommit):
             self.entries.rotate(1)
@@ -197,52 +202,52 @@ def commits_overtake_their_generations(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def one_nodes_upload_makes_a_commit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint_tracker.Job, "uploaded", property(lambda self: bool(self.done)))
+    patch.setattr(checkpoint_tracker.PendingCheckpoint, "uploaded", property(lambda self: bool(self.done)))
 
 
 @mutation
 def outcomes_of_older_generations_count(patch: pytest.MonkeyPatch) -> None:
-    real = events.outcome
+    real = event_handlers.outcome
 
-    def outcome(ctx: machine_memory.Context, event: m.Outcome) -> None:
-        real(ctx, dataclasses.replace(event, generation=ctx.spec.id) if ctx.spec else event)
+    def outcome(memory: machine_memory.MachineMemory, event: m.Outcome) -> None:
+        real(memory, dataclasses.replace(event, generation=memory.spec.id) if memory.spec else event)
 
-    patch.setitem(events.HANDLERS, m.Outcome, outcome)
+    patch.setitem(event_handlers.HANDLERS, m.Outcome, outcome)
 
 
 @mutation
 def the_fence_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    real = events.appended
+    real = event_handlers.appended
 
-    def appended(ctx: machine_memory.Context, event: m.Appended) -> None:
-        real(ctx, dataclasses.replace(event, fenced=False, error="refused") if event.fenced else event)
+    def appended(memory: machine_memory.MachineMemory, event: m.Appended) -> None:
+        real(memory, dataclasses.replace(event, fenced=False, error="refused") if event.fenced else event)
 
-    patch.setitem(events.HANDLERS, m.Appended, appended)
+    patch.setitem(event_handlers.HANDLERS, m.Appended, appended)
 
 
 @mutation
 def only_one_node_is_asked(patch: pytest.MonkeyPatch) -> None:
     real = recovery.collect
 
-    def collect(ctx: machine_memory.Context) -> None:
-        real(ctx)
-        ctx.awaited = dict(list(ctx.awaited.items())[:1])
+    def collect(memory: machine_memory.MachineMemory) -> None:
+        real(memory)
+        memory.awaited = dict(list(memory.awaited.items())[:1])
 
     patch.setattr(machine, "collect", collect)
 
 
 @mutation
 def the_stuck_are_never_killed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(generation_stop, "kill", lambda ctx, name, reason: None)
+    patch.setattr(generation_stop, "kill", lambda memory, name, reason: None)
 
 
 @mutation
 def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
-    def unsettled(self: machine_memory.Context) -> list[m.Member]:
+    def unsettled(self: machine_memory.MachineMemory) -> list[m.Member]:
         members = () if self.spec is None else self.spec.members
         return [member for member in members if member.worker not in self.outcomes]
 
-    patch.setattr(machine_memory.Context, "unsettled", unsettled)
+    patch.setattr(machine_memory.MachineMemory, "unsettled", unsettled)
 
 
 @mutation
@@ -252,10 +257,10 @@ def silence_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def corrupt_slots_are_offered_again(patch: pytest.MonkeyPatch) -> None:
-    def forget(ctx: machine_memory.Context, worker: str, name: str) -> None:
-        generation_stop.blame(ctx, "corrupt", worker, culprit=True, text=f"{name} is corrupt")
+    def forget(memory: machine_memory.MachineMemory, worker: str, name: str) -> None:
+        generation_stop.blame(memory, FailureKind.CORRUPT, worker, culprit=True, text=f"{name} is corrupt")
 
-    patch.setattr(events, "_quarantine", forget)
+    patch.setattr(event_handlers, "_quarantine", forget)
 
 
 @mutation
@@ -265,40 +270,40 @@ def generation_numbers_are_used_again(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def the_end_does_not_wait_for_the_last_commit(patch: pytest.MonkeyPatch) -> None:
-    def finalising(ctx: machine_memory.Context) -> None:
-        assert ctx.final is not None
-        ctx.finish(*ctx.final)  # type: ignore[arg-type]
+    def finalising(memory: machine_memory.MachineMemory) -> None:
+        assert memory.final is not None
+        memory.finish(*memory.final)  # type: ignore[arg-type]
 
-    patch.setitem(dict_of_steps(), State.FINALISING, finalising)
+    patch.setitem(dict_of_steps(), MachineState.FINALISING, finalising)
 
 
 @mutation
 def void_snapshots_are_released_while_others_restore(patch: pytest.MonkeyPatch) -> None:
     real = recovery._launch
 
-    def launch(ctx: machine_memory.Context, *arguments: Any) -> None:
-        real(ctx, *arguments)
-        ctx.emit(*ctx.saves.release_void())
+    def launch(memory: machine_memory.MachineMemory, *arguments: Any) -> None:
+        real(memory, *arguments)
+        memory.emit(*memory.checkpoints.release_void())
 
     patch.setattr(recovery, "_launch", launch)
 
 
 @mutation
 def a_boundary_is_left_before_all_have_left(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(machine, "step_leaving", lambda ctx: bool(ctx.outcomes))
+    patch.setattr(machine, "step_leaving", lambda memory: bool(memory.outcomes))
 
 
 @mutation
 def workers_of_a_restart_are_taken_for_idle(patch: pytest.MonkeyPatch) -> None:
-    real = events.begin
+    real = event_handlers.begin
 
-    def begin(ctx: machine_memory.Context, event: m.Begin) -> None:
-        real(ctx, dataclasses.replace(event, running=None, busy=()))
+    def begin(memory: machine_memory.MachineMemory, event: m.Begin) -> None:
+        real(memory, dataclasses.replace(event, running=None, busy=()))
 
-    patch.setitem(events.HANDLERS, m.Begin, begin)
+    patch.setitem(event_handlers.HANDLERS, m.Begin, begin)
 
 
-def dict_of_steps() -> dict[State, Any]:
+def dict_of_steps() -> dict[MachineState, Any]:
     assert isinstance(machine.STEPS, dict)
     return machine.STEPS
 

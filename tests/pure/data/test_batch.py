@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from picotron_ray.data.batch import StepBatch, eval_batches, make_batch
-from picotron_ray.data.loader import Loader
+from picotron_ray.data.loader import BatchLoader
 from picotron_ray.data.samples import Dataset
 from picotron_ray.data.shuffle import samples_between
 from picotron_ray.layout.layout import Layout
@@ -79,8 +79,8 @@ def test_evaluation_samples_do_not_depend_on_the_layout(layout: Layout, samples:
         assert max(sizes) - min(sizes) <= 1
 
 
-def loader(start: int = 0, depth: int = 2, **more: object) -> Loader:
-    return Loader(
+def loader(start: int = 0, depth: int = 2, **more: object) -> BatchLoader:
+    return BatchLoader(
         DATA,
         seed=1,
         layout=Layout(dp=2),

@@ -7,7 +7,22 @@ import sys
 
 import pytest
 
-LIGHT = ("errors", "config", "planner", "coordinator", "cli", "launch", "layout", "layout.shards")
+LIGHT = (
+    "errors",
+    "failures",
+    "config",
+    "planner",
+    "coordinator",
+    "cli",
+    "launch",
+    "layout",
+    "layout.shards",
+    "config.validation.check",
+    "planner.model_sizes",
+    "models.families.registry",
+    "models.families.llama.sizes",
+    "models.huggingface.names",
+)
 
 
 @pytest.mark.parametrize("module", LIGHT)

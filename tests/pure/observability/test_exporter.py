@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from picotron_ray.config.schema.service import ElasticConfig, MetricsConfig
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.states import State
+from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.observability.catalogue import CATALOGUE, STEP_BUCKETS_S
@@ -24,12 +24,12 @@ from picotron_ray.observability.exporter import (
     Exporter,
     PortTakenError,
     Sample,
-    Samples,
+    SampleCollector,
     address,
 )
 from picotron_ray.observability.ports import check_ports
 from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essentials
-from picotron_ray.runtime.coordinator.run_record import History
+from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.heartbeat import Page, read_page
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
 from tests.support.coordinator_world import job
@@ -39,10 +39,7 @@ NODE = {"run": "r", "node": "n"}
 SPEC = m.GenerationSpec(m.GenerationId(1, 2), (m.Member("a", "n"),), Layout(), m.Source("slots", 5), "test")
 
 
-class Archive:
-    """What the history asks of the archive: the cost of a commit."""
-
-    commit_figures = {10: {"bytes": 100, "written_bytes": 60, "commit_s": 0.07}}  # noqa: RUF012
+COMMIT_FIGURES = {10: {"bytes": 100, "written_bytes": 60, "commit_s": 0.07}}
 
 
 @pytest.fixture
@@ -61,10 +58,10 @@ def living(folder: Path) -> list[Any]:
     return [view for path in folder.glob("*.page") if (view := read_page(path)) is not None]
 
 
-def told_history(folder: Path) -> History:
+def told_record(folder: Path) -> RunRecord:
     """A run that lost a worker, went on with the page above, and committed."""
-    history = History(job())
-    history.begin(1, Archive())  # type: ignore[arg-type]
+    history = RunRecord(job())
+    history.begin(1, COMMIT_FIGURES)
     now = time.time()
     first = m.GenerationSpec(
         m.GenerationId(1, 1), (m.Member("a", "n"), m.Member("b", "n")), Layout(dp=2), m.Source("init", 0), ""
@@ -82,7 +79,7 @@ def told_history(folder: Path) -> History:
 def exposed(server: Any, labels: dict[str, str], read: Callable[[], list[Sample]]) -> dict[str, Any]:
     """Sample values by name and own labels, after a trip through the text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Samples(server, labels, read))
+    registry.register(SampleCollector(server, labels, read))
     found: dict[str, Any] = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         known = CATALOGUE.get(family.name) or CATALOGUE[f"{family.name}_total"]
@@ -96,7 +93,7 @@ def exposed(server: Any, labels: dict[str, str], read: Callable[[], list[Sample]
 
 def test_the_coordinator_measures_all_that_the_catalogue_says(tmp_path: Path, page: Page) -> None:
     del page
-    figures = CoordinatorFigures(told_history(tmp_path), lambda: State.RUNNING)
+    figures = CoordinatorFigures(told_record(tmp_path), lambda: MachineState.RUNNING)
     assert {sample.name for sample in figures()} == {
         name for name, metric in CATALOGUE.items() if metric.server == "coordinator"
     }
@@ -127,7 +124,7 @@ def test_the_coordinator_measures_all_that_the_catalogue_says(tmp_path: Path, pa
 
 
 def test_what_is_not_known_yet_has_no_series() -> None:
-    values = exposed("coordinator", RUN, CoordinatorFigures(History(job()), lambda: State.STARTING))
+    values = exposed("coordinator", RUN, CoordinatorFigures(RunRecord(job()), lambda: MachineState.STARTING))
     assert "picotron_training_loss_nats" not in values
     assert "picotron_checkpoint_age_seconds" not in values
     assert values["picotron_elastic_workers"] == 0
@@ -135,7 +132,7 @@ def test_what_is_not_known_yet_has_no_series() -> None:
 
 def test_ray_is_given_the_plain_figures(tmp_path: Path, page: Page) -> None:
     del page
-    given = essentials(CoordinatorFigures(told_history(tmp_path), lambda: State.RUNNING)())
+    given = essentials(CoordinatorFigures(told_record(tmp_path), lambda: MachineState.RUNNING)())
     assert given.keys() == {name for name, metric in CATALOGUE.items() if metric.in_ray}
 
 

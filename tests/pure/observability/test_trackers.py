@@ -15,8 +15,8 @@ from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability import trackers
 from picotron_ray.observability.event_file import crc32c
-from picotron_ray.observability.remote_trackers import Remote, open_tracker
-from picotron_ray.observability.trackers import Progress, Row, Tracker, check_trackers, row_of
+from picotron_ray.observability.remote_trackers import RemoteTracker, open_tracker
+from picotron_ray.observability.trackers import Row, Tracker, TrackerProgress, check_trackers, row_of
 
 
 def row(step: int, loss: float = 2.0) -> Row:
@@ -123,7 +123,7 @@ class Kept:
 
 def test_a_tracker_that_cannot_be_read_back_remembers_how_far_it_came(tmp_path: Path) -> None:
     sink = Kept()
-    tracker = Remote(sink, Progress(tmp_path / "x.progress"))
+    tracker = RemoteTracker(sink, TrackerProgress(tmp_path / "x.progress"))
     tracker.write([row(1), row(2)], [evaluation(2)])
     assert [(step, sorted(figures)) for step, figures, _ in sink.logged] == [
         (1, ["train/grad_norm", "train/learning_rate", "train/loss", "train/tokens"]),
@@ -131,7 +131,7 @@ def test_a_tracker_that_cannot_be_read_back_remembers_how_far_it_came(tmp_path: 
     ]
     tracker.write([], [evaluation(4)])
     assert sink.logged[-1] == (4, {"eval/loss": 3.0}, None)
-    again = Remote(sink, Progress(tmp_path / "x.progress"))
+    again = RemoteTracker(sink, TrackerProgress(tmp_path / "x.progress"))
     assert (again.last_step, again.last_eval_step) == (2, 4)
     again.rewind(1)
     assert (again.last_step, sink.rewound) == (1, [1])

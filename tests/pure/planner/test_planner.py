@@ -14,7 +14,7 @@ from picotron_ray.config.load import load_job, parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.config.schema.service import ClusterConfig
-from picotron_ray.config.validation.layout import Degrees, fitting_degrees, misfits, nearest_layouts
+from picotron_ray.config.validation.layout import Degrees, fitting_degrees, layout_problems, nearest_layouts
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import is_selective
@@ -23,12 +23,13 @@ from picotron_ray.planner.device_profile import CPU, GPU, DeviceProfile, profile
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.model_sizes import (
     flops_per_token,
-    of_the_latest,
     parameter_count,
+    remember_latest,
     stage_flops_per_token,
     stage_parameters,
 )
-from picotron_ray.planner.search import choose_layout, layouts, within
+from picotron_ray.planner.recompute_search import cheapest_recompute
+from picotron_ray.planner.search import choose_layout, layouts
 
 
 def job(*overrides: str, recipe: str = "quickstart") -> JobConfig:
@@ -73,7 +74,7 @@ def test_all_fitting_degrees_are_offered() -> None:
         for dp in range(1, 9)
         for tp in range(1, 9)
         for pp in range(1, 9)
-        if dp * tp * pp <= 8 and not misfits(config, Layout(dp=dp, tp=tp, pp=pp))
+        if dp * tp * pp <= 8 and not layout_problems(config, Layout(dp=dp, tp=tp, pp=pp))
     }
     assert {(x.dp, x.tp, x.pp) for x in layouts(config, 8)} == expected
     assert {(1, 4, 2), (6, 1, 1), (2, 1, 3)} <= expected
@@ -85,7 +86,7 @@ def test_all_fitting_degrees_are_offered() -> None:
     batch=st.integers(1, 40),
     layers=st.integers(1, 8),
     kv_heads=st.sampled_from([1, 2, 4]),
-    schedule=st.sampled_from(["afab", "1f1b"]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
 )
 @settings(max_examples=40, deadline=None)
 def test_whatever_is_offered_fits(
@@ -102,7 +103,7 @@ def test_whatever_is_offered_fits(
     assert offered, "one worker always fits"
     for layout in offered:
         assert layout.world_size <= workers
-        assert not misfits(config, layout)
+        assert not layout_problems(config, layout)
         micro_batches = layout.micro_batches(batch)
         assert micro_batches * layout.micro_batch * layout.dp >= batch
         if layout.pp > 1 and schedule == "1f1b":
@@ -111,9 +112,9 @@ def test_whatever_is_offered_fits(
 
 
 def test_fixed_degrees_are_kept() -> None:
-    config = job("layout.tp=2", "layout.zero=3", "layout.micro_batch=4", "layout.schedule=afab")
+    config = job("layout.tp=2", "layout.zero=3", "layout.micro_batch=4", "layout.schedule=gpipe")
     for layout in layouts(config, 8):
-        assert (layout.tp, layout.zero, layout.micro_batch, layout.schedule) == (2, 3, 4, "afab")
+        assert (layout.tp, layout.zero, layout.micro_batch, layout.schedule) == (2, 3, 4, "gpipe")
     assert choose_layout(config, 5).layout.dp == 2  # the fifth worker stays idle
 
 
@@ -293,9 +294,9 @@ def test_zero_gathers_more_and_holds_less() -> None:
     assert memory_estimate(config, Layout(dp=4, zero=3, replicate=2)).state_bytes == state[0] / 2
 
 
-def test_afab_keeps_every_micro_batch() -> None:
+def test_gpipe_keeps_every_micro_batch() -> None:
     config = job()
-    first = memory_estimate(config, Layout(pp=2, micro_batch=1, schedule="afab"))
+    first = memory_estimate(config, Layout(pp=2, micro_batch=1, schedule="gpipe"))
     second = memory_estimate(config, Layout(pp=2, micro_batch=1, schedule="1f1b"))
     assert first.activation_bytes > 10 * second.activation_bytes
 
@@ -460,7 +461,7 @@ def test_tensor_and_pipeline_share_the_hop() -> None:
         # AFAB keeps all eight.
         (
             "fp32",
-            Layout(micro_batch=2, pp=2, schedule="afab"),
+            Layout(micro_batch=2, pp=2, schedule="gpipe"),
             ((3 * 448 + 2400) * 16, 0, 12 * (96 * 3 * 4 * 8 + 58 * 4)),
         ),
         ("fp32", Layout(dp=4, zero=1, micro_batch=2), (6600 * 4, 2 * 6600 * 4, 12 * (96 * 16 + 2400))),
@@ -619,7 +620,7 @@ def test_offload_is_in_every_layout_that_is_chosen_and_never_with_selective_reco
     assert all(layout.offload_activations for layout in layouts(config, 4))
     whole = memory_estimate(config, Layout(micro_batch=2, offload_activations=True))
     budget = whole.total_bytes - 1
-    found = within(config, Layout(micro_batch=2, offload_activations=True), budget)
+    found = cheapest_recompute(config, Layout(micro_batch=2, offload_activations=True), budget)
     assert found is None or found.recompute == "full"
     assert str(Layout(offload_activations=True)) == "dp1-tp1-pp1-mb1-offload"
 
@@ -633,10 +634,10 @@ def test_the_first_stage_is_the_fullest_in_a_deep_pipeline() -> None:
 
 def test_as_many_micro_batches_as_stages_are_enough() -> None:
     config = parse_job(BY_HAND)
-    assert not misfits(config, Layout(pp=4, micro_batch=4))
-    assert misfits(config, Layout(pp=4, micro_batch=5, schedule="afab")) == []
-    assert [x.key for x in misfits(config, Layout(pp=4, micro_batch=6))] == ["layout.pp"]
-    assert not misfits(config, Layout(dp=16, micro_batch=16))
+    assert not layout_problems(config, Layout(pp=4, micro_batch=4))
+    assert layout_problems(config, Layout(pp=4, micro_batch=5, schedule="gpipe")) == []
+    assert [x.key for x in layout_problems(config, Layout(pp=4, micro_batch=6))] == ["layout.pp"]
+    assert not layout_problems(config, Layout(dp=16, micro_batch=16))
 
 
 def test_profile_of_a_device() -> None:
@@ -661,7 +662,7 @@ def test_nothing_is_sharded_over_one_replica() -> None:
 def test_what_is_remembered_is_told_apart_by_every_argument() -> None:
     calls: list[tuple[int, int]] = []
 
-    @of_the_latest
+    @remember_latest
     def scaled(config: list[int], by: int, plus: int = 0) -> int:
         calls.append((by, plus))
         return config[0] * by + plus
@@ -679,14 +680,14 @@ def test_no_budget_leads_to_recomputation_that_is_refused() -> None:
     config = parse_job({**BY_HAND, "model": {**BY_HAND["model"], "moe": MIXED}})
     layout = Layout(dp=4, ep=2, zero=3, micro_batch=2)
     budget = memory_estimate(config, layout).total_bytes - 1
-    alone = within(
+    alone = cheapest_recompute(
         config,
         dataclasses.replace(layout, dp=2, zero=0),
         memory_estimate(config, Layout(dp=2, ep=2, micro_batch=2)).total_bytes - 1,
     )
     assert alone is not None
     assert is_selective(alone.recompute)
-    found = within(config, layout, budget)
+    found = cheapest_recompute(config, layout, budget)
     assert found is not None
     assert found.recompute != "none"
     assert not is_selective(found.recompute)

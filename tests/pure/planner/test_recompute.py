@@ -10,7 +10,7 @@ from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.recompute_policy import Again, is_selective, policy_of, recomputed
+from picotron_ray.layout.recompute_policy import RecomputedBlocks, is_selective, policy_of, recomputed
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import memory_estimate
@@ -58,11 +58,11 @@ def test_a_list_has_a_word_per_stage() -> None:
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=1, max_size=4))
 def test_numbers_become_a_policy_and_back(numbers: list[tuple[int, int, int]]) -> None:
     """The shortest string, of the same meaning in every stage; what is selective is known by it."""
-    stages = [Again(full, selective, full + selective + kept) for full, selective, kept in numbers]
+    stages = [RecomputedBlocks(full, selective, full + selective + kept) for full, selective, kept in numbers]
     policy = policy_of(stages)
     for stage, again in enumerate(stages):
         kinds = recomputed(policy, again.depth, stage)
-        assert Again(kinds.count("full"), kinds.count("selective"), len(kinds)) == again
+        assert RecomputedBlocks(kinds.count("full"), kinds.count("selective"), len(kinds)) == again
     some = any(again.selective for again in stages if again.depth)
     assert is_selective(policy) is some or not all(again.depth for again in stages)
 

@@ -12,17 +12,17 @@ import pytest
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.recompute_policy import Kind
+from picotron_ray.layout.recompute_policy import RecomputeKind
 from picotron_ray.planner import model_sizes
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.device_profile import CPU, GPU, DeviceProfile
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.model_sizes import blocks_again, stage_depth
-from picotron_ray.planner.recompute_search import within
+from picotron_ray.planner.recompute_search import cheapest_recompute
 
 pytestmark = pytest.mark.pure
 
-LETTERS: dict[str, Kind] = {".": "kept", "F": "full", "S": "selective"}
+LETTERS: dict[str, RecomputeKind] = {".": "kept", "F": "full", "S": "selective"}
 # so slow a memory that what is cheap in arithmetic is not in time; and none of its time counts
 SLOW_MEMORY = replace(CPU, memory_bytes_s=1e7)
 FREE_ARITHMETIC = replace(CPU, flops=1e30)
@@ -48,7 +48,7 @@ def assignments(config: JobConfig, layout: Layout, kinds: str) -> Iterator[str]:
     return map(",".join, product(*each))
 
 
-def spelled(policy: str, depth: int, stage: int = 0) -> tuple[Kind, ...]:
+def spelled(policy: str, depth: int, stage: int = 0) -> tuple[RecomputeKind, ...]:
     found = tuple(LETTERS[letter] for letter in policy.split(",")[stage])
     assert len(found) == depth
     return found
@@ -84,11 +84,11 @@ def test_no_assignment_that_fits_is_cheaper(case: str, monkeypatch: pytest.Monke
             needs, seconds = memory_estimate(config, one).total_bytes, step_cost(config, one, profile).total_s
             every.append((needs, seconds, len(letters) - letters.count(".") - letters.count(",")))
     most, least = memory_estimate(config, layout).total_bytes, min(needs for needs, *_ in every)
-    assert within(config, layout, least - 1, profile) is None
+    assert cheapest_recompute(config, layout, least - 1, profile) is None
     found_words = set()
     for share in range(11):
         budget = least + share / 10 * (most - least)
-        found = within(config, layout, budget, profile)
+        found = cheapest_recompute(config, layout, budget, profile)
         assert found is not None
         assert memory_estimate(config, found).total_bytes <= budget
         seconds = step_cost(config, found, profile).total_s
@@ -105,7 +105,7 @@ def test_no_assignment_that_fits_is_cheaper(case: str, monkeypatch: pytest.Monke
 def test_the_first_rank_of_1f1b_computes_more_again() -> None:
     config, layout, *_ = CASES["1f1b"]
     most = memory_estimate(config, layout)
-    found = within(config, layout, most.total_bytes - 0.4 * most.activation_bytes)
+    found = cheapest_recompute(config, layout, most.total_bytes - 0.4 * most.activation_bytes)
     assert found is not None
     words = found.recompute.split(",")
     assert len(words) == 3

@@ -8,7 +8,7 @@ import pytest
 
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.layout.schedules import RULES, rank_stages
+from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.planner.model_sizes import stage_bounds
 from picotron_ray.planner.stage_partition import partition
 
@@ -52,10 +52,10 @@ def test_more_stages_than_layers_are_refused() -> None:
         stage_bounds(ModelConfig(), 5)
 
 
-@pytest.mark.parametrize("schedule", RULES)
+@pytest.mark.parametrize("schedule", [name for name, entry in SCHEDULES.items() if not entry.with_actions])
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_every_stage_is_on_one_rank(schedule: str, pp: int) -> None:
-    virtual = RULES[schedule].virtual[0]
-    held = [rank_stages(schedule, pp, virtual, rank) for rank in range(pp)]
+    virtual = SCHEDULES[schedule].stages_per_rank[0]
+    held = [SCHEDULES[schedule].rank_stages(pp, virtual, rank) for rank in range(pp)]
     assert sorted(stage for stages in held for stage in stages) == list(range(pp * virtual))
     assert all(len(stages) == virtual for stages in held)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from picotron_ray.runtime.coordinator.followers import RECENT_S, Audience
+from picotron_ray.runtime.coordinator.followers import RECENT_S, Followers
 from picotron_ray.runtime.driver import follow_run
 from picotron_ray.runtime.driver.console import ProgressView
 
@@ -139,7 +139,7 @@ def test_what_was_heard_of_the_end_stays_heard(shown: Callable[[Coordinator], tu
 
 
 def test_an_audience_forgets_those_that_stopped_asking() -> None:
-    audience = Audience()
+    audience = Followers()
     assert audience.answered("a", False, 0.0) == 0
     assert audience.answered("b", False, 0.1) == 1
     assert audience.answered("a", True, 0.2) == 1

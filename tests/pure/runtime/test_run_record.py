@@ -8,39 +8,40 @@ from typing import Any
 import pytest
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
-from picotron_ray.runtime.coordinator.run_record import History
+from picotron_ray.runtime.coordinator.run_record import RunRecord
 from tests.support.coordinator_world import job
 
 BEGAN = 1_000_000.0
 
 
 class Run:
-    """Generations of workers ``a``, ``b``, … on one node, told to a history."""
+    """Generations of workers ``a``, ``b``, … on one node, told to a record."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(time, "time", lambda: BEGAN)
-        self.history = History(job())
+        self.record = RunRecord(job())
         self.spec: m.GenerationSpec
 
     def generation(self, n: int, workers: str, step: int, at_s: float, source: Any = "slots") -> None:
         members = tuple(m.Member(worker, "node") for worker in workers)
         layout = Layout(dp=len(workers))
         self.spec = m.GenerationSpec(m.GenerationId(1, n), members, layout, m.Source(source, step), "test")
-        self.history.observe(m.Tick(), [m.RunGeneration(self.spec)], BEGAN + at_s)
+        self.record.observe(m.Tick(), [m.RunGeneration(self.spec)], BEGAN + at_s)
 
     def tell(self, at_s: float, *events: m.Event) -> None:
         for event in events:
-            self.history.observe(event, [], BEGAN + at_s)
+            self.record.observe(event, [], BEGAN + at_s)
 
     def outcome(
-        self, worker: str, step: int, first_step_at_s: float = 0.0, kind: Any = "peer_lost"
+        self, worker: str, step: int, first_step_at_s: float = 0.0, kind: Any = FailureKind.PEER_LOST
     ) -> m.Outcome:
         at_s = BEGAN + first_step_at_s if first_step_at_s else 0.0
         return m.Outcome(worker, self.spec.id, kind, step, "", at_s)
 
     def failures(self) -> list[dict[str, Any]]:
-        return list(self.history.status(0)["failures"])
+        return list(self.record.status(0)["failures"])
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from picotron_ray.parallel.attention.lse_kernels import MathKernel, Seen
+from picotron_ray.parallel.attention.lse_kernels import KeyMask, MathKernel
 
 MATH = MathKernel()
 ALIGNED = 4
@@ -22,13 +22,13 @@ ALIGNED = 4
 Sides = dict[str, int]
 
 
-def _band(q: Tensor, causal: bool, sides: Sides) -> Seen:
+def _band(q: Tensor, causal: bool, sides: Sides) -> KeyMask:
     """FlashAttention's window over one sequence; a negative side has no end."""
     at = torch.arange(q.size(-2))
     back = at[:, None] - at[None, :]
     left, right = sides["window_size_left"], 0 if causal else sides["window_size_right"]
     seen = torch.ones_like(back, dtype=torch.bool) if left < 0 else back <= left
-    return Seen(False, (seen if right < 0 else seen & (back >= -right))[None, None])
+    return KeyMask(False, (seen if right < 0 else seen & (back >= -right))[None, None])
 
 
 def _sequences(q: Tensor, starts: Tensor | None) -> Iterator[tuple[Any, ...]]:
@@ -75,14 +75,14 @@ def flash_backward(
     return found
 
 
-def _seen(bias: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Seen:
+def _seen(bias: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> KeyMask:
     if bias is None:
-        return Seen(causal)
+        return KeyMask(causal)
     assert bias.shape == (*q.shape[:-1], k.size(-2))
     assert bias.dtype == q.dtype
     assert all(stride % ALIGNED == 0 for stride in bias.stride()[:-1])
     assert bias.stride(-1) == 1
-    return Seen(False, bias == 0)
+    return KeyMask(False, bias == 0)
 
 
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -114,7 +114,7 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, bias: None, *rest: Any) -> tu
     with_lse, _, causal = (*rest, 0.0, False)[:3] if len(rest) < 3 else rest[:3]
     assert with_lse
     assert bias is None
-    out, lse = MATH.forward(q, k, v, Seen(causal))
+    out, lse = MATH.forward(q, k, v, KeyMask(causal))
     others = [torch.zeros((), dtype=torch.int64) for _ in range(5)]
     return out, lse.unsqueeze(-1), *others[:2], q.size(2), k.size(2), *others[2:]
 
@@ -124,7 +124,7 @@ def cudnn_backward(
 ) -> tuple[Tensor, ...]:
     assert lse.shape == (*q.shape[:-1], 1)
     assert rest[5:7] == (q.size(2), k.size(2))
-    return MATH.backward(grad, q, k, v, out, lse.squeeze(-1), Seen(rest[8]))
+    return MATH.backward(grad, q, k, v, out, lse.squeeze(-1), KeyMask(rest[8]))
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from picotron_ray.layout.schedules import PipelineShape
+
 Undo = Callable[[], Any]
 
 ELSEWHERE = {
@@ -46,27 +48,27 @@ def one_document_on_rank_1(rank: int) -> Undo:
 
 
 def double_partial_gradients(_: int) -> Undo:
-    import picotron_ray.train.engine as engine
+    import picotron_ray.train.gradients as gradients
 
-    kept = engine.sum_
+    kept = gradients.sum_
 
     def doubled(tensors: Any, group: Any) -> None:
         kept(tensors, group)
         torch._foreach_mul_(tensors, 2.0)
 
-    return replace(engine, "sum_", doubled)
+    return replace(gradients, "sum_", doubled)
 
 
 def copies_that_never_meet(_: int) -> Undo:
-    import picotron_ray.train.engine as engine
+    import picotron_ray.train.passes as passes
 
-    kept = engine.before_backward
+    kept = passes.prepare_backward
 
     def alone(model: Any, zero: int, last: bool) -> None:
         kept(model, zero, last)
         model.set_requires_all_reduce(False)
 
-    return replace(engine, "before_backward", alone)
+    return replace(passes, "prepare_backward", alone)
 
 
 def double_shards(_: int) -> Undo:
@@ -87,7 +89,7 @@ def double_shards(_: int) -> Undo:
 
 def emulated_fp8(_: int) -> Undo:
     """No fault: fp8 where no device has it."""
-    import picotron_ray.parallel.fp8 as fp8
+    import picotron_ray.parallel.precision.fp8 as fp8
     import picotron_ray.train.engine as engine
 
     undo = replace(engine, "check_precision", lambda job, device: None)
@@ -96,15 +98,15 @@ def emulated_fp8(_: int) -> Undo:
 
 
 def wider_scales(_: int) -> Undo:
-    import picotron_ray.train.optim.quantized_state as quantised
+    import picotron_ray.train.optim.quantized_state as quantized
 
-    kept = quantised.encode
+    kept = quantized.encode
 
     def wider(*given: Any) -> Any:
         codes, scales = kept(*given)
         return codes, scales * 1.02
 
-    return replace(quantised, "encode", wider)
+    return replace(quantized, "encode", wider)
 
 
 def double_pipeline_losses(_: int) -> Undo:
@@ -130,15 +132,16 @@ def exchange_micro_batches(rank: int) -> Any:
     """Rank 0 alone takes micro-batches 0 and 1 in its row of a list of actions for each other."""
     import picotron_ray.parallel.pipeline.pipeline as pipeline
 
-    kept = pipeline.action_list
+    kept = pipeline.schedule_of
 
-    def exchanged(actions: tuple[str, ...]) -> Any:
-        found = kept(actions)
-        first, *rest = found.rows
+    def exchanged(name: str, actions: tuple[str, ...]) -> Any:
+        found = kept(name, actions)
+        assert found.rows is not None
+        first, *rest = found.rows(PipelineShape(0, 0, 0))  # a list is the same whatever the shape
         wrong = tuple(a._replace(micro_batch={0: 1, 1: 0}.get(a.micro_batch, a.micro_batch)) for a in first)
-        return dataclasses.replace(found, rows=(wrong if rank == 0 else first, *rest))
+        return dataclasses.replace(found, rows=lambda shape: (wrong if rank == 0 else first, *rest))
 
-    return replace(pipeline, "action_list", exchanged)
+    return replace(pipeline, "schedule_of", exchanged)
 
 
 def first_micro_batch_for_ever() -> Undo:
@@ -151,16 +154,16 @@ def first_micro_batch_for_ever() -> Undo:
 
 def double_buckets(chosen: Callable[[torch.Tensor], bool]) -> Any:
     """What is summed over ranks that hold the same comes out doubled, where all of a bucket is chosen."""
-    from picotron_ray.parallel.data.ddp import Bucket
+    from picotron_ray.parallel.data.ddp import GradientBucket
 
-    kept = Bucket.wait
+    kept = GradientBucket.wait
 
-    def doubled(self: Bucket) -> None:
+    def doubled(self: GradientBucket) -> None:
         kept(self)
         if all(chosen(parameter) for parameter in self.parameters):
             torch._foreach_mul_([parameter.grad for parameter in self.parameters], 2.0)
 
-    return replace(Bucket, "wait", doubled)
+    return replace(GradientBucket, "wait", doubled)
 
 
 def double_expert_replicas() -> Any:
@@ -189,7 +192,7 @@ def double_auxiliary() -> Any:
 def count_local_tokens_only() -> Any:
     import picotron_ray.parallel.expert.expert_parallel as expert
 
-    return replace(expert.RowSpread, "totals", lambda self, counts: counts)
+    return replace(expert.SequenceSpread, "totals", lambda self, counts: counts)
 
 
 def double_key_gradients(kind: str) -> Any:

@@ -48,6 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mixtral": ("Mixtral", {**MOE, "num_local_experts": 4, "sliding_window": None}),
     "gpt2": ("GPT2", {**GPT2, "n_inner": 48}),
+    "olmo2": ("Olmo2", {}),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
     "qwen3-moe": (
         "Qwen3Moe",

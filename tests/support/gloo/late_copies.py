@@ -9,15 +9,15 @@ from torch import Tensor
 class LateEvent:
     """Of one copy; in its lane, those before it are done first."""
 
-    def __init__(self, lane: LateLane, number: int) -> None:
+    def __init__(self, lane: LateCopyStream, number: int) -> None:
         self._lane, self._number = lane, number
 
     def synchronize(self) -> None:
         self._lane.run(self._number)
 
 
-class LateLane:
-    """Stands in for ``comm.lanes.Lane``: what is read, or written over, too early comes out wrong."""
+class LateCopyStream:
+    """Stands in for `CopyStream`: what is read, or written over, too early comes out wrong."""
 
     def __init__(self, device: torch.device) -> None:
         self._waiting: list[tuple[Tensor, Tensor]] = []

@@ -16,9 +16,9 @@ from itertools import combinations, cycle, product
 from typing import Any
 
 from picotron_ray.config.schema.model import ModelConfig
-from picotron_ray.config.validation.layout import misfits
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.schedules import RULES
+from picotron_ray.layout.schedules import SCHEDULES
 from tests.support.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, Rows, layout_of, made
 from tests.support.gloo.jobs.matrix_jobs import MODEL, make_job
 
@@ -71,7 +71,7 @@ class Case:
     @property
     def misfit(self) -> str:
         """The first rule that it breaks, or empty."""
-        found = misfits(job_of("sgd", self.batch, self.model, self.actions), self.layout)
+        found = layout_problems(job_of("sgd", self.batch, self.model, self.actions), self.layout)
         return f"{found[0].key}: {found[0].text}" if found else ""
 
     @property
@@ -94,8 +94,9 @@ def products() -> Iterator[Case]:
     """Every combination on up to ``PROCESSES`` ranks, of those that name each thing once."""
     schedules = [
         (name, virtual)
-        for name, rules in RULES.items()
-        for virtual in range(rules.virtual[0], min(rules.virtual[1], 2) + 1)
+        for name, entry in SCHEDULES.items()
+        if entry.with_actions is None
+        for virtual in range(entry.stages_per_rank[0], min(entry.stages_per_rank[1], 2) + 1)
     ]
     recompute = cycle(RECOMPUTE)
     for dp, tp, pp, cp in product((1, 2, 3, 4), (1, 2), (1, 2, 4), (1, 2)):
@@ -111,7 +112,7 @@ def products() -> Iterator[Case]:
             layout = Layout(
                 dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, replicate=copies, schedule=schedule,
                 virtual_stages=virtual, context=context,
-                recompute="none" if RULES[schedule].splits else next(recompute),
+                recompute="none" if SCHEDULES[schedule].splits_backward else next(recompute),
             )  # fmt: skip
             yield fewest_micro_batches(layout, kind, 7 if (dp + cp + ep + zero) % 2 else 8)
 

@@ -11,23 +11,23 @@ from picotron_ray.models.layers.document_mask import document_numbers
 from picotron_ray.parallel.attention.lse_kernels import LseKernel, MathKernel
 from picotron_ray.parallel.context.ring_attention import (
     ALL,
-    Attend,
-    Merge,
-    Numbers,
-    Part,
-    gathered_parts,
-    ring_part,
+    AttentionTile,
+    DocumentNumbers,
+    LseMerge,
+    TileAttention,
+    gathered_tiles,
+    ring_tile,
 )
 
 
-def parts_of(ranks: int, tokens: int, variant: str) -> Iterator[tuple[int, Part, int | None]]:
+def parts_of(ranks: int, tokens: int, variant: str) -> Iterator[tuple[int, AttentionTile, int | None]]:
     """What each rank computes: its number, the part, and whose keys are at hand (None: all)."""
     for mine in range(ranks):
         if variant == "ring":
             for theirs in range(ranks):
-                yield mine, ring_part(mine, theirs, tokens), theirs
+                yield mine, ring_tile(mine, theirs, tokens), theirs
         else:
-            for part in gathered_parts(mine, ranks, tokens):
+            for part in gathered_tiles(mine, ranks, tokens):
                 yield mine, part, None
 
 
@@ -49,13 +49,15 @@ def merged(
     chunks = torch.arange(row, device=device).split(half)
     at = [torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank])) for rank in range(ranks)]
 
-    def numbers(mine: int, theirs: int | None) -> Numbers:
+    def numbers(mine: int, theirs: int | None) -> DocumentNumbers:
         if documents is None:
-            return Numbers()
-        return Numbers(documents[:, at[mine]], documents if theirs is None else documents[:, at[theirs]])
+            return DocumentNumbers()
+        return DocumentNumbers(
+            documents[:, at[mine]], documents if theirs is None else documents[:, at[theirs]]
+        )
 
-    attend = Attend(kernel, heads, kv_heads)
-    merges = [Merge(q[..., at[rank], :]) for rank in range(ranks)]
+    attend = TileAttention(kernel, heads, kv_heads)
+    merges = [LseMerge(q[..., at[rank], :]) for rank in range(ranks)]
     for mine, part, theirs in parts_of(ranks, 2 * half, variant):
         keys = kv if theirs is None else kv[..., at[theirs], :]
         attend.forward(merges[mine], q[..., at[mine], :], keys, part, numbers(mine, theirs))
@@ -77,8 +79,8 @@ def merged(
 def whole_row(q: Tensor, kv: Tensor, grad: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Output and gradients by the formulas, in fp64."""
     q, kv, grad = q.double(), kv.double(), grad.double()
-    merge, kernel = Merge(q), Attend(MathKernel(), q.size(1), kv.size(2))
-    part, numbers = Part(ALL, ALL, True), Numbers(documents, documents)
+    merge, kernel = LseMerge(q), TileAttention(MathKernel(), q.size(1), kv.size(2))
+    part, numbers = AttentionTile(ALL, ALL, True), DocumentNumbers(documents, documents)
     kernel.forward(merge, q, kv, part, numbers)
     dq, dkv = torch.zeros_like(q), torch.zeros_like(kv)
     kernel.backward(part, numbers, (grad, q, merge.out, merge.lse), kv, dq, dkv)

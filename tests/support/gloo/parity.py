@@ -13,7 +13,7 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.parameters import parameter_table
+from picotron_ray.models.families.registry import parameter_table
 from tests.support.gloo.jobs.matrix_jobs import (
     MODEL,
     SEQUENCE,

@@ -176,6 +176,7 @@ def serve(pipe: Connection, stacks: str) -> None:
     import warnings
 
     import torch
+    from sitecustomize import follow_context  # of tests/support, or this process has not started as it should
 
     # as in the process of the tests, but for the compiler's
     warnings.filterwarnings("error", module=r"picotron_ray|tests|torch\.distributed")
@@ -190,6 +191,7 @@ def serve(pipe: Connection, stacks: str) -> None:
             module, name, job, arguments = pipe.recv()
         except (EOFError, ConnectionResetError):
             return
+        follow_context()
         try:
             function = getattr(importlib.import_module(module), name)
             reply = (True, function(job, *arguments))

@@ -11,6 +11,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.lineage import descend
 from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, Member, SlotInfo, Source
 from picotron_ray.coordinator.policies.restore_point import newest_slots
+from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from tests.gloo.runtime.test_recover import wait_for_state
 from tests.support.gloo.jobs.remesh_jobs import generation, worker_name
@@ -73,7 +74,7 @@ class Run:
         wait_for_state(victim.pid, "Z")
         (self.folder / f"abort-{self.last.id.n}").touch()
         outcomes = [worker.receive(20) for worker in workers if worker is not victim]
-        assert {outcome.kind for outcome in outcomes} <= {"peer_lost", "interrupted"}, outcomes
+        assert {outcome.kind for outcome in outcomes} <= {FailureKind.PEER_LOST, "interrupted"}, outcomes
         self.pool.drop([victim])
 
     def ledger(self) -> list[str]:

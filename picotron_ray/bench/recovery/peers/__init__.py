@@ -1,4 +1,4 @@
-"""The frameworks that ``bench recovery`` is compared with: how each is started, killed in and ended.
+"""Frameworks that ``bench recovery`` is compared with: start, kills and end of each.
 
 Each peer trains the job's model whole in every process (plain modules, torch's AdamW, data parallel),
 with the same initial weights, the same batches in the same order, as many workers, the same interval of

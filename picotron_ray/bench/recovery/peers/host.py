@@ -1,4 +1,4 @@
-"""Starting a peer, killing its workers one after the other, and ending it; the same for every peer."""
+"""Host of a peer: starts it, kills its workers one after the other, and ends it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLL_S = 0.25
 
 
 def environment() -> dict[str, str]:
-    """What a peer's processes inherit: as ours, without the address of another Ray."""
+    """Make the environment of a peer's processes: ours, without the address of another Ray."""
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
 
@@ -35,7 +35,7 @@ def job_of(folder: Path) -> tuple[JobConfig, float]:
 
 
 class Peer(ABC):
-    """A framework under test. Its processes note their events in ``folder/events`` (figures.py)."""
+    """Framework under test. Its processes log events into ``folder/events`` (``bench.common.event_log``)."""
 
     name: str
 
@@ -74,7 +74,7 @@ class Peer(ABC):
             process.wait()
 
     def check(self) -> None:
-        """Raises PicotronError with the log's last line where every process has ended by itself."""
+        """Raise PicotronError with the log's last line where every process has ended by itself."""
         if self._processes and all(process.poll() is not None for process in self._processes):
             lines = (self.folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
             raise PicotronError(f"bench recovery: {self.name} ended by itself: {''.join(lines)[:300]}")

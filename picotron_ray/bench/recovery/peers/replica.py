@@ -12,9 +12,9 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch, make_batch
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.layout.layout import Layout
+from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.models.layers.init import initialise_
-from picotron_ray.models.llama import Transformer
-from picotron_ray.models.parameters import parameter_table
+from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.optim.optimizer import decays

@@ -21,10 +21,12 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.models.families.llama.modules import block as llama_block
+from picotron_ray.models.layers.attention import sdpa
 from picotron_ray.models.layers.document_mask import document_numbers, document_starts, seen_in_row
-from picotron_ray.models.llama import Block, Transformer, sdpa
+from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.attention import backends
-from picotron_ray.parallel.attention.backends import OfDocuments, flash, whole_kernel
+from picotron_ray.parallel.attention.backends import DocumentCache, attention_kernel, flash
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.emulated_attention import emulated
 from tests.support.gloo.jobs.matrix_jobs import CPU, MODEL, batch, make_job
@@ -131,7 +133,7 @@ def test_what_follows_from_documents_is_made_once_for_all_layers() -> None:
         made.append(window)
         return documents + window
 
-    of = OfDocuments(make)
+    of = DocumentCache(make)
     for _ in range(3):
         assert torch.equal(of(one, 4), one + 4)
     assert made == [4]
@@ -144,7 +146,7 @@ def test_what_follows_from_documents_is_made_once_for_all_layers() -> None:
 
 @SEEN
 @pytest.mark.parametrize(
-    "attend", [sdpa, whole_kernel("flash"), whole_kernel("math")], ids=["sdpa", "flash", "math"]
+    "attend", [sdpa, attention_kernel("flash"), attention_kernel("math")], ids=["sdpa", "flash", "math"]
 )
 def test_masked_kernels(attend: Any, documents: bool, window: int | None) -> None:
     compared(attend, documents, window)
@@ -185,12 +187,12 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @SEEN
 @pytest.mark.usefixtures("package")
 def test_the_package_is_told_likewise(documents: bool, window: int | None) -> None:
-    compared(whole_kernel("flash-attn"), documents, window)
+    compared(attention_kernel("flash-attn"), documents, window)
 
 
 @pytest.mark.usefixtures("package")
 def test_the_package_over_rows_of_one_document() -> None:
-    compared(whole_kernel("flash-attn"), False, None)
+    compared(attention_kernel("flash-attn"), False, None)
 
 
 class Called(TorchDispatchMode):
@@ -230,7 +232,7 @@ def test_windows_on_a_device_go_to_flash_not_to_a_mask(monkeypatch: pytest.Monke
     told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(backends, "flash", lambda q, k, v, *seen: told.append(seen) or q)
     monkeypatch.setattr(backends, "document_starts", lambda numbers: numbers)
-    attend, x = whole_kernel("flash"), torch.empty(1, 2, ROW, HEAD, device="meta")
+    attend, x = attention_kernel("flash"), torch.empty(1, 2, ROW, HEAD, device="meta")
     numbers = torch.empty(1, ROW, device="meta")
     attend(x, x, x, None, 3), attend(x, x, x, numbers, None), attend(x, x, x, numbers, 3)
     assert told == [(None, 3), (numbers, None), (numbers, 3)]
@@ -239,7 +241,7 @@ def test_windows_on_a_device_go_to_flash_not_to_a_mask(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("seen", [(some_documents(), None), (None, 3)], ids=["documents", "window"])
 def test_cudnn_takes_neither(seen: tuple[Any, Any]) -> None:
     with pytest.raises(LayoutError, match="saw cudnn, which takes neither document masks nor windows"):
-        whole_kernel("cudnn")(heads(4, 0), heads(4, 1), heads(4, 2), *seen)
+        attention_kernel("cudnn")(heads(4, 0), heads(4, 1), heads(4, 2), *seen)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -248,8 +250,8 @@ def test_compiled_blocks_leave_numbers_of_documents_alone(compiled: bool) -> Non
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    block = Block(MODEL, backends._apart(flash, compiled)).double()
-    plain = Block(MODEL, sdpa).double()
+    block = llama_block(MODEL, backends._apart(flash, compiled)).double()
+    plain = llama_block(MODEL, sdpa).double()
     plain.load_state_dict(block.state_dict())
     run = torch.compile(block.forward, dynamic=False, backend="eager")
     generator, made = torch.Generator().manual_seed(0), []

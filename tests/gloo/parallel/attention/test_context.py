@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.parameters import SequenceShard
-from picotron_ray.parallel.attention.backends import AttentionPlan, whole_kernel
-from picotron_ray.parallel.attention.lse_kernels import CpuFlash, LseKernel, MathKernel, Seen
+from picotron_ray.parallel.attention.backends import AttentionPlan, attention_kernel
+from picotron_ray.parallel.attention.lse_kernels import CpuFlash, KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaEfficient, CudaFlash, lse_kernel
 from picotron_ray.parallel.context.context_parallel import ContextAttention, apply_context_parallel
 from tests.support.gloo.pool import Job, Pool
@@ -37,8 +37,8 @@ def test_kernels_agree_with_autograd(kernel: LseKernel, queries: int, keys: int,
     gradient = rows(9, HEADS, queries)
     wanted = torch.autograd.grad(expected, (q, k, v), gradient)
     with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, Seen(causal))
-        found = kernel.backward(gradient, q, k, v, out, lse, Seen(causal))
+        out, lse = kernel.forward(q, k, v, KeyMask(causal))
+        found = kernel.backward(gradient, q, k, v, out, lse, KeyMask(causal))
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
@@ -48,11 +48,11 @@ def test_the_kernel_asked_for_computes_or_none_does() -> None:
     q, k, v = (rows(i, heads) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     for backend in ("flash", "math"):
-        torch.testing.assert_close(whole_kernel(backend)(q, k, v), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(attention_kernel(backend)(q, k, v), expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(RuntimeError), warnings.catch_warnings(action="ignore"):
-        whole_kernel("cudnn")(q, k, v)
+        attention_kernel("cudnn")(q, k, v)
     with pytest.raises(LayoutError, match="flash-attn, which is not installed"):
-        whole_kernel("flash-attn")
+        attention_kernel("flash-attn")
     assert isinstance(lse_kernel("flash", torch.device("cpu")), CpuFlash)
     on_cuda = {"flash": CudaFlash, "efficient": CudaEfficient, "cudnn": CudaCudnn, "math": MathKernel}
     for backend, kernel in on_cuda.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from picotron_ray.models.layers.document_mask import same_document
-from picotron_ray.parallel.attention.lse_kernels import LseKernel, MathKernel, Seen
+from picotron_ray.parallel.attention.lse_kernels import KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaEfficient, CudaFlash
 from tests.support.gloo.emulated_attention import emulated
 from tests.support.gloo.merged_parts import merged
@@ -67,7 +67,7 @@ def test_torch_knows_the_operators(
             for length in (queries, keys, keys, queries)
         )
         mask = torch.empty(2, 1, queries, keys, dtype=torch.bool, device="cuda") if masked else None
-        seen = Seen(causal and not masked, mask)
+        seen = KeyMask(causal and not masked, mask)
         out, lse = kernel.forward(q, k, v, seen)
         assert (out.shape, out.dtype, out.device) == (q.shape, dtype, q.device)
         assert (lse.shape, lse.dtype) == (q.shape[:-1], torch.float32)
@@ -81,7 +81,7 @@ def test_they_equal_the_formulas(
     kernel: LseKernel, masked: bool, queries: int, keys: int, causal: bool
 ) -> None:
     q, k, v, grad = tensors(queries, keys)
-    seen = Seen(False, a_mask(queries, keys)) if masked else Seen(causal)
+    seen = KeyMask(False, a_mask(queries, keys)) if masked else KeyMask(causal)
     wanted, level = MathKernel().forward(q, k, v, seen)
     with emulated():
         out, lse = kernel.forward(q, k, v, seen)

@@ -17,16 +17,16 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import recomputed
+from picotron_ray.models.families.registry import family_of
 from picotron_ray.models.layers.fused_linear import lay_together
-from picotron_ray.models.llama import Transformer
-from picotron_ray.models.parameters import joint_modules
+from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.memory import activation_offload as offload_module
 from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
 from picotron_ray.parallel.memory.activation_offload import ActivationOffload
 from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 from picotron_ray.planner.model_sizes import sizes_of
 from tests.support.gloo.jobs.matrix_jobs import MIXTURE, MODEL, make_job, run_layout
-from tests.support.gloo.late_copies import LateLane
+from tests.support.gloo.late_copies import LateCopyStream
 from tests.support.gloo.parity import compare, thinned
 from tests.support.gloo.pool import Pool, WorkerError
 
@@ -110,7 +110,7 @@ def model_and_blocks(*, fused: bool = False) -> tuple[Transformer, list[nn.Modul
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     if fused:
-        for module in named_modules(model, joint_modules(WIDE)):
+        for module in named_modules(model, family_of(WIDE).fused_modules(WIDE)):
             module.fuse()
         lay_together(model)
     return model, list(model.layers.values())
@@ -136,7 +136,7 @@ def gradients(
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_copies_are_waited_for(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """However late a copy comes, nothing reads what it has not brought, or frees what it has not read."""
-    monkeypatch.setattr(offload_module, "Lane", LateLane)
+    monkeypatch.setattr(offload_module, "CopyStream", LateCopyStream)
     expected, found = gradients(policy, None, None), gradients(policy, ActivationOffload(0), None)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -168,24 +168,24 @@ def test_what_leaves_is_what_the_planner_counts(policy: str, kept: str) -> None:
         assert offload.moved_bytes == planned + more
 
 
-def test_the_graph_holds_tickets_and_lets_them_go() -> None:
+def test_the_graph_keeps_offloaded_tensors_alive_and_drops_them() -> None:
     """Two blocks' sources at most are held on the way; after the backward pass nothing is."""
     model, blocks = model_and_blocks()
     offload = ActivationOffload(smallest_bytes=0)
     for number, block in enumerate(blocks):
         offload.wrap(number, block)
     loss = model(torch.zeros(ROWS, LENGTH, dtype=torch.long)).square().mean()
-    visits, visit = [], offload._last
-    while visit is not None:
-        visits.append(visit)
-        visit = visit.before
-    assert len(visits) == len(blocks)
-    assert [bool(each.sources) for each in visits] == [True, False, False, False], "newest first"
-    alive = [reference for each in visits for reference in each.tickets if reference() is not None]
-    assert len(alive) == sum(len(each.tickets) for each in visits) > 20
-    assert not any(each.brought for each in visits)
+    passes, block_pass = [], offload._last
+    while block_pass is not None:
+        passes.append(block_pass)
+        block_pass = block_pass.before
+    assert len(passes) == len(blocks)
+    assert [bool(each.sources) for each in passes] == [True, False, False, False], "newest first"
+    alive = [reference for each in passes for reference in each.offloaded if reference() is not None]
+    assert len(alive) == sum(len(each.offloaded) for each in passes) > 20
+    assert not any(each.fetched for each in passes)
     loss.backward()
-    assert all(each.brought and not each.sources for each in visits)
+    assert all(each.fetched and not each.sources for each in passes)
     del loss
     gc.collect()
     assert all(reference() is None for reference in alive)

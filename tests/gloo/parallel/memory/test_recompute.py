@@ -19,6 +19,7 @@ from picotron_ray.planner.search import choose_layout
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.jobs.matrix_jobs import CPU
 from tests.support.gloo.peak import LiveStorage
+from tests.support.selection import also_deep
 
 ROWS, LENGTH = 4, 128
 BASE = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 256, "layers": 8, "heads": 4}
@@ -72,7 +73,10 @@ def test_policies_hold_less_and_less() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("policy", ["none", "selective", "blocks-2-4", "full"])
+@pytest.mark.parametrize(
+    "policy",
+    ["none", "selective", *also_deep("blocks-2-4", "full")],
+)
 def test_the_planner_estimates_no_less_than_is_needed(kind: str, precision: str, policy: str) -> None:
     config, layout = job(kind, precision), Layout(micro_batch=ROWS, recompute=policy)
     _, peak = measured(config, layout)

@@ -13,7 +13,7 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.parallel import fp8
+from picotron_ray.parallel.precision import fp8
 from picotron_ray.train import engine as engine_module
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.jobs.matrix_jobs import CPU, batch, make_job

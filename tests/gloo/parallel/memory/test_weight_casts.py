@@ -35,7 +35,7 @@ def trained(job: Job, config: JobConfig, layout: Layout) -> tuple[list[torch.Ten
         engine.gradients_of(feed)
     found = [
         p.parameter.grad.full_tensor() if hasattr(p.parameter.grad, "full_tensor") else p.parameter.grad
-        for p in engine._parameters
+        for p in engine._state._parameters
     ]
     engine.close()
     groups.close()

@@ -57,7 +57,7 @@ def test_micro_batches_that_change_places_are_noticed(pool: Pool) -> None:
 
 
 def without_refusal(job: Job, configs: list[JobConfig], layout: Layout) -> list:
-    undo = replace(mesh, "check_schedule", lambda layout, rules: None)
+    undo = replace(mesh, "check_schedule", lambda layout, schedule: None)
     try:
         return run_layout(job, configs, layout)
     finally:
@@ -87,7 +87,7 @@ def lowered(job: Job, config: JobConfig, layout: Layout) -> tuple[Rows, Rows]:
     engine = build_engine(config, layout, job.rank, groups, CPU)
     engine.initialise(0)
     engine.forward_backward(batch(config, layout, 0, 1))
-    (schedule,) = engine._pipeline._schedules.values()
+    (schedule,) = engine._passes.pipeline._schedules.values()
     orders = schedule.pipeline_order, schedule.pipeline_order_with_comms
     rows = [tuple(" ".join(str(a) for a in order[r] if a) for r in range(layout.pp)) for order in orders]
     engine.close()

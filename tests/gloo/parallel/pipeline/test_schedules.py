@@ -6,7 +6,7 @@ import pytest
 
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.schedules import RULES
+from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.parallel import mesh
 from tests.support.gloo.faults import replace
 from tests.support.gloo.jobs.matrix_jobs import MODEL, make_job, run_layout
@@ -33,14 +33,14 @@ def test_schedule_equals_one_process(pool: Pool, layout: Layout, global_batch: i
 
 
 def without_refusal(job: Job, configs: list, layout: Layout) -> list:
-    undo = replace(mesh, "check_schedule", lambda layout, rules: None)
+    undo = replace(mesh, "check_schedule", lambda layout, schedule: None)
     try:
         return run_layout(job, configs, layout)
     finally:
         undo()
 
 
-@pytest.mark.parametrize("schedule", [name for name, rules in RULES.items() if rules.splits])
+@pytest.mark.parametrize("schedule", [name for name, entry in SCHEDULES.items() if entry.splits_backward])
 def test_why_a_split_backward_pass_refuses_zero_3(pool: Pool, schedule: str) -> None:
     """Weights that are resharded between the two halves leave wrong gradients, and nothing is raised."""
     layout = Layout(dp=2, pp=2, virtual_stages=2, schedule=schedule, zero=3, micro_batch=1)
@@ -50,7 +50,7 @@ def test_why_a_split_backward_pass_refuses_zero_3(pool: Pool, schedule: str) -> 
     assert any("gradient" in line for line in wrong), "it is right now: allow it"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "afab"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_what_a_stage_needs_next_travels_while_it_computes(pool: Pool, schedule: str) -> None:
     """A forward pass's input is on its way during the pass before, but for the first."""
     layout = Layout(pp=2, schedule=schedule, micro_batch=3)

@@ -58,15 +58,15 @@ def collectives(job: Job, config: JobConfig, layout: Layout) -> dict[str, int]:
 
 def overlapped(job: Job, config: JobConfig, layout: Layout, bucket_bytes: int) -> tuple[int, list[int]]:
     """The number of buckets, and how many of them were on their way at each phase of one step."""
-    kept, replicated.Replicated.__init__.__defaults__ = (
-        replicated.Replicated.__init__.__defaults__,
+    kept, replicated.ReplicatedGradients.__init__.__defaults__ = (
+        replicated.ReplicatedGradients.__init__.__defaults__,
         (bucket_bytes,),
     )
     try:
         groups, engine = _opened(job, config, layout)
     finally:
         replicated.Replicated.__init__.__defaults__ = kept
-    (copies,) = engine._replicated
+    (copies,) = engine._gradients._replicated
     started: list[int] = []
 
     def on_phase(phase: str) -> None:

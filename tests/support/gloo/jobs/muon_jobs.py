@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.checkpoint.snapshot.replica_split import share
+from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, slot_bytes
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.torch_state import buffers, restore
@@ -35,7 +35,7 @@ def leg(job: Job, config: JobConfig, layout: Layout, steps: tuple[int, int], fol
         engine.reduce()
         engine.clip()
         engine.optimizer_step(config.optimizer.learning_rate)
-    mine = share(engine.state(), 0, 1)
+    mine = split_for_replica(engine.state(), 0, 1)
     shards = tuple(entry.shard for entry in mine)
     slot = SlotFile.create(folder / f"{job.rank}.{last}.slot", slot_bytes(shards))
     slot.write(SlotHeader(1, 1, last, job.rank), shards, buffers(mine))
@@ -50,13 +50,13 @@ def double_messages() -> Any:
     """What other ranks send arrives doubled."""
     import picotron_ray.train.optim.muon as muon
 
-    kept = muon.swap
+    kept = muon.exchange
 
     def doubled(outgoing: Any, incoming: Any, rank: int, like: Any) -> Any:
         found = kept(outgoing, incoming, rank, like)
         return {peer: flat if peer == rank else flat * 2.0 for peer, flat in found.items()}
 
-    return replace(muon, "swap", doubled)
+    return replace(muon, "exchange", doubled)
 
 
 def orthogonalise_shards() -> Any:
@@ -64,7 +64,7 @@ def orthogonalise_shards() -> Any:
     import picotron_ray.train.optim.optimizer as optimizer
     from picotron_ray.train.optim.matrix_exchange import Matrix
 
-    kept = optimizer.share_out
+    kept = optimizer.assign_owners
 
     def shards(*arguments: Any) -> Any:
         return [
@@ -76,7 +76,7 @@ def orthogonalise_shards() -> Any:
             for matrices in kept(*arguments)
         ]
 
-    return replace(optimizer, "share_out", shards)
+    return replace(optimizer, "assign_owners", shards)
 
 
 PLANTS = {"messages": double_messages, "shards": orthogonalise_shards}

@@ -20,16 +20,16 @@ def damaged() -> Any:
     """What comes back is half of what left."""
     from picotron_ray.parallel.memory.activation_offload import ActivationOffload
 
-    undo, kept = everything(), ActivationOffload._bring
+    undo, kept = everything(), ActivationOffload._fetch
 
-    def bring(self: Any, visit: Any) -> None:
-        for reference in [] if visit.brought else visit.tickets:
-            ticket = reference()
-            if ticket is not None and ticket.host.is_floating_point():
-                ticket.host.mul_(0.5)
-        kept(self, visit)
+    def fetch(self: Any, block_pass: Any) -> None:
+        for reference in [] if block_pass.fetched else block_pass.offloaded:
+            moved = reference()
+            if moved is not None and moved.host.is_floating_point():
+                moved.host.mul_(0.5)
+        kept(self, block_pass)
 
-    undo_bring = replace(ActivationOffload, "_bring", bring)
+    undo_bring = replace(ActivationOffload, "_fetch", fetch)
     return lambda: (undo_bring(), undo())
 
 

@@ -43,10 +43,10 @@ def logged(job: Job, config: JobConfig, layout: Layout, marks: list[tuple[Any, s
 def ring_log(job: Job, config: JobConfig, layout: Layout) -> list[str]:
     """``send`` and ``wait`` of keys or their gradients, ``forward`` and ``backward`` of a part."""
     from picotron_ray.comm.sequence_collectives import Shift
-    from picotron_ray.parallel.context.ring_attention import Attend
+    from picotron_ray.parallel.context.ring_attention import TileAttention
 
     marks = [(Shift, "__init__", "send"), (Shift, "wait", "wait")]
-    marks += [(Attend, "forward", "forward"), (Attend, "backward", "backward")]
+    marks += [(TileAttention, "forward", "forward"), (TileAttention, "backward", "backward")]
     return logged(job, config, layout, marks)
 
 

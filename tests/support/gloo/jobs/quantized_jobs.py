@@ -6,7 +6,7 @@ import torch
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
-from picotron_ray.train.optim.quantized_state import Map, map_of, middles_of
+from picotron_ray.train.optim.quantized_state import Codebook, codebook_of, middles_of
 from tests.support.gloo.jobs.matrix_jobs import make_job
 
 WIDE = ModelConfig(
@@ -24,8 +24,8 @@ def job_of(moments: str, model: ModelConfig = WIDE, optimizer: str = "adamw") ->
     return job.model_copy(update={"optimizer": job.optimizer.model_copy(update=changed)})
 
 
-def with_zeros(signed: bool, device: torch.device) -> Map:
+def with_zeros(signed: bool, device: torch.device) -> Codebook:
     """torchao's way with small squares."""
-    chart = map_of(signed, device)
-    borders = torch.cat([middles_of(chart.numbers), torch.tensor([torch.inf])])
-    return chart._replace(borders=borders, first=torch.where(chart.first == 1, 0, chart.first))
+    codebook = codebook_of(signed, device)
+    borders = torch.cat([middles_of(codebook.numbers), torch.tensor([torch.inf])])
+    return codebook._replace(borders=borders, first=torch.where(codebook.first == 1, 0, codebook.first))

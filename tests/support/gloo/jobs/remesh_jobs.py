@@ -15,11 +15,11 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, SlotInfo
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.runtime.heartbeat import Page
-from picotron_ray.runtime.worker.generation import GenerationRun, Home
+from picotron_ray.runtime.worker.generation import GenerationRun, WorkerResources
 from tests.support.gloo.jobs.matrix_jobs import CPU
 from tests.support.gloo.pool import Job
 
-HOMES: dict[str, Home] = {}
+RESOURCES: dict[str, WorkerResources] = {}
 TOLD_POLL_S = 0.005
 
 
@@ -27,12 +27,12 @@ def worker_name(pid: int) -> str:
     return f"worker-{pid}"
 
 
-def home_of(config: JobConfig, folder: Path) -> Home:
+def resources_of(config: JobConfig, folder: Path) -> WorkerResources:
     """What this process keeps of a run between its generations."""
-    if config.name not in HOMES:
-        HOMES.clear()  # runs of earlier tests
+    if config.name not in RESOURCES:
+        RESOURCES.clear()  # runs of earlier tests
         name = worker_name(os.getpid())
-        HOMES[config.name] = Home(
+        RESOURCES[config.name] = WorkerResources(
             job=config,
             worker=name,
             node="node",
@@ -43,7 +43,7 @@ def home_of(config: JobConfig, folder: Path) -> Home:
             storage=partial(open_storage, config.storage, config.name),
             fetch_slot=no_slot,
         )
-    return HOMES[config.name]
+    return RESOURCES[config.name]
 
 
 def no_slot(info: SlotInfo) -> bytes:
@@ -58,7 +58,7 @@ def generation(
     Args:
         told: a file that stands for the coordinator's order to abort.
     """
-    home = home_of(config, Path(folder))
+    home = resources_of(config, Path(folder))
 
     def on_phase(step: int, phase: str) -> None:
         rank, first, wanted = kill

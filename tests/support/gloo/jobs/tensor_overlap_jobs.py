@@ -15,9 +15,9 @@ from picotron_ray.comm.sequence_collectives import Shift
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.tensor import ring_overlap, symmetric_memory
-from picotron_ray.parallel.tensor.overlap import hidden
-from picotron_ray.parallel.tensor.ring_overlap import Ring
-from picotron_ray.parallel.tensor.symmetric_memory import Symmetric
+from picotron_ray.parallel.tensor.overlap import overlapped_products
+from picotron_ray.parallel.tensor.ring_overlap import RingOverlap
+from picotron_ray.parallel.tensor.symmetric_memory import SymmetricOverlap
 from picotron_ray.parallel.tensor.tensor_parallel import _Gather, _ReduceScatter
 from picotron_ray.train import build_stages
 from picotron_ray.train.engine import build_engine
@@ -61,9 +61,9 @@ def unfused(job: Job | None = None) -> Callable[[], None]:
 def made(kind: str, group: Any) -> tuple[Any, Callable[[], None]]:
     """An overlap, and what ends it; symmetric memory in torch's test mode, taken for fused."""
     if kind == "ring":
-        return Ring(group), lambda: None
+        return RingOverlap(group), lambda: None
     undo, undo_fused = unfused(), replace(symmetric_memory, "FUSED", frozenset())
-    overlap = Symmetric(group, CPU)
+    overlap = SymmetricOverlap(group, CPU)
     return overlap, lambda: (overlap.close(), undo_fused(), undo())  # type: ignore[func-returns-value]
 
 
@@ -84,7 +84,7 @@ def _both_ways(group: Any, kind: str, biased: bool, rows: int, low: bool) -> lis
     down = torch.randn(8, sum(WIDTHS), dtype=dtype)
     leaves = [x, *weights, *(bias for bias in biases if bias is not None), down]
     overlap, end = made(kind, group)
-    means = hidden(overlap, compiled=False)
+    means = overlapped_products(overlap, compiled=False)
 
     def plainly(y: Tensor) -> list[Tensor]:
         whole = _Gather.apply(y, group)
@@ -143,7 +143,7 @@ def order(job: Job) -> list[list[str]]:
 
 
 def _order(group: Any) -> list[list[str]]:
-    means, found = hidden(Ring(group), compiled=False), []
+    means, found = overlapped_products(RingOverlap(group), compiled=False), []
     x, weights = torch.randn(1, 4, 8, requires_grad=True), [torch.randn(6, 8, requires_grad=True)] * 2
     down = torch.randn(8, 6, requires_grad=True)
 
@@ -211,24 +211,24 @@ def run_unfused(job: Job, configs: list[JobConfig], layout: Layout, refuse: bool
 
 def drop_part() -> Callable[[], None]:
     """Of what comes last round the ring nothing arrives."""
-    plain = ring_overlap.Ring._parts
+    plain = ring_overlap.RingOverlap._parts
 
     def parts(self: Any, x: Tensor) -> Any:
         for step, (source, part) in enumerate(plain(self, x)):
             yield source, part * (step < self._ranks - 1)
 
-    return replace(ring_overlap.Ring, "_parts", parts)
+    return replace(ring_overlap.RingOverlap, "_parts", parts)
 
 
 def exchange_parts() -> Callable[[], None]:
     """Parts are put where those of the next rank belong."""
-    plain = ring_overlap.Ring._parts
+    plain = ring_overlap.RingOverlap._parts
 
     def parts(self: Any, x: Tensor) -> Any:
         for source, part in plain(self, x):
             yield (source + 1) % self._ranks, part
 
-    return replace(ring_overlap.Ring, "_parts", parts)
+    return replace(ring_overlap.RingOverlap, "_parts", parts)
 
 
 def forget_sum() -> Callable[[], None]:
@@ -238,9 +238,9 @@ def forget_sum() -> Callable[[], None]:
 
 def exchange_targets() -> Callable[[], None]:
     """A rank adds its share of another rank's tokens."""
-    plain = ring_overlap.Ring._share
+    plain = ring_overlap.RingOverlap._share
     return replace(
-        ring_overlap.Ring,
+        ring_overlap.RingOverlap,
         "_share",
         lambda self, xs, factors, target: plain(self, xs, factors, (target + 1) % self._ranks),
     )

@@ -10,25 +10,25 @@ from tests.support.gloo.faults import replace
 
 def dropped() -> Any:
     """Each end keeps its own gradient."""
-    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
+    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
 
-    return replace(TiedEnds, "sum_", lambda self, parameters, gradients: None)
+    return replace(TiedEmbeddings, "sum_", lambda self, parameters, gradients: None)
 
 
 def stale() -> Any:
     """The head's copy on the embedding's rank stays what it was."""
-    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEnds
+    from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
 
-    return replace(TiedEnds, "follow", lambda self: None)
+    return replace(TiedEmbeddings, "follow", lambda self: None)
 
 
 def counted_twice() -> Any:
     """Both ends count in the norm."""
-    import picotron_ray.parallel.parallelize as parallelize
+    import picotron_ray.parallel.local_shards as local_shards
 
-    kept = parallelize.counts_in_norm
+    kept = local_shards.counts_in_norm
     return replace(
-        parallelize,
+        local_shards,
         "counts_in_norm",
         lambda spec, layout, rank: kept(dataclasses.replace(spec, copy=False), layout, rank),
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.jobs.group_jobs import open_files
@@ -56,7 +57,7 @@ def until_lost(
             groups.all_gather(_one())
             steps = step
     except Exception as error:  # noqa: BLE001 - judged here as the runtime judges it
-        kind = "peer_lost" if groups.lost_peer(error) else f"{type(error).__name__}: {error}"
+        kind = FailureKind.PEER_LOST if groups.lost_peer(error) else f"{type(error).__name__}: {error}"
         error.__traceback__ = None
     ended = time.monotonic()
     groups.abort()

@@ -1,0 +1,51 @@
+# One word for each thing that is done often. PYTHON chooses the interpreter: the one of .venv where there is one.
+PYTHON ?= $(if $(wildcard .venv/bin/python),$(CURDIR)/.venv/bin/python,python3)
+BIN = $(dir $(shell command -v $(PYTHON)))
+CONFIG ?= quickstart
+
+.PHONY: help setup check format types contracts test pure deep docs kill-picture bench
+
+help:
+	@echo "make setup         install everything that the checks need into .venv"
+	@echo "make check         linter, formatter, types, import contracts"
+	@echo "make pure          the tests that need neither torch nor Ray (half a minute)"
+	@echo "make test          the README's second command: the default tests, with coverage"
+	@echo "make deep          what the default run leaves out"
+	@echo "make docs          the documentation site, warnings as errors: docs/_build/html"
+	@echo "make kill-picture  docs/_static/kill.svg, from a run of quickstart"
+	@echo "make bench         recovery after a kill, and tokens/s of CONFIG (default: quickstart)"
+
+setup:
+	python3 -m venv .venv
+	.venv/bin/pip install -e '.[dev,docs]'
+
+check: format types contracts
+
+format:
+	$(BIN)ruff check .
+	$(BIN)ruff format --check .
+
+types:
+	$(BIN)mypy
+
+contracts:
+	$(BIN)lint-imports
+
+pure:
+	$(PYTHON) -m pytest tests/pure -n auto
+
+test:
+	$(PYTHON) -m pytest --cov
+
+deep:
+	.ci/deep
+
+docs:
+	$(PYTHON) -m sphinx -W -n --keep-going -E -q docs docs/_build/html
+
+kill-picture:
+	$(PYTHON) docs/make_kill_svg.py
+
+bench:
+	$(PYTHON) -m picotron_ray.cli bench recovery --peers none
+	$(PYTHON) -m picotron_ray.cli bench mfu $(CONFIG)

@@ -1,0 +1,333 @@
+"""Handlers of events: each changes the machine's memory.
+
+The consequences are derived from the whole memory afterwards (``machine.advance``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.checkpoint_tracker import known_layouts
+from picotron_ray.coordinator.generation_stop import blame, kill
+from picotron_ray.coordinator.housekeeping import lose_node, worker_gone
+from picotron_ray.coordinator.lineage import on_lineage
+from picotron_ray.coordinator.machine_memory import MachineMemory
+from picotron_ray.coordinator.policies.membership import RosterWorker
+from picotron_ray.coordinator.policies.restore_point import newest_commit
+from picotron_ray.coordinator.recovery import ask_again
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
+
+
+def begin(memory: MachineMemory, event: m.Begin) -> None:
+    """Take over from what the log and the agents say: adopt what runs, else start."""
+    if memory.state is not MachineState.NEW:
+        return
+    specs = [*event.generations, *([event.running] if event.running else [])]
+    memory.term, memory.commits = event.term, list(event.commits)
+    memory.spec = max(specs, key=lambda spec: spec.id, default=None)
+    memory.layouts.update(known_layouts(specs))
+    commit = newest_commit(memory.commits, memory.spec)
+    memory.checkpoints.committed = 0 if commit is None else commit.step
+    adopted = event.running if event.running == memory.spec else None
+    _take_over(memory, event, adopted)
+    if adopted is not None:
+        _adopt(memory, adopted, logged={spec.id for spec in event.generations})
+        return
+    _plan_rewind(memory, event)
+    if commit is not None and commit.step >= memory.job.steps and memory.rewind is None:
+        memory.finish("finished", f"step {commit.step}: all {memory.job.steps} steps were committed before")
+        return
+    memory.go(MachineState.STARTING)
+    memory.deadline = memory.now + memory.job.cluster.start_timeout_s
+
+
+def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec | None) -> None:
+    """Enter the living workers; one that is still in a generation of the past cannot be used again."""
+    members = set() if adopted is None else {member.worker for member in adopted.members}
+    busy = {entry.worker: entry.generation for entry in event.busy}
+    for member in event.workers:
+        if member.node not in memory.roster.nodes:
+            memory.roster.join(member.node, sum(w.node == member.node for w in event.workers), memory.now)
+            _release_committed(memory, member.node)
+        worker = RosterWorker(member.worker, member.node, "idle", memory.now)
+        memory.roster.workers[worker.name] = worker
+        at = busy.get(worker.name)
+        if worker.name in members and at in (None, adopted.id if adopted else None):
+            worker.state = "busy"
+        elif at is not None:
+            worker.state = "busy"
+            kill(memory, worker.name, f"still in generation {at}, which is over")
+
+
+def _plan_rewind(memory: MachineMemory, event: m.Begin) -> None:
+    """Obey ``checkpoint.resume_step`` once per run, not again after each restart."""
+    step = memory.job.checkpoint.resume_step
+    done = any(spec.source.kind == "commit" and spec.resume_step == step for spec in event.generations)
+    if step is not None and not done:
+        memory.rewind = step
+
+
+def _adopt(memory: MachineMemory, spec: m.GenerationSpec, logged: set[m.GenerationId]) -> None:
+    """Carry on with a generation of the term before; it is entered in the log where it is missing."""
+    memory.go(MachineState.RUNNING)
+    memory.seen_step, memory.launched_at = spec.resume_step, memory.now
+    memory.emit(m.RunGeneration(spec, adopt=True))
+    heard = set(memory.roster.nodes)
+    memory.alert(
+        "info", "adopted", f"adopted generation {spec.id}: {len(spec.members)} workers, {spec.layout}"
+    )
+    if spec.id not in logged:
+        memory.appends.push(m.AppendGeneration(spec))
+    for member in spec.members:
+        if member.worker in memory.roster.workers:
+            continue
+        if member.node in heard:
+            text = f"worker {member.worker} on {member.node} was gone when the coordinator came back"
+            blame(memory, FailureKind.WORKER_EXITED, member.worker, culprit=True, text=text, cause="killed")
+        else:  # not heard is not lost: its call fails, or it stays silent, if it is
+            memory.roster.join(
+                member.node, sum(other.node == member.node for other in spec.members), memory.now
+            )
+            memory.roster.workers[member.worker] = RosterWorker(
+                member.worker, member.node, "busy", memory.now
+            )
+
+
+def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
+    if event.refused:
+        if memory.refused.get(event.node) != event.refused:
+            memory.refused[event.node] = event.refused
+            memory.alert("warning", "refused", f"node {event.node} may not take part: {event.refused}")
+        return
+    if not memory.roster.join(event.node, event.capacity, memory.now):
+        return
+    _release_committed(memory, event.node)
+    memory.alert(
+        "info", "join", f"node {event.node} joined with room for {event.capacity} workers", node=event.node
+    )
+    if memory.state is MachineState.COLLECTING:
+        ask_again(memory, event.node)
+
+
+def _release_committed(memory: MachineMemory, node: str) -> None:
+    """Undo pins of an earlier term, whose commit was never followed by its release."""
+    commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
+    if commit is not None:
+        memory.emit(m.Release(node, commit.generation, commit.step, commit.step))
+
+
+def node_lost(memory: MachineMemory, event: m.NodeLost) -> None:
+    lose_node(memory, event.node, event.reason)
+
+
+def worker_ready(memory: MachineMemory, event: m.WorkerReady) -> None:
+    worker = memory.roster.workers.get(event.worker)
+    if worker is None:
+        memory.emit(m.KillWorker(event.worker, "not known to this coordinator"))
+    elif worker.state == "starting":
+        worker.state, worker.since = "idle", memory.now
+        if (node := memory.roster.nodes.get(worker.node)) is not None:
+            node.failed_starts = 0
+
+
+def worker_exited(memory: MachineMemory, event: m.WorkerExited) -> None:
+    worker = memory.roster.workers.pop(event.worker, None)
+    if worker is None:
+        return
+    worker_gone(memory, worker, event.cause)
+    if worker.writing and memory.state is MachineState.COLLECTING:
+        ask_again(memory, worker.node)
+
+
+def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
+    """Note a sign of life and progress.
+
+    A node that was lost by silence alone is taken back in. Its old workers are killed first.
+    """
+    node = memory.roster.nodes.get(event.node)
+    if node is None:
+        silent = memory.roster.silent.get(event.node)
+        if silent is None:
+            return
+        capacity, workers = silent
+        node_joined(memory, m.NodeJoined(event.node, capacity))
+        for name in workers:
+            memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)
+            kill(memory, name, "its node was counted as lost")
+        return
+    node.last_seen = memory.now
+    before = memory.seen_step
+    if memory.spec is not None and event.generation == memory.spec.id and event.steps:
+        progress(memory, max(event.steps.values()))
+    memory.quiet = memory.seen_step == before
+
+
+def progress(memory: MachineMemory, step: int) -> None:
+    """Note finished steps of the present generation."""
+    if memory.spec is None or step <= memory.seen_step:
+        return
+    memory.seen_step, memory.progressed = step, True
+    memory.emit(*memory.checkpoints.release_void())
+    if memory.breaker.progressed(step):
+        memory.cap = None
+
+
+def outcome(memory: MachineMemory, event: m.Outcome) -> None:
+    """Note that a member left the present generation; anything but an orderly end is a failure of it."""
+    worker = memory.roster.workers.get(event.worker)
+    if memory.spec is None or event.generation != memory.spec.id or not memory.is_member(event.worker):
+        return
+    if worker is None or event.worker in memory.outcomes or not memory.in_generation:
+        return
+    memory.outcomes[event.worker] = event
+    if worker.state == "busy":
+        worker.state, worker.since = "idle", memory.now
+    progress(memory, event.step)
+    if event.kind in ("finished", "interrupted"):
+        if memory.state is MachineState.RUNNING:
+            memory.reason = f"members left: {event.kind} {event.detail}".strip()
+            memory.go(MachineState.LEAVING)
+    elif event.kind is FailureKind.PEER_LOST:
+        text = f"worker {event.worker} lost a peer"
+        blame(memory, event.kind, event.worker, culprit=False, text=text)
+    elif event.detail.startswith("corrupt:"):
+        _quarantine(memory, event.worker, event.detail.removeprefix("corrupt:").strip())
+    else:
+        text = f"worker {event.worker} failed: {event.detail}"
+        cause = event.detail.split(":")[0]
+        blame(memory, FailureKind.FAILED, event.worker, culprit=True, text=text, cause=cause)
+
+
+def stalled(memory: MachineMemory, event: m.Stalled) -> None:
+    """Abort the generation of a member whose phase lasts too long.
+
+    The stuck one shows when all are told to leave: it alone does not answer.
+    """
+    running = memory.state in (MachineState.RUNNING, MachineState.LEAVING)
+    if (
+        not running
+        or memory.spec is None
+        or event.generation != memory.spec.id
+        or not memory.is_member(event.worker)
+    ):
+        return
+    text = f"worker {event.worker} has been in phase {event.phase} for {event.waited_s:.1f} s"
+    blame(memory, FailureKind.HANG, event.worker, culprit=False, text=text)
+
+
+def _quarantine(memory: MachineMemory, worker: str, name: str) -> None:
+    """Set aside data that failed its digest; the next rung of the ladder is used instead."""
+    assert memory.spec is not None
+    source = memory.spec.source
+    for slot in source.slots:
+        if slot.slot == name and (slot.node, name) not in memory.bad_slots:
+            memory.bad_slots.add((slot.node, name))
+            memory.emit(m.Quarantine(slot.node, name))
+    known = any(name == slot for _, slot in memory.bad_slots)
+    if name == source.manifest:
+        memory.bad_manifests.add(name)
+        known = True
+    text = f"worker {worker} found {name} corrupt: it is not used again"
+    kind = FailureKind.CORRUPT if known else FailureKind.FAILED
+    blame(memory, kind, worker, culprit=True, text=text)
+
+
+def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
+    if event.node not in memory.roster.nodes or event.generation not in memory.layouts:
+        return
+    state = (event.step, event.generation)
+    if not on_lineage(memory.spec, event.generation, event.step):
+        memory.checkpoints.voided(event.node, state)
+        return
+    if memory.spec is not None and event.generation == memory.spec.id:
+        progress(memory, event.step)
+    memory.emit(*memory.checkpoints.sealed(state, event.node, event.slots, memory.layouts[event.generation]))
+
+
+def inventory(memory: MachineMemory, event: m.Inventory) -> None:
+    if memory.state is MachineState.COLLECTING and memory.awaited.get(event.node) == event.request:
+        del memory.awaited[event.node]
+        memory.inventory[event.node] = event.slots
+
+
+def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:
+    if event.error:
+        memory.alert(
+            "warning", "storage", f"upload of step {event.step} on {event.node} failed: {event.error}"
+        )
+    if event.error.startswith("corrupt:"):
+        slot = event.error.removeprefix("corrupt:").strip()
+        memory.bad_slots.add((event.node, slot))
+        memory.emit(m.Quarantine(event.node, slot))
+        memory.checkpoints.slot_lost(event.node, slot)
+    elif memory.checkpoints.uploaded(event, memory.now):
+        memory.appends.push(memory.checkpoints.commit())
+
+
+def appended(memory: MachineMemory, event: m.Appended) -> None:
+    if event.fenced:
+        memory.finish("fenced", "a newer coordinator has taken over; this one stops")
+        return
+    if event.error:
+        memory.alert("warning", "storage", f"log entry ({event.kind}) failed: {event.error}")
+        if event.kind == "commit" and memory.checkpoints.outdated((event.step, event.generation)):
+            memory.appends.settle(event, memory.now)  # no longer on its way ...
+            memory.appends.drop_commits()  # ... and not to be tried again: a newer checkpoint takes its place
+            return
+    entry = memory.appends.settle(event, memory.now)
+    if not isinstance(entry, m.AppendCommit):
+        return
+    memory.commits.append(m.Commit(event.step, event.generation, event.manifest, event.seq))
+    if not on_lineage(memory.spec, event.generation, event.step):
+        return
+    memory.checkpoints.committed = max(memory.checkpoints.committed, event.step)
+    memory.alert("info", "commit", f"step {event.step} committed", step=event.step, manifest=event.manifest)
+    memory.emit(*memory.checkpoints.settled((event.step, event.generation), list(memory.roster.nodes)))
+
+
+def drain_notice(memory: MachineMemory, event: m.DrainNotice) -> None:
+    node = memory.roster.nodes.get(event.node)
+    if node is None or node.draining:
+        return
+    node.draining = True
+    memory.alert("warning", "drain", f"node {event.node} is to go", node=event.node, deadline=event.deadline)
+    if memory.state is MachineState.RUNNING and memory.spec is not None:
+        _take_snapshot(memory)
+
+
+def user_request(memory: MachineMemory, event: m.UserRequest) -> None:
+    if event.what == "stop":
+        memory.stop_requested = True
+    elif memory.state is MachineState.RUNNING:
+        _take_snapshot(memory)
+
+
+def _take_snapshot(memory: MachineMemory) -> None:
+    assert memory.spec is not None
+    memory.emit(m.TakeSnapshot(memory.spec.id, tuple(member.worker for member in memory.spec.members)))
+
+
+def tick(memory: MachineMemory, event: m.Tick) -> None:
+    """Change nothing: all that is due at a time is found afterwards."""
+
+
+HANDLERS: dict[type[Any], Callable[[MachineMemory, Any], None]] = {
+    m.Begin: begin,
+    m.NodeJoined: node_joined,
+    m.NodeLost: node_lost,
+    m.WorkerReady: worker_ready,
+    m.WorkerExited: worker_exited,
+    m.Stalled: stalled,
+    m.Heartbeat: heartbeat,
+    m.Outcome: outcome,
+    m.SnapshotSealed: snapshot_sealed,
+    m.Inventory: inventory,
+    m.Uploaded: uploaded,
+    m.Appended: appended,
+    m.DrainNotice: drain_notice,
+    m.UserRequest: user_request,
+    m.Tick: tick,
+}

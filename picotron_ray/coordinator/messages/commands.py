@@ -1,0 +1,140 @@
+"""Commands: all that the coordinator's machine asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from picotron_ray.coordinator.messages.values import GenerationId, GenerationSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    worker: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """End a worker in order (it is idle) and forget it."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    """SIGKILL by pid through the worker's agent."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunGeneration:
+    """Call ``run_generation`` on every member; on a running one this joins it (adoption)."""
+
+    spec: GenerationSpec
+    adopt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Make one member leave its generation.
+
+    hard: abort its process groups now. boundary: all members stop together after the step at hand
+    (any one member told is enough, all are told), each leaving a sealed snapshot of that step.
+    """
+
+    worker: str
+    generation: GenerationId
+    mode: Literal["hard", "boundary"]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectInventory:
+    node: str
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Upload the chunks of these sealed slots of one node (they are pinned until ``Release``)."""
+
+    node: str
+    generation: GenerationId
+    step: int
+    slots: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AppendGeneration:
+    spec: GenerationSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AppendCommit:
+    """Write the manifest of what was uploaded for (generation, step), then append its commit entry."""
+
+    generation: GenerationId
+    step: int
+    nodes: tuple[str, ...]  # whose upload parts make up the manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Allow that pinned snapshots up to ``step`` are overwritten; ``committed``: the newest commit's step."""
+
+    node: str
+    generation: GenerationId
+    step: int
+    committed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Ask the members for a pinned checkpoint snapshot at the next step boundary."""
+
+    generation: GenerationId
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Never offer this slot again."""
+
+    node: str
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    level: Literal["info", "warning", "error"]
+    text: str
+    kind: str = ""  # recovery, failure, join, ... for counting and for summary.json
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """End the run: stop every worker (fenced: touch nothing, a newer coordinator has them)."""
+
+    status: Literal["finished", "failed", "stopped", "storage", "fenced"]
+    detail: str = ""
+
+
+Command = (
+    StartWorker
+    | StopWorker
+    | KillWorker
+    | RunGeneration
+    | Interrupt
+    | CollectInventory
+    | Upload
+    | AppendGeneration
+    | AppendCommit
+    | Release
+    | TakeSnapshot
+    | Quarantine
+    | Alert
+    | Finish
+)

@@ -1,0 +1,110 @@
+"""Parts of the simulation as the others see them, so that none of their modules has to import another back.
+
+``World`` is what a node, a worker or a generation may do with the rest: ask for the time, let time pass, look
+somebody up, send a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.simulator.rng import Rng
+from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory
+from picotron_ray.coordinator.simulator.storage import SimStorage
+
+
+class GenerationProtocol(Protocol):
+    """Members that train together."""
+
+    spec: m.GenerationSpec
+    step: int
+    broken: bool
+    boundary: bool
+    ended: bool
+
+    def join(self, worker: WorkerProtocol) -> None: ...
+    def shatter(self) -> None: ...
+    def flush(self, worker: WorkerProtocol) -> None: ...
+    def stalled(self) -> None: ...
+
+
+class WorkerProtocol(Protocol):
+    """One worker process."""
+
+    name: str
+    hung: bool
+    clean: int
+    writing: bool
+
+    @property
+    def node(self) -> NodeProtocol: ...
+    @property
+    def generation(self) -> GenerationProtocol | None: ...
+    def leave(self, generation: GenerationProtocol, kind: m.OutcomeKind, detail: str = "") -> None: ...
+
+
+class NodeProtocol(Protocol):
+    """A node with its agent."""
+
+    name: str
+    slots: dict[str, SimSlot]
+    cut_until: float
+
+    @property
+    def cut(self) -> bool: ...
+    def report(self, event: m.Event, reliable: bool = False) -> None: ...
+    def keep(self, held: SimSlot) -> None: ...
+
+
+class CoordinatorProtocol(Protocol):
+    """One incarnation of the coordinator."""
+
+    machine: Machine
+    newest: m.GenerationSpec | None
+    heard: set[str]
+    commits: list[m.Commit]
+    fenced: bool
+    quarantined: set[tuple[str, str]]
+    finished: m.Finish | None
+
+    def deliver(self, event: m.Event) -> None: ...
+    def die(self) -> None: ...
+    def pause(self, seconds: float) -> None: ...
+
+
+class Observer(Protocol):
+    """The invariants, told of everything that they judge."""
+
+    slots: dict[tuple[str, str], SimSlot]
+
+    def handled(self, shell: CoordinatorProtocol, event: m.Event, commands: Sequence[m.Command]) -> None: ...
+    def launched(self, shell: CoordinatorProtocol, spec: m.GenerationSpec) -> None: ...
+    def stepped(self, generation: GenerationProtocol) -> None: ...
+    def deleted(self, info: m.SlotInfo) -> None: ...
+    def history_of(self, slots: Iterable[m.SlotInfo]) -> StepHistory: ...
+
+
+class World(Protocol):
+    """One simulated run, as its parts see it."""
+
+    now: float
+    rng: Rng
+    job: JobConfig
+    step_s: float
+    start_failures: float
+    storage: SimStorage
+    checks: Observer
+
+    @property
+    def nodes(self) -> Mapping[str, NodeProtocol]: ...
+    def after(self, delay_s: float, call: Callable[..., object], *args: Any) -> None: ...
+    def worker(self, name: str) -> WorkerProtocol | None: ...
+    def generation(self, spec: m.GenerationSpec) -> GenerationProtocol: ...
+    def unreadable(self, source: m.Source) -> str: ...
+    def stepped(self, generation: GenerationProtocol) -> None: ...
+    def violation(self, text: str) -> None: ...
+    def to_coordinator(self, node: NodeProtocol, event: m.Event, reliable: bool) -> None: ...

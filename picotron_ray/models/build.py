@@ -1,0 +1,60 @@
+"""The definition of the model that a config names: a decoder of our families, or the user's own module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.models.custom import CustomDefinition
+from picotron_ray.models.decoder.table import tied_copies
+from picotron_ray.models.decoder.tensor_plan import ATTENTION_MODULES, mixture_modules, position_modules
+from picotron_ray.models.definition import InitialValue, ModelDefinition
+from picotron_ray.models.families.registry import family_of
+from picotron_ray.models.layers.init import initialise_
+from picotron_ray.models.transformer import Transformer
+
+
+class DecoderDefinition(ModelDefinition):
+    """A decoder of one of the model families."""
+
+    sequence_parallel = True
+    attention = ATTENTION_MODULES
+
+    def __init__(self, config: ModelConfig) -> None:
+        family = family_of(config)
+        self.config, self.hidden_size = config, config.hidden_size
+        self.table, self.styles = family.table(config), family.tensor_plan(config)
+        self.positions, self.mixtures = position_modules(config), mixture_modules(config)
+        self.joint, self.functions = family.fused_modules(config), family.compiled_functions(config)
+        self.copies = tied_copies(config, self.table)
+
+    def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
+        with torch.device("meta"):
+            return Transformer(self.config, first_layer=first, last_layer=last, embed=embed, head=head)
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        assert isinstance(module, Transformer)
+        return list(module.layers.values())
+
+    def tie(self, module: nn.Module) -> None:
+        assert isinstance(module, Transformer)
+        module.tie()
+
+    def close_norms(self, module: nn.Module) -> int:
+        assert isinstance(module, Transformer)
+        return module.close_norms()
+
+    def initial(self, seed: int) -> InitialValue:
+        return lambda spec: initialise_(spec.name, spec.shape, seed, init_std=spec.init_std)
+
+
+def definition_of(config: ModelConfig, seed: int) -> ModelDefinition:
+    """The definition of the model that a config names.
+
+    Args:
+        seed: ``job.seed``, under which a module of the user's is built.
+
+    Raises ConfigError for a module that cannot be built, or is not what launch looked into.
+    """
+    return DecoderDefinition(config) if config.builder is None else CustomDefinition(config, seed)

@@ -1,0 +1,26 @@
+"""Rules of config keys that families share. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from picotron_ray.config.problem import Problem
+
+if TYPE_CHECKING:
+    from picotron_ray.config.schema.model import ModelConfig
+
+
+def untaken(model: ModelConfig, keys: Sequence[str]) -> Iterator[Problem]:
+    """Keys with a value that a family has no use for."""
+    for key in keys:
+        if getattr(model, key) != type(model).model_fields[key].get_default(call_default_factory=True):
+            text = f"saw a value with model.family={model.family}, which has none; drop it"
+            yield Problem(f"model.{key}", text)
+
+
+def unlearned_positions(model: ModelConfig) -> Iterator[Problem]:
+    """Rows of a table of positions, where positions are rotary."""
+    if model.max_positions is not None:
+        saw = f"saw {model.max_positions} with model.family={model.family}"
+        yield Problem("model.max_positions", f"{saw}, whose positions are rotary; drop it", ("model.family",))

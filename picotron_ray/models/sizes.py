@@ -1,0 +1,61 @@
+"""Sizes of a model as numbers, by which layouts are judged. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Everything that planner and memory model need to know of a model; numbers of elements.
+
+    Fields:
+        layers: repeated blocks.
+        hidden: width of what leaves a block.
+        embed, block, head: parameters before the blocks, of one block, and after the blocks.
+        tied: parameters before the blocks that the head uses too; in a pipeline its stage has a copy.
+        whole_block, whole_embed, whole_head: of those, what every tensor-parallel rank holds whole. Norms of
+            our decoders are not told apart.
+        activations: elements that one block keeps for backward, per token.
+        products: of those, inputs and results of matrix products and attention, what selective recomputation
+            keeps.
+        at_work: elements of gradients, and of what else lives meanwhile, while a block's backward pass runs.
+        pointwise: elements that the other operations of a block's forward pass read and write, per token.
+        sequence_cut: whether tensor parallelism cuts activations too (sequence parallelism).
+        vocabulary: rows of the output.
+        scores: width over which attention scores are formed, all heads together.
+        matrices: parameters of one block's matrices.
+        experts: parameters of one block's experts, which expert parallelism cuts; part of ``block``.
+        idle: of those, what a token does not go through.
+        routed: elements that one token sends to experts in one block (and gets back), 0 in a dense block.
+        fused: parameters of one block's matrices that fused projections make one product of, experts aside.
+        fused_experts: the same of its experts.
+        recast: elements per token that one block's projections cast again under autocast, each for itself,
+            where another has cast the same input.
+        rms_normed: elements per token that one block's RMSNorms keep where torch has no kernel for them.
+    """
+
+    layers: int
+    hidden: int
+    embed: int
+    block: int
+    head: int
+    tied: int
+    whole_block: int
+    whole_embed: int
+    whole_head: int
+    activations: int
+    products: int
+    at_work: int
+    pointwise: int
+    sequence_cut: bool
+    vocabulary: int
+    scores: int
+    matrices: int
+    experts: int = 0
+    idle: int = 0
+    routed: int = 0
+    fused: int = 0
+    fused_experts: int = 0
+    recast: int = 0
+    rms_normed: int = 0

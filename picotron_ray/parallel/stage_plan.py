@@ -1,0 +1,62 @@
+"""The plan by which one pipeline stage of a model is parallelized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from picotron_ray.models.parameters import Style
+from picotron_ray.parallel.attention.backends import AttentionPlan
+from picotron_ray.parallel.precision.switches import PrecisionSwitches
+from picotron_ray.parallel.tensor.overlap import OverlapMethod
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """The role of a stage's modules in each parallelism, and the kernels that the job asks for.
+
+    Fields:
+        styles: the style of tensor parallelism of each module that it touches, by name or glob.
+        blocks: the repeated blocks, in order. FSDP gathers one at a time.
+        attention: the attention modules and their backend.
+        mixtures: names of the mixtures of experts.
+        positions: names of the modules that add learned positions.
+        untrained: names of parameters without a gradient. FSDP leaves them whole.
+        compiled: whether torch.compile makes the blocks' kernels.
+        grouped: whether the products of a mixture's experts are one grouped product.
+        joint: names of the modules whose projections are fused into one product.
+        functions: functions that are compiled alone, by name: (glob of their modules, attribute).
+        loss_chunk: tokens for which the head computes losses at a time. None: the head returns logits.
+        fp8: whether the linear layers of blocks compute in fp8.
+        overlap: the method that hides tensor parallelism's communication in blocks.
+        device: the device of the forward pass.
+        tie: shares the model's shared parameters again after tensor parallelism replaced them. FSDP must see
+            them shared: of two parameters that are tied later, it would gather one from freed storage.
+        stage: the number of the pipeline stage.
+        autocast: the type of matrix products. None: that of the parameters.
+        switches: the parts that can leave autocast. None: there are none.
+    """
+
+    styles: Sequence[tuple[str, Style]]
+    blocks: Sequence[nn.Module]
+    attention: AttentionPlan
+    mixtures: Sequence[str] = ()
+    positions: Sequence[str] = ()
+    untrained: frozenset[str] = frozenset()
+    compiled: bool = False
+    grouped: bool = False
+    joint: Sequence[str] = ()
+    functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    loss_chunk: int | None = None
+    fp8: bool = False
+    overlap: OverlapMethod = "none"
+    device: torch.device = CPU
+    tie: Callable[[nn.Module], None] = lambda model: None
+    stage: int = 0
+    autocast: torch.dtype | None = None
+    switches: PrecisionSwitches | None = None

@@ -1,0 +1,99 @@
+"""The gradients of one rank, from the start of a step until they are summed over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron_ray.comm.all_reduce import sum_
+from picotron_ray.models.definition import ModelDefinition
+from picotron_ray.parallel.data.ddp import replicated
+from picotron_ray.parallel.local_shards import LocalParameter, local_gradient
+from picotron_ray.parallel.mesh import Mesh
+from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
+
+NEVER = 2**62
+"""Micro-batches that the sums over replicas wait for where no hook runs: more than any step has."""
+
+
+class Gradients:
+    """Gradients that backward passes add to the parameters, and their sums.
+
+    Args:
+        parameters: all that this rank holds.
+
+    Fields:
+        trained: the parameters that have an update of their own.
+        values: of `trained`, local and summed over all ranks, once `reduce` was called.
+    """
+
+    def __init__(self, parameters: Sequence[LocalParameter], definition: ModelDefinition, mesh: Mesh) -> None:
+        self._parameters, self._layout = parameters, mesh.layout
+        self._sequence_parallel, self._tp = definition.sequence_parallel, mesh.group("tp")
+        other_end = mesh.layout.other_end(mesh.at.pp)
+        self._ends = TiedEmbeddings(parameters, definition.copies.values(), mesh.group("pp"), other_end)
+        summed = [parameter for parameter in parameters if parameter.spec.trained]
+        self.trained = [parameter for parameter in summed if not self._ends.follows(parameter)]
+        self._replicated = replicated((p.parameter, _sum_group(p, mesh)) for p in summed)
+        self.values: list[Tensor] = []
+
+    def clear(self, micro_batches: int) -> None:
+        """Begin a step in which ``micro_batches`` add to the gradients."""
+        self.values = []
+        for parameter in self._parameters:
+            parameter.parameter.grad = None
+        for copies in self._replicated:
+            copies.begin(micro_batches)
+
+    def reduce(self) -> None:
+        """Finish the sums: over dp and cp (under way since backward), of tied ends, over tp if partial."""
+        for copies in self._replicated:
+            copies.finish()
+        found = [local_gradient(p, self._layout, self._sequence_parallel) for p in self.trained]
+        self.values = [gradient for gradient, _ in found]
+        self._ends.sum_(self.trained, self.values)
+        partial = [gradient for gradient, is_partial in found if is_partial]
+        if partial:
+            assert self._tp is not None
+            sum_(partial, self._tp)
+
+    def update_copies(self) -> None:
+        """Give copies of tied weights the values that their originals have after an update."""
+        self._ends.follow()
+
+    def close(self) -> None:
+        """Drop hooks, parameters and process groups."""
+        for copies in self._replicated:
+            copies.close()
+        self._replicated.clear()
+        self._parameters, self.trained, self.values, self._tp = [], [], [], None
+        del self._ends
+
+
+class StaticGradients(Gradients):
+    """Gradients in storage that stays, as a CUDA graph writes to fixed addresses.
+
+    Their sums begin in `reduce`: no hook of the backward pass runs in a replay.
+    """
+
+    def clear(self, micro_batches: int) -> None:
+        """Begin a step with gradients of zero, in place."""
+        self.values = []
+        for parameter in (trained.parameter for trained in self.trained):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
+        for copies in self._replicated:
+            copies.begin(NEVER)
+
+
+def _sum_group(parameter: LocalParameter, mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return the ranks over which a gradient is summed; None where FSDP does it, or there is one rank."""
+    own = parameter.spec.expert and mesh.layout.ep > 1
+    if mesh.layout.zero:
+        return mesh.group("copy") if own and mesh.experts is None else None
+    return mesh.group("edp" if own else "data")

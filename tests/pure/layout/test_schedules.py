@@ -1,0 +1,151 @@
+"""The table of pipeline schedules: entries agree with what they run, and all of the package reads them."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import picotron_ray
+from picotron_ray.config.json_schema import job_schema
+from picotron_ray.config.load import parse_job
+from picotron_ray.config.resume import changes
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.layout import layout_problems
+from picotron_ray.coordinator.codec import decode_spec, plain
+from picotron_ray.coordinator.messages import Command, Event, GenerationId, GenerationSpec, Source
+from picotron_ray.coordinator.replay import event_line, header_line, replay
+from picotron_ray.errors import ConfigError, LayoutError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedule_actions import action_list
+from picotron_ray.layout.schedules import (
+    SCHEDULES,
+    PipelineSchedule,
+    PipelineShape,
+    canonical_name,
+    schedule_names,
+)
+from picotron_ray.planner.cost import step_cost
+from picotron_ray.planner.device_profile import CPU
+from picotron_ray.planner.memory import memory_estimate
+from tests.support.coordinator_world import World, choose_dp
+from tests.support.doc_examples import defined
+
+EAGER: PipelineSchedule = defined("add-a-schedule.md")["EAGER_1F1B"]
+WITH_ROWS = [*(entry for entry in SCHEDULES.values() if entry.rows), EAGER]
+SHAPES = [PipelineShape(ranks, 1, count) for ranks in (2, 3, 4) for count in (1, 2, 3, 5, 8, 13)]
+
+
+@pytest.mark.parametrize("entry", WITH_ROWS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_an_entry_says_is_what_its_rows_come_to(entry: PipelineSchedule, shape: PipelineShape) -> None:
+    if entry.problem(shape):
+        return
+    assert entry.rows is not None
+    listed = action_list(tuple(" ".join(map(str, row)) for row in entry.rows(shape)))
+    assert listed.micro_batches == shape.micro_batches
+    assert listed.splits == entry.splits_backward
+    assert [entry.rank_stages(shape.ranks, 1, rank) for rank in range(shape.ranks)] == list(listed.placement)
+    assert [entry.in_flight(shape, rank) for rank in range(shape.ranks)] == list(listed.in_flight)
+    assert entry.waiting(shape) == pytest.approx(listed.waits)
+
+
+def test_an_entry_runs_in_one_way() -> None:
+    with pytest.raises(LayoutError, match="schedule none: saw 0 of rows, torch_class and with_actions"):
+        PipelineSchedule("none")
+    with pytest.raises(LayoutError, match="saw 2 of"):
+        PipelineSchedule("two", torch_class="A", with_actions=lambda actions: EAGER)
+
+
+def test_names_and_aliases_name_one_entry_each() -> None:
+    assert len(set(schedule_names())) == len(schedule_names())
+    assert [canonical_name(name) for name in SCHEDULES] == list(SCHEDULES)
+
+
+def test_nothing_else_in_the_package_names_a_schedule() -> None:
+    """But for the default of the two fields that hold one, which must be some name."""
+    root = Path(picotron_ray.__file__).parent
+    named = [
+        f"{path.relative_to(root)}: {node.value}"
+        for path in root.rglob("*.py")
+        if path != root / "layout" / "schedules.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in set(schedule_names()) - {"custom"}
+    ]
+    assert sorted(named) == ["config/schema/compute.py: 1f1b", "layout/layout.py: 1f1b"]
+    compared = [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        and ast.unparse(node.left).endswith("schedule")
+        and any(isinstance(getattr(other, "value", None), str) for other in node.comparators)
+    ]
+    assert compared == []
+
+
+def test_an_added_entry_is_known_to_config_planner_and_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = {"chaos": [], "layout": {"schedule": EAGER.name, "pp": 4, "dp": 1}, "cluster": {"max_workers": 4}}
+    with pytest.raises(ConfigError, match=r"layout\.schedule: saw 'eager-1f1b', expected one of gpipe, 1f1b"):
+        parse_job(raw)
+    monkeypatch.setitem(SCHEDULES, EAGER.name, EAGER)
+    job = parse_job(raw)
+    eager, plain_one = (Layout(pp=4, schedule=name) for name in (EAGER.name, "1f1b"))
+    assert layout_problems(job, eager) == []
+    assert step_cost(job, eager, CPU) == step_cost(job, plain_one, CPU)
+    assert memory_estimate(job, eager).total_bytes > memory_estimate(job, plain_one).total_bytes
+    assert EAGER.name in json.dumps(job_schema())
+
+
+# --- a schedule's former name ------------------------------------------------------------------------
+
+
+def test_a_config_may_say_the_former_name() -> None:
+    raw = {"layout": {"schedule": "afab"}}
+    assert parse_job(raw) == parse_job({"layout": {"schedule": "gpipe"}})
+    assert JobConfig.model_validate(raw).layout.schedule == "gpipe"
+    assert "afab" in json.dumps(job_schema())
+    with pytest.raises(ConfigError, match=r"saw 'afap', expected one of .*, did you mean afab\?"):
+        parse_job({"layout": {"schedule": "afap"}})
+
+
+def test_a_run_of_the_former_name_resumes_unchanged() -> None:
+    job = parse_job({"layout": {"schedule": "gpipe"}})
+    saved = json.loads(json.dumps(job.model_dump(mode="json")))
+    saved["layout"]["schedule"] = "afab"
+    assert changes(saved, job) == []
+    assert changes(saved, parse_job({})) == [("layout.schedule", "gpipe", "1f1b")]
+
+
+def test_manifests_and_logs_of_the_former_name_give_equal_layouts() -> None:
+    layout = Layout(pp=2, schedule="gpipe")
+    former = {**layout.to_dict(), "schedule": "afab"}
+    assert Layout.from_dict(former) == layout == Layout(pp=2, schedule="afab")
+    assert layout.to_dict()["schedule"] == "gpipe"
+    spec = GenerationSpec(GenerationId(1, 1), (), layout, Source("init"), "start")
+    assert decode_spec({**plain(spec), "layout": former}) == spec
+    with pytest.raises(LayoutError, match=r"layout\.schedule: saw 'none', expected one of"):
+        Layout.from_dict({**former, "schedule": "none"})
+
+
+def test_an_event_log_of_the_former_name_replays() -> None:
+    job = parse_job({"chaos": [], "layout": {"schedule": "gpipe"}})
+    choice = replace(choose_dp(4), layout=Layout(dp=2, pp=2, schedule="gpipe"))
+    lines = [header_line(job, {})]
+
+    class Recorder(World):
+        def send(self, *events: Event) -> list[Command]:
+            out: list[Command] = []
+            for event in events:
+                commands = super().send(event)
+                lines.append(event_line(self.now, event, commands))
+                out += commands
+            return out
+
+    Recorder(config=job, choose=lambda workers: choice).up(("a", 4))
+    former = [line.replace("gpipe", "afab") for line in lines]
+    assert any("-afab-mb1" in line for line in former)
+    assert replay(former, lambda job, header: lambda workers: choice).difference is None

@@ -1,0 +1,195 @@
+"""Judge the tests: plant faults drawn by seed, one at a time, and see which of them a test notices.
+
+``python -m tests.support.faults.judge --coverage .coverage --times times.xml --seed 2 --count 60`` takes
+what a run with ``--cov --cov-context=test --junitxml=times.xml`` has left. A fault is drawn from a package
+drawn with equal chances, on a line that some test touches. Only tests that touch the line are tried, the
+cheapest first, to the first failure. A fault that outlives them, or ``--budget-s``, is printed as a
+survivor. The trees that the faults are planted in are copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from coverage import CoverageData
+
+from tests.support.faults.operators import Fault, faults_in
+
+ROOT = Path(__file__).resolve().parents[3]
+SLOWEST_S = 1e6  # stands for a test whose time is not known
+Touched = dict[str, dict[int, set[str]]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``by``: what noticed the fault; "" where nothing did. ``tried``: tests that touch its line."""
+
+    fault: Fault
+    by: str
+    tried: int
+    seconds: float
+
+
+def touched_lines(data_files: list[Path]) -> Touched:
+    """Tests by line by file of the package, as the coverage data says; paths are relative to the tree."""
+    found: Touched = defaultdict(lambda: defaultdict(set))
+    for data_file in data_files:
+        data = CoverageData(str(data_file))
+        data.read()
+        for path in data.measured_files():
+            relative = f"picotron_ray/{path.rpartition('/picotron_ray/')[2]}"
+            for line, contexts in data.contexts_by_lineno(path).items():
+                found[relative][line] |= {context.partition("|")[0] for context in contexts} - {""}
+    return found
+
+
+def tests_of(touched: Touched, fault: Fault) -> set[str]:
+    """Tests that touch a fault's line; of a line that runs on import alone, those that touch its file."""
+    lines = touched[fault.path]
+    return lines[fault.line] or set().union(*lines.values())
+
+
+def test_times(files: list[Path]) -> dict[str, float]:
+    """Seconds by node id, from JUnit files."""
+    times: dict[str, float] = {}
+    for file in files:
+        for case in ElementTree.parse(file).iter("testcase"):
+            parts = (case.get("classname") or "").split(".")
+            names = [part for part in parts if part[:1].isupper()]
+            path = "/".join(part for part in parts if part not in names) + ".py"
+            times["::".join([path, *names, case.get("name") or ""])] = float(case.get("time") or 0)
+    return times
+
+
+def draw(touched: Touched, seed: int, count: int) -> list[Fault]:
+    """``count`` different faults on touched lines, every package with the same chance."""
+    packages: dict[str, list[Fault]] = defaultdict(list)
+    for path, lines in sorted(touched.items()):
+        if (ROOT / path).is_file():
+            wanted = [f for f in faults_in(path, (ROOT / path).read_text()) if f.line in lines]
+            packages[path.split("/")[1]] += wanted
+    chosen: list[Fault] = []
+    rng, names = random.Random(seed), sorted(name for name, faults in packages.items() if faults)
+    while len(chosen) < count:
+        fault = rng.choice(packages[rng.choice(names)])
+        if fault not in chosen:
+            chosen.append(fault)
+    return chosen
+
+
+class Judge:
+    """One copy of the tree, in which one fault at a time is planted."""
+
+    def __init__(self, tree: Path, budget_s: float) -> None:
+        self.tree, self.budget_s = tree, budget_s
+        self._sound: set[str] = set()  # tests that pass without a fault, as far as that was asked
+
+    def judge(self, fault: Fault, tests: list[str]) -> Verdict:
+        """Run ``tests`` to the first failure that the fault has caused."""
+        started, left = time.monotonic(), list(tests)
+        while True:
+            by = self._planted(fault, left, self.budget_s - (time.monotonic() - started))
+            test = by.partition(" ")[2].partition(" - ")[0]
+            if not by or test not in left or test in self._sound or not self._run([test], self.budget_s):
+                self._sound.add(test)
+                return Verdict(fault, by, len(tests), time.monotonic() - started)
+            left = left[left.index(test) + 1 :]  # fails without the fault too
+
+    def _planted(self, fault: Fault, tests: list[str], limit_s: float) -> str:
+        target = self.tree / fault.path
+        source = target.read_text()
+        target.write_text(fault.apply(source))
+        try:
+            return self._run(tests, limit_s) if tests else ""
+        finally:
+            target.write_text(source)
+
+    def _run(self, tests: list[str], limit_s: float) -> str:
+        """The line of pytest's summary that names the first failure; "" where there was none in time."""
+        listed = self.tree / "chosen-tests.txt"
+        listed.write_text("\n".join(tests))
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "-rfE",
+        ]
+        command += ["-rfE", "-o", "addopts=--import-mode=importlib", f"@{listed.name}"]
+        try:
+            done = subprocess.run(
+                command, cwd=self.tree, capture_output=True, text=True, timeout=limit_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return ""
+        lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return "" if done.returncode == 0 else (lines or ["the run broke off"])[0]
+
+
+def copy_of_tree(folder: Path) -> Path:
+    """What git tracks, as it is in the working tree."""
+    names = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for name in names:
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--coverage", type=Path, nargs="+", default=[Path(".coverage")])
+    parser.add_argument("--times", type=Path, nargs="+", required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--budget-s", type=float, default=600.0, help="for the tests of one fault")
+    parser.add_argument("--least", type=int, default=0, help="exit 1 where fewer faults are noticed")
+    parser.add_argument("--jobs", type=int, default=1, help="faults that are judged at once")
+    options = parser.parse_args()
+    touched, times = touched_lines(options.coverage), test_times(options.times)
+    faults = draw(touched, options.seed, options.count)
+    judges: SimpleQueue[Judge] = SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        for number in range(options.jobs):
+            (Path(folder) / str(number)).mkdir()
+            judges.put(Judge(copy_of_tree(Path(folder) / str(number)), options.budget_s))
+
+        def judged(fault: Fault) -> Verdict:
+            known = [test for test in tests_of(touched, fault) if test in times]
+            tests = sorted(known, key=lambda test: (times.get(test, SLOWEST_S), test))
+            judge = judges.get()
+            try:
+                return judge.judge(fault, tests)
+            finally:
+                judges.put(judge)
+
+        noticed = 0
+        for number, verdict in enumerate(pool.map(judged, faults), 1):
+            noticed += bool(verdict.by)
+            word = verdict.by or f"SURVIVED {verdict.tried} tests"
+            shown = verdict.fault.show((ROOT / verdict.fault.path).read_text())
+            print(f"{number:3d} {verdict.seconds:6.1f} s  {shown}\n      {word}", flush=True)
+    print(f"{noticed} of {len(faults)} faults noticed, seed {options.seed}")
+    sys.exit(noticed < options.least)
+
+
+if __name__ == "__main__":
+    main()

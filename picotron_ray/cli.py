@@ -220,7 +220,7 @@ def checkpoints_list(config: Config, overrides: Overrides = None, as_json: AsJso
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
-        _table(storage_commands.listing(_job(config, overrides)), as_json)
+        _table(storage_commands.list_commits(_job(config, overrides)), as_json)
 
 
 @checkpoints.command("verify")
@@ -232,7 +232,7 @@ def checkpoints_verify(config: Config, overrides: Overrides = None, as_json: AsJ
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
-        rows = storage_commands.verification(_job(config, overrides))
+        rows = storage_commands.verify_commits(_job(config, overrides))
         _table(rows, as_json)
         if any(row["problems"] for row in rows):
             raise typer.Exit(4)
@@ -247,7 +247,7 @@ def checkpoints_gc(config: Config, overrides: Overrides = None, as_json: AsJson 
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
-        _table([storage_commands.garbage(_job(config, overrides))], as_json)
+        _table([storage_commands.collect_garbage(_job(config, overrides))], as_json)
 
 
 @checkpoints.command("import-hf")
@@ -312,7 +312,7 @@ def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson =
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
-        found = storage_commands.ledger(_job(config, overrides))
+        found = storage_commands.verify_ledger(_job(config, overrides))
         if as_json:
             _emit(found)
         else:

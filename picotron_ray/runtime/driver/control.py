@@ -18,7 +18,7 @@ from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordinator_name
 
 
-def reach(run: str) -> tuple[Any, LocalRay | None]:
+def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
     """Connect to the Ray of a run and find its coordinator.
 
     Raises:
@@ -45,7 +45,7 @@ def reach(run: str) -> tuple[Any, LocalRay | None]:
 
 def status(run: str) -> dict[str, Any]:
     """The run's status with all events that its coordinator remembers."""
-    coordinator, _ = reach(run)
+    coordinator, _ = connect_to_run(run)
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
         seen = follow_run.poll(coordinator, 0)
@@ -66,7 +66,7 @@ def stop(run: str, now: bool, console: Console) -> dict[str, Any] | None:
         console.print(f"run {run}: ended what was left of it", markup=False)
         return None
     try:
-        coordinator, local = reach(run)
+        coordinator, local = connect_to_run(run)
     except ConfigError:
         if not os.environ.get("RAY_ADDRESS") or not kill_actors(run):
             raise
@@ -123,7 +123,7 @@ def _kill(name: str) -> None:
 
 def checkpoint_now(run: str, timeout_s: float) -> int:
     """Ask for a commit and wait until one newer than the present one is there; returns its step."""
-    coordinator, _ = reach(run)
+    coordinator, _ = connect_to_run(run)
     before = status(run)
     coordinator.request.remote("checkpoint")
     deadline = time.monotonic() + timeout_s

@@ -44,7 +44,7 @@ def _open(job: JobConfig) -> tuple[Storage, RunLog]:
     return storage, log
 
 
-def listing(job: JobConfig) -> list[dict[str, Any]]:
+def list_commits(job: JobConfig) -> list[dict[str, Any]]:
     """Every commit that is kept, oldest first, with the size of its training state in bytes."""
     storage, log = _open(job)
     rows = []
@@ -62,7 +62,7 @@ def listing(job: JobConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def verification(job: JobConfig) -> list[dict[str, Any]]:
+def verify_commits(job: JobConfig) -> list[dict[str, Any]]:
     """Every commit, newest first, with what is wrong with it, and the log's own damage."""
     storage, log = _open(job)
     rows = [{"step": "-", "generation": "-", "problems": [line]} for line in log.complaints()]
@@ -96,7 +96,7 @@ def changed_keys(job: JobConfig) -> list[str]:
         return check_resume(saved, here) or ["nothing changed"]
 
 
-def garbage(job: JobConfig) -> dict[str, Any]:
+def collect_garbage(job: JobConfig) -> dict[str, Any]:
     """Collect as the coordinator would; needs a term of its own, so the run must not go on.
 
     Raises:
@@ -129,7 +129,7 @@ def _refuse_running(run: str) -> None:
         )
 
 
-def ledger(job: JobConfig) -> dict[str, Any]:
+def verify_ledger(job: JobConfig) -> dict[str, Any]:
     """Recompute every token digest of the newest good commit's ledger from the source data.
 
     Raises:

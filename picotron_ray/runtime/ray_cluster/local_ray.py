@@ -58,7 +58,7 @@ class LocalRay:
     @property
     def alive(self) -> bool:
         """True where it can be used: its supervisor runs and the run has not announced its end."""
-        running = processes.belongs(self.session, self.mark, self.session)
+        running = processes.is_member(self.session, self.mark, self.session)
         return bool(self.address) and running and not ended_file(Path(self.temp_folder)).exists()
 
 

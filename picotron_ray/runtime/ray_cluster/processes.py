@@ -35,7 +35,7 @@ def _environment_has(pid: int, mark: str) -> bool:
     return f"{MARK}={mark}".encode() in environment.split(b"\0")
 
 
-def belongs(pid: int, mark: str, session: int) -> bool:
+def is_member(pid: int, mark: str, session: int) -> bool:
     """True for a living process of the local Ray of that mark and session."""
     fields = _stat(pid)
     if not fields or pid == os.getpid():
@@ -51,7 +51,7 @@ def belongs(pid: int, mark: str, session: int) -> bool:
 def members(mark: str, session: int) -> list[int]:
     """Pids of all living processes of that local Ray, the calling process excluded."""
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return [pid for pid in pids if belongs(pid, mark, session)]
+    return [pid for pid in pids if is_member(pid, mark, session)]
 
 
 def send(pid: int, mark: str, session: int, number: signal.Signals) -> None:
@@ -63,7 +63,7 @@ def send(pid: int, mark: str, session: int, number: signal.Signals) -> None:
     try:
         # it may end in between, which is what was wanted
         with contextlib.suppress(ProcessLookupError):
-            if belongs(pid, mark, session):
+            if is_member(pid, mark, session):
                 signal.pidfd_send_signal(handle, number)
     finally:
         os.close(handle)

@@ -158,7 +158,7 @@ def _checked(storage: Storage, name: str, digest: str) -> bytes:
     return data
 
 
-def take_over(source: Storage, target: Storage) -> None:
+def copy_assets(source: Storage, target: Storage) -> None:
     """Copy what another run keeps into this one. Doing it again changes nothing."""
     kept = load(source)
     if kept is not None:

@@ -30,7 +30,7 @@ from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, Ge
 from picotron_ray.errors import AlreadyExistsError, FencedError, StorageError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
-from picotron_ray.runtime.run_storage.hf_assets import take_over
+from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import saved_config
 
@@ -109,7 +109,7 @@ class Archive:
         spec = GenerationSpec(identity, (), Layout.from_dict(layout), Source("init"), reason)
         moments = self._job.init_from.optimizer_state
         pair = (identity.term, identity.n)
-        take_over(source, self._storage)
+        copy_assets(source, self._storage)
         key, digest = adopt(source, origin["manifest"], origin["digest"], self._storage, pair, moments)
         self._log.append("generation", generation_body(spec))
         body = {"term": identity.term, "n": identity.n, "step": 0, "manifest": key, "digest": digest}

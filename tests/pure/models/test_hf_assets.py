@@ -92,11 +92,11 @@ def test_it_is_stored_taken_over_and_written_back(tmp_path: Path) -> None:
     kept = read(folder_of(tmp_path / "hf", {"vocab.json": WORDS, "merges.txt": b"a b", "notes.txt": b"x"}))
     first, second = (LocalStorage(str(tmp_path / "runs"), name) for name in ("first", "second"))
     assert hf_assets.load(first) is None
-    hf_assets.take_over(first, second)
+    hf_assets.copy_assets(first, second)
     assert hf_assets.load(second) is None
     hf_assets.store(first, kept)
     for _ in range(2):
-        hf_assets.take_over(first, second)
+        hf_assets.copy_assets(first, second)
     for item in list(first.list("")):
         first.delete(item.key)
     assert hf_assets.load(second) == kept

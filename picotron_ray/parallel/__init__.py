@@ -1,1 +1,1 @@
-"""How one model is cut over the processes of a generation."""
+"""Parallelism: the cutting of one model over the processes of a generation."""

@@ -9,7 +9,7 @@ import torch
 
 from picotron_ray.bench.mfu.peers import peer
 from picotron_ray.bench.mfu.settings import Setting, base_setting
-from picotron_ray.bench.mfu.worker import Place, Segments
+from picotron_ray.bench.mfu.worker import Segments, WorkerPlace
 from tests.support.gloo.pool import Job
 
 
@@ -24,7 +24,7 @@ def segments(job: Job, overrides: list[str]) -> list[dict[str, Any]]:
         "warmup": 1,
         "checkouts": {},
     }
-    runner = Segments(plan, Place(job.rank, job.world_size, torch.device("cpu")))
+    runner = Segments(plan, WorkerPlace(job.rank, job.world_size, torch.device("cpu")))
     prefix = f"{job.prefix}/bench"
     timed = [runner.run(f"{prefix}/{i}", i, phases=False) for i in range(len(settings))]
     return [*timed, runner.run(f"{prefix}/phases", 0, phases=True)]

@@ -18,7 +18,7 @@ from picotron_ray.bench.mfu import torchtitan
 from picotron_ray.bench.mfu.peers import peer
 from picotron_ray.bench.mfu.settings import Refusal, base_setting
 from picotron_ray.bench.mfu.torchtitan import TorchtitanTraining
-from picotron_ray.bench.mfu.worker import Place
+from picotron_ray.bench.mfu.worker import WorkerPlace
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.data.batch import make_batch
 from picotron_ray.models.huggingface import names
@@ -42,7 +42,7 @@ def apart(job: Job, checkout: str, overrides: list[str], device: torch.device = 
     assert not isinstance(setting, Refusal), setting.reason
     config, layout = setting.job, setting.layout
     ours = Replica(config, 0, 1, cache_folder(), device)
-    with Place(job.rank, job.world_size, device).groups(f"{job.prefix}/titan", True):
+    with WorkerPlace(job.rank, job.world_size, device).groups(f"{job.prefix}/titan", True):
         training = TorchtitanTraining(Path(checkout), config, layout, device)
         theirs = _Theirs(training.trainer, config)
         theirs.load(dict(ours.model.named_parameters()))
@@ -74,7 +74,7 @@ def flex_loss_apart(job: Job, checkout: str, overrides: list[str]) -> float:
     ours = Replica(base.job, 0, 1, cache_folder())
     batch = make_batch(ours.data, base.job.seed, base.layout, 0, base.job.data.global_batch, 1)
     with (
-        Place(job.rank, job.world_size, CPU).groups(f"{job.prefix}/flex", True),
+        WorkerPlace(job.rank, job.world_size, CPU).groups(f"{job.prefix}/flex", True),
         mock.patch.object(torchtitan, "_rows_apart", return_value=FlexAttention.Config()),
         mock.patch.object(FlexAttention, "_compiled_flex_attn", flex_attention),
         torch.no_grad(),

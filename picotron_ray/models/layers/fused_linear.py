@@ -7,7 +7,7 @@ Where FSDP gathers each by itself, or autocast casts them, they are copied into 
 cast itself if there is one. A copy is never older than the forward pass that uses it.
 
 Layers that stay a product each can be joint too, for what gathers their input once for all of them
-(``parallel.tensor_overlap``).
+(`parallel.tensor.overlap`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Rows = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillFigures:
     """Figures of a kill; see the module. ``step``: the highest step finished before it."""
 
     detect_s: float
@@ -44,10 +44,10 @@ class Kill:
     step: int
 
 
-FIGURES = tuple(name for name in Kill.__dataclass_fields__ if name != "step")
+FIGURES = tuple(name for name in KillFigures.__dataclass_fields__ if name != "step")
 
 
-def kill_from_events(events: Sequence[Event], killed_s: float, global_batch: int) -> Kill:
+def kill_from_events(events: Sequence[Event], killed_s: float, global_batch: int) -> KillFigures:
     """Compute a kill's figures from the events of a peer, which must reach past its first new step.
 
     Events are those of one framework in order of time; ``era`` names a membership:
@@ -62,7 +62,7 @@ def kill_from_events(events: Sequence[Event], killed_s: float, global_batch: int
     beyond = next(event for event in new if event["step"] > horizon)
     detected = _first_sign(events, first["era"], killed_s)
     built, restored = (_slowest(events, what, first) for what in ("built", "restored"))
-    return Kill(
+    return KillFigures(
         detect_s=detected - killed_s,
         rebuild_s=built - detected,
         restore_s=restored - built,
@@ -108,7 +108,7 @@ def lost_samples(rows: Mapping[int, Sequence[Rows]], horizon: int, global_batch:
     return lost
 
 
-def summary(kills: Sequence[Kill], step_s: float) -> dict[str, Any]:
+def summary(kills: Sequence[KillFigures], step_s: float) -> dict[str, Any]:
     """Sum up: medians of all figures, the measured time of an undisturbed step, and every run."""
     medians = {name: statistics.median(getattr(kill, name) for kill in kills) for name in FIGURES}
     return {**medians, "step_s": step_s, "runs": [asdict(kill) for kill in kills]}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from picotron_ray.bench.common.observe_run import committed_rows, generation_of, id_of, leader_of, pages
-from picotron_ray.bench.common.statistics import WINDOW_STEPS, Kill, lost_samples, step_time
+from picotron_ray.bench.common.statistics import WINDOW_STEPS, KillFigures, lost_samples, step_time
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.driver.driver import ensure_coordinator
@@ -36,13 +36,13 @@ PAGE_S = 0.005
 class _Observations:
     """Observations of one kill, before its samples are counted."""
 
-    kill: Kill
+    kill: KillFigures
     step_s: float
 
 
 def kill_run_workers(
     job: JobConfig, runs: int, settle_steps: int, draw: random.Random, say: Callable[[str], None]
-) -> tuple[list[Kill], float]:
+) -> tuple[list[KillFigures], float]:
     """Kill ``runs`` workers, one after the other; returns the kills and the time of an undisturbed step."""
     seen = []
     with _running(job) as coordinator:
@@ -58,8 +58,8 @@ def kill_run_workers(
     kills = []
     for entry in seen:
         lost = lost_samples(rows, entry.kill.step, job.data.global_batch)
-        values = {name: getattr(entry.kill, name) for name in Kill.__dataclass_fields__}
-        kills.append(Kill(**{**values, "lost_samples": lost}))
+        values = {name: getattr(entry.kill, name) for name in KillFigures.__dataclass_fields__}
+        kills.append(KillFigures(**{**values, "lost_samples": lost}))
     return kills, sorted(entry.step_s for entry in seen)[len(seen) // 2]
 
 
@@ -96,7 +96,7 @@ def _kill_one(job: JobConfig, coordinator: Any, settle_steps: int, draw: random.
     return _Observations(_recovered(job, coordinator, before, killed_s), step_s)
 
 
-def _recovered(job: JobConfig, coordinator: Any, before: dict[str, Any], killed_s: float) -> Kill:
+def _recovered(job: JobConfig, coordinator: Any, before: dict[str, Any], killed_s: float) -> KillFigures:
     """Follow the next generation until it has finished a new step."""
     members = _members_after_step(job, before["generation"], killed_s)
     after = _until(coordinator, lambda status: len(status["failures"]) > len(before["failures"]))
@@ -106,7 +106,7 @@ def _recovered(job: JobConfig, coordinator: Any, before: dict[str, Any], killed_
     total_s = _wait_until_step(job, members[0], horizon + 1) if failure["lost_steps"] else first_s
     detected_s = after["began_s"] + failure["detected_s"]
     built_s = max(page.built_at_s for page in members)
-    return Kill(
+    return KillFigures(
         detect_s=detected_s - killed_s,
         rebuild_s=built_s - detected_s,
         restore_s=max(page.restored_at_s for page in members) - built_s,

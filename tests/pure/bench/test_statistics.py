@@ -11,7 +11,7 @@ import pytest
 from picotron_ray.bench.common.event_log import EventLog, Events
 from picotron_ray.bench.common.report import recovery_lines, throughput_lines
 from picotron_ray.bench.common.statistics import (
-    Kill,
+    KillFigures,
     kill_from_events,
     lost_samples,
     quartiles,
@@ -114,7 +114,7 @@ def test_lost_samples_counts_what_no_update_contains() -> None:
 
 
 def test_summary_and_ratios() -> None:
-    kills = [Kill(0.1, 0.1, 0.1, total, total / 2, 0, 0, 7) for total in (1.0, 3.0, 2.0)]
+    kills = [KillFigures(0.1, 0.1, 0.1, total, total / 2, 0, 0, 7) for total in (1.0, 3.0, 2.0)]
     ours = summary(kills, 0.02)
     keys = {"detect_s", "rebuild_s", "restore_s", "total_s", "total_without_replay_s"}
     assert set(ours) == keys | {"lost_steps", "lost_samples", "step_s", "runs"}
@@ -146,7 +146,7 @@ def test_events_come_in_order_of_time_and_whole(tmp_path: Path) -> None:
 
 def test_reports_name_the_machine() -> None:
     machine = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
-    side = summary([Kill(0.1, 0.1, 0.1, 0.5, 0.5, 0, 0, 7)], 0.02)
+    side = summary([KillFigures(0.1, 0.1, 0.1, 0.5, 0.5, 0, 0, 7)], 0.02)
     found = {
         "machine": machine,
         "job": {"workers": 4},

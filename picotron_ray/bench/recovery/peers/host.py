@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from picotron_ray.bench.common.event_log import Event, Events
-from picotron_ray.bench.common.statistics import WINDOW_STEPS, Kill, kill_from_events, step_time
+from picotron_ray.bench.common.statistics import WINDOW_STEPS, KillFigures, kill_from_events, step_time
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
 
@@ -82,7 +82,7 @@ class Peer(ABC):
 
 def kill_workers(
     peer: Peer, runs: int, settle_steps: int, draw: random.Random, say: Callable[[str], None]
-) -> tuple[list[Kill], float]:
+) -> tuple[list[KillFigures], float]:
     """Kill ``runs`` workers, one after the other; returns the kills and the time of an undisturbed step."""
     kills, step_times = [], []
     peer.start()
@@ -122,7 +122,7 @@ def _settled(peer: Peer, settle_steps: int) -> list[Event]:
     return era()
 
 
-def _recovered(peer: Peer, killed_s: float) -> Kill:
+def _recovered(peer: Peer, killed_s: float) -> KillFigures:
     """Wait until a new membership has finished `WINDOW_STEPS` new steps; returns the kill's figures."""
 
     def done() -> bool:

@@ -1,8 +1,8 @@
 """A model of the user's own: built by an import path, its parameters named by the module itself.
 
 What is expected of the module: ``forward(tokens [batch, seq] int64) -> logits [batch, seq, vocab]``, or an
-object with ``.logits``. ``train.inspection`` has looked into it before any worker starts; here its findings
-(``model.built``) are turned into a definition for the engine.
+object with ``.logits``. `train.custom_model.inspect` has looked into it before any worker starts; here its
+findings (``model.built``) are turned into a definition for the engine.
 
 The builder runs whole, on the CPU, in fp32, under a seed made of ``job.seed``: so its own initialisation
 is what the run starts from, the same at every layout, and buffers (masks, positional tables) have their

@@ -76,7 +76,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class SequenceShard:
-    """Which tokens of every row a context-parallel rank holds: the ``index``-th of ``parts``.
+    """Tokens of every row that a context-parallel rank holds: the ``index``-th of ``parts``.
 
     The row is cut into ``2 x parts`` chunks; rank i holds chunks i and 2 x parts - 1 - i. Under a causal mask
     every rank then has the same number of (query, key) pairs to compute, at every step of a ring (the

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from picotron_ray.observability.catalogue import GROUPS, Metric
+from picotron_ray.observability.catalogue import GROUPS
+from picotron_ray.observability.metric import Metric
 
 Panel = dict[str, Any]
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -18,7 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from picotron_ray.errors import PicotronError
-from picotron_ray.observability.catalogue import CATALOGUE, SERVER_LABELS, Metric, Server, bucket_of
+from picotron_ray.observability.catalogue import CATALOGUE
+from picotron_ray.observability.metric import SERVER_LABELS, Metric, Server, bucket_of
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 

@@ -1,1 +1,1 @@
-"""How one model is cut over the processes of a generation."""
+"""Parallelism: one model, cut over the processes of a generation."""

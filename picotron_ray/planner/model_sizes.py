@@ -143,7 +143,7 @@ def tied_copy(model: ModelConfig, layout: Layout) -> float:
 
 
 def _uneven(sizes: ModelSizes, stages: int, stage: int, tp: int) -> float:
-    """What the first tensor-parallel rank holds more than a tp-th of tables over an uneven vocabulary."""
+    """Parameters of the first tensor-parallel rank beyond a tp-th of tables over an uneven vocabulary."""
     if not sizes.sequence_cut:
         return 0.0
     tables = (stage == 0) + (stage == stages - 1 and (stages > 1 or not sizes.tied))
@@ -198,7 +198,7 @@ def rank_depths(job: JobConfig, layout: Layout, rank: int) -> list[int]:
 
 
 def blocks_again(job: JobConfig, layout: Layout, rank: int) -> RecomputedBlocks:
-    """What the layout's policy comes to on a pipeline rank, all of its stages together."""
+    """Blocks that a pipeline rank computes again by the layout's policy, all of its stages together."""
     stages, depths = layout.rank_stages(rank), rank_depths(job, layout, rank)
     kinds = [
         kind

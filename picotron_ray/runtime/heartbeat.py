@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from picotron_ray.config.schema.service import PHASES, ElasticConfig
-from picotron_ray.observability.catalogue import STEP_BUCKETS_S, bucket_of
+from picotron_ray.observability.agent_metrics import STEP_BUCKETS_S
+from picotron_ray.observability.metric import bucket_of
 
 SIZE = 4096
 MAGIC = 0x7069636F74726F31

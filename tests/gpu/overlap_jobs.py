@@ -10,7 +10,7 @@ import torch
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
-from tests.support.gloo.jobs.matrix_jobs import batch
+from tests.support.gloo.parallel_jobs.matrix_jobs import batch
 from tests.support.gloo.pool import Job
 
 Found = tuple[list[float], dict[str, np.ndarray], tuple[str, ...]]

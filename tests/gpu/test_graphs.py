@@ -12,7 +12,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from tests.gpu.training import CUDA, trained
-from tests.support.gloo.jobs.matrix_jobs import batch
+from tests.support.gloo.parallel_jobs.matrix_jobs import batch
 
 MODEL = ModelConfig(vocab_size=512, hidden_size=128, intermediate_size=256, layers=3, heads=4, kv_heads=2)
 

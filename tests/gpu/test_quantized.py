@@ -13,8 +13,8 @@ from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim.adamw import QuantizedAdamW
 from picotron_ray.train.optim.adamw_offload import ParameterGroup
 from picotron_ray.train.optim.quantized_state import BLOCK, QuantizedTensor, codebook_of, decode, encode
-from tests.support.gloo.jobs.matrix_jobs import batch
-from tests.support.gloo.jobs.quantized_jobs import BATCH, job_of
+from tests.support.gloo.parallel_jobs.matrix_jobs import batch
+from tests.support.gloo.train_jobs.quantized_jobs import BATCH, job_of
 
 pytest.importorskip("torchao")
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

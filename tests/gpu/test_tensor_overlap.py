@@ -12,7 +12,7 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.layout.layout import Layout
 from tests.gloo.parallel.test_matrix import WIDE
 from tests.gpu.overlap_jobs import trained, workspaces
-from tests.support.gloo.jobs.matrix_jobs import make_job
+from tests.support.gloo.parallel_jobs.matrix_jobs import make_job
 from tests.support.gloo.pool import Pool
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -7,7 +7,7 @@ import torch
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine, build_engine
-from tests.support.gloo.jobs.matrix_jobs import batch
+from tests.support.gloo.parallel_jobs.matrix_jobs import batch
 
 CUDA = torch.device("cuda", 0)
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.observability.catalogue import CATALOGUE, series_of
-from tests.support.runs import Watched, start, tiny_job
+from picotron_ray.observability.catalogue import CATALOGUE
+from picotron_ray.observability.metric import series_of
+from tests.support.runs.ray_runs import Watched, start, tiny_job
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -23,10 +23,10 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
 from picotron_ray.config.schema.service import CheckpointConfig, StorageConfig
 from picotron_ray.errors import AlreadyExistsError, StorageError, StorageUnavailableError
-from tests.support.checkpoint_kit import generation, load, make_state, same, save
-from tests.support.fencing import check_stopped_writer_is_refused
-from tests.support.s3_kit import Settings, environment, new_bucket, script, settings_of
-from tests.support.storage_suite import StorageConformance
+from tests.support.checkpoint.checkpoint_kit import generation, load, make_state, same, save
+from tests.support.checkpoint.fencing import check_stopped_writer_is_refused
+from tests.support.checkpoint.s3_kit import Settings, environment, new_bucket, script, settings_of
+from tests.support.checkpoint.storage_suite import StorageConformance
 
 
 @pytest.fixture(scope="module")

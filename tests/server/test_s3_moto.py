@@ -12,8 +12,8 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import StorageError
-from tests.support.s3_kit import environment, new_bucket
-from tests.support.storage_suite import StorageConformance
+from tests.support.checkpoint.s3_kit import environment, new_bucket
+from tests.support.checkpoint.storage_suite import StorageConformance
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Config of a model of your own: what the user says of how it is cut, and what launch found in it.
 
 The module itself is never imported here: `launch` builds it once, in a process of its own
-(``train.inspection``), and leaves what planner, coordinator and workers need as plain data in the job.
+(`train.custom_model.inspect`), and leaves what planner, coordinator and workers need as plain data in the
+job.
 """
 
 from __future__ import annotations

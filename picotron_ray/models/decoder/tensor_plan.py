@@ -56,7 +56,7 @@ MIXTURE: TensorPlan = (
 
 
 def decoder_plan(config: ModelConfig, *parts: TensorPlan) -> TensorPlan:
-    """How each module is cut: those outside the blocks, and what ``parts`` say of a block's."""
+    """The styles of all modules: those outside the blocks, and those of a block in ``parts``."""
     return (
         ("embed", "vocab_embed"),
         *((name, "positions") for name in position_modules(config)),

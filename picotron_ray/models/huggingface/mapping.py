@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Held(NamedTuple):
-    """How a checkpoint holds some of our parameters.
+    """Some of our parameters, and the tensors of a checkpoint that hold them.
 
     Fields:
         ours: canonical names; several are joined along their outputs (dimension 0) in one tensor.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def document_numbers(tokens: Tensor, end: int) -> Tensor:
-    """Which document of its row each token belongs to: how many end tokens stand before it.
+    """Number of each token's document within its row: the end tokens before it.
 
     Args:
         tokens: ids ``[..., row]``, whole rows.
@@ -33,12 +33,15 @@ def document_numbers(tokens: Tensor, end: int) -> Tensor:
 
 
 def same_document(queries: Tensor, keys: Tensor) -> Tensor:
-    """Which keys a query may see: numbers ``[batch, q]`` and ``[batch, k]`` → bool ``[batch, 1, q, k]``."""
+    """Mask of keys in a query's document.
+
+    Numbers of documents ``[batch, q]`` and ``[batch, k]`` → bool ``[batch, 1, q, k]``.
+    """
     return queries[:, None, :, None] == keys[:, None, None, :]
 
 
 def seen_in_row(row: int, documents: Tensor | None, window: int | None, device: torch.device) -> Tensor:
-    """Which tokens of a row a token sees: none after it, none of another document, none before its window.
+    """Mask of the tokens that a token sees: none after it, of another document, or before its window.
 
     Args:
         row: tokens of it.
@@ -54,7 +57,7 @@ def seen_in_row(row: int, documents: Tensor | None, window: int | None, device: 
 
 
 def document_starts(documents: Tensor) -> Tensor:
-    """Where documents start in rows laid end to end, as kernels for sequences of varied length want it.
+    """Starts of documents in rows laid end to end, as kernels for sequences of varied length take them.
 
     A row starts a document, whatever the row before it ends with.
 

@@ -7,7 +7,7 @@ Where FSDP gathers each by itself, or autocast casts them, they are copied into 
 cast itself if there is one. A copy is never older than the forward pass that uses it.
 
 Layers that stay a product each can be joint too, for what gathers their input once for all of them
-(``parallel.tensor_overlap``).
+(`parallel.tensor.overlap`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def joined(parts: Sequence[Tensor], dtype: torch.dtype, laid: Tensor | None = No
 
 
 class Joint:
-    """What computes several linear layers at once; it owns no parameters, so that names stay theirs.
+    """Several linear layers of one input, computed together.
+
+    It owns no parameters, so that names stay those of the layers.
 
     Args:
         layers: of one input; all with a bias, or none.

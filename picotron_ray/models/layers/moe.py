@@ -58,7 +58,7 @@ class Transport(Protocol):
 
 
 class Spread(Protocol):
-    """What other ranks hold of the same rows.
+    """Sums over the ranks that hold other parts of the same rows.
 
     Fields:
         parts: ranks that share a row, evenly.
@@ -126,7 +126,7 @@ class _Auxiliary(torch.autograd.Function):
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a micro-batch go.
+    """Routes of the tokens of a micro-batch.
 
     Fields:
         experts: ``[rows, seq, top_k]`` chosen experts.
@@ -188,7 +188,7 @@ class Router(nn.Module):
         return Routing(experts, gates * kept, kept, loss)
 
     def _within_capacity(self, experts: Tensor, chosen: Tensor) -> Tensor:
-        """Which assignments come early enough in their row: ``[rows, seq, top_k]`` bool."""
+        """Mask of the assignments that come early enough in their row: ``[rows, seq, top_k]`` bool."""
         config, spread = self.config, self.spread
         if config.capacity_factor is None:
             return torch.ones_like(experts, dtype=torch.bool)
@@ -298,7 +298,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """What a block has instead of one SwiGLU.
+    """Mixture of experts: the hidden layer of a block in place of one SwiGLU.
 
     Fields:
         transport: brings rows to the ranks that hold their experts.

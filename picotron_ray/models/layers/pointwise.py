@@ -1,6 +1,6 @@
-"""What torch has no operator for and a compiler can make one kernel of, as functions of tensors alone.
+"""Pointwise functions of tensors alone: a residual sum with the norm after it, and SwiGLU's gate.
 
-So all blocks share what is compiled: a norm with the residual sum before it, and SwiGLU's gate.
+Torch has no operator for them. A compiler can make each one kernel, which all blocks then share.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class TensorParallel:
         setattr(module, name, nn.Parameter(whole.new_empty(shape)))
 
     def sequence(self, module: Any) -> None:
-        """Leave a norm as it is; its gradient is partial (``parallelize.local_gradient``)."""
+        """Leave a norm as it is; its gradient is partial (`local_shards.local_gradient`)."""
 
     def cut_norm(self, module: Any) -> None:
         """A norm over all heads together, of which each rank has some for all tokens: no partial gradient."""

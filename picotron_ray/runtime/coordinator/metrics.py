@@ -11,7 +11,8 @@ from typing import Any
 
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import REPORTED
-from picotron_ray.observability.catalogue import CATALOGUE, COMMIT_BUCKETS_S, RECOVERY_BUCKETS_S
+from picotron_ray.observability.catalogue import CATALOGUE
+from picotron_ray.observability.coordinator_metrics import COMMIT_BUCKETS_S, RECOVERY_BUCKETS_S
 from picotron_ray.observability.exporter import Distribution, Sample
 from picotron_ray.runtime.coordinator.records import Measured
 from picotron_ray.runtime.coordinator.run_record import RunRecord

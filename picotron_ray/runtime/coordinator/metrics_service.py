@@ -17,8 +17,9 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.states import MachineState
-from picotron_ray.observability.catalogue import CATALOGUE, Server
+from picotron_ray.observability.catalogue import CATALOGUE
 from picotron_ray.observability.exporter import Exporter, PortTakenError, address
+from picotron_ray.observability.metric import Server
 from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essentials
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 

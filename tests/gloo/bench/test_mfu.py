@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gloo.jobs import bench_jobs
 from tests.support.gloo.pool import Pool
+from tests.support.gloo.train_jobs import bench_jobs
 
 FEW = ("--rounds", "1", "--steps", "2", "--warmup", "1")
 

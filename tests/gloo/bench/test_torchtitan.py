@@ -10,8 +10,8 @@ import os
 
 import pytest
 
-from tests.support.gloo.jobs import torchtitan_jobs
 from tests.support.gloo.pool import Pool
+from tests.support.gloo.train_jobs import torchtitan_jobs
 
 CHECKOUT = os.environ.get("PICOTRON_TORCHTITAN", "")
 pytestmark = pytest.mark.skipif(not CHECKOUT, reason="needs PICOTRON_TORCHTITAN, a checkout of torchtitan")

@@ -15,7 +15,7 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.torch_state import StateTensor, copy_to_device, restore
 from picotron_ray.errors import CorruptError, StorageError
 from picotron_ray.layout.layout import Layout
-from tests.support.checkpoint_kit import LAYOUT, held, make_state, save
+from tests.support.checkpoint.checkpoint_kit import LAYOUT, held, make_state, save
 
 
 def blank(state: dict[str, np.ndarray], layout: Layout, rank: int) -> list[StateTensor]:

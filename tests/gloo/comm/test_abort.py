@@ -7,9 +7,9 @@ import pytest
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.layout.layout import Layout
 from tests.gloo.parallel.test_matrix import WIDE
-from tests.support.gloo.jobs.matrix_jobs import MODEL, make_job
-from tests.support.gloo.jobs.train_jobs import aborted_at_random
+from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, make_job
 from tests.support.gloo.pool import Pool
+from tests.support.gloo.train_jobs.train_jobs import aborted_at_random
 
 ROUNDS = 8
 PLAIN, RING = KernelsConfig(), KernelsConfig(tp_overlap="ring")

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.gloo.jobs.leaving_jobs import WAYS, closing, stay
+from tests.support.gloo.parallel_jobs.leaving_jobs import WAYS, closing, stay
 from tests.support.gloo.pool import Job, Pool
 
 TIMEOUT_S = 12.0
@@ -32,7 +32,7 @@ def test_a_process_ends_although_an_operation_still_runs(pool: Pool, tmp_path: P
         line = [
             sys.executable,
             "-m",
-            "tests.support.gloo.jobs.leaving_jobs",
+            "tests.support.gloo.parallel_jobs.leaving_jobs",
             pool.host,
             str(pool.port),
             prefix,

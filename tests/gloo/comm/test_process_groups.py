@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gloo.jobs.group_jobs import blocked, generations, late, total
+from tests.support.gloo.parallel_jobs.group_jobs import blocked, generations, late, total
 from tests.support.gloo.pool import Pool
 
 

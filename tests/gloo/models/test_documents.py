@@ -19,7 +19,7 @@ from picotron_ray.parallel.attention.backends import attention_kernel
 from picotron_ray.parallel.attention.lse_kernels import CpuFlash, KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaFlash
 from picotron_ray.train.engine import build_engine
-from tests.support.gloo.jobs.matrix_jobs import (
+from tests.support.gloo.parallel_jobs.matrix_jobs import (
     CPU,
     END,
     MIXTURE,

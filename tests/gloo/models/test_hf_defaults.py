@@ -44,7 +44,7 @@ SAID_GPT2 = {"vocab_size": 96, "n_embd": 24, "n_layer": 3, "n_head": 2, "n_posit
 
 
 def theirs(architecture: str, said: dict[str, Any]) -> dict[str, Any]:
-    """What transformers makes of a config.json, every key said."""
+    """The config that transformers makes of a config.json, every key said."""
     config = getattr(transformers, f"{FAMILIES[architecture]}Config").from_dict(json.loads(json.dumps(said)))
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {**found, "architectures": [architecture]}

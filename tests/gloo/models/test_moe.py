@@ -15,7 +15,15 @@ from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.moe import MixtureOfExperts, Router, grouped, looped
 from picotron_ray.train.engine import build_engine
-from tests.support.gloo.jobs.matrix_jobs import CPU, MIXTURE, MODEL, STEPS, batch, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import (
+    CPU,
+    MIXTURE,
+    MODEL,
+    STEPS,
+    batch,
+    make_job,
+    run_layout,
+)
 from tests.support.gloo.parity import check, compare, primaries, thinned
 from tests.support.gloo.pool import Pool
 

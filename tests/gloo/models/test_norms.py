@@ -17,7 +17,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.rms_norm import closed_form
 from picotron_ray.models.transformer import Transformer
 from picotron_ray.planner.memory import memory_estimate
-from tests.support.gloo.jobs.matrix_jobs import MODEL, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, make_job, run_layout
 from tests.support.gloo.parity import compare
 from tests.support.gloo.pool import Pool
 

@@ -14,7 +14,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.tensor import cut_norm
 from tests.support.gloo.faults import replace
-from tests.support.gloo.jobs.matrix_jobs import MODEL, Result, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, Result, make_job, run_layout
 from tests.support.gloo.parity import check, compare, primaries, thinned
 from tests.support.gloo.pool import Job, Pool
 

@@ -19,7 +19,7 @@ from picotron_ray.models.layers.moe import grouped, grouped_fused, looped, loope
 from picotron_ray.train.engine import build_engine
 from tests.gloo.models.test_moe import ALIGNED
 from tests.gloo.parallel.test_matrix import GPT2_TIED, ODD
-from tests.support.gloo.jobs.matrix_jobs import (
+from tests.support.gloo.parallel_jobs.matrix_jobs import (
     CPU,
     MIXTURE,
     MODEL,
@@ -29,9 +29,9 @@ from tests.support.gloo.jobs.matrix_jobs import (
     make_job,
     run_layout,
 )
-from tests.support.gloo.jobs.muon_jobs import leg
 from tests.support.gloo.parity import WEIGHTS_TOLERANCE, compare, reference, thinned, worst
 from tests.support.gloo.pool import Pool
+from tests.support.gloo.train_jobs.muon_jobs import leg
 
 pytestmark = pytest.mark.gloo
 FUSED = KernelsConfig(projections="fused")

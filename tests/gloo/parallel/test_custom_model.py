@@ -20,7 +20,7 @@ from picotron_ray.models.build import definition_of
 from picotron_ray.planner.model_sizes import parameter_count, stage_bounds, stage_parameters
 from picotron_ray.train.custom_model.inspect import inspect
 from picotron_ray.train.engine import build_engine
-from tests.support.gloo.jobs.matrix_jobs import CPU, Result, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, Result, make_job, run_layout
 from tests.support.gloo.parity import check, compare, thinned
 from tests.support.gloo.pool import Pool
 

@@ -9,8 +9,8 @@ import pytest
 
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from tests.support.gloo.jobs.matrix_jobs import MODEL, STEPS, make_job, run_layout
 from tests.support.gloo.layouts import CASES, FITTING, LISTED, PAIRS, REFUSED, Case
+from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, STEPS, make_job, run_layout
 from tests.support.gloo.parity import check, compare, primaries, reference, thinned
 from tests.support.gloo.pool import Pool
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from tests.support.gloo.jobs.matrix_jobs import MIXTURE, MODEL, make_job
-from tests.support.gloo.jobs.overlap_jobs import expert_log, ring_log
+from tests.support.gloo.parallel_jobs.matrix_jobs import MIXTURE, MODEL, make_job
+from tests.support.gloo.parallel_jobs.overlap_jobs import expert_log, ring_log
 from tests.support.gloo.pool import Pool
 
 ONE_BLOCK = {"layers": 1}

@@ -25,7 +25,7 @@ from picotron_ray.parallel.stage_plan import StagePlan
 from picotron_ray.train import engine as engine_module
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.faults import planted
-from tests.support.gloo.jobs.matrix_jobs import CPU, Result, batch, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, Result, batch, make_job, run_layout
 from tests.support.gloo.parity import compare
 from tests.support.gloo.pool import Job, Pool, WorkerError
 
@@ -116,8 +116,8 @@ def chains(job: Job, config: JobConfig, layout: Layout, pair: Pair | None) -> tu
 
 def test_forwards_lie_around_each_other_as_documented(pool: Pool) -> None:
     stage, block, part = pool.run(2, chains, make_job("sgd", 12, **EVERYTHING), LAYOUT, None)[0]
-    assert stage == ["apply_autocast", "saving_no_casts", "without_views"]
-    assert block == ["without_views", "ActivationOffload.wrap", "checkpoint", "compile"]
+    assert stage == ["apply_autocast", "saving_no_casts", "clone_output_views"]
+    assert block == ["clone_output_views", "ActivationOffload.wrap", "checkpoint", "compile"]
     assert part == ["PrecisionSwitches._wrap"]
 
 

@@ -13,9 +13,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from tests.gloo.runtime.test_remesh import job_of
 from tests.support.gloo.action_lists import V_SPLIT, Rows, layout_of, made
-from tests.support.gloo.jobs.data_jobs import scaled
-from tests.support.gloo.jobs.matrix_jobs import MODEL, assemble, make_job, run_layout, train
-from tests.support.gloo.jobs.muon_jobs import leg
+from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, assemble, make_job, run_layout, train
 from tests.support.gloo.parity import (
     TOLERANCE,
     WEIGHTS_TOLERANCE,
@@ -28,6 +26,8 @@ from tests.support.gloo.parity import (
 )
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.runs import Run, losses
+from tests.support.gloo.train_jobs.data_jobs import scaled
+from tests.support.gloo.train_jobs.muon_jobs import leg
 
 TIED = ModelConfig(**{**MODEL.model_dump(), "tie_embeddings": True})
 DEEP = ModelConfig(**{**TIED.model_dump(), "layers": 5})

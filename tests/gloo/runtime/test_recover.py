@@ -11,10 +11,10 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from tests.gloo.parallel.test_matrix import WIDE
-from tests.support.gloo.jobs.matrix_jobs import MIXTURE, MODEL, make_job
-from tests.support.gloo.jobs.train_jobs import FAULT_STEP, SIGNALS, until_lost
+from tests.support.gloo.parallel_jobs.matrix_jobs import MIXTURE, MODEL, make_job
 from tests.support.gloo.parity import check
 from tests.support.gloo.pool import Pool
+from tests.support.gloo.train_jobs.train_jobs import FAULT_STEP, SIGNALS, until_lost
 from tests.support.selection import also_deep
 
 LAYOUTS = [

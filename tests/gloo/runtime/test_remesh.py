@@ -14,8 +14,8 @@ from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.layout.layout import Layout
 from tests.support.gloo.action_lists import V_SPLIT, layout_of
-from tests.support.gloo.jobs.matrix_jobs import make_job
 from tests.support.gloo.layouts import CASES, FEW, MODELS, fewest_micro_batches, model_of
+from tests.support.gloo.parallel_jobs.matrix_jobs import make_job
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.runs import Run, losses
 

@@ -19,11 +19,19 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim import adamw_offload
 from picotron_ray.train.optim.adamw_offload import OffloadedAdamW, ParameterGroup
-from tests.support.gloo.jobs.matrix_jobs import CPU, MIXTURE, MODEL, assemble, batch, make_job, run_layout
-from tests.support.gloo.jobs.muon_jobs import leg
 from tests.support.gloo.late_copies import LateCopyStream
+from tests.support.gloo.parallel_jobs.matrix_jobs import (
+    CPU,
+    MIXTURE,
+    MODEL,
+    assemble,
+    batch,
+    make_job,
+    run_layout,
+)
 from tests.support.gloo.parity import WEIGHTS_TOLERANCE, compare, reference, thinned, worst
 from tests.support.gloo.pool import Pool
+from tests.support.gloo.train_jobs.muon_jobs import leg
 
 SIZES = [(3, 5), (7,), (40,), (2, 2), (6, 9), (1,)]
 # fmt: off

@@ -18,7 +18,7 @@ from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose, parts_of
 from picotron_ray.train.precision.gradient_variability import MEMORY_STEPS, GradientVariability
-from tests.support.gloo.jobs.matrix_jobs import CPU, MIXTURE, MODEL, batch, make_job
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, MIXTURE, MODEL, batch, make_job
 from tests.support.gloo.pool import Job, Pool
 
 SMALL = ModelConfig(**{**MODEL.model_dump(), "layers": 2})

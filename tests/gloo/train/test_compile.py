@@ -16,7 +16,7 @@ from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.models.layers.swiglu import SwiGLU
 from picotron_ray.planner.memory import memory_estimate
 from tests.gloo.parallel.test_matrix import GPT2_TIED
-from tests.support.gloo.jobs.matrix_jobs import MIXTURE, MODEL, SEQUENCE, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import MIXTURE, MODEL, SEQUENCE, make_job, run_layout
 from tests.support.gloo.parity import compare
 from tests.support.gloo.pool import Job, Pool, WorkerError
 

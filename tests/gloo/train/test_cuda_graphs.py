@@ -9,7 +9,7 @@ import pytest
 
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.layout.layout import Layout
-from tests.support.gloo.jobs.matrix_jobs import make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import make_job, run_layout
 from tests.support.gloo.parity import compare
 from tests.support.gloo.pool import Pool
 

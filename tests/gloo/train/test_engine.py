@@ -26,7 +26,7 @@ from picotron_ray.parallel.mesh import make_mesh
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim.lr_schedule import factor, learning_rate
 from picotron_ray.train.optim.optimizer import Optimizer, build_optimizer
-from tests.support.gloo.jobs.matrix_jobs import CPU, MODEL, batch, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, MODEL, batch, make_job, run_layout
 from tests.support.gloo.parity import compare
 from tests.support.gloo.pool import Pool
 

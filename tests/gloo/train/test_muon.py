@@ -26,7 +26,7 @@ from picotron_ray.train.optim.muon import COEFFICIENTS, STEPS, Muon, newton_schu
 from picotron_ray.train.optim.optimizer import decays
 from picotron_ray.train.precision.precision import orthogonalization_dtype
 from tests.gloo.parallel.test_custom_model import built
-from tests.support.gloo.jobs.matrix_jobs import (
+from tests.support.gloo.parallel_jobs.matrix_jobs import (
     CPU,
     MIXTURE,
     MODEL,
@@ -36,9 +36,9 @@ from tests.support.gloo.jobs.matrix_jobs import (
     make_job,
     run_layout,
 )
-from tests.support.gloo.jobs.muon_jobs import leg
 from tests.support.gloo.parity import WEIGHTS_TOLERANCE, compare, reference, thinned, worst
 from tests.support.gloo.pool import Pool
+from tests.support.gloo.train_jobs.muon_jobs import leg
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -22,12 +22,12 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.optim import adamw
 from picotron_ray.train.optim.quantized_state import QuantizedTensor
-from tests.support.gloo.jobs.matrix_jobs import CPU, assemble, run_layout, train
-from tests.support.gloo.jobs.muon_jobs import leg
-from tests.support.gloo.jobs.quantized_jobs import BATCH, MIXTURE, WIDE, job_of, with_zeros
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, assemble, run_layout, train
 from tests.support.gloo.parity import distance, thinned
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.runs import Run, losses
+from tests.support.gloo.train_jobs.muon_jobs import leg
+from tests.support.gloo.train_jobs.quantized_jobs import BATCH, MIXTURE, WIDE, job_of, with_zeros
 
 pytest.importorskip("torchao")
 State = dict[str, np.ndarray]

@@ -18,9 +18,9 @@ from picotron_ray.train.optim import adamw
 from picotron_ray.train.optim.adamw import AdamW, QuantizedAdamW
 from picotron_ray.train.optim.adamw_offload import ParameterGroup
 from picotron_ray.train.optim.quantized_state import BLOCK, QuantizedTensor, codebook_of, decode, encode
-from tests.support.gloo.jobs.matrix_jobs import CPU
-from tests.support.gloo.jobs.quantized_jobs import job_of, with_zeros
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
 from tests.support.gloo.parity import distance
+from tests.support.gloo.train_jobs.quantized_jobs import job_of, with_zeros
 
 pytest.importorskip("torchao")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from picotron_ray.config.schema.service import StorageConfig
-from tests.support.fencing import check_stopped_writer_is_refused
+from tests.support.checkpoint.fencing import check_stopped_writer_is_refused
 
 
 @pytest.mark.parametrize("point", ["commit", "put"])

@@ -17,8 +17,8 @@ from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import StorageError, StorageUnavailableError
-from tests.support.checkpoint_kit import memory_folder
-from tests.support.storage_suite import StorageConformance
+from tests.support.checkpoint.checkpoint_kit import memory_folder
+from tests.support.checkpoint.storage_suite import StorageConformance
 
 memory_path = pytest.fixture(memory_folder)
 

@@ -22,7 +22,7 @@ from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verif
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import CorruptError, FencedError, StorageError
 from picotron_ray.layout.layout import Layout
-from tests.support.checkpoint_kit import (
+from tests.support.checkpoint.checkpoint_kit import (
     LAYOUT,
     generation,
     ledger,

@@ -19,7 +19,7 @@ from picotron_ray.coordinator.replay import event_line, header_line, replay
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
-from tests.support.coordinator_world import World, choose_dp, flush, job, outcomes, snapshot
+from tests.support.runs.coordinator_world import World, choose_dp, flush, job, outcomes, snapshot
 
 
 def strategy(annotation: Any) -> st.SearchStrategy[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from picotron_ray.coordinator.replay import replay
-from tests.support.replays import KEEP, KEPT, planner, rewritten
+from tests.support.runs.replays import KEEP, KEPT, planner, rewritten
 
 LOGS = sorted(KEPT.glob("*.jsonl"))
 

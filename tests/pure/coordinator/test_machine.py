@@ -7,7 +7,7 @@ import pytest
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import TRANSITIONS, MachineState, terminal
 from picotron_ray.failures import FailureKind
-from tests.support.coordinator_world import World, flush, job, of, outcomes, snapshot
+from tests.support.runs.coordinator_world import World, flush, job, of, outcomes, snapshot
 
 
 def test_start_runs_all_workers_at_once_and_logs_the_generation_meanwhile() -> None:
@@ -141,7 +141,7 @@ def test_stop_before_anything_ran_ends_at_once() -> None:
 
 def test_node_loss_falls_back_to_the_commit_and_says_what_it_cost() -> None:
     def tp2(workers: int):  # type: ignore[no-untyped-def]
-        from tests.support.coordinator_world import Choice, Layout
+        from tests.support.runs.coordinator_world import Choice, Layout
 
         return Choice(Layout(tp=2, dp=workers // 2) if workers > 1 else Layout(), 1.0 / workers)
 

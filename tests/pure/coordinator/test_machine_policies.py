@@ -5,7 +5,17 @@ from __future__ import annotations
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
-from tests.support.coordinator_world import World, choose_dp, flush, gid, job, of, outcomes, snapshot, spec
+from tests.support.runs.coordinator_world import (
+    World,
+    choose_dp,
+    flush,
+    gid,
+    job,
+    of,
+    outcomes,
+    snapshot,
+    spec,
+)
 
 
 def fail(world: World, detail: str, step: int = 5, slots: tuple[m.SlotInfo, ...] = ()) -> list[m.Command]:

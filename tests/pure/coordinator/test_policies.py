@@ -18,7 +18,7 @@ from picotron_ray.coordinator.policies.restore_point import cover, newest_slots,
 from picotron_ray.coordinator.policies.scale_up import GrowthView, decide
 from picotron_ray.failures import FailureKind, Remedy
 from picotron_ray.layout.layout import Layout
-from tests.support.coordinator_world import gid, of, snapshot, spec
+from tests.support.runs.coordinator_world import gid, of, snapshot, spec
 
 # --- lineage --------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""Docstrings open with a noun or a verb, and public entry points carry an example that holds."""
+"""Docstrings open with a noun or a verb, and public entry points carry an example that holds.
+
+Examples of commands are parsed by tests/pure/cli/test_examples.py.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,25 @@ import ast
 import doctest
 import importlib
 import re
-import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
-from typer.main import get_command
 
-from picotron_ray import cli, launch
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig
-from tuning import sweep
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("picotron_ray", "tuning")
 OPENINGS = re.compile(r"\W*(What|Which|How|Where)\b")
 EXAMPLE = re.compile(r"^\s*>>> ", re.MULTILINE)
-COMMAND = re.compile(r"^\s*Example: (.*)$", re.MULTILINE)
 YAML = re.compile(r"Example::\n\n((?:[ \t]+.*\n?|\n)+)")
 NO_EXAMPLE = {BuiltModel}  # filled in by launch, and refused in a config
 ENTRY_POINTS = (
+    "launch:main",
     "runtime.ray_train.trainer:ElasticTrainer",
     "parallel.parallelize:parallelize",
     "layout.layout:Layout",
@@ -83,60 +80,6 @@ def documentation(entry: str) -> str:
 @pytest.mark.parametrize("entry", ENTRY_POINTS)
 def test_an_entry_point_has_an_example(entry: str) -> None:
     assert EXAMPLE.search(documentation(entry)), documentation(entry)
-
-
-def commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Every command of an application, after the words that call it."""
-    below = getattr(command, "commands", None)
-    if below is None:
-        yield name, command
-    for word in below or {}:
-        yield from commands(f"{name} {word}", below[word])
-
-
-COMMANDS = dict(commands("picotron-ray", get_command(cli.app)))
-
-
-def alone(function: Any) -> Any:
-    """A function as the one command of an application."""
-    app = typer.Typer(add_completion=False)
-    app.command()(function)
-    return get_command(app)
-
-
-SCRIPTS = {
-    "python -m picotron_ray.launch": (launch.main, alone(launch.train)),
-    "python -m tuning.sweep": (sweep.main, alone(sweep.main)),
-}
-
-
-def parse_example(text: str, name: str, command: Any) -> None:
-    """Parse the example of a command, as the shell would give it."""
-    found = COMMAND.search(text)
-    assert found, f"{name} has no example"
-    words = shlex.split(found[1])
-    called = shlex.split(name)
-    assert words[: len(called)] == called
-    command.make_context(name, words[len(called) :])
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_has_an_example_that_parses(name: str) -> None:
-    parse_example(COMMANDS[name].help, name, COMMANDS[name])
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_has_an_example_that_parses(name: str) -> None:
-    documented, command = SCRIPTS[name]
-    parse_example(documented.__doc__ or "", name, command)
-
-
-@pytest.mark.parametrize("words", ["", "one two", "quickstart --steps 5"])
-def test_an_example_that_does_not_parse_is_noticed(words: str) -> None:
-    name = "picotron-ray status"
-    with pytest.raises(Exception) as refused:
-        parse_example(f"Example: {name} {words}", name, COMMANDS[name])
-    assert "UsageError" in [kind.__name__ for kind in type(refused.value).__mro__]
 
 
 def sections(section: type[Section]) -> Iterator[type[Section]]:

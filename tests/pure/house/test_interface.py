@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import interface
-from tests.support.small_run import summary
+from tests.support.house import interface
+from tests.support.runs.small_run import summary
 
 KEPT: dict[str, Any] = json.loads(Path(__file__).with_name("interface.json").read_text())
 OLD, ADDED = KEPT["03561a3"], KEPT["added"]

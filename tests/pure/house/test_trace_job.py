@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 
 from picotron_ray.config.schema.job import JobConfig
-from tests.support import trace_job
-from tests.support.trace_job import GIVE, HAND_OVER, TAKE, Move, Recorder, events_of, is_config, moves, way
+from tests.support.house import trace_job
+from tests.support.house.trace_job import (
+    GIVE,
+    HAND_OVER,
+    TAKE,
+    Move,
+    Recorder,
+    events_of,
+    is_config,
+    moves,
+    way,
+)
 
 
 @dataclass(frozen=True)

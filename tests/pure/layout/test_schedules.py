@@ -31,8 +31,8 @@ from picotron_ray.layout.schedules import (
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import memory_estimate
-from tests.support.coordinator_world import World, choose_dp
-from tests.support.doc_examples import defined
+from tests.support.house.doc_examples import defined
+from tests.support.runs.coordinator_world import World, choose_dp
 
 EAGER: PipelineSchedule = defined("add-a-schedule.md")["EAGER_1F1B"]
 WITH_ROWS = [*(entry for entry in SCHEDULES.values() if entry.rows), EAGER]

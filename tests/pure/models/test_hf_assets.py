@@ -1,4 +1,4 @@
-"""What a run keeps of the checkpoint that it began as, and the vocabulary of its tokenizer."""
+"""Everything that a run keeps of the checkpoint that it began as, and the vocabulary of its tokenizer."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ import yaml
 from typer.testing import CliRunner
 
 from picotron_ray.cli import app
-from picotron_ray.observability.catalogue import CATALOGUE, GROUPS, Metric, bucket_of, series_of
+from picotron_ray.observability.catalogue import CATALOGUE, GROUPS
 from picotron_ray.observability.dashboard import dashboard
+from picotron_ray.observability.metric import Metric, bucket_of, series_of
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy" / "dashboards"
 UNITS = {

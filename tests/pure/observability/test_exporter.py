@@ -18,7 +18,8 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.observability.catalogue import CATALOGUE, STEP_BUCKETS_S
+from picotron_ray.observability.agent_metrics import STEP_BUCKETS_S
+from picotron_ray.observability.catalogue import CATALOGUE
 from picotron_ray.observability.exporter import (
     Distribution,
     Exporter,
@@ -32,7 +33,7 @@ from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essenti
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.heartbeat import Page, read_page
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
-from tests.support.coordinator_world import job
+from tests.support.runs.coordinator_world import job
 
 RUN = {"run": "r"}
 NODE = {"run": "r", "node": "n"}

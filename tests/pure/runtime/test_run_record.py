@@ -11,7 +11,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator.run_record import RunRecord
-from tests.support.coordinator_world import job
+from tests.support.runs.coordinator_world import job
 
 BEGAN = 1_000_000.0
 

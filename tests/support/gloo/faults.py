@@ -15,10 +15,10 @@ from picotron_ray.layout.schedules import PipelineShape
 Undo = Callable[[], Any]
 
 ELSEWHERE = {
-    "offload": "offload_jobs",
-    "overlap": "tensor_overlap_jobs",
-    "tied": "tied_jobs",
-    "muon": "muon_jobs",
+    "offload": "train_jobs.offload_jobs",
+    "overlap": "parallel_jobs.tensor_overlap_jobs",
+    "tied": "parallel_jobs.tied_jobs",
+    "muon": "train_jobs.muon_jobs",
 }
 """Modules with a table ``PLANTS`` of their own, by what comes before the dash of a fault's name."""
 
@@ -27,7 +27,7 @@ def planted(kind: str, rank: int) -> Undo:
     """Double one reduction in this process, or break something else; returns the function that undoes it."""
     family, _, name = kind.partition("-")
     if kind not in PLANTS and family in ELSEWHERE:
-        undo: Undo = importlib.import_module(f"tests.support.gloo.jobs.{ELSEWHERE[family]}").PLANTS[name]()
+        undo: Undo = importlib.import_module(f"tests.support.gloo.{ELSEWHERE[family]}").PLANTS[name]()
         return undo
     return PLANTS[kind](rank)
 

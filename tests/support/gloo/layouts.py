@@ -20,7 +20,7 @@ from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
 from tests.support.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, Rows, layout_of, made
-from tests.support.gloo.jobs.matrix_jobs import MODEL, make_job
+from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, make_job
 
 PROCESSES = 8
 FEW = 4

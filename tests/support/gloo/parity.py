@@ -14,7 +14,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import parameter_table
-from tests.support.gloo.jobs.matrix_jobs import (
+from tests.support.gloo.parallel_jobs.matrix_jobs import (
     MODEL,
     SEQUENCE,
     STEPS,

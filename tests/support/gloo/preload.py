@@ -2,4 +2,4 @@
 
 import picotron_ray.runtime.worker.generation
 import picotron_ray.train.engine  # noqa: F401
-import tests.support.gloo.jobs.matrix_jobs  # noqa: F401
+import tests.support.gloo.parallel_jobs.matrix_jobs  # noqa: F401

@@ -14,8 +14,8 @@ from picotron_ray.coordinator.policies.restore_point import newest_slots
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from tests.gloo.runtime.test_recover import wait_for_state
-from tests.support.gloo.jobs.remesh_jobs import generation, worker_name
 from tests.support.gloo.pool import Pool, Worker
+from tests.support.gloo.train_jobs.remesh_jobs import generation, worker_name
 
 NOBODY = (-1, 0, "")
 FRESH = Source("init")

@@ -36,7 +36,7 @@ def parameter_table(config: ModelConfig) -> tuple[ParameterSpec, ...]:
 
 
 def tensor_plan(config: ModelConfig) -> plans.TensorPlan:
-    """How tensor and sequence parallelism cut each module."""
+    """Styles by which tensor and sequence parallelism cut each module."""
     head_norms: plans.TensorPlan = (
         ("layers.*.attention.q_norm", "whole"),
         ("layers.*.attention.k_norm", "whole"),

@@ -37,7 +37,7 @@ def parameter_table(config: ModelConfig) -> tuple[ParameterSpec, ...]:
 
 
 def tensor_plan(config: ModelConfig) -> plans.TensorPlan:
-    """How tensor and sequence parallelism cut each module."""
+    """Styles by which tensor and sequence parallelism cut each module."""
     return plans.decoder_plan(config, plans.NORMS, plans.ATTENTION, WIDE_NORMS, plans.SWIGLU)
 
 

@@ -29,7 +29,7 @@ from picotron_ray.parallel.attention import backends
 from picotron_ray.parallel.attention.backends import DocumentCache, attention_kernel, flash
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.emulated_attention import emulated
-from tests.support.gloo.jobs.matrix_jobs import CPU, MODEL, batch, make_job
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, MODEL, batch, make_job
 
 ROW, HEADS, KV_HEADS, HEAD = 24, 4, 2, 8
 WINDOW = ModelConfig(**{**MODEL.model_dump(), "sliding_window": 3})

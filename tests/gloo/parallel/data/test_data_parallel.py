@@ -10,10 +10,10 @@ import torch
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.precision.loss_scaler import GROWTH_STEPS, INITIAL_SCALE, LossScaler
-from tests.support.gloo.jobs.data_jobs import collectives, overlapped, scaled
-from tests.support.gloo.jobs.matrix_jobs import CPU, MODEL, assemble, batch, make_job
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, MODEL, assemble, batch, make_job
 from tests.support.gloo.parity import reference, worst
 from tests.support.gloo.pool import Pool
+from tests.support.gloo.train_jobs.data_jobs import collectives, overlapped, scaled
 
 MICRO_BATCHES = 3
 UNITS = MODEL.layers + 1  # every block, and the rest

@@ -20,7 +20,15 @@ from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.precision.adaptive import AdaptivePrecision
-from tests.support.gloo.jobs.matrix_jobs import CPU, MIXTURE, MODEL, SEQUENCE, batch, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import (
+    CPU,
+    MIXTURE,
+    MODEL,
+    SEQUENCE,
+    batch,
+    make_job,
+    run_layout,
+)
 from tests.support.gloo.parity import compare, thinned
 from tests.support.gloo.pool import Job, Pool
 

@@ -25,8 +25,8 @@ from picotron_ray.parallel.memory.activation_checkpointing import apply_recomput
 from picotron_ray.parallel.memory.activation_offload import ActivationOffload
 from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 from picotron_ray.planner.model_sizes import sizes_of
-from tests.support.gloo.jobs.matrix_jobs import MIXTURE, MODEL, make_job, run_layout
 from tests.support.gloo.late_copies import LateCopyStream
+from tests.support.gloo.parallel_jobs.matrix_jobs import MIXTURE, MODEL, make_job, run_layout
 from tests.support.gloo.parity import compare, thinned
 from tests.support.gloo.pool import Pool, WorkerError
 

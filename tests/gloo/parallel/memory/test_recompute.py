@@ -17,7 +17,7 @@ from picotron_ray.parallel import parallelize
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.train.engine import build_engine
-from tests.support.gloo.jobs.matrix_jobs import CPU
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
 from tests.support.gloo.peak import LiveStorage
 from tests.support.selection import also_deep
 

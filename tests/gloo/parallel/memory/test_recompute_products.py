@@ -16,7 +16,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.precision import fp8
 from picotron_ray.train import engine as engine_module
 from picotron_ray.train.engine import build_engine
-from tests.support.gloo.jobs.matrix_jobs import CPU, batch, make_job
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, batch, make_job
 
 BASE = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "layers": 3, "heads": 2, "kv_heads": 2}
 DENSE = ModelConfig(**BASE)

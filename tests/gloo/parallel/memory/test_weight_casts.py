@@ -15,7 +15,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.memory import weight_casts
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.faults import replace
-from tests.support.gloo.jobs.matrix_jobs import CPU, MIXTURE, MODEL, batch, make_job
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, MIXTURE, MODEL, batch, make_job
 from tests.support.gloo.peak import LiveStorage
 from tests.support.gloo.pool import Job, Pool
 

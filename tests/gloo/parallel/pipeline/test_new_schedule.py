@@ -10,10 +10,10 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
 from tests.gloo.parallel.pipeline.test_schedules import DEEP
-from tests.support.doc_examples import defined
-from tests.support.gloo.jobs.matrix_jobs import Result, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import Result, make_job, run_layout
 from tests.support.gloo.parity import compare
 from tests.support.gloo.pool import Job, Pool, WorkerError
+from tests.support.house.doc_examples import defined
 
 EAGER = defined("add-a-schedule.md")["EAGER_1F1B"]
 

@@ -17,7 +17,7 @@ from picotron_ray.train.engine import build_engine
 from tests.gloo.parallel.pipeline.test_schedules import DEEP
 from tests.support.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, Rows, layout_of, made
 from tests.support.gloo.faults import replace
-from tests.support.gloo.jobs.matrix_jobs import CPU, batch, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, batch, make_job, run_layout
 from tests.support.gloo.parity import check, compare, primaries, thinned
 from tests.support.gloo.pool import Job, Pool, WorkerError
 

@@ -9,8 +9,8 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.parallel import mesh
 from tests.support.gloo.faults import replace
-from tests.support.gloo.jobs.matrix_jobs import MODEL, make_job, run_layout
-from tests.support.gloo.jobs.overlap_jobs import pipeline_log
+from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, make_job, run_layout
+from tests.support.gloo.parallel_jobs.overlap_jobs import pipeline_log
 from tests.support.gloo.parity import check, compare, primaries, thinned
 from tests.support.gloo.pool import Job, Pool
 

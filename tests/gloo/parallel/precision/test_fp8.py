@@ -20,8 +20,8 @@ from picotron_ray.parallel.precision import fp8
 from picotron_ray.train import engine as engine_module
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.precision.precision import check_precision
-from tests.support.gloo.jobs.fp8_jobs import fp8_products
-from tests.support.gloo.jobs.matrix_jobs import CPU, Result, assemble, make_job, run_layout
+from tests.support.gloo.parallel_jobs.fp8_jobs import fp8_products
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, Result, assemble, make_job, run_layout
 from tests.support.gloo.parity import distance
 from tests.support.gloo.pool import Pool
 

@@ -11,7 +11,7 @@ import torch
 from picotron_ray.comm.all_reduce import ThreadGroup
 from picotron_ray.errors import LayoutError
 from picotron_ray.parallel.tensor import cut_norm
-from tests.support.gloo.jobs.cut_norm_jobs import in_processes, part, whole
+from tests.support.gloo.parallel_jobs.cut_norm_jobs import in_processes, part, whole
 from tests.support.gloo.pool import Pool
 
 pytestmark = pytest.mark.gloo

@@ -13,7 +13,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.parallel.tensor.symmetric_memory import RenumberedStore
 from tests.gloo.parallel.test_matrix import GPT2, GPT2_TIED, ODD, TIED, WIDE
-from tests.support.gloo.jobs.matrix_jobs import (
+from tests.support.gloo.parallel_jobs.matrix_jobs import (
     MIXTURE,
     MODEL,
     SEQUENCE,
@@ -22,7 +22,14 @@ from tests.support.gloo.jobs.matrix_jobs import (
     make_job,
     run_layout,
 )
-from tests.support.gloo.jobs.tensor_overlap_jobs import PLANTS, both_ways, kept, order, run_unfused, shifts
+from tests.support.gloo.parallel_jobs.tensor_overlap_jobs import (
+    PLANTS,
+    both_ways,
+    kept,
+    order,
+    run_unfused,
+    shifts,
+)
 from tests.support.gloo.parity import compare, reference, thinned
 from tests.support.gloo.pool import Pool, WorkerError
 from tests.support.selection import also_deep

@@ -1,0 +1,155 @@
+"""Metrics that every node's agent serves: its workers, the node and the GPUs."""
+
+from __future__ import annotations
+
+from picotron_ray.observability.metric import Metric
+
+STEP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+_WORKER = ("worker",)
+_GPU = ("gpu",)
+
+WORKER = (
+    Metric(
+        "picotron_worker_step_seconds",
+        "histogram",
+        "seconds",
+        "Time of every step that the worker finished, counted by the worker itself.",
+        "agent",
+        _WORKER,
+        buckets=STEP_BUCKETS_S,
+    ),
+    Metric(
+        "picotron_worker_resident_bytes",
+        "gauge",
+        "bytes",
+        "Resident memory of the process.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_cpu_seconds_total",
+        "counter",
+        "seconds",
+        "CPU time that the process has used, all threads.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_snapshot_seconds",
+        "gauge",
+        "seconds",
+        "Time to copy and digest the newest snapshot, in the background.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_snapshot_wait_seconds_total",
+        "counter",
+        "seconds",
+        "Time that the optimizer waited for snapshots in the running generation.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_skipped_snapshots_total",
+        "counter",
+        "snapshots",
+        "Snapshots of the running generation that found no free slot.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_cuda_allocated_bytes",
+        "gauge",
+        "bytes",
+        "CUDA memory in tensors, as of the newest snapshot.",
+        "agent",
+        _WORKER,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_worker_cuda_reserved_bytes",
+        "gauge",
+        "bytes",
+        "CUDA memory that torch's allocator holds, as of the newest snapshot.",
+        "agent",
+        _WORKER,
+        needs_gpu=True,
+    ),
+)
+
+NODE = (
+    Metric("picotron_node_workers", "gauge", "workers", "Living workers on the node.", "agent"),
+    Metric(
+        "picotron_node_slot_bytes",
+        "gauge",
+        "bytes",
+        "Snapshot slots of the run on the node.",
+        "agent",
+    ),
+    Metric(
+        "picotron_node_memory_file_system_free_bytes",
+        "gauge",
+        "bytes",
+        "Free space where the snapshot slots are (snapshot.folder).",
+        "agent",
+    ),
+)
+
+GPU = (
+    Metric(
+        "picotron_gpu_utilization_ratio",
+        "gauge",
+        "ratio",
+        "Share of the last sampling period in which a kernel ran.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_memory_used_bytes",
+        "gauge",
+        "bytes",
+        "Memory in use by all processes.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_memory_size_bytes",
+        "gauge",
+        "bytes",
+        "Memory of the GPU.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_temperature_celsius",
+        "gauge",
+        "celsius",
+        "Temperature of the chip.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_power_watts",
+        "gauge",
+        "watts",
+        "Power drawn by the board.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_ecc_errors_total",
+        "counter",
+        "errors",
+        "Uncorrected memory errors in the life of the GPU.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+)

@@ -1,0 +1,171 @@
+"""``precision: auto`` at a launch: settled once, kept by run.json, and asked of every node that joins."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.coordinator.cluster import Cluster
+from picotron_ray.runtime.driver import preflight as run_module
+from picotron_ray.runtime.driver import resolve_precision
+from picotron_ray.runtime.driver.follow_run import find_coordinator
+from picotron_ray.runtime.driver.preflight import check_cluster
+from picotron_ray.runtime.driver.resolve_job import settle_precision
+from picotron_ray.runtime.driver.resolve_precision import able_nodes
+from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
+from picotron_ray.runtime.run_storage.hf_import import import_hf
+from tests.support.runs.ray_runs import start, tiny_job
+
+CAPABILITIES = {"new": [(9, 0), (9, 0)], "old": [(7, 0)], "silent": []}
+
+
+def node(name: str) -> NodeView:
+    return NodeView(name, f"host-{name}", 8, 2, 8, 2)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> list[NodeView]:
+    """Living nodes with GPUs, of which a test chooses; no Ray is asked."""
+    found: list[NodeView] = []
+    monkeypatch.setattr(resolve_precision, "living_nodes", lambda: found)
+    monkeypatch.setattr(
+        resolve_precision, "capabilities", lambda seen: {n.id: CAPABILITIES[n.id] for n in seen}
+    )
+    return found
+
+
+def auto(folder: Path, device: str = "cuda", **sections: Any) -> tuple[JobConfig, LocalStorage]:
+    job = tiny_job("auto", folder, precision="auto", cluster={"device": device}, **sections)
+    return job, LocalStorage(str(folder), "auto")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"), [(["new"], "bf16"), (["new", "old"], "fp16"), (["old"], "fp16")]
+)
+def test_the_least_of_all_nodes_decides(
+    nodes: list[NodeView], tmp_path: Path, names: list[str], expected: str
+) -> None:
+    nodes += map(node, names)
+    job, note = settle_precision(*auto(tmp_path))
+    assert job.precision == expected
+    assert note.startswith(f"precision: auto came to {expected}: ")
+
+
+def test_what_the_run_was_started_with_stays(nodes: list[NodeView], tmp_path: Path) -> None:
+    job, storage = auto(tmp_path)
+    nodes.append(node("old"))
+    storage.put("run.json", json.dumps({"config": {"precision": "bf16"}}).encode())
+    assert settle_precision(job, storage)[0].precision == "bf16"
+
+
+def test_no_gpu_to_look_at_is_refused(nodes: list[NodeView], tmp_path: Path) -> None:
+    job, storage = auto(tmp_path)
+    with pytest.raises(ConfigError, match="saw auto, but no node with a GPU is there yet"):
+        settle_precision(job, storage)
+    nodes += [node("new"), node("silent")]
+    with pytest.raises(ConfigError, match="NVML tells nothing of the GPUs on host-silent; name one"):
+        settle_precision(job, storage)
+
+
+def test_the_config_is_judged_again(nodes: list[NodeView], tmp_path: Path) -> None:
+    job, storage = auto(tmp_path, "auto", adaptive_precision={"error_bound": 0.01})
+    said = r"adaptive_precision.error_bound: saw 0.01 with precision=fp32.*\(precision: auto came to fp32"
+    with pytest.raises(ConfigError, match=said):
+        settle_precision(job, storage)
+    nodes.append(node("old"))
+    assert settle_precision(job, storage)[0].precision == "fp16"
+
+
+def test_nodes_that_lack_it_do_not_count(nodes: list[NodeView], tmp_path: Path) -> None:
+    job = tiny_job("named", tmp_path, precision="bf16", cluster={"device": "cuda"})
+    new, old = node("new"), node("old")
+    assert able_nodes(job, [new, node("silent")], "cuda") == ([new, node("silent")], "")
+    able, why = able_nodes(job, [new, old], "cuda")
+    assert able == [new]
+    assert "on devices of 7.0" in why
+    assert able_nodes(tiny_job("x", tmp_path, precision="tf32", cluster={}), [new], "cpu")[0] == []
+
+
+def test_a_node_that_joins_without_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job = tiny_job("joins", tmp_path, precision="bf16", cluster={"device": "cuda"})
+    cluster = object.__new__(Cluster)
+    cluster._job, cluster._versions, cluster._needs = job, {"torch": "2"}, WorkerNeeds(1, 1)
+    hello = {"versions": {"torch": "2"}, "capabilities": [(8, 6)]}
+    assert cluster._mismatch(hello) == ""
+    assert "precision: saw bf16" in cluster._mismatch({**hello, "capabilities": [(7, 0)]})
+
+
+def test_a_run_on_cpus_keeps_fp32_and_says_so(connected: None, tmp_path: Path) -> None:
+    job = tiny_job("auto-run", tmp_path, precision="auto", steps=10, cluster={"max_workers": 1})
+    for steps in (10, 15):
+        watched = start(job.model_copy(update={"steps": steps}))
+        assert watched.finish()["status"] == "finished"
+        assert watched.status["precision"] == "fp32"
+        why = "workers run on CPUs" if steps == 10 else "as run auto-run was started"
+        assert f"precision: auto came to fp32: {why}" in watched.log()
+        while find_coordinator(job.name) is not None:
+            time.sleep(0.1)
+    saved = json.loads(LocalStorage(str(tmp_path), "auto-run").get("run.json"))["config"]
+    assert saved["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"precision": "tf32"}, "precision: saw tf32, which CPUs do not have"),
+        ({"precision": "fp8", "data": {"sequence_length": 32}}, "precision: saw fp8, which CPUs do not have"),
+        ({"optimizer": {"offload": True}}, "optimizer.offload: saw true, but workers run on CPUs"),
+        (
+            {"layout": {"offload_activations": True}},
+            "layout.offload_activations: saw true, but",
+        ),
+        ({"kernels": {"cuda_graphs": True}}, "kernels.cuda_graphs: saw true, but workers run on CPUs"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_once_the_machines_are_known(
+    connected: None, tmp_path: Path, sections: dict[str, Any], said: str
+) -> None:
+    job = tiny_job("needs-gpu", tmp_path, **{"cluster": {"device": "auto"}, **sections})
+    with pytest.raises(ConfigError, match=said):
+        check_cluster(job)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"precision": "fp8", "data": {"sequence_length": 32}}, "precision: saw fp8, which needs torchao"),
+        (
+            {"precision": "fp32", "optimizer": {"moments": "8bit"}},
+            r"optimizer.moments: saw 8bit, which needs torchao; install picotron-ray\[8bit\] on every node",
+        ),
+    ],
+)
+def test_what_needs_an_extra_is_refused_without_it(
+    connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_module, "able_nodes", lambda job, nodes, device: (nodes, ""))
+    job = tiny_job("needs-extra", tmp_path, **{"cluster": {"device": "auto"}, **sections})
+    with pytest.raises(ConfigError, match=said):
+        check_cluster(job)
+    if job.precision == "fp32":
+        full = job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"moments": "full"})})
+        check_cluster(full)
+
+
+def test_flash_attention_is_missed_before_anything_starts(tmp_path: Path) -> None:
+    job = tiny_job("needs-flash", tmp_path, precision="bf16", kernels={"attention": "flash-attn"})
+    assert "picotron-ray[flash]" in run_module._missing_extras(job)["kernels.attention"]
+    assert not run_module._missing_extras(tiny_job("needs-nothing", tmp_path))
+
+
+def test_a_checkpoint_is_imported_into_a_named_precision(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"precision: saw auto, .*; name it for an import"):
+        import_hf(auto(tmp_path)[0], tmp_path)

@@ -1,0 +1,79 @@
+"""Generations as a worker runs them, in the pool's processes: the test is their coordinator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.messages import GenerationSpec, Outcome, SlotInfo
+from picotron_ray.data.dataset import build_dataset
+from picotron_ray.runtime.heartbeat import Page
+from picotron_ray.runtime.worker.generation import GenerationRun, WorkerResources
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
+from tests.support.gloo.pool import Job
+
+RESOURCES: dict[str, WorkerResources] = {}
+TOLD_POLL_S = 0.005
+
+
+def worker_name(pid: int) -> str:
+    return f"worker-{pid}"
+
+
+def resources_of(config: JobConfig, folder: Path) -> WorkerResources:
+    """What this process keeps of a run between its generations."""
+    if config.name not in RESOURCES:
+        RESOURCES.clear()  # runs of earlier tests
+        name = worker_name(os.getpid())
+        RESOURCES[config.name] = WorkerResources(
+            job=config,
+            worker=name,
+            node="node",
+            folder=folder,
+            device=CPU,
+            data=build_dataset(config.data, config.model.vocab_size, config.seed, folder),
+            page=Page(folder / f"{name}.page", config.elastic),
+            storage=partial(open_storage, config.storage, config.name),
+            fetch_slot=no_slot,
+        )
+    return RESOURCES[config.name]
+
+
+def no_slot(info: SlotInfo) -> bytes:
+    raise AssertionError(f"slot {info.slot} is on this node")
+
+
+def generation(
+    job: Job, config: JobConfig, spec: GenerationSpec, folder: str, kill: tuple[int, int, str], told: str
+) -> Outcome:
+    """Take part in a generation; rank ``kill[0]`` dies from step ``kill[1]`` on, entering phase ``kill[2]``.
+
+    Args:
+        told: a file that stands for the coordinator's order to abort.
+    """
+    home = resources_of(config, Path(folder))
+
+    def on_phase(step: int, phase: str) -> None:
+        rank, first, wanted = kill
+        if job.rank == rank and step >= first and phase == wanted:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    home.page.on_phase = on_phase
+    run = GenerationRun(home, spec, (job.host, job.port))
+    threading.Thread(target=watch, args=(run, Path(told)), daemon=True).start()
+    return run.run()
+
+
+def watch(run: Any, told: Path) -> None:
+    while not run.done.is_set():
+        if told.exists():
+            run.interrupt(None)
+            return
+        time.sleep(TOLD_POLL_S)

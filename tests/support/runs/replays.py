@@ -1,0 +1,64 @@
+"""Event logs of real runs: proof that they replay, and how they are kept for the pure tier.
+
+``PICOTRON_KEEP_LOGS=1`` with a Ray test copies its logs to tests/pure/coordinator/event_logs (paths of this
+machine taken out). With the pure tier it writes the commands of the present machine into them: do that, and
+read the difference, where its behaviour was changed on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.codec import decode
+from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.machine_memory import Choose
+from picotron_ray.coordinator.replay import event_line, header_line, replay
+from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.search import choose_layout
+
+KEPT = Path(__file__).resolve().parents[2] / "pure" / "coordinator" / "event_logs"
+KEEP = bool(os.environ.get("PICOTRON_KEEP_LOGS"))
+
+
+def planner(job: JobConfig, facts: dict[str, Any]) -> Choose:
+    """What the coordinator's shell gives its machine."""
+    return partial(choose_layout, job, profile=profile_of(facts.get("device", "cpu")))
+
+
+def check_replay(folder: Path) -> int:
+    """Replay the logs of all terms of a run; returns the number of terms. Fails at the first difference."""
+    logs = sorted(folder.glob("events-*.jsonl"))
+    assert logs, f"no event log in {folder}"
+    for log in logs:
+        lines = log.read_text().splitlines()
+        if KEEP:
+            KEPT.mkdir(exist_ok=True)
+            (KEPT / f"{folder.parent.name}-{log.name}").write_text(_without_paths(lines))
+        found = replay(lines, planner)
+        assert found.difference is None, f"{log.name}: {found.difference}"
+        assert found.events == len(lines) - 1
+    return len(logs)
+
+
+def _without_paths(lines: list[str]) -> str:
+    head = json.loads(lines[0])
+    head["job"]["storage"]["url"] = "./runs"
+    return "\n".join([json.dumps(head, separators=(",", ":"), sort_keys=True), *lines[1:]]) + "\n"
+
+
+def rewritten(lines: list[str]) -> list[str]:
+    """A log of the same events with the commands of the present machine."""
+    head = json.loads(lines[0])
+    job = JobConfig.model_validate(head["job"])
+    machine = Machine(job, planner(job, {}))
+    out = [header_line(job, head.get("planner", {}))]
+    for line in lines[1:]:
+        data = json.loads(line)
+        event = decode(data["event"])
+        out.append(event_line(data["now"], event, machine.handle(event, data["now"])))
+    return out

@@ -44,7 +44,7 @@ from picotron_ray.runtime.ray_cluster import local_ray, owner_process
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.ray_cluster.placement import living_nodes, worker_needs
 from picotron_ray.runtime.ray_cluster.supervisor import LINGER_S
-from picotron_ray.runtime.run_storage.run_store import Archive
+from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
@@ -57,7 +57,7 @@ class Coordinator:
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
         self._job = JobConfig.model_validate(job)
         self._options = options
-        self._archive = Archive(self._job, lambda step: self._chaos.committing(step), options.get("origin"))
+        self._store = RunStore(self._job, lambda step: self._chaos.committing(step), options.get("origin"))
         self._cluster = Cluster(self._job)
         self._record = RunRecord(self._job)
         self._followers = Followers()
@@ -70,11 +70,9 @@ class Coordinator:
         self._event_log: Path | None = None
         self._tracking: Tracking | None = None
         self._loop = asyncio.new_event_loop()
-        self._executor = CommandExecutor(
-            self._loop, self._cluster, self._archive, self._record, self._dispatch
-        )
+        self._executor = CommandExecutor(self._loop, self._cluster, self._store, self._record, self._dispatch)
         self._chaos = CoordinatorChaos(
-            self._job.chaos, self._archive.claim_fault, self._cluster, self._executor.spawn
+            self._job.chaos, self._store.claim_fault, self._cluster, self._executor.spawn
         )
         threading.Thread(target=self._serve, name="coordinator", daemon=True).start()
 
@@ -168,10 +166,10 @@ class Coordinator:
 
     async def _begin(self) -> None:
         try:
-            self._executor.term = await asyncio.to_thread(self._archive.claim)
+            self._executor.term = await asyncio.to_thread(self._store.claim)
             found = await self._cluster.hello(self._executor.term)
             specs = [agent["spec"] for agent in found.values() if agent["spec"]]
-            commits, generations = await asyncio.to_thread(self._archive.state, not specs)
+            commits, generations = await asyncio.to_thread(self._store.state, not specs)
         except PicotronError as error:
             failed = isinstance(error, StorageError)
             await self._end(m.Finish("storage" if failed else "failed", str(error)))
@@ -184,14 +182,14 @@ class Coordinator:
         self._record.recall(event_log_lines(folder))
         self._event_log = folder / f"events-{self._executor.term}.jsonl"
         self._event_log.write_text(header_line(self._job, {"device": self._device}) + "\n")
-        self._record.begin(self._executor.term, self._archive.commit_figures)
+        self._record.begin(self._executor.term, self._store.commit_figures)
         for line in self._options.get("notes", ()):
             self._record.note("info", "launch", line)
-        for line in self._archive.news:
+        for line in self._store.news:
             self._record.note("info", "init-from", line)
-        for complaint in self._archive.complaints:
+        for complaint in self._store.complaints:
             self._record.note("warning", "storage", complaint)
-        self._tracking = Tracking(self._job, self._archive, self._record, folder)
+        self._tracking = Tracking(self._job, self._store, self._record, folder)
         workers = tuple(m.Member(w, node) for node, agent in found.items() for w in agent["workers"])
         self._cluster.adopt_workers(workers)
         self._dispatch(
@@ -248,7 +246,7 @@ class Coordinator:
         summary = self._record.summary(finish)
         if finish.status not in ("fenced", "storage"):
             try:
-                summary = await asyncio.to_thread(self._archive.finish, summary)
+                summary = await asyncio.to_thread(self._store.finish, summary)
             except StorageError as error:
                 log.warning("summary not written: %s", error)
             if self._tracking is not None:

@@ -19,7 +19,7 @@ from picotron_ray.errors import CorruptError
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.run_record import RunRecord
-from picotron_ray.runtime.run_storage.run_store import Archive
+from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
 UNAVAILABLE_RETRY_S = 0.2
@@ -36,13 +36,13 @@ class CommandExecutor:
         self,
         loop: asyncio.AbstractEventLoop,
         cluster: Cluster,
-        archive: Archive,
+        store: RunStore,
         record: RunRecord,
         report: Callable[[m.Event], None],
     ) -> None:
         self._loop = loop
         self._cluster = cluster
-        self._archive = archive
+        self._store = store
         self._record = record
         self._report = report
         self._parts: dict[tuple[m.GenerationId, int], dict[str, Any]] = {}
@@ -174,22 +174,22 @@ class CommandExecutor:
         self.spawn(upload())
 
     def _append_generation(self, command: m.AppendGeneration) -> None:
-        self.spawn(self._appended(partial(self._archive.append_generation, command.spec)))
+        self.spawn(self._appended(partial(self._store.append_generation, command.spec)))
 
     def _append_commit(self, command: m.AppendCommit) -> None:
         parts = self._parts.get((command.generation, command.step), {})
         chosen = [parts[node] for node in command.nodes if node in parts]
-        self.spawn(self._appended(partial(self._archive.commit, command.generation, command.step, chosen)))
+        self.spawn(self._appended(partial(self._store.commit, command.generation, command.step, chosen)))
 
     async def _appended(self, work: Callable[[], m.Appended]) -> None:
-        event = await self._loop.run_in_executor(self._archive.executor, work)
+        event = await self._loop.run_in_executor(self._store.executor, work)
         if event.kind == "commit" and event.seq:
             self._parts = {key: value for key, value in self._parts.items() if key[1] > event.step}
             self.spawn(self._collect_garbage())
         self._report(event)
 
     async def _collect_garbage(self) -> None:
-        await self._loop.run_in_executor(self._archive.executor, self._archive.collect_garbage)
+        await self._loop.run_in_executor(self._store.executor, self._store.collect_garbage)
 
     def _release(self, command: m.Release) -> None:
         generation = _pair(command.generation)

@@ -20,7 +20,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.observability.remote_trackers import open_tracker
 from picotron_ray.observability.trackers import Row, Tracker, row_of
 from picotron_ray.runtime.coordinator.run_record import RunRecord
-from picotron_ray.runtime.run_storage.run_store import Archive
+from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
 END_TIMEOUT_S = 30.0
@@ -34,8 +34,8 @@ def tracker_folder(event_folder: Path) -> Path:
 class Tracking:
     """Feeder of trackers; ``observe`` and ``finish`` are called on the coordinator's loop, never block it."""
 
-    def __init__(self, job: JobConfig, archive: Archive, record: RunRecord, event_folder: Path) -> None:
-        self._job, self._archive, self._record = job, archive, record
+    def __init__(self, job: JobConfig, store: RunStore, record: RunRecord, event_folder: Path) -> None:
+        self._job, self._store, self._record = job, store, record
         self._folder = tracker_folder(event_folder)
         self._trackers: dict[int, Tracker] = {}  # by number in the config, once it could be opened
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trackers") if job.trackers else None
@@ -78,7 +78,7 @@ class Tracking:
         evaluations = self._record.measured().evaluations
         for index, config in enumerate(self._job.trackers):
             tracker = self._trackers.get(index) or self._open(index, config)
-            reading = self._archive.executor.submit(self._archive.ledger_lines, tracker.last_step)
+            reading = self._store.executor.submit(self._store.ledger_lines, tracker.last_step)
             rows = [row_of(line) for line in reading.result()]
             reached = max([tracker.last_step, *(row["step"] for row in rows)])
             held_out: list[Row] = [

@@ -42,7 +42,7 @@ def generation_body(spec: GenerationSpec) -> dict[str, Any]:
     return {"term": spec.id.term, "n": spec.id.n, "source": plain(spec.source), "spec": plain(spec)}
 
 
-class Archive:
+class RunStore:
     """Storage of one run, as one coordinator term sees it."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Archive:
         self._on_commit = on_commit
         self._storage: Storage = open_storage(job.storage, job.name)
         self._log = RunLog(self._storage)
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="archive")
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="run-store")
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self.complaints: list[str] = []
         self.news: list[str] = []

@@ -19,7 +19,7 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver.resolve_job import check_machine, settle_start
 from picotron_ray.runtime.run_storage.hf_export import export_hf
 from picotron_ray.runtime.run_storage.hf_import import import_hf
-from picotron_ray.runtime.run_storage.run_store import Archive
+from picotron_ray.runtime.run_storage.run_store import RunStore
 from tests.support.gloo.hf_kit import change_config, job_for, make
 
 safetensors = pytest.importorskip("safetensors.torch", reason="of the hf extra")
@@ -268,9 +268,9 @@ def test_a_run_from_an_import_keeps_it_and_takes_no_bytes(copy: Path) -> None:
     check_machine(good)
     storage = open_storage(good.storage, good.name)
     assert not list(storage.list("")), "a check leaves nothing"
-    archive = Archive(good, lambda _: None, settle_start(good, storage)[1])
-    archive.claim()
-    archive.state(verify=True)
+    store = RunStore(good, lambda _: None, settle_start(good, storage)[1])
+    store.claim()
+    store.state(verify=True)
     out = copy.parent / "out"
     export_hf(good, out, None, "float32", 1 << 30)
     assert (out / "vocab.json").read_bytes() == (copy / "vocab.json").read_bytes()

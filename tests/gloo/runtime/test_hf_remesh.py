@@ -23,7 +23,7 @@ from picotron_ray.data.dataset import build_dataset
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.run_storage.hf_export import export_hf
 from picotron_ray.runtime.run_storage.hf_import import import_hf, model_section
-from picotron_ray.runtime.run_storage.run_store import Archive
+from picotron_ray.runtime.run_storage.run_store import RunStore
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from tests.support.gloo.hf_kit import LENGTH, TOKENS, job_for, make, transformers
 from tests.support.gloo.pool import Pool
@@ -84,26 +84,26 @@ def train(model: Any, job: JobConfig, folder: Path) -> None:
                 parameter -= rate * gradient
 
 
-def claim(archive: Archive) -> int:
+def claim(store: RunStore) -> int:
     """A term that the log has claimed and no other run in the pool has: names of groups hold it."""
-    claimed = archive.claim()
+    claimed = store.claim()
     for term in terms:
         while claimed < term:
-            claimed = archive.claim()
+            claimed = store.claim()
         if claimed == term:
             break
     return claimed
 
 
-def commit_of(run: Run, archive: Archive) -> None:
+def commit_of(run: Run, store: RunStore) -> None:
     """Commit the last step's slots, as agents and coordinator do."""
     storage = open_storage(run.job.storage, run.job.name)
     for spec in run.specs:
-        archive.append_generation(spec)
+        store.append_generation(spec)
     last = run.specs[-1].id
     paths = [path for path, header in list_slots(run.folder) if header.key == (last.term, last.n, STEPS)]
     part = upload_slots(paths, storage, last.term, last.n, STEPS, owner="node")
-    done = archive.commit(GenerationId(last.term, last.n), STEPS, [part.to_dict()])
+    done = store.commit(GenerationId(last.term, last.n), STEPS, [part.to_dict()])
     assert not done.error, done
 
 
@@ -117,8 +117,8 @@ def test_in_through_two_layouts_and_out(pool: Pool, tmp_path: Path, kind: str) -
     expected = logits_of(theirs)
     assert (expected - before).norm() > 0.01 * before.norm(), "training moved the weights"
 
-    archive = Archive(job, lambda _: None)
-    run = Run(pool, job, tmp_path, Source("commit", 0, manifest=manifest), claim(archive))
+    store = RunStore(job, lambda _: None)
+    run = Run(pool, job, tmp_path, Source("commit", 0, manifest=manifest), claim(store))
     first, second = WAYS[kind]
     assert not layout_problems(job, first)
     assert not layout_problems(job, second)
@@ -127,8 +127,8 @@ def test_in_through_two_layouts_and_out(pool: Pool, tmp_path: Path, kind: str) -
     assert [spec.layout for spec in run.specs] == [first, second]
     assert run.specs[1].source.kind == "slots", "from the first layout's state, not from the import"
     assert run.specs[1].resume_step >= 1
-    commit_of(run, archive)
-    archive.executor.shutdown()
+    commit_of(run, store)
+    store.executor.shutdown()
 
     assert export_hf(job, tmp_path / "back", None, "float32", 20_000)["step"] == STEPS
     back = transformers.AutoModelForCausalLM.from_pretrained(

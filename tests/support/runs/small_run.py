@@ -15,7 +15,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.driver.submission import Submission
-from picotron_ray.runtime.run_storage.run_store import Archive
+from picotron_ray.runtime.run_storage.run_store import RunStore
 from tests.support.checkpoint.checkpoint_kit import make_state, write_slots
 
 STEPS = 2
@@ -29,7 +29,7 @@ def ledger_line(step: int) -> str:
 def summary(folder: Path) -> dict[str, Any]:
     """Train nothing, but commit and lose a worker; then end the run and sum it up."""
     job = JobConfig.model_validate({"name": "small", "storage": {"url": str(folder / "runs")}})
-    store = Archive(job, lambda step: None)
+    store = RunStore(job, lambda step: None)
     record = RunRecord(job)
     record.begin(store.claim(), store.commit_figures)
     record.attached(Submission("raysubmit_1", {}, uploaded=False).plain())
@@ -43,7 +43,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return dict(store.finish(record.summary(m.Finish("finished"))))
 
 
-def _committed(store: Archive, job: JobConfig, spec: m.GenerationSpec, folder: Path) -> m.Appended:
+def _committed(store: RunStore, job: JobConfig, spec: m.GenerationSpec, folder: Path) -> m.Appended:
     key = (spec.id.term, spec.id.n, STEPS)
     lines = tuple(ledger_line(step) for step in range(1, STEPS + 1))
     store.append_generation(spec)

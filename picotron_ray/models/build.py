@@ -26,7 +26,7 @@ class DecoderDefinition(ModelDefinition):
         self.config, self.hidden_size = config, config.hidden_size
         self.table, self.styles = family.table(config), family.tensor_plan(config)
         self.positions, self.mixtures = position_modules(config), mixture_modules(config)
-        self.joint, self.functions = family.fused_modules(config), family.compiled_functions(config)
+        self.fused_linear, self.functions = family.fused_modules(config), family.compiled_functions(config)
         self.copies = tied_copies(config, self.table)
 
     def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:

@@ -32,7 +32,7 @@ class ModelDefinition(ABC):
             parallelism, and logits over the vocabulary. If so, what tp replicates gets partial gradients.
         hidden_size: width of what goes from one pipeline stage to the next.
         attention: the modules that context parallelism changes, by name; empty: it cannot be applied.
-        joint: the modules whose projections may be one product, by name.
+        fused_linear: the modules whose projections may be one product, by name.
         functions: what of the modules can be compiled by itself, by name: (modules, their field).
         positions: the modules that add learned positions, by name.
         copies: by the module's own name, parameters that a stage holds as copies of another stage's.
@@ -46,7 +46,7 @@ class ModelDefinition(ABC):
     sequence_parallel: bool
     hidden_size: int
     attention: tuple[str, ...] = ()
-    joint: tuple[str, ...] = ()
+    fused_linear: tuple[str, ...] = ()
     functions: Mapping[str, tuple[str, str]] = MappingProxyType({})
     positions: tuple[str, ...] = ()
     mixtures: tuple[str, ...] = ()

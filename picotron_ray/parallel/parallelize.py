@@ -20,8 +20,8 @@ The order, and the damage if two steps change places:
 
 1. ``fp8`` replaces linear modules by torchao's. After tensor parallelism it would drop the hooks and forwards
    that communicate.
-2. ``fused projections`` set a module's joint product. After tensor parallelism they would drop the one that
-   gathers its input (``tp_overlap``).
+2. ``fused projections`` set a module's ``fused_linear``. After tensor parallelism they would drop the one
+   that gathers its input (``tp_overlap``).
 3. ``tensor parallel`` cuts parameters, and *discards* the ``forward`` of row-parallel layers and embeddings.
    All that wraps a ``forward`` comes later, or would be lost.
 4. ``expert parallel`` cuts parameters too, along another dimension.
@@ -109,7 +109,7 @@ def _fp8(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
 
 
 def _fused_projections(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
-    modules = named_modules(model, plan.joint)
+    modules = named_modules(model, plan.fused_linear)
     for module in modules:
         module.fuse()
     if modules:

@@ -29,7 +29,7 @@ class StagePlan:
         untrained: names of parameters without a gradient. FSDP leaves them whole.
         compiled: whether torch.compile makes the blocks' kernels.
         grouped: whether the products of a mixture's experts are one grouped product.
-        joint: names of the modules whose projections are fused into one product.
+        fused_linear: names of the modules whose projections are fused into one product.
         functions: functions that are compiled alone, by name: (glob of their modules, attribute).
         loss_chunk: tokens for which the head computes losses at a time. None: the head returns logits.
         fp8: whether the linear layers of blocks compute in fp8.
@@ -50,7 +50,7 @@ class StagePlan:
     untrained: frozenset[str] = frozenset()
     compiled: bool = False
     grouped: bool = False
-    joint: Sequence[str] = ()
+    fused_linear: Sequence[str] = ()
     functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     loss_chunk: int | None = None
     fp8: bool = False

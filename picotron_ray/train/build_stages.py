@@ -101,7 +101,7 @@ def _stage_plan(
         untrained=frozenset(spec.name for spec in definition.table if not spec.trained),
         compiled=job.kernels.compile,
         grouped=groups_experts(job, device.type, layout.tp),
-        joint=definition.joint if job.kernels.projections == "fused" else (),
+        fused_linear=definition.fused_linear if job.kernels.projections == "fused" else (),
         functions={
             name: at for name, at in definition.functions.items() if getattr(job.kernels, name) == "compiled"
         },

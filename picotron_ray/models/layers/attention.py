@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.models.layers.document_mask import seen_in_row
-from picotron_ray.models.layers.fused_linear import Joint
+from picotron_ray.models.layers.fused_linear import FusedLinear
 from picotron_ray.models.layers.rope import Rope, rotate
 from picotron_ray.models.parameters import SequenceShard
 
@@ -66,7 +66,7 @@ class Attention(nn.Module):
     Fields:
         kernel: as above; parallelism replaces it.
         shard: which tokens of the row are here; None: all of them.
-        joint: computes the projections together; None: each computes itself.
+        fused_linear: computes the projections together; None: each computes itself.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         self.window = config.sliding_window
         self.kernel = kernel
         self.shard: SequenceShard | None = None
-        self.joint: Joint | None = None
+        self.fused_linear: FusedLinear | None = None
         self.wq = nn.Linear(hidden, config.query_width, bias=biased)
         self.wk = nn.Linear(hidden, config.key_width, bias=biased)
         self.wv = nn.Linear(hidden, config.key_width, bias=biased)
@@ -104,11 +104,11 @@ class Attention(nn.Module):
         return heads if norm is None else norm(heads)
 
     def fuse(self, as_one: bool = True) -> None:
-        """Let `joint` compute the projections, as one product or one by one."""
-        self.joint = Joint(self.wq, self.wk, self.wv, as_one=as_one)
+        """Let `fused_linear` compute the projections, as one product or one by one."""
+        self.fused_linear = FusedLinear(self.wq, self.wk, self.wv, as_one=as_one)
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        q, k, v = (self.wq(x), self.wk(x), self.wv(x)) if self.joint is None else self.joint(x)
+        q, k, v = (self.wq(x), self.wk(x), self.wv(x)) if self.fused_linear is None else self.fused_linear(x)
         q = rotate(self.normed(q, self.q_norm).transpose(1, 2), self.rope, self.shard)
         k = rotate(self.normed(k, self.k_norm).transpose(1, 2), self.rope, self.shard)
         v = self.split(v).transpose(1, 2)

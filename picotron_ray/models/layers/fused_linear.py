@@ -1,13 +1,15 @@
 """Linear layers of one input as one matrix product, each keeping its own parameters.
 
 Queries, keys and values, or gate and up, are then one kernel launch over a wider matrix, which reads its
-input once. Names, gradients, optimizer state and checkpoints stay those of the single layers. Where nothing
-gathers weights, they lie one after the other in one storage (`Joint.lay_together`) that the product reads.
-Where FSDP gathers each by itself, or autocast casts them, they are copied into one matrix at each use, by the
-cast itself if there is one. A copy is never older than the forward pass that uses it.
+input once. Names, gradients, optimizer state and checkpoints stay those of the single layers.
 
-Layers that stay a product each can be joint too, for what gathers their input once for all of them
-(`parallel.tensor.overlap`).
+Where nothing gathers weights, they lie one after the other in one storage that the product reads
+(`FusedLinear.lay_together`). Where FSDP gathers each by itself, or autocast casts them, they are copied into
+one matrix at each use, by the cast itself if there is one. A copy is never older than the forward pass that
+uses it.
+
+Layers that stay a product each can be a `FusedLinear` too: tensor parallelism then gathers their input once
+for all of them (`parallel.tensor.overlap`).
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def joined(parts: Sequence[Tensor], dtype: torch.dtype, laid: Tensor | None = No
     return found
 
 
-class Joint:
+class FusedLinear:
     """Several linear layers of one input, computed together.
 
     It owns no parameters, so that names stay those of the layers.
@@ -124,8 +126,8 @@ class Joint:
 
 
 def lay_together(model: nn.Module) -> None:
-    """Do so with the parameters of every `Joint` in ``model``, whose storage must be its own by now."""
+    """Do so with the parameters of every `FusedLinear` in ``model``, whose storage must be its own by now."""
     for module in model.modules():
-        joint = getattr(module, "joint", None)
-        if isinstance(joint, Joint):
-            joint.lay_together()
+        fused_linear = getattr(module, "fused_linear", None)
+        if isinstance(fused_linear, FusedLinear):
+            fused_linear.lay_together()

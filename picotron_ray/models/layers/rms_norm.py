@@ -71,7 +71,7 @@ class RMSNorm(nn.RMSNorm):
 def closed_added_norm(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As `models.pointwise.added_norm` of RMSNorm, with the gradient written down."""
+    """As `models.layers.pointwise.added_norm` of RMSNorm, with the gradient written down."""
     assert bias is None
     total = x + y
     return total, closed_form(total, weight, eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from picotron_ray.models.layers.fused_linear import Joint
+from picotron_ray.models.layers.fused_linear import FusedLinear
 from picotron_ray.models.layers.pointwise import Gate, silu_gate
 
 
@@ -12,8 +12,8 @@ class SwiGLU(nn.Module):
     """In two halves, so that a mixture of experts can hide communication behind each.
 
     Fields:
-        activation: see `models.pointwise.silu_gate`.
-        joint: computes gate and up together; None: each computes itself.
+        activation: see `models.layers.pointwise.silu_gate`.
+        fused_linear: computes gate and up together; None: each computes itself.
     """
 
     def __init__(self, hidden: int, inner: int) -> None:
@@ -22,15 +22,15 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(hidden, inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
         self.activation: Gate = silu_gate
-        self.joint: Joint | None = None
+        self.fused_linear: FusedLinear | None = None
 
     def fuse(self, as_one: bool = True) -> None:
-        """Let `joint` compute the projections, as one product or one by one."""
-        self.joint = Joint(self.gate, self.up, as_one=as_one)
+        """Let `fused_linear` compute the projections, as one product or one by one."""
+        self.fused_linear = FusedLinear(self.gate, self.up, as_one=as_one)
 
     def inner(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` → ``[..., inner]``: what ``down`` takes."""
-        gate, up = (self.gate(x), self.up(x)) if self.joint is None else self.joint(x)
+        gate, up = (self.gate(x), self.up(x)) if self.fused_linear is None else self.fused_linear(x)
         return self.activation(gate, up)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -159,9 +159,9 @@ class TensorParallel:
         if self.overlap is None:
             self._gather_before(module)
             return
-        if module.joint is None:
+        if module.fused_linear is None:
             module.fuse(as_one=False)
-        module.joint.products = self.overlap.products
+        module.fused_linear.products = self.overlap.products
         self.overlapped += 1
 
     def _gather_before(self, module: Any) -> None:

@@ -14,7 +14,7 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
-from picotron_ray.models.layers.fused_linear import Joint
+from picotron_ray.models.layers.fused_linear import FusedLinear
 from picotron_ray.models.layers.moe import grouped, grouped_fused, looped, looped_fused
 from picotron_ray.train.engine import build_engine
 from tests.gloo.models.test_moe import ALIGNED
@@ -128,15 +128,15 @@ def layers_of(dtype: torch.dtype = torch.float64) -> list[torch.nn.Linear]:
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 def test_a_joint_gives_what_its_layers_give(laid: bool, low: torch.dtype | None) -> None:
     layers = layers_of(torch.float32 if low else torch.float64)
-    joint, x = Joint(*layers), torch.randn(3, 5, 8, dtype=layers[0].weight.dtype)
+    fused_linear, x = FusedLinear(*layers), torch.randn(3, 5, 8, dtype=layers[0].weight.dtype)
     before = [parameter for layer in layers for parameter in layer.parameters()]
     if laid:
-        joint.lay_together()
+        fused_linear.lay_together()
         ends = [layer.weight.data_ptr() + layer.weight.nbytes for layer in layers]
         assert [layer.weight.data_ptr() for layer in layers[1:]] == ends[:2]
     found: list[list[Tensor]] = []
     for _ in range(2):  # and once more after an update in place, which no copy may miss
-        for compute in (joint, lambda x: [layer(x) for layer in layers]):
+        for compute in (fused_linear, lambda x: [layer(x) for layer in layers]):
             leaf = x.clone().requires_grad_()
             with torch.autocast("cpu", dtype=low, enabled=low is not None):
                 out = compute(leaf)

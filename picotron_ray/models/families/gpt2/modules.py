@@ -8,28 +8,28 @@ from torch import Tensor, nn
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.models.layers.attention import Attention, AttentionKernel
 from picotron_ray.models.layers.block import PreNormBlock
-from picotron_ray.models.layers.fused_linear import Joint
+from picotron_ray.models.layers.fused_linear import FusedLinear
 
 
 class GeluMlp(nn.Module):
     """``down(gelu(up x))``, the tanh form of GELU (Hendrycks & Gimpel 2016).
 
     Fields:
-        joint: computes ``up``, by other means; None: it computes itself.
+        fused_linear: computes ``up``, by other means; None: it computes itself.
     """
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.up = nn.Linear(hidden, inner)
         self.down = nn.Linear(inner, hidden)
-        self.joint: Joint | None = None
+        self.fused_linear: FusedLinear | None = None
 
     def fuse(self, as_one: bool = False) -> None:
-        """Let `joint` compute ``up``, which has nothing to be one product with."""
-        self.joint = Joint(self.up, as_one=as_one)
+        """Let `fused_linear` compute ``up``, which has nothing to be one product with."""
+        self.fused_linear = FusedLinear(self.up, as_one=as_one)
 
     def forward(self, x: Tensor) -> Tensor:
-        (inner,) = (self.up(x),) if self.joint is None else self.joint(x)
+        (inner,) = (self.up(x),) if self.fused_linear is None else self.fused_linear(x)
         found: Tensor = self.down(F.gelu(inner, approximate="tanh"))
         return found
 

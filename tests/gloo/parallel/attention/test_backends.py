@@ -250,7 +250,7 @@ def test_compiled_blocks_leave_numbers_of_documents_alone(compiled: bool) -> Non
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    block = llama_block(MODEL, backends._apart(flash, compiled)).double()
+    block = llama_block(MODEL, backends._with_document_starts(flash, compiled)).double()
     plain = llama_block(MODEL, sdpa).double()
     plain.load_state_dict(block.state_dict())
     run = torch.compile(block.forward, dynamic=False, backend="eager")

@@ -17,7 +17,7 @@ from picotron_ray.checkpoint.torch_state import restore
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.parameters import mixture_modules
+from picotron_ray.models.decoder.tensor_plan import mixture_modules
 from picotron_ray.runtime.run_storage.hf_export import export_hf
 from picotron_ray.runtime.run_storage.hf_import import import_hf, model_section
 from picotron_ray.train.engine import build_engine

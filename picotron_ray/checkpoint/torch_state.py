@@ -46,10 +46,10 @@ class Encoded(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """Type of the canonical values."""
 
     def __getitem__(self, rows: slice) -> Encoded:
-        """Some of its rows."""
+        """Return those rows, in the same form."""
 
     def decoded(self) -> torch.Tensor:
         """The values, on the CPU, contiguous."""

@@ -97,7 +97,7 @@ class CheckpointTracker:
         return [self._release(node, state) for node in nodes]
 
     def outdated(self, state: StateKey) -> bool:
-        """Give up a commit that failed, where a newer checkpoint is sealed as a whole; True where it was."""
+        """Give up a failed commit if a newer checkpoint is sealed as a whole; return whether it was."""
         pending = self.pending
         newer = [key for key in self.seals if key > state and self._covered(key) is not None]
         if pending is None or pending.state != state or not newer:
@@ -138,9 +138,9 @@ class CheckpointTracker:
             self.released = None
 
     def voided(self, node: str, state: StateKey) -> None:
-        """Note a pinned snapshot that does not count: it is released once the present generation has trained.
+        """Note a pinned snapshot that does not count; its release waits for the generation's first step.
 
-        Not before: a release also lets go of older slots, and the state just resumed from is older.
+        An earlier release would also free older slots, among them the state that was just resumed from.
         """
         self.void.append((node, state))
 

@@ -124,7 +124,7 @@ def kill(memory: MachineMemory, name: str, reason: str) -> None:
 
 
 def sweep_dying(memory: MachineMemory) -> None:
-    """Repeat the orders to die that were not answered; in the end do without the answer."""
+    """Kill dying workers again whose exit is not reported in time; after ``MOST_KILLS`` forget them."""
     for worker in memory.roster.in_state("dying"):
         if memory.now - worker.since < memory.job.elastic.interrupt_timeout_s:
             continue

@@ -1,4 +1,4 @@
-"""Housekeeping of the machine between events: silence, starts, growth, drains."""
+"""Housekeeping of the machine: nodes and workers that went, failed starts, growth, drains."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def worker_gone(memory: MachineMemory, worker: RosterWorker, cause: str) -> None
 
 
 def start_failed(memory: MachineMemory, node: str, text: str) -> None:
-    """Put a failed start off; before any generation ran, starts are not tried for ever."""
+    """Put off the next start on a node whose worker did not start.
+
+    While no generation runs and no worker is left, the run is given up after too many such failures.
+    """
     memory.roster.start_failed(node, memory.now)
     memory.alert(
         "warning", "failure", text, cause=FailureKind.START_FAILED.value, target=node, step=memory.seen_step

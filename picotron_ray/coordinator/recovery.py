@@ -45,9 +45,9 @@ def _ask(memory: MachineMemory) -> None:
 
 
 def ask_again(memory: MachineMemory, node: str) -> None:
-    """Ask a node that came in, or whose last writer ended, while inventories are taken.
+    """Ask a node anew, because its slots have changed while inventories are taken.
 
-    The slots that it holds now count.
+    It has just joined, or the last worker that wrote into its slots has ended.
     """
     if node in memory.roster.nodes:
         memory.inventory.pop(node, None)

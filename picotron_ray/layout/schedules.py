@@ -113,7 +113,7 @@ def _whole_rounds(shape: PipelineShape) -> str:
 
 
 def rows_ahead(ahead: Callable[[int], int], shape: PipelineShape) -> ActionRows:
-    """ActionRows of one stage per rank: some forward passes first, then one backward and one forward in turn.
+    """Actions of one stage per rank: some forward passes first, then one backward and one forward in turn.
 
     Args:
         ahead: forward passes that a rank, by its number, makes before the pair of its first backward pass.

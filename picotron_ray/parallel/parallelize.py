@@ -225,7 +225,7 @@ def _activation_offload(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterat
 
 
 def _data_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
-    """Shard by FSDP. Plain replicas change nothing here: their gradients are summed by `data.ddp`."""
+    """Shard by FSDP. Plain replicas stay as they are: `parallel.data.ddp` sums their gradients."""
     layout = mesh.layout
     if mesh.sharded is not None:
         whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)

@@ -5,10 +5,10 @@ step no longer waits for the host. A replay reads and writes the same memory eac
 copied into the tensors of the recording, and gradients add up in tensors that stay (`StaticGradients`).
 Activations lie in a pool of the graph's own, also between steps.
 
-The config refuses what a graph cannot record (`config.support.cuda_graphs`): communication within the passes,
-and changes of shapes or memory. Sums over replicas begin after the last replay, in which no hook of the
-backward pass runs. Tables that a model keeps for all steps (rotary positions, windows) are made in the
-warm-up and outlive it.
+The config refuses what a graph cannot record: changes of shapes or memory (`config.support.devices`), and
+communication within the passes (`config.validation.layout`). Sums over replicas begin after the last replay,
+in which no hook of the backward pass runs. Tables that a model keeps for all steps (rotary positions,
+windows) are made in the warm-up and outlive it.
 
 On a CPU the same code computes the passes anew each time. Only tests ask for that.
 

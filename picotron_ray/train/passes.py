@@ -67,7 +67,7 @@ class MicroBatchPass:
         return self.loss(self.model(inputs, **named), targets, weights)
 
     def __call__(self, micro_batch: MicroBatch, scale: Tensor) -> Tensor:
-        """Do both; return the loss, unscaled."""
+        """Run forward and backward; return the loss, unscaled."""
         loss = self.forward(micro_batch)
         (loss * scale).backward()
         return loss.detach()

@@ -2,7 +2,7 @@
 
 ``pytest --cov --cov-context=test`` switches contexts in its own process alone. With this plugin the name of
 the running test also lies in a file, which tests/support/sitecustomize.py follows in all other processes:
-at once in the pool of the gloo tests, within 0.1 s elsewhere. planted_faults.py reads the result.
+at once in the pool of the gloo tests, within 0.1 s elsewhere. tests/support/faults/judge.py reads the result.
 """
 
 from __future__ import annotations

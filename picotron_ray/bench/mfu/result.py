@@ -84,7 +84,7 @@ def result(
 
 
 def _tokens(job: JobConfig) -> int:
-    """Per step."""
+    """Tokens per step."""
     return job.data.global_batch * job.data.sequence_length
 
 

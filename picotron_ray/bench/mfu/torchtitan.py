@@ -62,7 +62,7 @@ class TorchtitanTraining:
             raise PicotronError(f"torchtitan: {checkout} is not of the kind known here: {error}") from error
 
     def step(self, batch: StepBatch, on_phase: OnPhase = silent) -> torch.Tensor:
-        """As it logs its loss on few steps alone, nothing here waits for it either."""
+        """Run its ``train_step``; return the loss without waiting for it, as torchtitan seldom logs it."""
         self._losses.clear()
         self.trainer.step = batch.step
         self.trainer.train_step(_micro_batches(batch))
@@ -75,7 +75,10 @@ class TorchtitanTraining:
 
 
 def _micro_batches(batch: StepBatch) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """As its data loader hands them out: tokens of all rows in one, positions from 0 in each, labels."""
+    """Micro-batches in the form of torchtitan's data loader.
+
+    All rows lie in one dimension, with positions that begin at 0 in each row, beside the labels.
+    """
     for rows in torch.from_numpy(batch.tokens):
         positions = torch.arange(rows.size(1) - 1).repeat(rows.size(0))
         yield {"input": rows[:, :-1].flatten(), "positions": positions}, rows[:, 1:].flatten()
@@ -84,7 +87,7 @@ def _micro_batches(batch: StepBatch) -> Iterator[tuple[dict[str, torch.Tensor], 
 def _trainer(
     theirs: SimpleNamespace, job: JobConfig, layout: Layout, device: torch.device, losses: list[torch.Tensor]
 ) -> Any:
-    """A ``Trainer`` with what its ``train_step`` uses.
+    """torchtitan's ``Trainer`` with those parts alone that its ``train_step`` uses.
 
     Args:
         losses: gets every micro-batch's share of the step's loss.
@@ -118,7 +121,7 @@ def _trainer(
 
 
 def _model(trainer: Any, device: torch.device) -> Any:
-    """Its model: on the meta device first, then parallel, then its initial weights."""
+    """torchtitan's model: built on the meta device, made parallel, then initialized."""
     config, spec = trainer.config, trainer.config.model_spec
     spec.model.update_from_config(config=config)
     with torch.device("meta"):
@@ -151,7 +154,7 @@ def _model(trainer: Any, device: torch.device) -> Any:
 
 
 def _config(theirs: SimpleNamespace, job: JobConfig, layout: Layout, device: torch.device) -> Any:
-    """Its ``Trainer.Config`` for our job; whatever is not named here is as it has it."""
+    """torchtitan's ``Trainer.Config`` for our job; other fields keep torchtitan's defaults."""
     settings, length = theirs.config, job.data.sequence_length
     replicate = layout.replicate if layout.zero else layout.dp
     loss = theirs.loss.CrossEntropyLoss.Config(global_vocab_size=job.model.vocab_size)
@@ -191,7 +194,7 @@ def _config(theirs: SimpleNamespace, job: JobConfig, layout: Layout, device: tor
 
 
 def _sizes(theirs: SimpleNamespace, job: JobConfig, device: torch.device) -> Any:
-    """Its model's config in our sizes."""
+    """Config of torchtitan's model in our sizes."""
     llama3, common, model = theirs.llama3, theirs.common, job.model
     width, scaling, length = model.hidden_size, model.rope_scaling, job.data.sequence_length
     rope = common.ComplexRoPE.Config(

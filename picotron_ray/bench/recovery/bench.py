@@ -6,7 +6,8 @@ run of it, in which a dead worker comes back: before each kill all workers are m
 together for `SETTLE_CHECKPOINTS` intervals, the victim is drawn by seed, and so is the moment, within one
 interval between checkpoints. A step of the peers is padded to the length that ours had.
 
-figures.py says what each figure means, ours.py and peers/ where each framework's times come from.
+common/statistics.py says what each figure means, recovery/picotron_ray.py and peers/ where each framework's
+times come from.
 """
 
 from __future__ import annotations

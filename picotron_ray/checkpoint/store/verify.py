@@ -92,7 +92,11 @@ def verify_all(storage: Storage, log: RunLog) -> Iterator[CommitReport]:
 
 @dataclass(frozen=True, slots=True)
 class GoodCommit:
-    """Commit that verified, and one line for every newer one (or log entry) that did not."""
+    """Commit that verified.
+
+    Fields:
+        complaints: a line for every newer commit or log entry that did not verify.
+    """
 
     entry: Entry
     manifest: Manifest

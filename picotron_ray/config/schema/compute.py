@@ -166,7 +166,7 @@ class KernelsConfig(Section):
     loss: Literal["logits", "linear"] = Field(
         default="logits",
         description="cross-entropy of the logits, or linear: with the head's product, some tokens at a time,"
-        " so that the logits of all never exist; backward computes them again",
+        " so that all logits never exist at once; backward computes them again",
     )
     loss_chunk: int = Field(
         default=1024, ge=1, description="tokens whose logits exist at a time under loss=linear"

@@ -1,4 +1,4 @@
-"""Parts of the simulation as the others see them, so that none of their modules has to import another back.
+"""Protocols of the simulation's parts, which keep their modules from importing each other in a circle.
 
 ``World`` is what a node, a worker or a generation may do with the rest: ask for the time, let time pass, look
 somebody up, send a message.

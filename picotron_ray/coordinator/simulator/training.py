@@ -96,7 +96,7 @@ class SimGeneration:
             self._complain()
 
     def _complain(self) -> None:
-        """They report over and over, each for a member of its own, until somebody acts."""
+        """Report a stalled member, a random one each second, until the generation breaks or ends."""
         present = [w for w in self.members() if w.generation is self]
         if self.broken or self.ended or not present:
             return
@@ -118,7 +118,7 @@ class SimGeneration:
             self.sim.after(delay, self._seal, name, step)
 
     def _seal(self, name: str, step: int) -> None:
-        """Those members on a node that still live have sealed it."""
+        """Report the snapshot of a node's members that are still alive as sealed."""
         node = self.sim.nodes.get(name)
         living = [worker for worker in self.members() if worker.node is node and not worker.hung]
         if node is not None and living:

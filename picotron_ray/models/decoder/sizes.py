@@ -42,7 +42,7 @@ class AttentionSizes:
 
 
 def attention_sizes(model: ModelConfig) -> AttentionSizes:
-    """Those of a block with two norms, grouped queries and a residual stream."""
+    """Sizes of a block with two norms, grouped queries and a residual stream."""
     hidden, heads = model.hidden_size, 2 * model.query_width + 2 * model.key_width
     return AttentionSizes(
         # Block input, two norm outputs and the residual between, q, attention output, k and v; attention
@@ -56,7 +56,7 @@ def attention_sizes(model: ModelConfig) -> AttentionSizes:
 
 
 def swiglu_sizes(model: ModelConfig) -> HiddenLayerSizes:
-    """Those of a dense SwiGLU.
+    """Sizes of a dense SwiGLU.
 
     Gate, up, their activation and product are kept. The activation reads and writes, the product reads twice.
     """
@@ -65,7 +65,7 @@ def swiglu_sizes(model: ModelConfig) -> HiddenLayerSizes:
 
 
 def mixture_sizes(model: ModelConfig) -> HiddenLayerSizes:
-    """Those of a mixture: of each chosen expert also its input and output.
+    """Sizes of a mixture of SwiGLU experts. Each chosen expert's input and output count too.
 
     Tokens are copied on their way to experts, and results weighted and summed on the way back.
     """

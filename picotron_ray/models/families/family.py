@@ -1,9 +1,9 @@
 """A model family as one value: everything of an architecture that is known without building it.
 
-``config`` and ``planner``, which load no torch, ask these of the family that ``model.family`` names. So the
-torch-free files of a family stand below them, although its folder is one of ``models``: they are handed a
-``ModelConfig`` and import its type for type checking alone. One folder for all of an architecture is worth
-that exception in the import contracts (pyproject.toml), which hold it to these files.
+``config`` and ``planner`` load no torch, and ask the family that ``model.family`` names. Its folder is one of
+``models``, yet its torch-free files stand below these two: they are handed a ``ModelConfig``, and import its
+type for type checking alone. This keeps an architecture in one folder. It is an exception in the import
+contracts (pyproject.toml), which allow it for these files only.
 
 Modules, which need torch, are in the family's ``modules.py``; `models.transformer` finds them by its name.
 """

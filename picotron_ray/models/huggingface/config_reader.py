@@ -66,7 +66,7 @@ class Keys:
         return found
 
     def whole_or_null(self, key: str) -> int | None:
-        """The same, or None."""
+        """A whole number of at least 1, or None for null."""
         return None if self.get(key) is None else self.whole(key)
 
     def number(self, key: str, least: float | None = None) -> float:

@@ -33,9 +33,8 @@ class KeyMask(NamedTuple):
 
     Fields:
         causal: whether keys after a query are hidden from it.
-        mask: bool ``[batch, 1, queries, keys]``, true for visible keys. It includes causality, and ``causal``
-        is
-            then false. None: all keys are visible, but for ``causal``.
+        mask: bool ``[batch, 1, queries, keys]``, true for visible keys. It includes causality, and
+            ``causal`` is then false. None: all keys are visible, but for ``causal``.
     """
 
     causal: bool

@@ -11,8 +11,7 @@ not done here, for three reasons:
   and once for the weight, and would scale twice.
 
 Over a vocabulary that is cut (Shoeybi et al. 2019, section 3) three numbers per token are reduced, for all
-chunks at
-once: the largest log-sum-exp, the sum of the shares in it, the target's logit.
+chunks at once: the largest log-sum-exp, the sum of the shares in it, the target's logit.
 """
 
 from __future__ import annotations

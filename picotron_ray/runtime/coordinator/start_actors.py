@@ -18,7 +18,7 @@ from picotron_ray.runtime.ray_cluster.placement import WorkerNeeds, on_node
 
 
 class WorkerActor:
-    """Actor that passes every call to ``runtime.worker.Worker``, imported in the worker's own process."""
+    """Actor that passes calls to ``runtime.worker.worker.Worker``, imported in the worker's own process."""
 
     def __init__(self, *arguments: Any) -> None:
         from picotron_ray.runtime.worker.worker import Worker

@@ -33,7 +33,12 @@ _OWN_KEYS = ("job_submission_id", "job_name")
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One Ray job. ``metadata`` is the user's (``--metadata-json``); ``uploaded``: has a working_dir."""
+    """Job of Ray's job API.
+
+    Fields:
+        metadata: the user's, of ``--metadata-json``.
+        uploaded: whether the job has a ``working_dir``.
+    """
 
     id: str
     metadata: dict[str, str]

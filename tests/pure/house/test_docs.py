@@ -116,7 +116,7 @@ def test_every_claim_has_a_command_that_names_existing_tests() -> None:
 
 WORDS = """
 run term generation layout slot snapshot commit chunk ledger re-mesh incident stage micro-batch rank worker
-agent coordinator driver
+agent coordinator driver storage store
 """
 
 

@@ -67,7 +67,7 @@ def assert_nothing_left(ray: LocalRay) -> None:
     assert local_ray.find("lifecycle") is None
 
 
-@pytest.mark.slow  # test_launch.py goes through the same with a run
+@pytest.mark.slow  # tests/ray/doors/test_launch.py goes through the same with a run
 def test_outlives_a_killed_driver_and_stops_whole(ray: LocalRay) -> None:
     command = [sys.executable, "-c", DRIVER, "stay"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
@@ -90,7 +90,7 @@ def test_outlives_a_killed_driver_and_stops_whole(ray: LocalRay) -> None:
     assert_nothing_left(ray)
 
 
-@pytest.mark.slow  # test_launch.py goes through the same with a run
+@pytest.mark.slow  # tests/ray/doors/test_launch.py goes through the same with a run
 def test_cleans_up_after_sigkill_of_everything_but_the_workers(ray: LocalRay) -> None:
     assert drive() == "1"
     actor = next(pid for pid in processes.members(ray.mark, ray.session) if b"Counter" in command_line(pid))
@@ -113,7 +113,7 @@ def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-@pytest.mark.slow  # test_launch.py goes through the same with a run
+@pytest.mark.slow  # tests/ray/doors/test_launch.py goes through the same with a run
 def test_goes_away_by_itself_after_the_end_of_the_run(ray: LocalRay) -> None:
     assert drive("end") == "1"
     assert not ray.alive, "a launch that comes now must start another one"

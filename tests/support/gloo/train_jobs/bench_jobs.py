@@ -1,4 +1,4 @@
-"""What the pool's processes do for test_bench_mfu.py."""
+"""What the pool's processes do for tests/gloo/bench/test_mfu.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pool's processes do for test_bench_torchtitan.py: its steps beside plain PyTorch's."""
+"""What the pool's processes do for tests/gloo/bench/test_torchtitan.py: its steps beside plain PyTorch's."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def bench_mfu(
     with reported(json_file == "-"):
         from picotron_ray.bench.mfu import report, run
 
-        options = run.Options(
+        options = run.MfuOptions(
             workers, steps, warmup, rounds, ablate, peers, picotron, torchtitan, peak_tflops
         )
         found = run.bench(config, overrides or [], options, _say)

@@ -1,8 +1,9 @@
-"""Files and functions stay small."""
+"""Files and functions stay small, and a class's name says which class it is."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,3 +36,12 @@ def test_functions_are_small() -> None:
         if count > MOST_FUNCTION_LINES:
             long[f"{file}:{node.name}"] = count
     assert long == {}
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    """Also ``_Name`` beside ``Name``: a reader who searches for one finds both."""
+    places = defaultdict(list)
+    for file, node in nodes(ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        places[node.name.lstrip("_")].append(file)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

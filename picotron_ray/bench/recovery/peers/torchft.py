@@ -74,6 +74,8 @@ class TorchFT(Peer):
 
 def train(folder: Path, rank: int, lighthouse: str) -> None:
     """One replica, until it is ended."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     from picotron_ray.bench.recovery.peers.replica import Pace, Replica
     from picotron_ray.runtime.ray_cluster.names import cache_folder
 
@@ -81,7 +83,8 @@ def train(folder: Path, rank: int, lighthouse: str) -> None:
     log = EventLog(folder / "events", rank)
     replica = Replica(job, rank, job.cluster.max_workers, cache_folder())
     group = _noted_group(log)
-    manager = _manager(replica, group, rank, lighthouse)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = _manager(replica, group, rank, lighthouse, store.port)
     pace = Pace(step_s)
     while True:
         manager.start_quorum()
@@ -119,17 +122,15 @@ def _noted_group(log: EventLog) -> Any:
     return Noted(timeout=timedelta(seconds=SETTINGS["timeout_s"]))
 
 
-def _manager(replica: Replica, group: Any, rank: int, lighthouse: str) -> Any:
+def _manager(replica: Replica, group: Any, rank: int, lighthouse: str, store_port: int) -> Any:
     """torchft's manager of the replica: a world of one, which the lighthouse joins with the others."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torchft import Manager
 
     def load(state: Any) -> None:
         replica.model.load_state_dict(state["model"])
         replica.optimizer.load_state_dict(state["optimizer"])
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
+    return Manager(
         pg=group,
         load_state_dict=load,
         state_dict=lambda: {
@@ -139,15 +140,13 @@ def _manager(replica: Replica, group: Any, rank: int, lighthouse: str) -> Any:
         rank=0,
         world_size=1,
         store_addr="127.0.0.1",
-        store_port=store.port,
+        store_port=store_port,
         lighthouse_addr=lighthouse,
         replica_id=f"replica{rank}",
         hostname="127.0.0.1",
         timeout=timedelta(seconds=SETTINGS["timeout_s"]),
         **SETTINGS["manager"],
     )
-    manager.bench_store = store  # it lives as long as the manager
-    return manager
 
 
 def _average(manager: Any, gradients: list[Any]) -> None:

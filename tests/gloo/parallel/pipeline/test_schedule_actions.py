@@ -87,7 +87,7 @@ def lowered(job: Job, config: JobConfig, layout: Layout) -> tuple[Rows, Rows]:
     engine = build_engine(config, layout, job.rank, groups, CPU)
     engine.initialise(0)
     engine.forward_backward(batch(config, layout, 0, 1))
-    (schedule,) = engine._passes.pipeline._schedules.values()
+    (schedule,) = engine._passes.pipeline._runtimes.values()
     orders = schedule.pipeline_order, schedule.pipeline_order_with_comms
     rows = [tuple(" ".join(str(a) for a in order[r] if a) for r in range(layout.pp)) for order in orders]
     engine.close()

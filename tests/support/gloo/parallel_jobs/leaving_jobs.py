@@ -6,6 +6,7 @@ Its operation runs until its timeout, and it ends its interpreter in one of the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -35,7 +36,10 @@ class Slow:
 
 def gloo_threads() -> int:
     """Threads of this process in which gloo runs operations."""
-    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            names.append((task / "comm").read_text())
     return sum(name.startswith("pt_gloo_runloop") for name in names)
 
 

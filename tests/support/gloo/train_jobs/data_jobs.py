@@ -65,7 +65,7 @@ def overlapped(job: Job, config: JobConfig, layout: Layout, bucket_bytes: int) -
     try:
         groups, engine = _opened(job, config, layout)
     finally:
-        replicated.Replicated.__init__.__defaults__ = kept
+        replicated.ReplicatedGradients.__init__.__defaults__ = kept
     (copies,) = engine._gradients._replicated
     started: list[int] = []
 

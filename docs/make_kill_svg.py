@@ -34,7 +34,7 @@ STYLES = {"$": "bold", "#": "bold cyan", "survived": "bold green"}
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class ScriptedKill:
     """A scripted kill and the steps on either side of it; times in seconds since the epoch."""
 
     step: int  # the one that it struck
@@ -63,16 +63,16 @@ def run(folder: Path, *words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def read_kill(run_folder: Path) -> Kill:
+def read_kill(run_folder: Path) -> ScriptedKill:
     """The kill as the run's storage tells it."""
     killed_s = json.loads((run_folder / "chaos" / "0").read_text())["at_s"]
     text = "".join(path.read_text() for path in sorted(run_folder.glob("ledger/*.jsonl")))
     done = {line["step"]: line["at_s"] for line in map(json.loads, text.split())}
     step = min(step for step, at_s in done.items() if at_s > killed_s)
-    return Kill(step, done[step - 1], killed_s, done[step])
+    return ScriptedKill(step, done[step - 1], killed_s, done[step])
 
 
-def chosen_lines(output: list[str], kill: Kill, ledger: list[str]) -> list[str]:
+def chosen_lines(output: list[str], kill: ScriptedKill, ledger: list[str]) -> list[str]:
     """The lines around the kill, with the commands that printed them."""
     struck = next(i for i, line in enumerate(output) if "warning: worker" in line)
     first = max(i for i, line in enumerate(output[:struck]) if line.startswith("[running]"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from picotron_ray import launch
+from picotron_ray.bench_commands import benchmarks
 from picotron_ray.errors import PicotronError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
 
@@ -29,7 +29,6 @@ checkpoints = typer.Typer(no_args_is_help=True, help="What is committed in stora
 ledger = typer.Typer(no_args_is_help=True, help="Which samples were fed.")
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(ledger, name="ledger")
-benchmarks = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
 app.add_typer(benchmarks, name="bench")
 app.command("train")(launch.train)
 
@@ -323,104 +322,6 @@ def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson =
             print("\n".join(found["wrong"]), end="\n" if found["wrong"] else "")
         if found["lost"] or found["repeated"] or found["wrong"]:
             raise typer.Exit(4)
-
-
-JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="write the result to FILE; - is stdout")
-]
-
-
-@benchmarks.command("recovery")
-def bench_recovery(
-    runs: Annotated[int, typer.Option(min=1, help="kills per framework, one after the other")] = 10,
-    seed: Annotated[int, typer.Option(help="draws the victims and the moments")] = 0,
-    peers: Annotated[
-        str, typer.Option(help="what to compare with: ray_train, torchft, with a comma between, or none")
-    ] = "ray_train,torchft",
-    json_file: JsonFile = None,
-) -> None:
-    """SIGKILL workers of a small job, ours and others'; seconds from each kill to the next new step.
-
-    Example: picotron-ray bench recovery --runs 3 --peers none
-    """
-    with reported(json_file == "-"):
-        from picotron_ray.bench.common.report import recovery_lines
-        from picotron_ray.bench.recovery import bench
-        from picotron_ray.runtime.driver.follow_run import without_rays_messages
-
-        chosen = bench.chosen_peers(peers)
-        with without_rays_messages():
-            found = bench.bench(runs, seed, chosen, _say)
-        _result(found, recovery_lines(found), json_file)
-
-
-@benchmarks.command("throughput")
-def bench_throughput(
-    pairs: Annotated[int, typer.Option(min=1, help="rounds, each with every side once")] = 20,
-    workers: Annotated[int | None, typer.Option(min=1, help="default: one less than there are cores")] = None,
-    sides: Annotated[
-        str, typer.Option(help="of a round")
-    ] = "every_step,service,torchrun,plain,snapshots_off",
-    json_file: JsonFile = None,
-) -> None:
-    """Steps per second of the service, the same loop under torchrun, and plain PyTorch, in turns.
-
-    Example: picotron-ray bench throughput --pairs 4 --json -
-    """
-    with reported(json_file == "-"):
-        from picotron_ray.bench.common.report import throughput_lines
-        from picotron_ray.bench.throughput import bench
-
-        chosen = bench.chosen_sides(sides)
-        found = bench.bench(pairs, workers or bench.default_workers(), chosen, _say)
-        _result(found, throughput_lines(found), json_file)
-
-
-@benchmarks.command("mfu")
-def bench_mfu(
-    config: Config,
-    overrides: Overrides = None,
-    workers: Annotated[int, typer.Option(min=1, help="processes, one GPU or CPU core each")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="timed in each segment")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, help="steps before them")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="each with every setting once")] = 5,
-    ablate: Annotated[bool, typer.Option("--ablate", help="switch each optimisation in turn")] = False,
-    peers: Annotated[
-        str, typer.Option(help="some of plain, picotron, torchtitan, with commas between, or none")
-    ] = "plain",
-    picotron: Annotated[Path | None, typer.Option(help="a checkout of huggingface/picotron")] = None,
-    torchtitan: Annotated[Path | None, typer.Option(help="a checkout of pytorch/torchtitan")] = None,
-    peak_tflops: Annotated[
-        float | None, typer.Option(help="of one worker; default: its data sheet's, else measured")
-    ] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Tokens per second, MFU, a step's phases and peak memory of a config's engine, without Ray.
-
-    Example: picotron-ray bench mfu quickstart --peers none --rounds 2
-    """
-    with reported(json_file == "-"):
-        from picotron_ray.bench.mfu import report, run
-
-        options = run.Options(
-            workers, steps, warmup, rounds, ablate, peers, picotron, torchtitan, peak_tflops
-        )
-        found = run.bench(config, overrides or [], options, _say)
-        _result(found, report.lines(found), json_file)
-
-
-def _say(line: str) -> None:
-    """Progress, which is not part of a result."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def _result(found: dict[str, Any], lines: list[str], json_file: str | None) -> None:
-    """A benchmark's result: as one line of JSON on stdout, or as text, with a file beside it."""
-    if json_file == "-":
-        return _emit(found)
-    if json_file is not None:
-        Path(json_file).write_text(json.dumps(found, indent=2) + "\n")
-    return print("\n".join(lines))
 
 
 def _job(config: str, overrides: list[str] | None) -> Any:

@@ -31,7 +31,7 @@ HEARTBEAT_S = 0.2
 """A trial's figures come from heartbeats: a short one needs more of them than a run does."""
 
 
-class Options(Section):
+class SweepOptions(Section):
     """The user's choices for a sweep. A sweep resumes only with the options that it began with."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$", description="name of the sweep")
@@ -48,7 +48,7 @@ class Options(Section):
     seed: int = Field(default=0, ge=0, description="draws the learning rates")
 
 
-def candidates(job: JobConfig, options: Options, profile: DeviceProfile) -> list[Layout]:
+def candidates(job: JobConfig, options: SweepOptions, profile: DeviceProfile) -> list[Layout]:
     """Layouts to try, most promising first: one per micro-batch in turn, each in the planner's order.
 
     Raises:
@@ -69,7 +69,7 @@ def candidates(job: JobConfig, options: Options, profile: DeviceProfile) -> list
     return found[: layout_trials(options, len(found))]
 
 
-def _sizes(layout: Layout, options: Options) -> Iterator[int]:
+def _sizes(layout: Layout, options: SweepOptions) -> Iterator[int]:
     if options.micro_batches:
         yield from options.micro_batches
         return
@@ -77,14 +77,14 @@ def _sizes(layout: Layout, options: Options) -> Iterator[int]:
     yield from (size for size in (layout.micro_batch // 2, layout.micro_batch * 2) if size)
 
 
-def layout_trials(options: Options, layouts_there: int) -> int:
+def layout_trials(options: SweepOptions, layouts_there: int) -> int:
     """Number of the trials that are for layouts; at least one stays for the learning rate."""
     wanted = options.layout_trials or math.ceil(options.trials / 2)
     return min(wanted, layouts_there, options.trials - 1)
 
 
 def trial_job(
-    job: JobConfig, options: Options, run: str, layout: Layout, learning_rate: float, url: str
+    job: JobConfig, options: SweepOptions, run: str, layout: Layout, learning_rate: float, url: str
 ) -> JobConfig:
     """The run of one trial: that layout and no other, that rate, ``options.steps`` steps, a name of its own.
 
@@ -144,7 +144,7 @@ def recipe(job: JobConfig, layout: Layout, learning_rate: float, profile: Device
     return found
 
 
-def learning_rates(options: Options, job: JobConfig, count: int) -> list[float]:
+def learning_rates(options: SweepOptions, job: JobConfig, count: int) -> list[float]:
     """For a grid: ``count`` rates, evenly spaced in their logarithm, around the job's own."""
     middle, factor = job.optimizer.learning_rate, options.lr_factor
     if count == 1:

@@ -28,7 +28,7 @@ from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, li
 from picotron_ray.runtime.ray_train.result import filesystem_of
 from tuning import plan, results
 from tuning.errors import InterruptedSweepError, NoneFinishedError
-from tuning.plan import Options
+from tuning.plan import SweepOptions
 from tuning.trial import DRIVER_CPUS, train_trial
 
 RETRIES = 1
@@ -58,7 +58,7 @@ class Sweep:
     def __init__(
         self,
         job: JobConfig,
-        options: Options,
+        options: SweepOptions,
         concurrent: int | None,
         console: Console,
         on_cpus: list[Layout],
@@ -83,7 +83,7 @@ class Sweep:
         self._storage = open_storage(job.storage, options.name)
 
     @staticmethod
-    def check(job: JobConfig, options: Options) -> list[Layout]:
+    def check(job: JobConfig, options: SweepOptions) -> list[Layout]:
         """Check all trials' configs and the storage before anything is started; returns layouts for CPUs."""
         layouts = plan.candidates(job, options, CPU)
         rate = job.optimizer.learning_rate

@@ -23,7 +23,7 @@ from rich.console import Console
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
-from tuning.plan import Options
+from tuning.plan import SweepOptions
 
 QUIET = {
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
@@ -74,10 +74,10 @@ def main(
             print(json.dumps(found), flush=True)
 
 
-def _options(micro_batches: str, **values: Any) -> Options:
+def _options(micro_batches: str, **values: Any) -> SweepOptions:
     try:
         sizes = tuple(int(size) for size in micro_batches.split(",") if size.strip())
-        return Options(micro_batches=sizes, **values)
+        return SweepOptions(micro_batches=sizes, **values)
     except ValidationError as error:
         lines = [f"{d['loc'][0]}: saw {d['input']!r}: {d['msg']}" for d in error.errors()]
         raise ConfigError(*lines) from None
@@ -85,7 +85,7 @@ def _options(micro_batches: str, **values: Any) -> Options:
         raise ConfigError(f"micro_batches: saw {micro_batches!r}, expected numbers as in 4,8") from None
 
 
-def run(job: JobConfig, options: Options, concurrent: int | None, console: Console) -> dict[str, Any]:
+def run(job: JobConfig, options: SweepOptions, concurrent: int | None, console: Console) -> dict[str, Any]:
     """Connect, sweep, and disconnect; returns what ``results.json`` holds.
 
     Raises:

@@ -21,7 +21,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.ray_train.trainer import ElasticTrainer
 from tuning.errors import TrialFailedError
-from tuning.plan import Options, trial_job
+from tuning.plan import SweepOptions, trial_job
 
 DRIVER_CPUS = 0.1
 
@@ -59,7 +59,7 @@ def train_trial(config: dict[str, Any], sweep: dict[str, Any]) -> None:
     """
     job = trial_job(
         parse_job(sweep["job"]),
-        Options.model_validate(sweep["options"]),
+        SweepOptions.model_validate(sweep["options"]),
         run_name(sweep["options"]),
         Layout.from_dict(config["layout"]),
         config["learning_rate"],

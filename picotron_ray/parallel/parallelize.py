@@ -96,7 +96,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: StagePlan) -> tuple[str, ...
     return tuple(applied)
 
 
-class Step(NamedTuple):
+class ModelStep(NamedTuple):
     """One change to a stage: ``apply`` yields a phrase for each thing that it did."""
 
     name: str
@@ -251,20 +251,20 @@ def _precision_switches(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterat
     yield from ()
 
 
-STEPS: tuple[Step, ...] = (
-    Step("fp8", _fp8),
-    Step("fused projections", _fused_projections),
-    Step("tensor parallel", _tensor_parallel),
-    Step("expert parallel", _expert_parallel),
-    Step("attention kernel", _attention_kernel),
-    Step("context parallel", _context_parallel),
-    Step("linear loss", _linear_loss),
-    Step("compiled functions", _compiled_functions),
-    Step("compiled blocks", _compiled_blocks),
-    Step("recompute", _recompute),
-    Step("activation offload", _activation_offload),
-    Step("data parallel", _data_parallel),
-    Step("autocast", _autocast),
-    Step("precision switches", _precision_switches),
+STEPS: tuple[ModelStep, ...] = (
+    ModelStep("fp8", _fp8),
+    ModelStep("fused projections", _fused_projections),
+    ModelStep("tensor parallel", _tensor_parallel),
+    ModelStep("expert parallel", _expert_parallel),
+    ModelStep("attention kernel", _attention_kernel),
+    ModelStep("context parallel", _context_parallel),
+    ModelStep("linear loss", _linear_loss),
+    ModelStep("compiled functions", _compiled_functions),
+    ModelStep("compiled blocks", _compiled_blocks),
+    ModelStep("recompute", _recompute),
+    ModelStep("activation offload", _activation_offload),
+    ModelStep("data parallel", _data_parallel),
+    ModelStep("autocast", _autocast),
+    ModelStep("precision switches", _precision_switches),
 )
 """In the order in which they are applied; see the module for the reasons."""

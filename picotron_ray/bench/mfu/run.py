@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class MfuOptions:
     """Options of the command line; see its help."""
 
     workers: int
@@ -60,7 +60,7 @@ class Options:
         return {name: path for name, path in given.items() if path is not None}
 
 
-def bench(config: str, overrides: Sequence[str], options: Options, say: Say) -> dict[str, Any]:
+def bench(config: str, overrides: Sequence[str], options: MfuOptions, say: Say) -> dict[str, Any]:
     """Measure; returns all figures and every step's time.
 
     Raises ConfigError, before anything is started, for a config or options that cannot be used.
@@ -124,7 +124,7 @@ def segments(settings: int, rounds: int) -> list[dict[str, Any]]:
     return [*timed, {"index": 0, "phases": True}]
 
 
-def _measure(settings: Sequence[Setting], options: Options, folder: Path, say: Say) -> list[Event]:
+def _measure(settings: Sequence[Setting], options: MfuOptions, folder: Path, say: Say) -> list[Event]:
     """Run every segment; returns what the processes noted."""
     order = segments(len(settings), options.rounds)
     plan = {

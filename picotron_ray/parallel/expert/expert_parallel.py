@@ -50,7 +50,7 @@ class _Transfer:
 
 
 class _Start(torch.autograd.Function):
-    """Start of a transfer. Its gradient is the rows that `_Finish` sent back meanwhile."""
+    """Start of a transfer. Its gradient is the rows that `_FinishTransfer` sent back meanwhile."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
@@ -62,7 +62,7 @@ class _Start(torch.autograd.Function):
         return ctx.transfer.finish(), None
 
 
-class _Finish(torch.autograd.Function):
+class _FinishTransfer(torch.autograd.Function):
     """End of a transfer. Backward starts the gradient's transfer back, and `_Start` waits for it."""
 
     @staticmethod
@@ -83,7 +83,7 @@ class _ReturningRows:
         self._rows, self._transfer = rows, transfer
 
     def wait(self) -> Tensor:
-        found: Tensor = _Finish.apply(self._rows, self._transfer)
+        found: Tensor = _FinishTransfer.apply(self._rows, self._transfer)
         return found
 
 
@@ -105,7 +105,7 @@ class _IncomingRows:
         return owner.argsort(stable=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        arrived = _Finish.apply(self._rows, self._transfer)
+        arrived = _FinishTransfer.apply(self._rows, self._transfer)
         return arrived[self._order], self._counts.sum(dim=0)
 
     def send_back(self, rows: Tensor) -> _ReturningRows:

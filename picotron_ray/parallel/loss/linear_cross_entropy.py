@@ -49,7 +49,7 @@ class LinearCrossEntropy:
         if torch.is_autocast_enabled(kind):  # as autocast casts a linear layer's input; the weight follows
             x = x.to(torch.get_autocast_dtype(kind))
         # a view, because the engine cannot say of a leaf whether its gradient is asked for
-        found: Tensor = _LinearCrossEntropy.apply(x.flatten(0, -2), weight.view_as(weight), targets, self)
+        found: Tensor = _ChunkedLoss.apply(x.flatten(0, -2), weight.view_as(weight), targets, self)
         return found
 
     def chunks(self, tokens: int) -> Iterator[slice]:
@@ -79,7 +79,7 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
     return found if found.dtype == torch.float64 else found.float()
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """Autograd function of the loss: ``x [n, hidden]`` in the type of products, ``targets`` of n tokens.
 
     The losses have the targets' shape and are no view, because FSDP's hooks must not get one.

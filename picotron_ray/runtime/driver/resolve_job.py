@@ -68,14 +68,14 @@ class ResolvedJob:
         return replace(self, notes=(*self.notes, *filter(None, lines)))
 
 
-class Step(NamedTuple):
+class ResolveStep(NamedTuple):
     """One step: its name, and what it makes of a job."""
 
     name: str
     take: Callable[[ResolvedJob], ResolvedJob]
 
 
-def resolve(resolved: ResolvedJob, steps: Sequence[Step]) -> ResolvedJob:
+def resolve(resolved: ResolvedJob, steps: Sequence[ResolveStep]) -> ResolvedJob:
     """Take the steps in their order.
 
     >>> resolve(ResolvedJob(JobConfig(steps=3)), (OWN_MODEL,)).job.steps
@@ -103,7 +103,7 @@ def naming(step: str) -> Iterator[None]:
 def resolve_words(
     source: str,
     overrides: Sequence[str],
-    steps: Sequence[Step] = (),
+    steps: Sequence[ResolveStep] = (),
     submission: Submission | None = None,
     say: Say = _silent,
 ) -> ResolvedJob:
@@ -329,31 +329,31 @@ def _opened(at: ResolvedJob) -> Storage:
     return at.storage or open_storage(at.job.storage, at.job.name)
 
 
-PATHS = Step("paths", _paths)
-OWN_MODEL = Step("own model", _own_model)
-DATA = Step("data", _data)
-LAYOUT = Step("layout", _layout)
-STORAGE = Step("storage", _storage)
-INIT_FROM = Step("init_from", _init_from)
-SAME_RUN = Step("same run", _same_run)
+PATHS = ResolveStep("paths", _paths)
+OWN_MODEL = ResolveStep("own model", _own_model)
+DATA = ResolveStep("data", _data)
+LAYOUT = ResolveStep("layout", _layout)
+STORAGE = ResolveStep("storage", _storage)
+INIT_FROM = ResolveStep("init_from", _init_from)
+SAME_RUN = ResolveStep("same run", _same_run)
 
 FROM_WORDS = (PATHS, OWN_MODEL)
 """From a valid config to a job that any process can read."""
 ON_THE_MACHINE = (
     DATA,
     LAYOUT,
-    Step("snapshot room", _snapshot_room),
-    Step("services", _services),
+    ResolveStep("snapshot room", _snapshot_room),
+    ResolveStep("services", _services),
     STORAGE,
-    Step("start", _start),
+    ResolveStep("start", _start),
     SAME_RUN,
 )
 """Everything that can be refused before a Ray is asked."""
 ON_THE_CLUSTER = (
     OWN_MODEL,
-    Step("precision", _precision),
-    Step("room", _room),
+    ResolveStep("precision", _precision),
+    ResolveStep("room", _room),
     INIT_FROM,
-    Step("metrics host", _metrics_host),
+    ResolveStep("metrics host", _metrics_host),
 )
 """What is settled once the run's Ray is connected, before its coordinator exists."""

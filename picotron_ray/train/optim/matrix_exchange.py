@@ -104,8 +104,8 @@ def assign_owners(
     """
     places = {other: layout.coordinates(other) for other in range(layout.world_size)}
     ranks = [other for other, place in places.items() if place.pp == places[rank].pp]
-    alike: dict[tuple[object, ...], list[_Held]] = {}  # layers are: each kind is looked at once
-    matrices: list[tuple[str, _Held]] = []
+    alike: dict[tuple[object, ...], list[_HeldMatrix]] = {}  # layers are: each kind is looked at once
+    matrices: list[tuple[str, _HeldMatrix]] = []
     for spec in specs:
         kind = (spec.shape, spec.tp_dim, spec.expert)
         if kind not in alike:
@@ -126,7 +126,7 @@ def assign_owners(
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldMatrix:
     """Matrix of a kind: the part of each holder, the holders of each distinct part, and a step's cost."""
 
     box: Box
@@ -135,7 +135,7 @@ class _Held:
     cost: int
 
 
-def _held(name: str, box: Box, held: Sequence[tuple[int, Box]]) -> _Held:
+def _held(name: str, box: Box, held: Sequence[tuple[int, Box]]) -> _HeldMatrix:
     found = ((rank, box.intersect(mine)) for rank, mine in held)
     holders = tuple((rank, part) for rank, part in found if part is not None)
     among: dict[Box, list[int]] = {}
@@ -145,7 +145,7 @@ def _held(name: str, box: Box, held: Sequence[tuple[int, Box]]) -> _Held:
         parts = ", ".join(f"{part.size} at {part.offset}" for part in among)
         raise LayoutError(f"{name}: ranks hold {parts or 'nothing'}, expected parts that make up {box.size}")
     small, large = sorted(box.size[-2:])  # m x n: products of 2 m²n + m³ operations, m <= n
-    return _Held(box, holders, among, small * small * (2 * large + small))
+    return _HeldMatrix(box, holders, among, small * small * (2 * large + small))
 
 
 def _nearest(owner: int, ranks: Sequence[int], places: Mapping[int, Coordinates]) -> int:

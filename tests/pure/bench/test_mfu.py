@@ -14,7 +14,7 @@ from picotron_ray.bench.mfu import report
 from picotron_ray.bench.mfu.figures import breakdown, formula, known_peak, measured, mfu, speed_up
 from picotron_ray.bench.mfu.peers import chosen_peers, peer
 from picotron_ray.bench.mfu.result import peak_of, result
-from picotron_ray.bench.mfu.run import Options, _precision, segments
+from picotron_ray.bench.mfu.run import MfuOptions, _precision, segments
 from picotron_ray.bench.mfu.settings import (
     SWITCHES,
     Refusal,
@@ -240,7 +240,7 @@ def test_result_and_report() -> None:
     assert found["peak_bytes"] == 2 * 2**30
     tokens_per_s = 8 * 32 / 1.0
     assert found["mfu"] == tokens_per_s * found["formula"]["flops_per_token"] / (2 * 989e12)
-    options = asdict(Options(2, 2, 0, 1, True, "plain", None, None, None))
+    options = asdict(MfuOptions(2, 2, 0, 1, True, "plain", None, None, None))
     machine = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
     text = "\n".join(report.lines({**found, "options": options, "machine": machine}))
     for part in (

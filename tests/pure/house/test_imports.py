@@ -14,6 +14,7 @@ LIGHT = (
     "planner",
     "coordinator",
     "cli",
+    "bench_commands",
     "launch",
     "layout",
     "layout.shards",

@@ -18,14 +18,14 @@ from picotron_ray.runtime.driver.resolve_job import (
     ON_THE_CLUSTER,
     ON_THE_MACHINE,
     ResolvedJob,
-    Step,
+    ResolveStep,
     resolve,
     resolve_words,
 )
 from picotron_ray.runtime.driver.submission import Submission
 
 
-def names(steps: tuple[Step, ...]) -> list[str]:
+def names(steps: tuple[ResolveStep, ...]) -> list[str]:
     return [step.name for step in steps]
 
 
@@ -42,14 +42,14 @@ def test_the_order_of_the_steps() -> None:
 def test_steps_are_taken_in_order_and_the_first_that_refuses_is_named() -> None:
     taken: list[str] = []
 
-    def noting(name: str) -> Step:
+    def noting(name: str) -> ResolveStep:
         def take(at: ResolvedJob) -> ResolvedJob:
             taken.append(name)
             if name == "third":
                 raise ConfigError("steps: no")
             return at.noting(name)
 
-        return Step(name, take)
+        return ResolveStep(name, take)
 
     steps = [noting(name) for name in ("first", "second", "third", "fourth")]
     assert resolve(ResolvedJob(JobConfig()), steps[:2]).notes == ("first", "second")

@@ -13,13 +13,13 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.search import choose_layout
 from tuning import plan
-from tuning.plan import Options
+from tuning.plan import SweepOptions
 
 JOB = load_job("quickstart", ["chaos=[]"])
 
 
-def options(**values: Any) -> Options:
-    return Options(name="sweep", **values)
+def options(**values: Any) -> SweepOptions:
+    return SweepOptions(name="sweep", **values)
 
 
 def test_candidates_are_the_planners_layouts_first_then_other_micro_batches() -> None:

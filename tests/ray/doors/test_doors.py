@@ -102,7 +102,7 @@ def test_a_sweep_opens_the_dataset_once_and_ranks_layouts_once(
     monkeypatch.setattr(stages, "living_nodes", lambda: [NodeView("a", "h", 16, 0, 16, 0)])
     monkeypatch.setattr(stages.Sweep, "run", lambda self: {"layouts": len(self._begin())})
     job = resolve_words("tiny", words, (PATHS,)).job
-    options = sweep.Options(name="s", trials=4, steps=4)
+    options = sweep.SweepOptions(name="s", trials=4, steps=4)
     with open(os.devnull, "w") as sink:
         found = sweep.run(job, options, 1, Console(file=sink))
     assert found["layouts"] >= 1
@@ -116,7 +116,7 @@ def test_bench_mfu_opens_the_dataset_once_and_chooses_the_layout_once(
 
     monkeypatch.setattr(run, "_measure", lambda *_: [])
     monkeypatch.setattr(run, "result", lambda *_: {})
-    run.bench("tiny", words, run.Options(1, 1, 0, 1, False, "none", None, None, None), lambda line: None)
+    run.bench("tiny", words, run.MfuOptions(1, 1, 0, 1, False, "none", None, None, None), lambda line: None)
     assert counted == {"datasets": 1, "layouts": 1}
 
 

@@ -18,10 +18,13 @@ import sys
 import sysconfig
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from picotron_ray.bench.common.event_log import EventLog
 from picotron_ray.bench.recovery.peers.host import Peer, environment, job_of
+
+if TYPE_CHECKING:
+    from picotron_ray.bench.recovery.peers.replica import Replica
 
 SETTINGS: dict[str, Any] = {
     "lighthouse": {
@@ -72,48 +75,16 @@ class TorchFT(Peer):
 def train(folder: Path, rank: int, lighthouse: str) -> None:
     """One replica, until it is ended."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torchft import Manager, ProcessGroupGloo
 
     from picotron_ray.bench.recovery.peers.replica import Pace, Replica
     from picotron_ray.runtime.ray_cluster.names import cache_folder
 
     job, step_s = job_of(folder)
     log = EventLog(folder / "events", rank)
-
-    class Noted(ProcessGroupGloo):
-        """Notes when it is formed; the quorum's number is the membership."""
-
-        def configure(self, *args: Any, **kwargs: Any) -> None:
-            super().configure(*args, **kwargs)
-            self.quorum = str(kwargs.get("quorum_id", args[4] if len(args) > 4 else None))
-            log.note("built", era=self.quorum)
-            log.note("restored", era=self.quorum)
-
     replica = Replica(job, rank, job.cluster.max_workers, cache_folder())
-
-    def load(state: Any) -> None:
-        replica.model.load_state_dict(state["model"])
-        replica.optimizer.load_state_dict(state["optimizer"])
-
+    group = _noted_group(log)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    group = Noted(timeout=timedelta(seconds=SETTINGS["timeout_s"]))
-    manager = Manager(
-        pg=group,
-        load_state_dict=load,
-        state_dict=lambda: {
-            "model": replica.model.state_dict(),
-            "optimizer": replica.optimizer.state_dict(),
-        },
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        lighthouse_addr=lighthouse,
-        replica_id=f"replica{rank}",
-        hostname="127.0.0.1",
-        timeout=timedelta(seconds=SETTINGS["timeout_s"]),
-        **SETTINGS["manager"],
-    )
+    manager = _manager(replica, group, rank, lighthouse, store.port)
     pace = Pace(step_s)
     while True:
         manager.start_quorum()
@@ -135,6 +106,47 @@ def train(folder: Path, rank: int, lighthouse: str) -> None:
         replica.optimizer.step()
         pace.wait()
         log.note("step", era=group.quorum, step=manager.current_step(), members=manager.num_participants())
+
+
+def _noted_group(log: EventLog) -> Any:
+    """Gloo's process group, which notes when it is formed; the quorum's number is the membership."""
+    from torchft import ProcessGroupGloo
+
+    class Noted(ProcessGroupGloo):
+        def configure(self, *args: Any, **kwargs: Any) -> None:
+            super().configure(*args, **kwargs)
+            self.quorum = str(kwargs.get("quorum_id", args[4] if len(args) > 4 else None))
+            log.note("built", era=self.quorum)
+            log.note("restored", era=self.quorum)
+
+    return Noted(timeout=timedelta(seconds=SETTINGS["timeout_s"]))
+
+
+def _manager(replica: Replica, group: Any, rank: int, lighthouse: str, store_port: int) -> Any:
+    """torchft's manager of the replica: a world of one, which the lighthouse joins with the others."""
+    from torchft import Manager
+
+    def load(state: Any) -> None:
+        replica.model.load_state_dict(state["model"])
+        replica.optimizer.load_state_dict(state["optimizer"])
+
+    return Manager(
+        pg=group,
+        load_state_dict=load,
+        state_dict=lambda: {
+            "model": replica.model.state_dict(),
+            "optimizer": replica.optimizer.state_dict(),
+        },
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store_port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica{rank}",
+        hostname="127.0.0.1",
+        timeout=timedelta(seconds=SETTINGS["timeout_s"]),
+        **SETTINGS["manager"],
+    )
 
 
 def _average(manager: Any, gradients: list[Any]) -> None:

@@ -121,7 +121,7 @@ def _trainer(
 
 
 def _model(trainer: Any, device: torch.device) -> Any:
-    """torchtitan's model: built on the meta device, made parallel, then initialized."""
+    """torchtitan's model: built on the meta device, made parallel, then given its first weights."""
     config, spec = trainer.config, trainer.config.model_spec
     spec.model.update_from_config(config=config)
     with torch.device("meta"):

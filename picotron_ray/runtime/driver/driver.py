@@ -63,7 +63,8 @@ def drive(
     """Run a job, or attach to the run of its name; returns the exit code of the run.
 
     Args:
-        source, overrides: the user's words, see ``config.load.load_job``.
+        source: a config's file or a recipe's name, resolved as ``config.load.load_job`` does.
+        overrides: words ``key=value``.
         as_json: progress goes to stderr, and stdout carries the summary as its last line.
         detach: return 0 as soon as the run is on its way.
 

@@ -3,7 +3,7 @@ PYTHON ?= $(if $(wildcard .venv/bin/python),$(CURDIR)/.venv/bin/python,python3)
 BIN = $(dir $(shell command -v $(PYTHON)))
 CONFIG ?= quickstart
 
-.PHONY: help setup check format types contracts test pure deep docs kill-picture bench
+.PHONY: help setup tools check format types contracts test pure deep docs kill-picture bench
 
 help:
 	@echo "make setup         install everything that the checks need into .venv"
@@ -21,26 +21,29 @@ setup:
 
 check: format types contracts
 
-format:
+tools:
+	@$(PYTHON) -c 'import pytest, ruff, sphinx' 2>/dev/null || { echo 'the checks are not installed: run `make setup`' >&2; exit 1; }
+
+format: tools
 	$(BIN)ruff check .
 	$(BIN)ruff format --check .
 
-types:
+types: tools
 	$(BIN)mypy
 
-contracts:
+contracts: tools
 	$(BIN)lint-imports
 
-pure:
+pure: tools
 	$(PYTHON) -m pytest tests/pure -n auto
 
-test:
+test: tools
 	$(PYTHON) -m pytest --cov
 
 deep:
-	.ci/deep
+	VENV=$(patsubst %/bin/,%,$(BIN)) .ci/deep
 
-docs:
+docs: tools
 	$(PYTHON) -m sphinx -W -n --keep-going -E -q docs docs/_build/html
 
 kill-picture:

@@ -111,7 +111,7 @@ def config_schema(
 
         _emit(dict(table())) if as_json else print(markdown(), end="")
         return
-    from picotron_ray.config.load import job_schema
+    from picotron_ray.config.json_schema import job_schema
 
     print(json.dumps(job_schema(), indent=None if as_json else 2))
 

@@ -50,13 +50,15 @@ def validate(
 ) -> None:
     """Print the resolved config, or one line per mistake (exit code 2) and the step that refused it.
 
+    A model of the user's own is built, in a process of its own.
+
     Example: picotron-ray validate tiny steps=3
     """
     with reported(as_json), _naming_the_step(as_json):
         from picotron_ray.config.export import public_dict, to_yaml
         from picotron_ray.config.support.precision import outlook
 
-        job = _job(config, overrides)
+        job = _judged_job(config, overrides)
         changed, notes = _compared(job) if resume else [], list(filter(None, [outlook(job)]))
         if as_json:
             found = {"valid": True, "config": public_dict(job), **({"notes": notes} if notes else {})}
@@ -64,6 +66,15 @@ def validate(
         else:
             lines = changed or [to_yaml(job).rstrip()]
             print("\n".join([*lines, *(f"# {note}" for note in notes)]))
+
+
+def _judged_job(config: str, overrides: list[str] | None) -> Any:
+    """The job as the user wrote it, once a launch's steps from words have taken it."""
+    from picotron_ray.runtime.driver import resolve_job, submission
+
+    written = resolve_job.resolve_words(config, overrides or [], submission=submission.current())
+    resolve_job.resolve(written, resolve_job.FROM_WORDS)
+    return written.job
 
 
 @contextlib.contextmanager
@@ -100,7 +111,7 @@ def config_schema(
 
         _emit(dict(table())) if as_json else print(markdown(), end="")
         return
-    from picotron_ray.config.load import job_schema
+    from picotron_ray.config.json_schema import job_schema
 
     print(json.dumps(job_schema(), indent=None if as_json else 2))
 

@@ -21,26 +21,13 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from picotron_ray.config.export import public_dict, to_yaml
-from picotron_ray.config.json_schema import job_schema, key_schemas, schema_key
+from picotron_ray.config.json_schema import key_schemas, schema_key
 from picotron_ray.config.mistake_lines import Place, dotted, mistake_line, shown
 from picotron_ray.config.overrides import apply_overrides
-from picotron_ray.config.resume import fingerprint
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ChaosFault
 from picotron_ray.config.validation.check import check
 from picotron_ray.errors import ConfigError
-
-__all__ = [
-    "fingerprint",
-    "job_schema",
-    "load_job",
-    "parse_job",
-    "public_dict",
-    "read_source",
-    "recipe_names",
-    "to_yaml",
-]
 
 BUILT_BY_HAND = "model.built: saw a value, expected none: launch finds it in the built module; drop it"
 _HARMLESS = ChaosFault(fault="kill", target="coordinator", step=1)

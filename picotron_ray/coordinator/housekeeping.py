@@ -63,7 +63,7 @@ def start_failed(memory: MachineMemory, node: str, text: str) -> None:
         memory.finish("failed", f"workers do not start: {text}")
 
 
-def upkeep(memory: MachineMemory) -> None:
+def keep_house(memory: MachineMemory) -> None:
     """Do everything that time alone brings about."""
     for node in memory.roster.silent_nodes(memory.now, memory.job.elastic.node_timeout_s):
         lose_node(memory, node, f"silent for {memory.job.elastic.node_timeout_s:g} s", silent=True)

@@ -19,7 +19,7 @@ from picotron_ray.coordinator.append_queue import AppendQueue
 from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker
 from picotron_ray.coordinator.event_handlers import HANDLERS
 from picotron_ray.coordinator.generation_stop import step_aborting, step_leaving
-from picotron_ray.coordinator.housekeeping import start_workers, step_running, upkeep, wanted
+from picotron_ray.coordinator.housekeeping import keep_house, start_workers, step_running, wanted
 from picotron_ray.coordinator.machine_memory import Choose, MachineMemory
 from picotron_ray.coordinator.messages import Command, Event, Finish, GenerationSpec
 from picotron_ray.coordinator.policies.failure import Breaker
@@ -73,7 +73,7 @@ class Machine:
         if memory.quiet:
             return memory.out
         if memory.state not in (MachineState.NEW, MachineState.DONE):
-            upkeep(memory)
+            keep_house(memory)
             advance(memory)
         if memory.state not in (MachineState.NEW, MachineState.DONE):
             start_workers(memory)

@@ -19,7 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
-from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, SlotKey
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
 from picotron_ray.checkpoint.torch_state import StateTensor, buffers
 from picotron_ray.layout.layout import Layout

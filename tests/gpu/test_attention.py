@@ -118,7 +118,7 @@ def packed(rows: int, row: int) -> Tensor:
 @pytest.mark.parametrize(
     ("documents", "window"), [(False, None), (True, None), (False, 1), (False, 33), (True, 33)], ids=str
 )
-def test_whole_rows(
+def test_backends(
     backend: Any, dtype: torch.dtype, kv_heads: int, documents: bool, window: int | None
 ) -> None:
     if backend == "flash-attn":

@@ -31,9 +31,8 @@ from picotron_ray.bench.mfu.settings import (
     switched,
 )
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.support.precision import chosen
 from picotron_ray.errors import ConfigError, PicotronError
-from picotron_ray.runtime.driver.resolve_job import DATA, ResolvedJob, resolve, resolve_words
+from picotron_ray.runtime.driver.resolve_job import DATA, OWN_PRECISION, ResolvedJob, resolve, resolve_words
 
 POLL_S = 0.1
 Say = Callable[[str], None]
@@ -70,7 +69,8 @@ def bench(config: str, overrides: Sequence[str], options: MfuOptions, say: Say) 
     peers = chosen_peers(options.peers, options.checkouts)
     asked = resolve_words(config, [*overrides, *alone(options.workers)]).job
     device = _device(asked, options.workers)
-    overrides = [*overrides, *_precision(asked, device)]
+    if asked.precision == "auto":
+        overrides = [*overrides, f"precision={_settled(asked, device).precision}"]
     base = base_setting(config, overrides, options.workers, device)
     found = [*(switched(base) if options.ablate else []), *(peer(base, name) for name in peers)]
     settings = [base, *(item for item in found if isinstance(item, Setting))]
@@ -105,16 +105,10 @@ def _device(job: JobConfig, workers: int) -> str:
     return "cuda"
 
 
-def _precision(job: JobConfig, device: str) -> list[str]:
-    """Settle ``precision: auto`` for this machine's devices, as an override; none where it is named."""
-    if job.precision != "auto":
-        return []
-    found = []
-    if device == "cuda":
-        import torch
-
-        found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    return [f"precision={chosen(device, found)[0]}"]
+def _settled(job: JobConfig, device: str) -> JobConfig:
+    """The job as this machine's devices settle it."""
+    cluster = job.cluster.model_copy(update={"device": device})
+    return resolve(ResolvedJob(job.model_copy(update={"cluster": cluster})), (OWN_PRECISION,)).job
 
 
 def segments(settings: int, rounds: int) -> list[dict[str, Any]]:

@@ -46,35 +46,12 @@ from picotron_ray.checkpoint.snapshot.slot_format import (
     body_offsets,
     encode_table,
     seal_of,
-    slot_bytes,
 )
 from picotron_ray.checkpoint.snapshot.slot_reader import (
     READING,
-    SlotShard,
-    SlotView,
-    is_pinned,
-    open_slot,
-    read_header,
-    set_pinned,
-    verify,
 )
 from picotron_ray.errors import SlotError
 from picotron_ray.layout.shards import Shard
-
-__all__ = [
-    "SlotFile",
-    "SlotHeader",
-    "SlotKey",
-    "SlotShard",
-    "SlotView",
-    "free_bytes",
-    "is_pinned",
-    "open_slot",
-    "read_header",
-    "set_pinned",
-    "slot_bytes",
-    "verify",
-]
 
 Buffer = Any  # anything with the buffer protocol: numpy array, memoryview, bytes
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, SlotKey, free_bytes, read_header
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, free_bytes
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
+from picotron_ray.checkpoint.snapshot.slot_reader import read_header
 from picotron_ray.errors import SlotError
 
 SUFFIX = ".slot"

@@ -86,7 +86,7 @@ def find(storage: Storage, step: int | None, verify: bool = True) -> FoundCommit
     return FoundCommit(storage, report.manifest, body["manifest"], body["digest"])
 
 
-def adopt(
+def copy_commit(
     source: Storage, key: str, digest: str, target: Storage, identity: tuple[int, int], with_moments: bool
 ) -> tuple[str, str]:
     """Copy a commit into another run's storage as its step 0; returns (manifest key, digest) there.

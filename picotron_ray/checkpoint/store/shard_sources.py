@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Protocol
 
-from picotron_ray.checkpoint.snapshot.slot_file import SlotShard, SlotView, open_slot
+from picotron_ray.checkpoint.snapshot.slot_reader import SlotShard, SlotView, open_slot
 from picotron_ray.errors import CorruptError
 from picotron_ray.layout.shards import Box, Shard
 

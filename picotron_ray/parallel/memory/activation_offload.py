@@ -77,7 +77,7 @@ class ActivationOffload:
 
     def __init__(self, smallest_bytes: int = SMALLEST_BYTES, *, recasts: bool = False) -> None:
         self._smallest, self._recasts = smallest_bytes, recasts
-        self._lanes: dict[torch.device, tuple[CopyStream, CopyStream]] = {}
+        self._streams: dict[torch.device, tuple[CopyStream, CopyStream]] = {}
         self._last: BlockPass | None = None
         self._held: list[BlockPass] = []  # whose sources are not let go yet
         self._seen: dict[int, StorageWeakRef] = {}  # storages that a block of this micro-batch has saved
@@ -102,8 +102,8 @@ class ActivationOffload:
         if number == 0:
             self._last = None
             self._seen.clear()
-        if device not in self._lanes:
-            self._lanes[device] = CopyStream(device), CopyStream(device)
+        if device not in self._streams:
+            self._streams[device] = CopyStream(device), CopyStream(device)
         self._last = BlockPass(self._last, device)
         return self._last
 
@@ -117,7 +117,7 @@ class ActivationOffload:
 
     def _release(self) -> None:
         for block_pass in self._held:
-            self._lanes[block_pass.device][0].follow(block_pass.left)
+            self._streams[block_pass.device][0].follow(block_pass.left)
             block_pass.sources.clear()
         self._held.clear()
 
@@ -130,7 +130,7 @@ class ActivationOffload:
             if key not in block_pass.sources:
                 source = tensor.detach()
                 moved = OffloadedTensor(host_like(source), block_pass)
-                block_pass.left = self._lanes[block_pass.device][0].copy(moved.host, source)
+                block_pass.left = self._streams[block_pass.device][0].copy(moved.host, source)
                 block_pass.offloaded.append(weakref.ref(moved))
                 block_pass.sources[key] = source, moved
                 self.moved_bytes += source.nbytes
@@ -151,7 +151,7 @@ class ActivationOffload:
         self._release()
         block_pass = packed.block_pass
         self._fetch(block_pass)
-        self._lanes[block_pass.device][1].follow(block_pass.returned)
+        self._streams[block_pass.device][1].follow(block_pass.returned)
         if block_pass.before is not None:
             self._fetch(block_pass.before)
         assert packed.back is not None
@@ -166,7 +166,7 @@ class ActivationOffload:
             moved = reference()
             if moved is not None:
                 moved.back = torch.empty_like(moved.host, device=block_pass.device)
-                block_pass.returned = self._lanes[block_pass.device][1].copy(moved.back, moved.host)
+                block_pass.returned = self._streams[block_pass.device][1].copy(moved.back, moved.host)
 
 
 def apply_activation_offload(

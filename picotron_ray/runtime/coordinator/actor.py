@@ -33,11 +33,11 @@ from picotron_ray.errors import PicotronError, StorageError
 from picotron_ray.planner.device_profile import profile_of
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
-from picotron_ray.runtime.coordinator.autoscaler import RoomRequest
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
+from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.trackers import Tracking
 from picotron_ray.runtime.ray_cluster import local_ray, owner_process
@@ -217,15 +217,15 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
 
     async def _watch_nodes(self) -> None:
-        demand = RoomRequest()
+        room = RoomRequest()
         while not self._executor.ending:
             for event in await self._cluster.changes(self._executor.term):
                 self._dispatch(event)
             if self._job.cluster.autoscale:
                 missing = self._machine.view.missing
-                await asyncio.to_thread(demand.update, missing, self._cluster.needs, time.monotonic())
+                await asyncio.to_thread(room.update, missing, self._cluster.needs, time.monotonic())
             await asyncio.sleep(NODE_POLL_S)
-        demand.clear()
+        room.clear()
 
     async def _serve_metrics(self, event_folder: Path) -> None:
         file = targets_file(event_folder)

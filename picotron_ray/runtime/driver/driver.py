@@ -36,12 +36,12 @@ from picotron_ray.runtime.driver.follow_run import (
 )
 from picotron_ray.runtime.driver.resolve_job import (
     FROM_WORDS,
+    INIT_FROM,
     ON_THE_CLUSTER,
     ResolvedJob,
     check_machine,
     resolve,
     resolve_words,
-    settle_start,
 )
 from picotron_ray.runtime.driver.submission import Submission
 from picotron_ray.runtime.ray_cluster import cleanup, connect, local_ray, supervisor
@@ -185,13 +185,10 @@ def _differences(job: JobConfig, coordinator: Any) -> list[str]:
     Raises:
         ConfigError: it is another run, by its model, data or seed.
     """
-    from picotron_ray.checkpoint.storage.open import open_storage
-
     theirs = ask(coordinator, "config")
     if theirs is None:
         return []
-    settled, _ = settle_start(job, open_storage(job.storage, job.name))
-    lines = check_resume(theirs, settled)
+    lines = check_resume(theirs, resolve(ResolvedJob(job), (INIT_FROM,)).job)
     return [f"{line}, once the run is stopped and launched again" for line in lines]
 
 

@@ -1,6 +1,6 @@
 """Checks of a job before a run starts: room for snapshots, ports, trackers, an earlier run, the cluster.
 
-Everything that can be refused is refused here, before an actor exists. ``resolve_job`` calls these in order.
+Each answers a question of one of ``resolve_job``'s steps, which say the order and what is touched.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from picotron_ray.checkpoint.storage.base import Storage, probe
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.precision import chosen
 from picotron_ray.config.validation.check import check as broken_rules
 from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.layout.layout import Layout
@@ -246,10 +247,30 @@ def _start(at: ResolvedJob) -> ResolvedJob:
 
 def _same_run(at: ResolvedJob) -> ResolvedJob:
     """Compare with the run of that name. Touches: reads its storage."""
-    from picotron_ray.runtime.driver.preflight import check_resume_step, check_same_run
+    from picotron_ray.runtime.driver.preflight import check_resume_step
 
     check_resume_step(at.job, _opened(at))
+    return _running_run(at)
+
+
+def _running_run(at: ResolvedJob) -> ResolvedJob:
+    """Compare with the run of that name, which goes on, so at any step. Touches: reads its storage."""
+    from picotron_ray.runtime.driver.preflight import check_same_run
+
     return at.noting(*check_same_run(at.job, _opened(at)))
+
+
+def _own_precision(at: ResolvedJob) -> ResolvedJob:
+    """Settle ``precision: auto`` for this machine's ``cluster.device``. Touches: asks torch for its GPUs."""
+    job, found = at.job, []
+    if job.precision != "auto":
+        return at
+    if job.cluster.device == "cuda":
+        import torch
+
+        found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    precision, _ = chosen(job.cluster.device, found)
+    return replace(at, job=job.model_copy(update={"precision": precision}))
 
 
 # --- the cluster -------------------------------------------------------------------------------------------
@@ -334,8 +355,13 @@ OWN_MODEL = ResolveStep("own model", _own_model)
 DATA = ResolveStep("data", _data)
 LAYOUT = ResolveStep("layout", _layout)
 STORAGE = ResolveStep("storage", _storage)
+START = ResolveStep("start", _start)
 INIT_FROM = ResolveStep("init_from", _init_from)
 SAME_RUN = ResolveStep("same run", _same_run)
+RUNNING_RUN = ResolveStep("same run", _running_run)
+"""In place of ``SAME_RUN`` where the run goes on and is attached to."""
+OWN_PRECISION = ResolveStep("precision", _own_precision)
+"""For a benchmark, whose workers are this machine's and no Ray's."""
 
 FROM_WORDS = (PATHS, OWN_MODEL)
 """From a valid config to a job that any process can read."""
@@ -345,7 +371,7 @@ ON_THE_MACHINE = (
     ResolveStep("snapshot room", _snapshot_room),
     ResolveStep("services", _services),
     STORAGE,
-    ResolveStep("start", _start),
+    START,
     SAME_RUN,
 )
 """Everything that can be refused before a Ray is asked."""

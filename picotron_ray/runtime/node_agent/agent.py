@@ -24,8 +24,9 @@ from typing import Any
 
 import ray
 
-from picotron_ray.checkpoint.snapshot.slot_file import SlotHeader, set_pinned, verify
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX, list_slots
+from picotron_ray.checkpoint.snapshot.slot_reader import set_pinned, verify
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.upload import upload_slots
@@ -36,8 +37,8 @@ from picotron_ray.errors import CorruptError, PicotronError, SlotError
 from picotron_ray.observability.exporter import Exporter, PortTakenError, address
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
+from picotron_ray.runtime.node_agent.cpu_use import CpuUse
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
-from picotron_ray.runtime.node_agent.stall_detector import CpuUse
 from picotron_ray.runtime.ray_cluster import cleanup
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name

@@ -30,8 +30,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.driver import console, driver, follow_run
-from picotron_ray.runtime.driver.preflight import check_same_run
-from picotron_ray.runtime.driver.resolve_job import OWN_MODEL, PATHS, ResolvedJob, check_machine
+from picotron_ray.runtime.driver.resolve_job import FROM_WORDS, RUNNING_RUN, ResolvedJob, check_machine
 from picotron_ray.runtime.driver.resolve_job import resolve as resolve_job
 from picotron_ray.runtime.driver.submission import current
 from picotron_ray.runtime.ray_cluster import owner_process
@@ -78,7 +77,7 @@ class ElasticTrainer:
         run_config: RunConfig | None = None,
     ) -> None:
         asked = ResolvedJob(job_of(job, scaling_config, run_config), submission=current())
-        self.job = resolve_job(asked, (PATHS, OWN_MODEL)).job
+        self.job = resolve_job(asked, FROM_WORDS).job
         cluster = self.job.cluster
         self.scaling_config = scaling_config or ScalingConfig(
             num_workers=(cluster.min_workers, cluster.max_workers), use_gpu=cluster.device == "cuda"
@@ -130,7 +129,7 @@ class ElasticTrainer:
         while (found := follow_run.find_coordinator(self.job.name)) is not None:
             status = follow_run.poll(found, 0)
             if status is None or not status["done"]:
-                check_same_run(self.job, open_storage(self.job.storage, self.job.name))
+                resolve_job(ResolvedJob(self.job), (RUNNING_RUN,))
                 return found, True
             ray.kill(found)
             time.sleep(follow_run.POLL_S)

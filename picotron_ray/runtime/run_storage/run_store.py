@@ -19,7 +19,7 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit, parent_of
-from picotron_ray.checkpoint.store.import_commit import adopt
+from picotron_ray.checkpoint.store.import_commit import copy_commit
 from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.upload import UploadPart
@@ -79,7 +79,7 @@ class RunStore:
         Not for the adoption of a running generation, which needs no commit and should not wait for it.
         Raises StorageError where there are commits and none of them can be used.
         """
-        self._adopt_origin()
+        self._import_origin()
         entries = self._log.commits()
         if verify:
             good = latest_good(self._storage, self._log, self._job.checkpoint.resume_step)
@@ -90,7 +90,7 @@ class RunStore:
         )
         return tuple(_commit(entry) for entry in entries), generations
 
-    def _adopt_origin(self) -> None:
+    def _import_origin(self) -> None:
         """Make the commit that ``init_from`` names this run's first one, once.
 
         Its writer is a generation of no members, number 0 of the term, so that the machine finds a commit
@@ -110,7 +110,7 @@ class RunStore:
         moments = self._job.init_from.optimizer_state
         pair = (identity.term, identity.n)
         copy_assets(source, self._storage)
-        key, digest = adopt(source, origin["manifest"], origin["digest"], self._storage, pair, moments)
+        key, digest = copy_commit(source, origin["manifest"], origin["digest"], self._storage, pair, moments)
         self._log.append("generation", generation_body(spec))
         body = {"term": identity.term, "n": identity.n, "step": 0, "manifest": key, "digest": digest}
         self._log.append("commit", body)

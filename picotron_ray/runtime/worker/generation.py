@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from picotron_ray.checkpoint.snapshot.slot_file import SlotKey, slot_bytes
+from picotron_ray.checkpoint.snapshot.slot_format import SlotKey, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store.commit_source import CommitSource

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
-from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, open_slot, slot_bytes
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
+from picotron_ray.checkpoint.snapshot.slot_reader import open_slot
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.torch_state import StateTensor, buffers, dtype_name, restore
 from picotron_ray.errors import CorruptError, StorageError

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.cli import app
-from picotron_ray.config.load import parse_job, public_dict
+from picotron_ray.config.export import public_dict
+from picotron_ray.config.load import parse_job
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver.resolve_job import check_machine, settle_start
 from picotron_ray.runtime.run_storage.hf_export import export_hf

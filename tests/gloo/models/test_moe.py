@@ -93,7 +93,7 @@ def test_what_no_grouped_product_takes_is_known(precision: str, tp: int, hidden:
     assert groups_experts(job, "cuda", tp) is taken
     assert not groups_experts(job, "cpu", tp)
     asked = make_job("sgd", 4, model, precision=precision, kernels=KernelsConfig(experts="grouped"))
-    found = [misfit.key for misfit in layout_problems(asked, Layout(tp=tp))]
+    found = [problem.key for problem in layout_problems(asked, Layout(tp=tp))]
     assert found == ([] if taken else ["kernels.experts"])
 
 

@@ -102,13 +102,13 @@ def made(bucket_bytes: int) -> tuple[OffloadedAdamW, list[Tensor]]:
     return OffloadedAdamW(OptimizerConfig(offload=True), group, CPU, 1, bucket_bytes), weights
 
 
-@pytest.mark.parametrize("lane", [CopyStream, LateCopyStream], ids=["prompt", "late"])
+@pytest.mark.parametrize("stream", [CopyStream, LateCopyStream], ids=["prompt", "late"])
 @pytest.mark.parametrize("bucket_bytes", [8, 8 * 7, 8 * 20, 2**20])
 def test_every_cut_into_buckets_gives_torchs_adamw(
-    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int, lane: type
+    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int, stream: type
 ) -> None:
     """Copies that come late are waited for."""
-    monkeypatch.setattr(adamw_offload, "CopyStream", lane)
+    monkeypatch.setattr(adamw_offload, "CopyStream", stream)
     ours, weights = made(bucket_bytes)
     config, expected = OptimizerConfig(), [torch.nn.Parameter(w.clone()) for w in weights]
     theirs = torch.optim.AdamW(

@@ -14,7 +14,7 @@ from picotron_ray.bench.mfu import report
 from picotron_ray.bench.mfu.figures import breakdown, formula, known_peak, measured, mfu, speed_up
 from picotron_ray.bench.mfu.peers import chosen_peers, peer
 from picotron_ray.bench.mfu.result import peak_of, result
-from picotron_ray.bench.mfu.run import MfuOptions, _precision, segments
+from picotron_ray.bench.mfu.run import MfuOptions, _settled, segments
 from picotron_ray.bench.mfu.settings import (
     SWITCHES,
     Refusal,
@@ -284,8 +284,8 @@ def test_bad_requests_end_with_one_line_before_anything_starts(
 
 
 def test_auto_precision_is_settled_before_anything_is_measured() -> None:
-    assert _precision(load_job("tiny", ["precision=auto"]), "cpu") == ["precision=fp32"]
-    assert _precision(load_job("tiny", ["precision=bf16"]), "cpu") == []
+    assert _settled(load_job("tiny", ["precision=auto"]), "cpu").precision == "fp32"
+    assert _settled(load_job("tiny", ["precision=bf16"]), "cpu").precision == "bf16"
 
 
 def test_what_needs_a_gpu_is_named_among_the_refused_on_cpus() -> None:

@@ -12,17 +12,10 @@ import numpy as np
 import pytest
 
 from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
-from picotron_ray.checkpoint.snapshot.slot_file import (
-    SlotFile,
-    SlotHeader,
-    is_pinned,
-    open_slot,
-    read_header,
-    set_pinned,
-    slot_bytes,
-    verify,
-)
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool, choose_folder, list_slots
+from picotron_ray.checkpoint.snapshot.slot_reader import is_pinned, open_slot, read_header, set_pinned, verify
 from picotron_ray.errors import CorruptError, SlotError
 from picotron_ray.layout.shards import Box, Shard, subtract, uncovered, whole
 

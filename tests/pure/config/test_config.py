@@ -13,18 +13,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picotron_ray.config.export import flatten
-from picotron_ray.config.json_schema import allowed, key_schemas, nearest_key
-from picotron_ray.config.load import (
-    fingerprint,
-    job_schema,
-    load_job,
-    parse_job,
-    public_dict,
-    read_source,
-    to_yaml,
-)
-from picotron_ray.config.resume import check_resume, compare, markdown, table, verdict
+from picotron_ray.config.export import flatten, public_dict, to_yaml
+from picotron_ray.config.json_schema import allowed, job_schema, key_schemas, nearest_key
+from picotron_ray.config.load import load_job, parse_job, read_source
+from picotron_ray.config.resume import check_resume, compare, fingerprint, markdown, table, verdict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.config.storage_urls import redact
@@ -332,7 +324,9 @@ def test_every_key_has_a_verdict_and_the_docs_hold_the_table() -> None:
 def test_neither_torch_nor_ray_is_loaded() -> None:
     code = (
         "import sys\n"
-        "from picotron_ray.config.load import load_job, job_schema, to_yaml\n"
+        "from picotron_ray.config.export import to_yaml\n"
+        "from picotron_ray.config.json_schema import job_schema\n"
+        "from picotron_ray.config.load import load_job\n"
         "from picotron_ray.config.resume import check_resume\n"
         "from picotron_ray.planner.search import choose_layout\n"
         "job = load_job('quickstart'); job_schema(); to_yaml(job); choose_layout(job, 4)\n"

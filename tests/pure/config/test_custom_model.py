@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from picotron_ray.config.export import public_dict
-from picotron_ray.config.load import load_job, to_yaml
+from picotron_ray.config.export import public_dict, to_yaml
+from picotron_ray.config.load import load_job
 from picotron_ray.config.resume import compare
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig

@@ -550,21 +550,21 @@ def test_an_update_of_all_tensors_at_once_copies_them(optimizer: str, layout: La
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "layout", "quantised"),
+    ("optimizer", "layout", "quantized"),
     [
         ("adamw", Layout(), 6600),
         ("adamw", Layout(dp=2, zero=1), 3300),
         ("muon", Layout(), 2 * 2400 + 8 + 4 * 16),  # embedding, head and norms
     ],
 )
-def test_moments_in_8_bits_by_hand(optimizer: str, layout: Layout, quantised: int) -> None:
+def test_moments_in_8_bits_by_hand(optimizer: str, layout: Layout, quantized: int) -> None:
     """A byte and 4/256 for each of two moments instead of 4; 30 bytes each while they are updated."""
     full, small = (
         memory_estimate(parse_job({**BY_HAND, "optimizer": {"name": optimizer, "moments": moments}}), layout)
         for moments in ("full", "8bit")
     )
-    assert full.state_bytes - small.state_bytes == pytest.approx(2 * (4 - 1 - 1 / 64) * quantised)
-    assert small.update_bytes == 30 * quantised
+    assert full.state_bytes - small.state_bytes == pytest.approx(2 * (4 - 1 - 1 / 64) * quantized)
+    assert small.update_bytes == 30 * quantized
 
 
 def test_decoded_moments_are_a_bucket_of_a_large_model() -> None:

@@ -138,13 +138,13 @@ def test_what_was_heard_of_the_end_stays_heard(shown: Callable[[Coordinator], tu
     assert final["done"]
 
 
-def test_an_audience_forgets_those_that_stopped_asking() -> None:
-    audience = Followers()
-    assert audience.answered("a", False, 0.0) == 0
-    assert audience.answered("b", False, 0.1) == 1
-    assert audience.answered("a", True, 0.2) == 1
-    assert audience.answered("a", True, 0.3 + RECENT_S) == 0, "b is gone"
-    assert audience.answered("b", False, 10.0) == 0
-    assert audience.answered("a", True, 10.0) == 1
-    assert audience.answered("b", True, 10.1) == 0
-    assert audience.answered("a", True, 10.1) == 0
+def test_followers_forget_those_that_stopped_asking() -> None:
+    followers = Followers()
+    assert followers.answered("a", False, 0.0) == 0
+    assert followers.answered("b", False, 0.1) == 1
+    assert followers.answered("a", True, 0.2) == 1
+    assert followers.answered("a", True, 0.3 + RECENT_S) == 0, "b is gone"
+    assert followers.answered("b", False, 10.0) == 0
+    assert followers.answered("a", True, 10.0) == 1
+    assert followers.answered("b", True, 10.1) == 0
+    assert followers.answered("a", True, 10.1) == 0

@@ -55,7 +55,7 @@ def taken_over(old: LocalStorage, folder: Path, with_moments: bool) -> tuple[Loc
     log = RunLog(new)
     log.claim_term("test")
     log.append("generation", generation(1, 0))
-    key, digest = import_commit.adopt(old, found.key, found.digest, new, (1, 0), with_moments)
+    key, digest = import_commit.copy_commit(old, found.key, found.digest, new, (1, 0), with_moments)
     log.append("commit", {"term": 1, "n": 0, "step": 0, "manifest": key, "digest": digest})
     return new, log
 
@@ -72,7 +72,7 @@ def test_what_is_taken_over_is_a_whole_commit_of_step_0(
     assert import_commit.weights_only(good.manifest) is not with_moments
     assert good.manifest.extra[import_commit.ORIGIN]["step"] == 8
     found = import_commit.find(old, None)
-    again = import_commit.adopt(old, found.key, found.digest, new, (2, 0), with_moments)
+    again = import_commit.copy_commit(old, found.key, found.digest, new, (2, 0), with_moments)
     assert again[0] == "manifests/0-2-0.json", "after a crash it is done again, by the next term"
 
 
@@ -108,7 +108,9 @@ def test_damage_is_found_at_the_launch_and_again_while_copying(old: LocalStorage
     with pytest.raises(CorruptError, match="commit of step 8 does not verify"):
         import_commit.find(old, 8)
     with pytest.raises(CorruptError, match="do not match their address"):
-        import_commit.adopt(old, found.key, found.digest, LocalStorage(str(memory_path), "new"), (1, 0), True)
+        import_commit.copy_commit(
+            old, found.key, found.digest, LocalStorage(str(memory_path), "new"), (1, 0), True
+        )
 
 
 def test_the_step_is_settled_once(old: LocalStorage, memory_path: Path, job: MakeJob) -> None:

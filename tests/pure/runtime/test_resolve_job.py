@@ -15,14 +15,21 @@ from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.runtime.driver import resolve_job
 from picotron_ray.runtime.driver.resolve_job import (
     FROM_WORDS,
+    INIT_FROM,
     ON_THE_CLUSTER,
     ON_THE_MACHINE,
+    OWN_PRECISION,
+    RUNNING_RUN,
+    START,
     ResolvedJob,
     ResolveStep,
     resolve,
     resolve_words,
 )
 from picotron_ray.runtime.driver.submission import Submission
+
+PURE = ("layout", "metrics host")
+"""Steps that look at nothing but the job."""
 
 
 def names(steps: tuple[ResolveStep, ...]) -> list[str]:
@@ -35,8 +42,9 @@ def test_the_order_of_the_steps() -> None:
     machine = ["data", "layout", "snapshot room", "services", "storage", "start", "same run"]
     assert names(ON_THE_MACHINE) == machine
     assert names(ON_THE_CLUSTER) == ["own model", "precision", "room", "init_from", "metrics host"]
-    for step in (*FROM_WORDS, *ON_THE_MACHINE, *ON_THE_CLUSTER):
-        assert step.take.__doc__, f"{step.name} does not say what it touches"
+    for step in (*FROM_WORDS, *ON_THE_MACHINE, *ON_THE_CLUSTER, RUNNING_RUN, OWN_PRECISION):
+        said = step.take.__doc__ or ""
+        assert ("Touches: " in said) != (step.name in PURE), f"{step.name} does not say what it touches"
 
 
 def test_steps_are_taken_in_order_and_the_first_that_refuses_is_named() -> None:
@@ -85,6 +93,14 @@ def test_words_become_a_job_that_any_process_can_read(
     assert refused.value.step == "config"
 
 
+def test_a_start_that_is_missing_is_refused_by_its_step(tmp_path: Path) -> None:
+    job = load_job("tiny", [f"storage.url={tmp_path}", "init_from.run=gone"])
+    for step in (INIT_FROM, START):
+        with pytest.raises(ConfigError, match="gone") as refused:
+            resolve(ResolvedJob(job), (step,))
+        assert refused.value.step == step.name
+
+
 # --- validate ----------------------------------------------------------------------------------------------
 
 
@@ -125,7 +141,25 @@ def test_validate_against_a_run_names_the_step(
     assert err.startswith(line)
 
 
-def test_validate_names_the_start_that_is_missing(tmp_path: Path) -> None:
+def test_validate_names_the_users_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(job: JobConfig) -> None:
+        raise ConfigError(f"model.builder: {job.model.builder} is not there")
+
+    monkeypatch.setattr("picotron_ray.runtime.driver.custom_model.inspect_model", refuse)
+    code, out, err = validate("tiny", "model={vocab_size: 264, builder: 'gone:build'}")
+    assert (code, out) == (2, "# refused by step: own model\n")
+    assert err == "error: model.builder: gone:build is not there\n"
+    assert validate("tiny")[0] == 0, "nothing to build"
+
+
+def test_validate_in_a_ray_job_names_the_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = Submission("raysubmit_1", {}, uploaded=False)
+    monkeypatch.setattr("picotron_ray.runtime.driver.submission.current", lambda: bare)
+    code, out, _ = validate("tiny", "storage.url=runs")
+    assert (code, out) == (2, "# refused by step: paths\n")
+
+
+def test_validate_names_the_run_that_began_elsewhere(tmp_path: Path) -> None:
     from picotron_ray.config.export import public_dict
 
     words = [f"storage.url={tmp_path}", "init_from.run=gone"]

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, slot_bytes
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store.commit import Committed, commit
 from picotron_ray.checkpoint.store.commit_source import CommitSource

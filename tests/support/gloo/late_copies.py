@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class LateEvent:
-    """Of one copy; in its lane, those before it are done first."""
+    """Of one copy; in its stream, those before it are done first."""
 
-    def __init__(self, lane: LateCopyStream, number: int) -> None:
-        self._lane, self._number = lane, number
+    def __init__(self, stream: LateCopyStream, number: int) -> None:
+        self._stream, self._number = stream, number
 
     def synchronize(self) -> None:
-        self._lane.run(self._number)
+        self._stream.run(self._number)
 
 
 class LateCopyStream:

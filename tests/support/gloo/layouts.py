@@ -69,7 +69,7 @@ class Case:
         return model_of(self.kind, 2 if self.layout.pp == 1 else self.layout.stages + 1)
 
     @property
-    def misfit(self) -> str:
+    def problem(self) -> str:
         """The first rule that it breaks, or empty."""
         found = layout_problems(job_of("sgd", self.batch, self.model, self.actions), self.layout)
         return f"{found[0].key}: {found[0].text}" if found else ""
@@ -122,7 +122,7 @@ def fewest_micro_batches(layout: Layout, kind: str, batch: int) -> Case:
     least = 4 if layout.pp > 1 else 2
     for rows in range(-(-batch // (least * layout.dp)), 1, -1):
         case = Case(replace(layout, micro_batch=rows), kind, batch)
-        if case.layout.micro_batches(batch) >= least and not case.misfit:
+        if case.layout.micro_batches(batch) >= least and not case.problem:
             return case
     return Case(layout, kind, batch)
 
@@ -137,7 +137,7 @@ def listed() -> list[Case]:
     cases: list[Case] = []
     for rows, dp, tp, cp, ep, zero, kind, batch in every:
         case = Case(layout_of(rows, batch, dp=dp, tp=tp, cp=cp, ep=ep, zero=zero), kind, batch, rows)
-        if case.layout.world_size <= LISTED_PROCESSES and not (zero and dp * cp == 1) and not case.misfit:
+        if case.layout.world_size <= LISTED_PROCESSES and not (zero and dp * cp == 1) and not case.problem:
             cases.append(case)
         if len(cases) == LISTS:
             break
@@ -148,7 +148,7 @@ def judged() -> tuple[list[Case], list[tuple[Case, str]]]:
     """What fits, and what does not with the first reason."""
     fitting, refused = [], []
     for case in products():
-        reason = case.misfit
+        reason = case.problem
         if reason:
             refused.append((case, reason))
         else:

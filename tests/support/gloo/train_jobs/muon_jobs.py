@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
-from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, SlotHeader, slot_bytes
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.torch_state import buffers, restore
 from picotron_ray.config.schema.job import JobConfig

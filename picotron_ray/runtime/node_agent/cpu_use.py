@@ -1,4 +1,4 @@
-"""Stall detector: tells a slow worker from a stuck one.
+"""CPU use of workers, which tells a slow one from a stuck one.
 
 A node that is overloaded makes phases long, and that is no hang. A member that computes uses CPU; one that is
 stopped, deadlocked or blocked in a collective does not. So a stall is not called while any member of its

@@ -147,6 +147,7 @@ def test_fp32_stays_close_for_a_hundred_steps_after_a_change(tmp_path: Path) -> 
     assert losses(job)[:118] == pytest.approx(quiet[:118], rel=1e-5)
 
 
+@pytest.mark.deep
 def test_losses_are_bitwise_equal_where_the_layout_never_changed(calm: list[float], tmp_path: Path) -> None:
     faults = ({"fault": "kill", "target": "worker:1", "step": 18, "phase": "backward"},)
     job = tiny_job("same-layout", tmp_path, chaos=faults, **TWO_REPLICAS)

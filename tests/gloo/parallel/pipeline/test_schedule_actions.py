@@ -39,7 +39,7 @@ LISTS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "global_batch", "degrees"), thinned(LISTS, range(6), lambda name, *_: name)
+    ("name", "rows", "global_batch", "degrees"), thinned(LISTS, (0, 2, 4), lambda name, *_: name)
 )
 def test_list_equals_one_process(
     pool: Pool, name: str, rows: Rows, global_batch: int, degrees: dict[str, int]

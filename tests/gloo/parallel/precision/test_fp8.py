@@ -24,6 +24,7 @@ from tests.support.gloo.parallel_jobs.fp8_jobs import fp8_products
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, Result, assemble, make_job, run_layout
 from tests.support.gloo.parity import distance
 from tests.support.gloo.pool import Pool
+from tests.support.selection import also_deep
 
 pytest.importorskip("torchao")
 WIDE = ModelConfig(
@@ -124,7 +125,7 @@ def test_where_the_same_tensors_are_scaled_the_gradients_are_the_same(pool: Pool
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
-    "layout", [Layout(tp=2, micro_batch=2), Layout(dp=2, tp=2, zero=2, micro_batch=2)], ids=str
+    "layout", [Layout(tp=2, micro_batch=2), *also_deep(Layout(dp=2, tp=2, zero=2, micro_batch=2))], ids=str
 )
 def test_tensor_parallel_gradients_are_as_near_to_fp32(pool: Pool, kind: str, layout: Layout) -> None:
     """Parts of a weight have scales of their own, so that roundings differ, but not by how much."""

@@ -45,16 +45,17 @@ LIKELY = {"void_states_count": 117, "the_fence_is_ignored": 145}  # seeds that a
 def swept() -> tuple[list[Report], Coverage]:
     """All seeds, spread over the cores.
 
-    Their processes are not traced for coverage, which would double the time; the other tests here run
-    the same lines in this process.
+    Their processes are not traced for coverage, which would double the time, but where a run records which
+    test touches which line; the other tests here run the same lines in this process.
     """
     cores = min(4, os.cpu_count() or 1)
     shares = [range(first, SEEDS, cores) for first in range(cores)]
     reports: list[Report] = []
     coverage = Coverage()
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
-        patch.delenv("COVERAGE_PROCESS_START", raising=False)
+        if "PICOTRON_TEST_CONTEXT" not in os.environ:
+            patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+            patch.delenv("COVERAGE_PROCESS_START", raising=False)
         with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
             for found, seen in pool.map(simulate_many, shares):
                 reports += found

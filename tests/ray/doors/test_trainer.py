@@ -55,8 +55,11 @@ def living(run: str) -> list[str]:
 
 
 def test_fit_returns_rays_result_and_survives_a_kill(tmp_path: Path) -> None:
-    job = tiny_job("fit", tmp_path / "ignored", steps=70, checkpoint={"interval_steps": 20}, cluster=PATIENT)
-    seen = Seen(victim=lambda: kill_worker("fit"))
+    # By script: a fast machine is through all steps before a report could lead to a kill.
+    fault = {"fault": "kill", "target": "worker:0", "step": 30, "phase": "forward"}
+    sections: dict[str, Any] = {"checkpoint": {"interval_steps": 20}, "cluster": PATIENT, "chaos": (fault,)}
+    job = tiny_job("fit", tmp_path / "ignored", steps=70, **sections)
+    seen = Seen()
     trainer = picotron_ray.ElasticTrainer(
         job,
         scaling_config=ScalingConfig(num_workers=(1, 2)),

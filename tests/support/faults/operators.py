@@ -3,7 +3,8 @@
 The operators are the usual ones of mutation testing (DeMillo et al. 1978; Offutt et al. 1996): a comparison
 off by its border or turned round, plus for minus, ``and`` for ``or``, a condition negated, a constant off
 by one, a call or an update left out. Left alone is what changes no behaviour that a test could see:
-annotations, docstrings, texts of errors and logs, and settings of time by name (``…_S``, ``timeout``).
+annotations, docstrings, texts of errors and logs, settings of time by name (``…_S``, ``timeout``), how output
+looks (``indent``, ``flush``, options of Typer), the size of a cache, and the border of a tolerance.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
     ast.Div: ast.Mult,
 }  # fmt: skip
-QUIET_CALLS = ("print", "log", "warn", "note", "echo", "info", "debug", "secho")
+QUIET_CALLS = ("print", "log", "warn", "note", "echo", "info", "debug", "secho", "Typer")
+QUIET_KEYWORDS = ("indent", "flush", "maxsize")
 QUIET_NAMES = ("_S", "_s", "timeout", "TIMEOUT", "interval", "grace")
 
 
@@ -74,6 +76,8 @@ class _Finder:
             if name in ("annotation", "returns", "decorator_list"):
                 continue
             for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.keyword) and child.arg in QUIET_KEYWORDS:
+                    continue
                 if isinstance(child, ast.AST):
                     yield from self.of(child)
 
@@ -92,6 +96,8 @@ def _quiet(node: ast.stmt | ast.expr) -> bool:
 
 
 def _replacements(node: ast.stmt | ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.Compare) and "tolerance" in ast.unparse(node).lower():
+        return
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
         yield ast.unparse(ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators))
     elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC and not _is_text(node):

@@ -21,9 +21,6 @@ class ConfigError(PicotronError):
 
     exit_code = 2
 
-    def __init__(self, *problems: str) -> None:
-        super().__init__(*problems)
-
     @property
     def problems(self) -> tuple[str, ...]:
         return tuple(str(line) for line in self.args)

@@ -46,6 +46,11 @@ def _looped_waiting(shape: PipelineShape) -> float:
     return (shape.ranks - 1) / shape.stages_per_rank
 
 
+def _split_waiting(shape: PipelineShape) -> float:
+    """Of forward, input gradient and weight gradient the last fills the wait."""
+    return _looped_waiting(shape) / 3
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
     """Pipeline schedule: its demands, how it runs and what it costs.
@@ -186,8 +191,7 @@ _ENTRIES = (
         splits_backward=True,
         problem=_whole_rounds,
         in_flight=_interleaved_in_flight,
-        # of forward, input gradient and weight gradient the last fills the wait
-        waiting=lambda shape: _looped_waiting(shape) / 3,
+        waiting=_split_waiting,
     ),
     PipelineSchedule(
         "zbv",
@@ -196,7 +200,7 @@ _ENTRIES = (
         placement="v",
         splits_backward=True,
         in_flight=lambda shape, rank: min(shape.micro_batches, shape.ranks),
-        waiting=lambda shape: (shape.ranks - 1) / 3,
+        waiting=_split_waiting,
     ),
     PipelineSchedule(
         "dualpipev",
@@ -206,7 +210,7 @@ _ENTRIES = (
         splits_backward=True,
         problem=_one_per_stage,
         in_flight=lambda shape, rank: min(shape.micro_batches, shape.ranks + 0.5),
-        waiting=lambda shape: (shape.ranks - 1) / 3,
+        waiting=_split_waiting,
     ),
     PipelineSchedule("custom", with_actions=_custom, stages_per_rank=(1, MANY), placement="list"),
 )

@@ -231,7 +231,7 @@ class TensorParallel:
             self._cut(module, 0, "bias")
         if hasattr(module, "nf"):
             module.nf //= self.parts
-        module.register_forward_pre_hook(lambda _, inputs: (_Copy.apply(inputs[0], self.group), *inputs[1:]))
+        module.register_forward_pre_hook(lambda _, inputs: _Copy.apply(*inputs, self.group))
 
     def sum_rowwise(self, module: Any) -> None:
         """Cut the inputs, with whole activations out; the bias is added once, to the sum."""

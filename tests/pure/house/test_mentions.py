@@ -19,6 +19,7 @@ PACKAGE = ROOT / "picotron_ray"
 FOLDERS = ("picotron_ray", "tuning", "tests")
 DOTTED = re.compile(r"`{1,2}([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?`{1,2}")
 FILE = re.compile(r"(?<![\w/.<>*-])\w[\w/.-]*\.py\b")
+IMPORT = re.compile(r"\bfrom ((?:picotron_ray|tuning|tests)[\w.]*) import ((?:\w+(?:, )?)+)")
 SUFFIXES = ("bin", "py", "json", "jsonl", "yaml")  # data files, and files that FILE finds
 ELSEWHERE = {
     "modules.py",  # of each family
@@ -123,6 +124,27 @@ def test_modules_and_files_in_prose_exist() -> None:
         if (names := missing(path.read_text(), path))
     }
     assert found == {}
+
+
+def missing_imports(text: str) -> list[str]:
+    """What the import statements in a text name and nobody has: programs in strings, examples in Markdown."""
+    named = (
+        f"{module}.{name}" for module, names in IMPORT.findall(text) for name in re.findall(r"\w+", names)
+    )
+    return [name for name in named if not exists(name) and name not in ELSEWHERE]
+
+
+def test_programs_in_strings_and_in_the_documentation_import_what_exists() -> None:
+    files = [*sources(), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/**/*.md")]
+    imports = {path.relative_to(ROOT).as_posix(): missing_imports(path.read_text()) for path in files}
+    del imports["tests/pure/house/test_circles.py"]  # its modules are made up
+    assert {path: names for path, names in imports.items() if names} == {}
+
+
+def test_an_import_of_nothing_is_found() -> None:
+    gone = "picotron_ray.runtime.no_such_module"
+    text = f"from {gone.rpartition('.')[0]} import chaos, no_such_module, worker"
+    assert missing_imports(text) == [gone]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from picotron_ray.runtime.ray_cluster.local_ray import LocalRay, LocalRayError
 
 DRIVER = """
 import sys, ray
-from picotron_ray.runtime import connect, local_ray
+from picotron_ray.runtime.ray_cluster import connect, local_ray
 connect.attach(local_ray.find("lifecycle"))
 
 @ray.remote

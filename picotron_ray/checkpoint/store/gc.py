@@ -50,14 +50,11 @@ class GcReport:
 
 
 def retained(log: RunLog, config: CheckpointConfig) -> list[Entry]:
-    (
-        """Commits that retention keeps.
+    """Commits that retention keeps.
 
     Those are the newest ones, those at multiples of ``keep_every_steps``, and the newest commit that the
     newest generation descends from: its ledger continues there.
     """
-        ""
-    )
     commits = log.commits()
     keep = {entry.seq for entry in commits[-config.keep_last :]}
     if config.keep_every_steps:

@@ -22,7 +22,24 @@ def test_state_without_zero_is_cut_over_stages_experts_and_tensors() -> None:
     assert (layout.shards, layout.expert_shards, layout.state_groups) == (1, 1, 8)
     assert [layout.expert_index(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [layout.expert_replica(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [layout.state_group(rank) for rank in range(16)] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7]
+    assert [layout.state_group(rank) for rank in range(16)] == [
+        0,
+        1,
+        2,
+        3,
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        4,
+        5,
+        6,
+        7,
+    ]
     assert layout.state_replicas(15) == (11, 15)
     dense = Layout(dp=2, tp=2)
     assert [dense.expert_index(rank) for rank in range(4)] == [0] * 4
@@ -99,4 +116,7 @@ def test_a_stored_layout_of_an_earlier_version_has_no_placement() -> None:
 
 def test_former_names_in_a_text_are_replaced_in_layouts_alone() -> None:
     text = "afab: dp2-tp1-pp2-afab-mb4 beside dp4-tp1-pp1-mb1 and dp1-tp1-pp2-afab-v2-mb1"
-    assert current_names(text) == "afab: dp2-tp1-pp2-gpipe-mb4 beside dp4-tp1-pp1-mb1 and dp1-tp1-pp2-gpipe-v2-mb1"
+    assert (
+        current_names(text)
+        == "afab: dp2-tp1-pp2-gpipe-mb4 beside dp4-tp1-pp1-mb1 and dp1-tp1-pp2-gpipe-v2-mb1"
+    )

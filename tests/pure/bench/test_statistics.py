@@ -210,7 +210,7 @@ def test_report_of_recovery() -> None:
         ["lost_steps", "2.000"],
         ["lost_samples", "1.000"],
         ["step_s", "0.020"],
-        "3 kills each, 4 workers on 2 cores of Z80, 1.0 GiB".split(),
+        ["3", "kills", "each,", "4", "workers", "on", "2", "cores", "of", "Z80,", "1.0", "GiB"],
     ]
     beside = recovery_lines({**found, "ray_train": ray_train, **recovery_ratios(ours, ray_train)})
     assert beside[0] == f"{'median':24}{'ours':>12}{'ray_train':>12}"

@@ -114,7 +114,9 @@ def test_options_reach_the_benchmarks(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("picotron_ray.bench.mfu.run.bench", bench)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {pid, 2, 5})
     for lines in ("common.report.recovery_lines", "common.report.throughput_lines", "mfu.report.lines"):
-        monkeypatch.setattr(f"picotron_ray.bench.{lines}", lambda found: ["a line", f"found {found['found']}"])
+        monkeypatch.setattr(
+            f"picotron_ray.bench.{lines}", lambda found: ["a line", f"found {found['found']}"]
+        )
     target = tmp_path / "found.json"
     for words in (
         "recovery --peers none",

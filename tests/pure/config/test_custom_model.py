@@ -10,6 +10,7 @@ import pytest
 from picotron_ray.config.export import public_dict, to_yaml
 from picotron_ray.config.load import load_job
 from picotron_ray.config.resume import compare
+from picotron_ray.bench.mfu.settings import changed
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.check import check
@@ -159,3 +160,8 @@ def test_the_builders_source_is_known_by_its_digest(tmp_path: Path, monkeypatch:
     assert builder_fingerprint("model_package.net:build") != net
     for missing in ("no_such_model:build", "model_package.none:build", "no_such.model:build"):
         assert builder_fingerprint(missing) == "not importable"
+
+
+def test_a_benchmarks_switch_keeps_what_was_built() -> None:
+    job = looked_into()
+    assert changed(job, ["steps=3"]) == job.model_copy(update={"steps": 3})

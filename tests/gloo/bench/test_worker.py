@@ -1,4 +1,4 @@
-"""A process of ``bench mfu``: its place, its segments and what it notes, around a training that is made up."""
+"""A process of ``bench mfu``: its place, its segments and what it notes, around a made-up training."""
 
 from __future__ import annotations
 
@@ -77,9 +77,8 @@ def test_phases_are_per_step_and_a_pipelines_stages_mark_their_own(
     training, timed = Training(), []
 
     class Watch:
-        seconds = {"data": 6.0, phase: 1.5}
-
         def __init__(self, device: torch.device) -> None:
+            self.seconds = {"data": 6.0, phase: 1.5}
             self.marks: list[str] = []
             watches.append(self)
 

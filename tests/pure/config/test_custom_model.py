@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from picotron_ray.bench.mfu.settings import changed
 from picotron_ray.config.export import public_dict, to_yaml
 from picotron_ray.config.load import load_job
 from picotron_ray.config.resume import compare
-from picotron_ray.bench.mfu.settings import changed
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.check import check

@@ -115,7 +115,10 @@ def test_why_flash_attn_cannot_work_on_a_part_of_a_row() -> None:
         ("cuda", 2): f"saw flash-attn{private}, expected auto or one of flash, cudnn, efficient, math on cuda"
         " with precision bf16 and context parallelism",
         ("cpu", 1): "saw flash-attn, expected auto or one of flash, math on cpu with precision bf16",
-        ("cpu", 2): "saw flash-attn, expected auto or one of flash, math on cpu with precision bf16 and context"
+        (
+            "cpu",
+            2,
+        ): "saw flash-attn, expected auto or one of flash, math on cpu with precision bf16 and context"
         " parallelism",
     }
 

@@ -10,6 +10,7 @@ from picotron_ray.config.export import flatten
 from picotron_ray.config.json_schema import allowed, key_schemas, schema_key
 from picotron_ray.config.load import load_job, parse_job
 from picotron_ray.config.mistake_lines import dotted, shown
+from picotron_ray.config.resume import show
 from picotron_ray.errors import ConfigError
 
 
@@ -39,7 +40,10 @@ def test_values(value: Any, text: str) -> None:
         ({"type": "integer", "minimum": 1, "maximum": 9}, "an integer >= 1 and <= 9"),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-9}, "a number > 0 and < 1e-09"),
         ({"type": "number", "minimum": 1.0}, "a number >= 1"),
-        ({"anyOf": [{"const": "auto"}, {"type": "boolean"}, {"type": "null"}]}, "auto or true or false or null"),
+        (
+            {"anyOf": [{"const": "auto"}, {"type": "boolean"}, {"type": "null"}]},
+            "auto or true or false or null",
+        ),
         ({"enum": ["a", 2]}, "one of a, 2"),
         ({"type": "string", "pattern": "^a$"}, "a string that matches ^a$"),
         ({"type": "array"}, "a list"),
@@ -72,6 +76,11 @@ def test_values_may_be_nested_twenty_deep() -> None:
 
     assert line(19).startswith("name: saw a list of 1, expected a string")
     assert line(20) == "config: saw values nested more than 20 deep, expected at most 3; remove the alias"
+
+
+def test_a_resumes_values_are_cut_to_sixty() -> None:
+    assert show("x" * 58) == repr("x" * 58)
+    assert show("x" * 59) == "'" + "x" * 56 + "..."
 
 
 def test_a_broken_fault_breaks_no_rule_of_the_shortest_run() -> None:

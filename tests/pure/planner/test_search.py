@@ -63,7 +63,9 @@ def test_shardings(
 
 
 def test_expert_degrees() -> None:
-    mixture = parse_job({"model": {"moe": {"experts": 12, "intermediate_size": 16}}, "layout": {"ep": "auto"}})
+    mixture = parse_job(
+        {"model": {"moe": {"experts": 12, "intermediate_size": 16}}, "layout": {"ep": "auto"}}
+    )
     assert search._expert_degrees(mixture, 8) == [1, 2, 4]
     assert search._expert_degrees(mixture, 5) == [1]
     assert search._expert_degrees(job(ep="auto"), 8) == [1]

@@ -45,7 +45,7 @@ def job(model: dict[str, Any] | None = None, **options: Any) -> JobConfig:
 @pytest.mark.parametrize(
     ("options", "layout", "state", "gathered", "activations"),
     [
-        # Two of four experts: blocks of 528. A token keeps 56 + 92 elements, routes of 96 bytes, 2·8 weighted.
+        # Two of four experts: blocks of 528. A token keeps 56 + 92 elements, 96 bytes of routes, 2·8.
         ({}, Layout(dp=2, ep=2, micro_batch=2), 6920 * 16, 0, 12 * (4 * 752 + 2400)),
         ({}, Layout(dp=2, ep=2, tp=2, micro_batch=2), 3460 * 16, 0, 6 * (4 * 752 + 2400)),
         # Experts are left on two copies of four: a half of 4·288, a quarter of the rest.

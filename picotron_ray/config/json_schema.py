@@ -125,5 +125,5 @@ def nearest_key(key: str) -> str | None:
 
 
 def _closest(word: str, candidates: list[str], cutoff: float = 0.7) -> str | None:
-    matches = difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)
+    matches = difflib.get_close_matches(word, candidates, cutoff=cutoff)
     return matches[0] if matches else None

@@ -87,7 +87,7 @@ def read_source(source: str) -> dict[str, Any]:
 def _read_recipe(name: str) -> str:
     names = recipe_names()
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
+        close = difflib.get_close_matches(name, names)
         hint = f", did you mean {close[0]}?" if close else ""
         raise ConfigError(
             f"config: saw {name}, neither a file nor a packaged recipe; recipes are {', '.join(names)}{hint}"

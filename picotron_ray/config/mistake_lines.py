@@ -45,7 +45,7 @@ def mistake_line(path: Place, detail: ErrorDetails, raw: dict[str, Any]) -> str:
 
 def _value_hint(value: Any, schema: Any) -> str:
     if isinstance(value, str) and "enum" in schema:
-        close = get_close_matches(value, [str(item) for item in schema["enum"]], n=1)
+        close = get_close_matches(value, [str(item) for item in schema["enum"]])
         return f", did you mean {close[0]}?" if close else ""
     return ""
 

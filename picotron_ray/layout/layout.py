@@ -160,7 +160,7 @@ class Layout:
 
     def expert_index(self, rank: int) -> int:
         """Index of the 1/ep of the experts that ``rank`` holds. Neighbouring replicas hold different ones."""
-        return self.replica(rank) % self.ep if self.ep > 1 else 0
+        return self.replica(rank) % self.ep
 
     def expert_replica(self, rank: int) -> int:
         """Index of ``rank`` among the replicas / ep that work with the same experts."""

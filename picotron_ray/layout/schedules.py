@@ -9,6 +9,7 @@ Sources: GPipe (Huang et al. 2019), 1F1B and interleaved 1F1B (Narayanan et al. 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +19,7 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.layout.schedule_actions import Action, ActionRows, action_list
 
 Placement = Literal["loop", "v", "list"]
-MANY = 1 << 16
+MANY = sys.maxsize
 
 
 class PipelineShape(NamedTuple):

@@ -89,22 +89,21 @@ def measured(segments: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dic
     """
     steps = [step for segment in segments for step in segment["steps_s"]]
     return {
-        "tokens_per_s": spread([_rate(segment, tokens_per_step) for segment in segments]),
+        "tokens_per_s": spread([tokens_per_step * _steps_per_s(segment) for segment in segments]),
         "step_s": spread(steps),
         "steps": len(steps),
         "peak_bytes": max(segment["peak_bytes"] for segment in segments),
     }
 
 
-def _rate(segment: Mapping[str, Any], tokens_per_step: int = 1) -> float:
-    """Tokens per second of a whole segment: pauses between steps count."""
-    steps = segment["steps_s"]
-    return tokens_per_step * len(steps) / sum(steps)
+def _steps_per_s(segment: Mapping[str, Any]) -> float:
+    """Rate of a whole segment: pauses between steps count."""
+    return len(segment["steps_s"]) / sum(segment["steps_s"])
 
 
 def speed_up(ours: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> Spread:
     """Ratio of our speed to another's, within each round; its spread over rounds."""
-    return spread([_rate(a) / _rate(b) for a, b in zip(ours, others, strict=True)])
+    return spread([_steps_per_s(a) / _steps_per_s(b) for a, b in zip(ours, others, strict=True)])
 
 
 def breakdown(ranks: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -200,6 +200,8 @@ def main(plan_file: str, folder: str) -> None:
     except Exception as error:
         log.note("failed", error=f"{type(error).__name__}: {error}")
         raise
+    finally:
+        log.close()
 
 
 if __name__ == "__main__":

@@ -59,3 +59,34 @@ def test_bubble_is_what_a_stage_waits(pool: Pool) -> None:
         seconds = found["phases_s"]
         assert {"forward", "backward", "bubble", "reduce", "clip", "optimizer"} <= set(seconds)
         assert seconds["bubble"] > 0.1 * (seconds["forward"] + seconds["backward"])
+
+
+STRICT = [  # every setting of AdamW shows in three steps
+    *("optimizer.weight_decay=5", "optimizer.eps=1e-3", "optimizer.clip_norm=0.1", "optimizer.beta1=0.5"),
+    *(
+        "optimizer.learning_rate=0.01",
+        "optimizer.schedule.warmup_steps=2",
+        "optimizer.decay_embeddings=false",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "overrides", "micro_batches"),
+    [
+        (1, ["layout.micro_batch=8"], 1),
+        (1, ["layout.micro_batch=2", "optimizer.clip_norm=null"], 4),
+        (2, ["layout.micro_batch=2"], 2),
+    ],
+    ids=str,
+)
+def test_the_plain_loop_trains_as_the_engine_does(
+    workers: int, overrides: list[str], micro_batches: int, pool: Pool
+) -> None:
+    for found in pool.run(workers, bench_jobs.beside_the_engine, [*STRICT, *overrides]):
+        assert found["apart"] < 1e-5
+        assert found["losses"]["plain"] == pytest.approx(found["losses"]["engine"], rel=1e-4)
+        assert found["phases"] == {
+            "engine": [*["forward", "backward"] * micro_batches, "reduce", "clip", "optimizer"] * 3,
+            "plain": [],
+        }

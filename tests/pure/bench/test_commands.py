@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from picotron_ray import cli
 from picotron_ray.bench.recovery import bench as recovery
 from picotron_ray.bench.recovery.peers import torchft
+from picotron_ray.bench.throughput import bench as throughput
 from picotron_ray.bench.throughput.bench import RATIOS, SIDES, chosen_sides, job_for_throughput, ratios
 from picotron_ray.errors import ConfigError
 
@@ -95,3 +96,78 @@ def test_an_unknown_peer_ends_the_command_before_anything_starts() -> None:
     result = CliRunner().invoke(cli.app, ["bench", "recovery", "--peers", "horovod"])
     assert result.exit_code == 2
     assert "saw 'horovod'" in result.stderr
+
+
+def test_options_reach_the_benchmarks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from picotron_ray.bench.mfu.run import MfuOptions
+
+    asked: list[tuple[Any, ...]] = []
+
+    def bench(*arguments: Any) -> dict[str, Any]:
+        *words, say = arguments
+        asked.append(tuple(words))
+        say("under way")
+        return {"found": len(asked)}
+
+    monkeypatch.setattr("picotron_ray.bench.recovery.bench.bench", bench)
+    monkeypatch.setattr("picotron_ray.bench.throughput.bench.bench", bench)
+    monkeypatch.setattr("picotron_ray.bench.mfu.run.bench", bench)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {pid, 2, 5})
+    for lines in ("common.report.recovery_lines", "common.report.throughput_lines", "mfu.report.lines"):
+        monkeypatch.setattr(
+            f"picotron_ray.bench.{lines}", lambda found: ["a line", f"found {found['found']}"]
+        )
+    target = tmp_path / "found.json"
+    for words in (
+        "recovery --peers none",
+        "recovery --runs 2 --seed 3 --peers ray_train --json -",
+        "throughput",
+        "throughput --pairs 1 --workers 4 --sides plain,service --json -",
+        "mfu tiny",
+        f"mfu tiny steps=3 --workers 2 --steps 4 --warmup 0 --rounds 6 --ablate --peers none"
+        f" --peak-tflops 9 --json {target}",
+    ):
+        result = CliRunner().invoke(cli.app, ["bench", *words.split()])
+        assert result.exit_code == 0
+        assert result.stderr == "under way\n"
+        as_json = words.endswith("-")
+        shown = f'{{"found": {len(asked)}}}\n' if as_json else f"a line\nfound {len(asked)}\n"
+        assert result.stdout == shown
+    every = ["every_step", "service", "torchrun", "plain", "snapshots_off"]
+    assert asked == [
+        (10, 0, []),
+        (2, 3, ["ray_train"]),
+        (20, 2, every),
+        (1, 4, ["service", "plain"]),
+        ("tiny", [], MfuOptions(1, 10, 3, 5, False, "plain", None, None, None)),
+        ("tiny", ["steps=3"], MfuOptions(2, 4, 0, 6, True, "none", None, None, 9.0)),
+    ]
+    assert target.read_text() == json.dumps({"found": 6}, indent=2) + "\n"
+
+
+@pytest.mark.parametrize(
+    "words", ["recovery --peers horovod", "throughput --sides service", "mfu tiny --peers horovod"]
+)
+def test_a_refusal_is_json_where_the_result_would_be(words: str, tmp_path: Path) -> None:
+    for target in ("-", str(tmp_path / "found.json"), None):
+        options = [] if target is None else ["--json", target]
+        result = CliRunner().invoke(cli.app, ["bench", *words.split(), *options])
+        assert result.exit_code == 2
+        assert result.stdout == "" or target == "-"
+        if target == "-":
+            assert json.loads(result.stdout)["exit_code"] == 2
+
+
+def test_one_core_is_left_to_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, workers in ((1, 1), (2, 1), (3, 2), (8, 7)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: range(cores) if pid == 0 else ())
+        assert throughput.default_workers() == workers
+
+
+def test_the_throughput_job_has_no_end_and_sixteen_rows_a_worker(tmp_path: Path) -> None:
+    job = job_for_throughput(tmp_path, 7, 3)
+    assert (job.layout.micro_batch, job.data.global_batch, job.snapshot.interval_steps) == (16, 48, 7)
+    assert (job.layout.tp, job.layout.pp, job.layout.zero, job.cluster.device) == (1, 1, 0, "cpu")
+    assert (job.cluster.min_workers, job.cluster.max_workers) == (3, 3)
+    assert min(job.steps, job.checkpoint.interval_steps, job.evaluate.interval_steps) >= 1_000_000
+    assert (job.chaos, job.storage.url) == ((), str(tmp_path))

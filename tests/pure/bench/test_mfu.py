@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,18 @@ from typer.testing import CliRunner
 
 from picotron_ray import cli
 from picotron_ray.bench.mfu import report
-from picotron_ray.bench.mfu.figures import breakdown, formula, known_peak, measured, mfu, speed_up
+from picotron_ray.bench.mfu.figures import (
+    breakdown,
+    formula,
+    known_peak,
+    measured,
+    mfu,
+    rated_precision,
+    speed_up,
+)
 from picotron_ray.bench.mfu.peers import chosen_peers, peer
-from picotron_ray.bench.mfu.result import peak_of, result
-from picotron_ray.bench.mfu.run import MfuOptions, _settled, segments
+from picotron_ray.bench.mfu.result import _runs, peak_of, refusals, result
+from picotron_ray.bench.mfu.run import MfuOptions, _device, _settled, _tell, bench, segments
 from picotron_ray.bench.mfu.settings import (
     SWITCHES,
     Refusal,
@@ -238,6 +248,9 @@ def test_result_and_report() -> None:
     assert found["ablation"]["precision=fp32"]["ratio"]["median"] == 0.5
     assert found["peers"]["plain"]["ratio"]["median"] == 4.0
     assert found["peak_bytes"] == 2 * 2**30
+    assert found["job"]["precision"] == "bf16"
+    assert (found["job"]["workers"], found["job"]["device"]) == (2, "NVIDIA H200")
+    assert found["rounds"]["base"] == [{"steps_s": [1.0, 1.0], "peak_bytes": 2 * 2**30}]
     tokens_per_s = 8 * 32 / 1.0
     assert found["mfu"] == tokens_per_s * found["formula"]["flops_per_token"] / (2 * 989e12)
     options = asdict(MfuOptions(2, 2, 0, 1, True, "plain", None, None, None))
@@ -303,3 +316,120 @@ def test_moments_in_8_bits_are_a_switch_and_no_peer_has_them() -> None:
     refused = peer(base_setting("tiny", ["optimizer.moments=8bit"], 1, "cpu"), "plain")
     assert isinstance(refused, Refusal)
     assert refused.reason == "its moments are full, saw optimizer.moments=8bit"
+
+
+def test_the_peak_is_that_of_a_jobs_precision_and_of_fp8_that_of_bf16() -> None:
+    jobs = {name: load_job("tiny", [f"precision={name}"]) for name in ("fp32", "bf16", "fp8", "tf32")}
+    assert {name: rated_precision(job) for name, job in jobs.items()} == {
+        "fp32": "fp32",
+        "bf16": "bf16",
+        "fp8": "bf16",
+        "tf32": "tf32",
+    }
+
+
+def test_the_busiest_rank_is_so_by_both_passes() -> None:
+    """The first has more of the forward pass, the second more of both together."""
+    found = breakdown([{"forward": 2.0, "backward": 1.0}, {"forward": 1.0, "backward": 3.0}, {"data": 9.0}])
+    assert (found["rank"], found["step_s"]) == (1, 4.0)
+    with pytest.raises(ValueError, match="shorter"):
+        speed_up([{"steps_s": [1.0]}] * 2, [{"steps_s": [1.0]}])
+
+
+def test_equal_parts_matter_to_a_linear_loss_alone() -> None:
+    """9 tokens in a row make 18 in a micro-batch, 8 make 16."""
+    for overrides in (["data.sequence_length=9"], ["data.sequence_length=8", "kernels.loss=linear"]):
+        base = base_setting("tiny", [*overrides, "layout.micro_batch=2"], 1, "cpu")
+        assert isinstance(peer(base, "torchtitan"), Setting)
+
+
+def test_refusals_are_collected_by_name() -> None:
+    base = base_setting("tiny", [], 1, "cpu")
+    settings = [base, replace(base, name="b"), replace(base, name="c")]
+    events = [{"index": 1, "refused": "no room"}, {"index": 0, "steps_s": [1.0]}]
+    assert refusals(settings, events) == {"b": "no room"}
+    assert refusals(settings, events[1:]) == {}
+    with pytest.raises(PicotronError, match=r"^bench mfu: nothing goes$"):
+        refusals(settings, [*events, {"index": 0, "refused": "nothing goes"}])
+
+
+def test_a_round_is_as_rank_0_timed_it_and_as_full_as_the_fullest() -> None:
+    events = [
+        {"index": index, "number": number, "rank": rank, "steps_s": [number + rank / 2], "peak_bytes": peak}
+        for rank, peak in ((1, 9), (0, 5))
+        for number, index in ((2, 0), (0, 0), (1, 1))
+    ]
+    assert _runs([*events, {"what": "place"}]) == {
+        0: [{"steps_s": [0.0], "peak_bytes": 9}, {"steps_s": [2.0], "peak_bytes": 9}],
+        1: [{"steps_s": [1.0], "peak_bytes": 9}],
+    }
+
+
+def test_every_second_round_is_in_reverse() -> None:
+    assert [segment["index"] for segment in segments(2, 5)] == [0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 0]
+
+
+def test_a_kernel_that_is_named_stays_and_auto_is_settled() -> None:
+    assert base_setting("tiny", ["kernels.attention=math"], 1, "cpu").job.kernels.attention == "math"
+    base = base_setting("tiny", [], 2, "cpu")
+    assert base.job.kernels.attention != "auto"
+    assert (base.job.cluster.min_workers, base.job.cluster.max_workers, base.job.chaos) == (2, 2, ())
+    assert base.job.steps >= 1_000_000
+    assert base.job.layout.dp == base.layout.dp == 2
+
+
+OPTIONS = MfuOptions(1, 2, 0, 1, False, "plain", None, None, None)
+
+
+def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[list[Setting]] = []
+
+    def measure(settings: list[Setting], options: MfuOptions, folder: Path, say: Any) -> list[dict[str, Any]]:
+        assert folder.is_dir()
+        measured.append(settings)
+        return noted(settings)
+
+    monkeypatch.setattr("picotron_ray.bench.mfu.run._measure", measure)
+    overrides = ["cluster.device=cpu", "precision=auto"]
+    found = bench("tiny", overrides, OPTIONS, print)
+    assert [setting.name for setting in measured[0]] == ["base", "plain"]
+    assert measured[0][0].job.precision == found["job"]["precision"] == "fp32"
+    assert found["options"] == {**asdict(OPTIONS)}
+    assert {"processor", "cores", "memory_gib", "torch"} <= found["machine"].keys()
+    ablated = bench("tiny", overrides, replace(OPTIONS, ablate=True, peers="none", peak_tflops=0.5), print)
+    assert "layout.recompute=full" in ablated["ablation"]
+    assert ablated["peak"] == {"flops_per_s": 0.5e12, "source": "given by --peak-tflops"}
+    assert "layout.zero=3" in ablated["refused"]
+    assert measured[1][0].name == "base"
+
+
+def test_options_name_the_checkouts_that_were_given(tmp_path: Path) -> None:
+    assert OPTIONS.checkouts == {}
+    assert replace(OPTIONS, torchtitan=tmp_path).checkouts == {"torchtitan": tmp_path}
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "workers", "device"),
+    [("cpu", 8, 1, "cpu"), ("auto", 0, 4, "cpu"), ("auto", 2, 2, "cuda"), ("cuda", 2, 1, "cuda")],
+)
+def test_device(asked: str, gpus: int, workers: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(device_count=lambda: gpus)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    job = load_job("tiny", [f"cluster.device={asked}"])
+    assert _device(job, workers) == device
+    if device == "cuda":
+        with pytest.raises(ConfigError, match=rf"^--workers: saw {gpus + 1}, but {gpus} GPUs; give fewer"):
+            _device(job, gpus + 1)
+
+
+def test_progress_is_told_once() -> None:
+    base = base_setting("tiny", [], 1, "cpu")
+    events = [
+        {"what": "segment", "rank": rank, "index": 0, "number": number, **found}
+        for number, found in enumerate(({"steps_s": [0.5, 1.0]}, {"phases_s": {}}, {"refused": "no room"}))
+        for rank in (0, 1)
+    ]
+    said: list[str] = []
+    told = _tell([{"what": "place", "rank": 0}, *events[:2]], 0, [base], 3, said.append)
+    assert (told, _tell(events, told, [base], 3, said.append)) == (1, 3)
+    assert said == ["1 of 3: base: 0.75 s a step", "2 of 3: base: phase by phase", "3 of 3: base: no room"]

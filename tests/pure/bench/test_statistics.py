@@ -16,6 +16,7 @@ from picotron_ray.bench.common.statistics import (
     lost_samples,
     quartiles,
     recovery_ratios,
+    rows_of_steps,
     step_time,
     summary,
 )
@@ -105,6 +106,51 @@ def test_a_death_between_two_steps_shows_in_the_next_group_alone() -> None:
     assert kill.rebuild_s == 0.0
 
 
+def test_what_happens_at_the_very_moments_counts_once() -> None:
+    """A step finished as the signal came is of the old membership, and so is a sign; b's members restore
+    up to its first step, and one that never trained is no sign.
+    """
+    events = [
+        {"t": 2.0, "what": "step", "era": "a", "step": 5},
+        {"t": 2.0, "what": "detected"},
+        {"t": 2.1, "what": "built", "era": "x"},
+        {"t": 2.25, "what": "built", "era": "b"},
+        {"t": 2.375, "what": "restored", "era": "b"},
+        {"t": 2.5, "what": "restored", "era": "b"},
+        {"t": 2.5, "what": "step", "era": "b", "step": 6},
+        {"t": 2.75, "what": "restored", "era": "b"},  # joins later
+    ]
+    assert kill_from_events(events, 2.0, BATCH) == KillFigures(
+        detect_s=0.25,
+        rebuild_s=0.0,
+        restore_s=0.25,
+        total_s=0.5,
+        total_without_replay_s=0.5,
+        lost_steps=0,
+        lost_samples=25 * BATCH,  # steps 1 to 25, of which no rows were noted
+        step=5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "horizon", "lost"),
+    [(20, 40, 0), (21, 40, 4), (60, 40, 4), (61, 40, 0), (1, 5, 4), (25, 5, 4), (26, 5, 0)],
+)
+def test_samples_are_looked_for_in_twenty_steps_to_both_sides(step: int, horizon: int, lost: int) -> None:
+    whole = {step: [((step - 1) * BATCH, step * BATCH)] for step in range(1, 80)}
+    assert lost_samples({**whole, step: []}, horizon, BATCH) == lost
+
+
+def test_rows_are_those_of_the_last_membership_that_finished_a_step() -> None:
+    events = [
+        *steps(1.0, "a", range(1, 3), 2),
+        {"t": 2.0, "what": "fed", "era": "b", "step": 2, "rank": 0, "rows": [4, 8]},
+        {"t": 2.1, "what": "step", "era": "b", "step": 2},
+        {"t": 2.2, "what": "fed", "era": "b", "step": 3, "rank": 0, "rows": [8, 12]},
+    ]
+    assert rows_of_steps(events) == {1: [(0, 2), (2, 4)], 2: [(4, 8)]}
+
+
 def test_lost_samples_counts_what_no_update_contains() -> None:
     whole = {step: [((step - 1) * BATCH, step * BATCH)] for step in range(1, 80)}
     assert lost_samples(whole, 40, BATCH) == 0
@@ -132,7 +178,9 @@ def test_quartiles_and_step_time() -> None:
 
 def test_events_come_in_order_of_time_and_whole(tmp_path: Path) -> None:
     events = Events(tmp_path)
-    log = EventLog(tmp_path, 3)
+    log = EventLog(tmp_path / "deep", 0)
+    log.close()
+    log = EventLog(tmp_path, 3)  # a folder that is there is used
     log.note("built", era="x")
     log.close()
     with (tmp_path / "0-1.jsonl").open("w") as other:
@@ -144,26 +192,43 @@ def test_events_come_in_order_of_time_and_whole(tmp_path: Path) -> None:
     assert events.all[-1]["rank"] == 3
 
 
-def test_reports_name_the_machine() -> None:
-    machine = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
-    side = summary([KillFigures(0.1, 0.1, 0.1, 0.5, 0.5, 0, 0, 7)], 0.02)
-    found = {
-        "machine": machine,
-        "job": {"workers": 4},
-        "ours": side,
-        "ray_train": side,
-        "torchft": None,
-        **recovery_ratios(side, side),
-    }
-    lines = recovery_lines(found)
-    assert "torchft" not in lines[0]
-    assert lines[-2].startswith("Ray Train takes 1.0 times as long")
-    assert lines[-1] == "1 kills each, 4 workers on 2 cores of Z80, 1.0 GiB"
-    throughput = {
-        "machine": machine,
-        "job": {"workers": 2},
-        "ratio_x": 0.98,
-        "iqr": {"ratio_x": [0.97, 0.99]},
-        "pairs": [{}],
-    }
-    assert throughput_lines(throughput)[0].split() == ["ratio_x", "0.980", "(0.970", "to", "0.990)"]
+MACHINE = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
+
+
+def test_report_of_recovery() -> None:
+    ours = summary([KillFigures(0.1, 0.2, 0.3, 0.75, 0.5, 2, 1, 7)] * 3, 0.02)
+    ray_train = {**ours, "total_s": 7.5, "total_without_replay_s": 10.0}
+    found = {"machine": MACHINE, "job": {"workers": 4}, "ours": ours, "ray_train": None, "torchft": None}
+    alone = recovery_lines({**found, **recovery_ratios(ours, None)})
+    assert [line.split() for line in alone] == [
+        ["median", "ours"],
+        ["detect_s", "0.100"],
+        ["rebuild_s", "0.200"],
+        ["restore_s", "0.300"],
+        ["total_s", "0.750"],
+        ["total_without_replay_s", "0.500"],
+        ["lost_steps", "2.000"],
+        ["lost_samples", "1.000"],
+        ["step_s", "0.020"],
+        ["3", "kills", "each,", "4", "workers", "on", "2", "cores", "of", "Z80,", "1.0", "GiB"],
+    ]
+    beside = recovery_lines({**found, "ray_train": ray_train, **recovery_ratios(ours, ray_train)})
+    assert beside[0] == f"{'median':24}{'ours':>12}{'ray_train':>12}"
+    assert beside[4] == f"{'total_s':24}{'0.750':>12}{'7.500':>12}"
+    assert beside[-2] == "Ray Train takes 10.0 times as long, without replayed steps 20.0 times"
+    assert beside[-1] == alone[-1]
+
+
+def test_report_of_throughput() -> None:
+    assert throughput_lines(
+        {
+            "machine": MACHINE,
+            "job": {"workers": 2},
+            "ratio_x": 0.98,
+            "iqr": {"ratio_x": [0.97, 0.99]},
+            "pairs": [{}],
+        }
+    ) == [
+        f"{'ratio_x':42} 0.980  (0.970 to 0.990)",
+        "1 rounds, 2 workers on 2 cores of Z80, 1.0 GiB",
+    ]

@@ -315,7 +315,8 @@ def test_every_key_has_a_verdict_and_the_docs_hold_the_table() -> None:
     assert (said["steps"], said["seed"], said["optimizer.learning_rate"]) == ("may", "refuse", "warn")
     assert said["init_from.run"] == said["init_from.optimizer_state"] == "refuse"
     text = (Path(__file__).parents[3] / "deploy" / "resume-keys.md").read_text()
-    assert markdown() in text, "write the output of `picotron-ray config-schema --on-resume` there"
+    expected = f"\n\n{markdown()}"
+    assert text.endswith(expected), "write the output of `picotron-ray config-schema --on-resume` there"
 
 
 # --- imports -----------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from picotron_ray.bench.mfu.settings import changed
 from picotron_ray.config.export import public_dict, to_yaml
 from picotron_ray.config.load import load_job
 from picotron_ray.config.resume import compare
@@ -14,10 +16,13 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.check import check
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.recompute_policy import RecomputedBlocks
+from picotron_ray.models.sizes import ModelSizes
+from picotron_ray.planner.comm_cost import tensor_passes
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.device_profile import CPU
-from picotron_ray.planner.memory import memory_estimate
-from picotron_ray.planner.model_sizes import flops_per_token, parameter_count, stage_flops_per_token
+from picotron_ray.planner.memory import memory_estimate, offloaded_activations
+from picotron_ray.planner.model_sizes import flops_per_token, parameter_count, sizes_of, stage_flops_per_token
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.ray_cluster.fingerprint import builder_fingerprint
 
@@ -43,6 +48,21 @@ def own(*overrides: str) -> JobConfig:
 def looked_into(*overrides: str) -> JobConfig:
     job = own(*overrides)
     return job.model_copy(update={"model": job.model.model_copy(update={"built": BUILT})})
+
+
+def test_sizes_are_those_of_the_built_module() -> None:
+    """Two blocks of 32 x 8, which tensor parallelism cuts, and a norm of 8, which it leaves whole."""
+    assert sizes_of(looked_into().model) == ModelSizes(
+        layers=2, hidden=8, embed=2112, block=264, head=2112, tied=0, whole_block=8, whole_embed=2112,
+        whole_head=2112, activations=100, products=100, at_work=16, pointwise=200, sequence_cut=False,
+        vocabulary=264, scores=8, matrices=256,
+    )  # fmt: skip
+    layout = Layout(tp=2, micro_batch=2, offload_activations=True)  # which cuts no activations
+    again = RecomputedBlocks(0, 0, 2)
+    assert offloaded_activations(looked_into(), layout, 0, again) == 2 * 32 * 2 * 100 * 4
+    link = replace(CPU, link_bytes_s=1.0, latency_s=0.0)
+    hidden = 2 * 32 * 8 * 4
+    assert tensor_passes(looked_into(), Layout(tp=2, micro_batch=2), link, ()) == (4 * hidden, hidden)
 
 
 @pytest.mark.parametrize(
@@ -140,3 +160,8 @@ def test_the_builders_source_is_known_by_its_digest(tmp_path: Path, monkeypatch:
     assert builder_fingerprint("model_package.net:build") != net
     for missing in ("no_such_model:build", "model_package.none:build", "no_such.model:build"):
         assert builder_fingerprint(missing) == "not importable"
+
+
+def test_a_benchmarks_switch_keeps_what_was_built() -> None:
+    job = looked_into()
+    assert changed(job, ["steps=3"]) == job.model_copy(update={"steps": 3})

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from picotron_ray.bench.common.training import EngineTraining, PlainTraining
 from picotron_ray.bench.mfu.peers import peer
 from picotron_ray.bench.mfu.settings import Setting, base_setting
 from picotron_ray.bench.mfu.worker import Segments, WorkerPlace
+from picotron_ray.data.batch import make_batch
 from tests.support.gloo.pool import Job
 
 
@@ -28,3 +30,42 @@ def segments(job: Job, overrides: list[str]) -> list[dict[str, Any]]:
     prefix = f"{job.prefix}/bench"
     timed = [runner.run(f"{prefix}/{i}", i, phases=False) for i in range(len(settings))]
     return [*timed, runner.run(f"{prefix}/phases", 0, phases=True)]
+
+
+def beside_the_engine(job: Job, overrides: list[str]) -> dict[str, Any]:
+    """Three steps of the engine and of the plain loop: largest difference of weights, losses, phases."""
+    os.environ.update(MASTER_ADDR=job.host, MASTER_PORT=str(job.port))
+    base = base_setting("tiny", overrides, job.world_size, "cpu")
+    plan = {"settings": [base.to_dict()], "steps": 1, "warmup": 0, "checkouts": {}}
+    place = WorkerPlace(job.rank, job.world_size, torch.device("cpu"))
+    runner = Segments(plan, place)
+    found: dict[str, Any] = {"phases": {}, "losses": {}}
+    weights: dict[str, dict[str, torch.Tensor]] = {}
+    for kind in ("engine", "plain"):
+        setting = Setting(kind, kind, base.job, base.layout)
+        with place.groups(f"{job.prefix}/{kind}", False) as groups:
+            training = runner._training(setting, groups)
+            phases: list[str] = []
+            losses = []
+            for step in range(1, 4):
+                dp_index = base.layout.coordinates(job.rank).dp
+                batch = make_batch(
+                    runner._data, base.job.seed, base.layout, dp_index, base.job.data.global_batch, step
+                )
+                losses.append(float(training.step(batch, phases.append)) / batch.global_tokens)
+            if isinstance(training, EngineTraining):
+                engine = training._engine
+                weights[kind] = {w.shard.name: w.values().clone() for w in engine.weights()}
+            else:
+                assert isinstance(training, PlainTraining)
+                losses = [loss * batch.global_tokens / job.world_size for loss in losses]
+                weights[kind] = {
+                    name: p.detach().clone() for name, p in training._replica.model.named_parameters()
+                }
+            found["phases"][kind], found["losses"][kind] = phases, losses
+            training.close()
+    assert weights["engine"].keys() == weights["plain"].keys()
+    found["apart"] = max(
+        float((weights["engine"][name] - plain).abs().max()) for name, plain in weights["plain"].items()
+    )
+    return found

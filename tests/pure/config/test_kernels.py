@@ -1,0 +1,195 @@
+"""Kernels that a device offers, at the borders of what each of them takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.kernels import (
+    attention_backends,
+    attention_masks,
+    attention_problem,
+    groups_experts,
+    norm_kernel,
+    overlap_problem,
+    ungrouped_widths,
+    windowed,
+)
+
+
+def job(precision: str = "bf16", **sections: dict[str, Any]) -> JobConfig:
+    """Heads of 8 and rows of 32 tokens; changes are not judged by the rules between keys."""
+    found = JobConfig()
+    sections = {
+        "model": {"hidden_size": 32, "heads": 4, "kv_heads": 4, **sections.pop("model", {})},
+        "data": {"sequence_length": 32, **sections.pop("data", {})},
+        **sections,
+    }
+    changed = {name: getattr(found, name).model_copy(update=update) for name, update in sections.items()}
+    return found.model_copy(update={"precision": precision, **changed})
+
+
+DOCUMENTS = {"document_masks": True}
+MIXTURE = job().model.moe.model_copy(update={"experts": 4, "intermediate_size": 16})
+
+
+def test_a_window_as_long_as_the_row_hides_nothing() -> None:
+    found = {window: windowed(job(model={"sliding_window": window})) for window in (None, 31, 32, 33)}
+    assert found == {None: False, 31: True, 32: False, 33: False}
+
+
+@pytest.mark.parametrize(
+    ("config", "cp", "expected"),
+    [
+        (job(), 1, "flash cudnn flash-attn efficient math"),
+        (job(), 2, "flash cudnn efficient math"),
+        (job("fp8"), 1, "flash cudnn flash-attn efficient math"),
+        (job(data=DOCUMENTS), 1, "flash flash-attn efficient math"),
+        (job(data=DOCUMENTS), 2, "efficient math"),
+        (job(model={"sliding_window": 8}), 1, "flash flash-attn efficient math"),
+        (job(model={"sliding_window": 8}), 2, "flash efficient math"),
+        (job(adaptive_precision={"error_bound": 0.1}), 1, "efficient math"),
+        (job("fp32"), 1, "efficient math"),
+        (job("fp64"), 1, "math"),
+        (job("fp32", model={"head_dim": 4}), 1, "efficient math"),
+        (job("fp32", model={"head_dim": 5}), 1, "math"),
+        (job(model={"head_dim": 4}), 1, "math"),
+        (job("fp16", model={"head_dim": 9}), 1, "math"),
+        (job(model={"head_dim": 16}), 1, "flash cudnn flash-attn efficient math"),
+    ],
+)
+def test_attention_on_cuda(config: JobConfig, cp: int, expected: str) -> None:
+    assert attention_backends(config, "cuda", cp) == expected.split()
+    assert attention_backends(config, "cpu", cp) == ["flash", "math"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "device", "cp", "line"),
+    [
+        ("auto", job("fp64"), "cuda", 2, None),
+        ("flash", job(), "cuda", 2, None),
+        ("flash", job("fp32"), "cuda", 1, "auto or one of efficient, math on cuda with precision fp32"),
+        (
+            "cudnn",
+            job(model={"sliding_window": 8, "head_dim": 12}),
+            "cuda",
+            1,
+            "auto or one of math on cuda with precision bf16 and a sliding window and heads of 12",
+        ),
+        (
+            "cudnn",
+            job(data=DOCUMENTS),
+            "cuda",
+            2,
+            "auto or one of efficient, math on cuda with precision bf16 and context parallelism and document"
+            " masks",
+        ),
+        (
+            "efficient",
+            job("fp32", model={"sliding_window": 8, "head_dim": 12}),
+            "cpu",
+            1,
+            "auto or one of flash, math on cpu with precision fp32",
+        ),
+    ],
+)
+def test_what_attention_cannot_do(
+    asked: str, config: JobConfig, device: str, cp: int, line: str | None
+) -> None:
+    kernels = config.kernels.model_copy(update={"attention": asked})
+    found = attention_problem(config.model_copy(update={"kernels": kernels}), device, cp)
+    assert found == (line and f"saw {asked}, expected {line}")
+
+
+def test_why_flash_attn_cannot_work_on_a_part_of_a_row() -> None:
+    private = ", whose backward pass over a part of a row is private"
+    asked = {"attention": "flash-attn"}
+    found = {
+        (device, cp): attention_problem(job(kernels=asked), device, cp)
+        for device, cp in (("cuda", 1), ("cuda", 2), ("cpu", 1), ("cpu", 2))
+    }
+    assert found == {
+        ("cuda", 1): None,
+        ("cuda", 2): f"saw flash-attn{private}, expected auto or one of flash, cudnn, efficient, math on cuda"
+        " with precision bf16 and context parallelism",
+        ("cpu", 1): "saw flash-attn, expected auto or one of flash, math on cpu with precision bf16",
+        (
+            "cpu",
+            2,
+        ): "saw flash-attn, expected auto or one of flash, math on cpu with precision bf16 and context"
+        " parallelism",
+    }
+
+
+@pytest.mark.parametrize(
+    ("sections", "precision", "asked", "device", "cp", "masks"),
+    [
+        ({"data": DOCUMENTS}, "bf16", "auto", "cpu", 1, True),
+        ({"data": DOCUMENTS}, "bf16", "auto", "auto", 1, True),
+        ({"data": DOCUMENTS}, "bf16", "auto", "cuda", 1, False),  # flash
+        ({"data": DOCUMENTS}, "fp32", "auto", "cuda", 1, True),  # efficient
+        ({"data": DOCUMENTS}, "bf16", "flash", "cuda", 1, False),
+        ({"data": DOCUMENTS}, "bf16", "flash", "cpu", 1, True),
+        ({"data": DOCUMENTS}, "bf16", "flash-attn", "auto", 1, False),
+        ({"data": DOCUMENTS}, "bf16", "math", "cuda", 1, True),
+        ({"data": DOCUMENTS}, "bf16", "math", "cuda", 2, False),
+        ({"model": {"sliding_window": 8}}, "bf16", "math", "cuda", 1, True),
+        ({"model": {"sliding_window": 8, "builder": "mine:build"}}, "bf16", "math", "cuda", 1, False),
+        ({}, "bf16", "math", "cuda", 1, False),
+    ],
+)
+def test_masks_as_tensors(
+    sections: dict[str, Any], precision: str, asked: str, device: str, cp: int, masks: bool
+) -> None:
+    config = job(precision, kernels={"attention": asked}, cluster={"device": device}, **sections)
+    assert attention_masks(config, cp) is masks
+
+
+def test_overlap_by_symmetric_memory_is_not_on_cpus() -> None:
+    ring, symmetric = (job(kernels={"tp_overlap": name}) for name in ("ring", "symmetric-memory"))
+    assert overlap_problem(symmetric, "cpu") == (
+        "saw symmetric-memory, but workers run on CPUs, where torch has none; use ring or none"
+    )
+    assert overlap_problem(symmetric, "cuda") is overlap_problem(symmetric, "auto") is None
+    assert overlap_problem(ring, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "on_cpu", "on_cuda"),
+    [
+        ({}, "closed-form", "eager"),
+        ({"kernels": {"compile": True}}, "eager", "eager"),
+        ({"model": {"builder": "mine:build"}}, "eager", "eager"),
+        ({"kernels": {"norm": "compiled"}}, "compiled", "compiled"),
+        ({"kernels": {"norm": "closed-form"}}, "closed-form", "closed-form"),
+    ],
+)
+def test_norms(sections: dict[str, Any], on_cpu: str, on_cuda: str) -> None:
+    assert (norm_kernel(job(**sections), "cpu"), norm_kernel(job(**sections), "cuda")) == (on_cpu, on_cuda)
+
+
+def test_widths_that_no_grouped_product_takes() -> None:
+    """Rows of 16 bytes: 8 values in bf16, 4 in fp32."""
+    inner = "model.moe.intermediate_size"
+    mixture = {"moe": MIXTURE}
+    assert ungrouped_widths(job(model=mixture), 1) == ungrouped_widths(job(model=mixture), 2) == {}
+    assert ungrouped_widths(job(model=mixture), 4) == {inner: 4}
+    assert ungrouped_widths(job("fp32", model=mixture), 4) == {}
+    assert ungrouped_widths(job("fp32", model={**mixture, "hidden_size": 34}), 8) == {
+        "model.hidden_size": 34,
+        inner: 2,
+    }
+
+
+def test_experts_are_grouped_where_they_can_be_or_are_asked_to() -> None:
+    def grouped(asked: str, device: str = "cuda", precision: str = "bf16", tp: int = 1) -> bool:
+        return groups_experts(job(precision, model={"moe": MIXTURE}, kernels={"experts": asked}), device, tp)
+
+    assert grouped("auto")
+    assert not grouped("auto", device="cpu")
+    assert not grouped("auto", precision="fp64")
+    assert not grouped("auto", tp=4)
+    assert grouped("grouped", device="cpu", tp=4)
+    assert not grouped("loop")

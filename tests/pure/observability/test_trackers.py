@@ -14,7 +14,7 @@ import pytest
 from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability import trackers
-from picotron_ray.observability.event_file import crc32c
+from picotron_ray.observability.event_file import crc32c, event, record, scalars
 from picotron_ray.observability.remote_trackers import RemoteTracker, open_tracker
 from picotron_ray.observability.trackers import Row, Tracker, TrackerProgress, check_trackers, row_of
 
@@ -193,6 +193,25 @@ def test_tensorboard_shows_what_was_written_and_not_taken_back(tmp_path: Path) -
 def test_event_files_have_the_checksums_of_their_format() -> None:
     assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
     assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
+
+
+def test_records_are_framed_as_in_any_event_file() -> None:
+    framed = record(bytes(24))
+    assert framed[:12] == b"\x18" + bytes(7) + b'\xa3\x7fK"', "the first bytes of every file of TensorBoard's"
+    assert (len(framed), framed[12:36]) == (8 + 4 + 24 + 4, bytes(24))
+    crc = crc32c(bytes(24))
+    rotated = crc >> 15 | (crc & 0x7FFF) << 17
+    assert int.from_bytes(framed[36:], "little") == (rotated + 0xA282EAD8) % 2**32
+
+
+def test_events_are_encoded_as_their_schema_says() -> None:
+    made = event(1.0, 300, scalars({"a": 1.5}))
+    assert made == struct.pack("<Bd", 0x09, 1.0) + b"\x10\xac\x02" + b"*\n\n\x08\n\x01a\x15\x00\x00\xc0?"
+    assert [event(0.0, step, b"")[10:] for step in (127, 128)] == [b"\x7f", b"\x80\x01"]
+    ends = {value: scalars({"a": value})[-4:] for value in (3.3e38, 1e39, -1e39)}
+    assert ends == {3.3e38: struct.pack("<f", 3.3e38), 1e39: b"\0\0\x80\x7f", -1e39: b"\0\0\x80\xff"}
+    (nan,) = struct.unpack("<f", scalars({"a": float("nan")})[-4:])
+    assert nan != nan
 
 
 def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ import pytest
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.replay import event_line
+from picotron_ray.coordinator.simulator.coverage import Coverage
+from picotron_ray.coordinator.simulator.faults import FAULTS
 from picotron_ray.coordinator.simulator.run import simulate
 from tests.support.runs.replays import KEEP
 
@@ -24,7 +26,7 @@ RUNS: dict[str, dict[str, Any]] = json.loads(KEPT.read_text())
 
 
 def _run(seed: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The report of a seed, and a digest of all that its coordinators heard and ordered."""
+    """The report of a seed, and a digest of all that its coordinators heard and ordered, and went through."""
     digest, real = hashlib.blake2b(digest_size=8), Machine.handle
 
     def handle(self: Machine, event: m.Event, now: float) -> list[m.Command]:
@@ -33,7 +35,9 @@ def _run(seed: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         return commands
 
     patch.setattr(Machine, "handle", handle)
-    report = simulate(seed)
+    coverage = Coverage()
+    report = simulate(seed, coverage)
+    digest.update(coverage.table(list(FAULTS)).encode())
     return {
         "events": report.events,
         "faults": " ".join(report.faults),
@@ -49,6 +53,7 @@ def test_a_kept_seed_runs_as_it_did(seed: str, monkeypatch: pytest.MonkeyPatch) 
     found = _run(int(seed), monkeypatch)
     if KEEP:
         kept = json.loads(KEPT.read_text()) | {seed: found}
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+        lines = (f'"{number}": {json.dumps(run)}' for number, run in kept.items())
+        KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         pytest.skip("rewritten")
     assert found == RUNS[seed]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import threading
@@ -32,6 +31,7 @@ from picotron_ray.runtime.coordinator.room_request import PATIENCE_S, RoomReques
 from picotron_ray.runtime.heartbeat import Page, process_start_ticks
 from picotron_ray.runtime.node_agent import agent as agent_module
 from picotron_ray.runtime.node_agent.agent import Agent, owner
+from picotron_ray.runtime.ray_cluster.names import agent_name
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, worker_needs
 from tests.support.runs.coordinator_world import job
 
@@ -577,3 +577,69 @@ def test_an_end_closes_all_there_is(nodes: Nodes) -> None:
     assert asyncio.run(nodes.cluster.figures()) == {"a": ["a"], "b": ["b"]}
     asyncio.run(nodes.cluster.close(1))
     assert len(nodes.killed) == 3
+
+
+def test_a_node_that_is_gone_is_forgotten_as_a_whole(nodes: Nodes) -> None:
+    nodes.views = [view("a"), view("b")]
+    nodes.hello = {"a": {"workers": ["w1"]}, "b": {"workers": ["w2"]}}
+    nodes.changes()
+    nodes.cluster.heard("a")
+    nodes.cluster.agent_died("a")
+    nodes.cluster.agent_died("a")
+    found = nodes.cluster
+    assert (found._order, list(found._agents), found._capacity) == (["b"], ["b"], {"b": 4})
+    assert (found._placed, list(found._workers), list(found.metrics)) == ({"w2": "b"}, ["w2"], ["b"])
+    assert "a" not in found._heard
+    assert nodes.changes()[0] == m.NodeJoined("a", 4), "a fresh agent"
+
+
+def test_calls_reach_the_handle_that_they_name(nodes: Nodes) -> None:
+    def call(work: Any) -> Any:
+        return asyncio.run(work)
+
+    cluster = nodes.cluster
+    with pytest.raises(RayError, match="node 0123abcd has no agent"):
+        call(cluster.call_agent("0123abcdef", "kill"))
+    with pytest.raises(RayActorError, match="worker w1 is gone"):
+        call(cluster.call_worker("w1", "kill"))
+    cluster._agents["n1"] = cluster._workers["w1"] = nodes._agent("n1")
+    assert call(cluster.call_agent("n1", "figures")) == ["n1"]
+    assert call(cluster.call_worker("w1", "close")) == ["n1"]
+    nodes.hello["n2"] = {"pid": 7}
+    cluster._agents["n2"] = nodes._agent("n2")
+    assert call(cluster.call_agent("n2", "hello"))["pid"] == 7
+
+
+def test_living_agents_are_greeted(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def actor(name: str, namespace: str) -> Any:
+        if "ghost" in name:
+            raise ValueError(name)
+        return nodes._agent("a" if name == agent_name("run", "a") else "b")
+
+    nodes.cluster._job = job(name="run")
+    nodes.views = [view("ghost"), view("a"), view("b")]
+    nodes.hello["b"] = RayError("it died")
+    monkeypatch.setattr(cluster_module.ray, "get_actor", actor)
+    found = asyncio.run(nodes.cluster.hello(1))
+    assert list(found) == list(nodes.cluster._agents) == ["a"]
+    assert nodes.cluster.metrics == {"a": {"address": "a"}}
+
+
+def test_a_store_is_asked_for_where_rank_0_is(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def call_agent(node: str, method: str) -> Any:
+        return [f"{method} at {node}", 9]
+
+    monkeypatch.setattr(nodes.cluster, "call_agent", call_agent)
+    assert asyncio.run(nodes.cluster.store_address(SPEC)) == ("store_address at n1", 9)
+
+
+def test_the_needs_are_found_again_until_there_are_gpus(nodes: Nodes) -> None:
+    nodes.views = [view("a")]
+    nodes.changes()
+    assert nodes.cluster.needs.gpus == 0.0
+    nodes.views = [view("a"), view("b", gpus=1.0)]
+    nodes.changes()
+    assert nodes.cluster.needs.gpus == 1.0
+    nodes.views = [view("a")]
+    nodes.changes()
+    assert nodes.cluster.needs.gpus == 1.0, "they may come back"

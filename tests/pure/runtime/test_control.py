@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from picotron_ray.runtime.driver import control, follow_run
 from picotron_ray.runtime.ray_cluster import local_ray
@@ -169,3 +171,83 @@ def test_logs_of_both_streams_are_read_and_once_without_follow(
     with (tmp_path / "night" / "worker-a-1.err").open("a") as file:
         file.write("more\n")
     assert next(lines) == ("1", "more")
+
+
+@pytest.fixture
+def rays(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> dict[str, Any]:
+    """Local Rays by run; the coordinator of ``night`` lives on whatever is connected."""
+    found: dict[str, Any] = {}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(local_ray, "find", found.get)
+    monkeypatch.setattr(local_ray, "runs", lambda: sorted(found))
+    monkeypatch.setattr(control.connect, "connect_to", lambda address: told.append(f"connect to {address}"))
+    monkeypatch.setattr(control.connect, "attach", lambda local: told.append(f"attach to {local.run}"))
+    coordinator = SimpleNamespace(request=Remote(told, "request"))
+    monkeypatch.setattr(follow_run, "find_coordinator", lambda run: coordinator if run == "night" else None)
+    return found
+
+
+def test_a_run_is_found_on_its_own_ray_or_on_the_one_that_is_named(
+    rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(run: str) -> str:
+        with pytest.raises(control.ConfigError) as caught:
+            control.connect_to_run(run)
+        return str(caught.value)
+
+    nowhere = "run: saw 'night', which does not run on this machine (local runs: {}; set RAY_ADDRESS to look"
+    assert refused("night").startswith(nowhere.format("none"))
+    rays["night"] = SimpleNamespace(run="night", alive=False)
+    rays["other"] = SimpleNamespace(run="other", alive=True)
+    assert refused("night").startswith(nowhere.format("night, other"))
+    assert told == []
+    assert refused("other").startswith("run: saw 'other', which does not run on this machine")
+    rays["night"].alive = True
+    coordinator, local = control.connect_to_run("night")
+    assert (coordinator is not None, local) == (True, rays["night"])
+    assert told == ["attach to other", "attach to night"]
+    told.clear()
+    monkeypatch.setenv("RAY_ADDRESS", "x:1")
+    assert control.connect_to_run("night") == (coordinator, None)
+    assert refused("other") == "run: saw 'other', which does not run on the Ray at x:1"
+    assert told == ["connect to x:1"] * 2
+
+
+def test_a_stop_follows_the_run_to_its_end(
+    rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final: list[Any] = [{"summary": {"status": "stopped"}}]
+    monkeypatch.setattr(follow_run, "follow", lambda *_: final[0])
+    monkeypatch.setattr(
+        follow_run, "take_down", lambda local, coordinator: told.append(f"take down {local.run}")
+    )
+    rays["night"] = SimpleNamespace(run="night", alive=True)
+    console = Console(file=io.StringIO())
+    assert control.stop("night", False, console) == {"status": "stopped"}
+    assert told == ["attach to night", "request stop", "take down night"]
+    told.clear()
+    final[0] = None
+    assert control.stop("night", False, console) is None
+    assert told == ["attach to night", "request stop"], "the user left"
+    told.clear()
+    assert control.stop("night", True, console) is None
+    assert told == ["stop night"]
+
+
+def test_a_stop_on_a_cluster_kills_what_is_left(
+    rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=io.StringIO())
+    monkeypatch.setenv("RAY_ADDRESS", "x:1")
+    assert control.stop("night", True, console) is None
+    assert told[:2] == ["connect to x:1", "kill night/coordinator"]
+    told.clear()
+    assert control.stop("nightly", False, console) is None, "its coordinator is gone"
+    assert "kill nightly/agent/n1" in told
+    with pytest.raises(control.ConfigError, match="saw 'none'"):
+        control.stop("none", False, console)
+    monkeypatch.delenv("RAY_ADDRESS")
+    told.clear()
+    with pytest.raises(control.ConfigError, match="saw 'nightly'"):
+        control.stop("nightly", False, console)
+    assert told == []

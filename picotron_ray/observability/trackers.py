@@ -87,7 +87,6 @@ class _Rows:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
 
     def whole_lines(self) -> list[str]:
         """Read all lines, without a last one that a crash cut short."""
@@ -173,7 +172,6 @@ class TrackerProgress:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.last_step = self.last_eval_step = 0
         if path.exists():
             self.last_step, self.last_eval_step = json.loads(path.read_text())

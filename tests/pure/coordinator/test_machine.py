@@ -87,6 +87,9 @@ def test_a_death_that_is_never_confirmed_does_not_block_for_ever() -> None:
     commands = world.wait(20)
     assert len(of(commands, m.KillWorker)) == 3
     assert of(commands, m.CollectInventory)
+    lost = [c for c in of(commands, m.Alert) if c.kind == "lost"]
+    assert [(c.level, c.text) for c in lost] == [("error", f"worker {stuck} on a never confirmed its death")]
+    assert not world.machine.memory.is_member("stranger")
 
 
 def test_finish_uploads_commits_and_ends() -> None:

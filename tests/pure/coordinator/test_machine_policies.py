@@ -236,8 +236,25 @@ def test_boundary_orders_are_repeated_and_laggards_end_it_the_hard_way() -> None
     assert {c.mode for c in of(world.wait(2.5), m.Interrupt)} == {"boundary"}
     late = one.members[3].worker
     world.send(*outcomes(one, "interrupted", 9, but=(late,)))
-    commands = world.wait(11)
-    assert (late, "hard") in {(c.worker, c.mode) for c in of(commands, m.Interrupt)}
+    commands = world.wait(9.5)
+    assert {(c.worker, c.mode) for c in of(commands, m.Interrupt)} == {(late, "boundary")}
+    commands = world.wait(0.5)
+    assert [(c.worker, c.mode) for c in of(commands, m.Interrupt)] == [(late, "hard")]
+    (alert,) = of(commands, m.Alert)
+    assert (alert.kind, alert.text) == ("failure", f"worker {late} did not stop with the others")
+    assert alert.data == {"cause": "late", "target": late, "step": 9, "culprit": True}
+
+
+def test_a_stop_at_a_step_that_is_committed_needs_no_upload() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    world.log_appends()
+    world.send(m.SnapshotSealed("a", one.id, 50, snapshot(one, 50)), m.Uploaded("a", one.id, 50))
+    world.log_appends()
+    world.send(m.UserRequest("stop"))
+    commands = world.answer(world.send(*outcomes(one, "interrupted", 50)))
+    assert of(commands, m.Finish) == [m.Finish("stopped", "step 50")]
+    assert of(commands, m.Upload) == []
 
 
 def test_stop_in_the_middle_of_a_recovery_commits_what_there_is() -> None:
@@ -257,6 +274,7 @@ def test_storage_that_stays_broken_at_the_end_is_said_so() -> None:
     for _ in range(40):
         world.send(m.Uploaded("a", one.id, 100, "disk full"))
         world.wait(2)
+        assert world.now >= 60 or world.machine.view.result is None
     assert world.machine.view.result is not None
     assert world.machine.view.result.status == "storage"
 

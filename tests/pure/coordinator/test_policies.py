@@ -293,6 +293,25 @@ def test_a_newer_snapshot_waits_for_the_upload_under_way_but_replaces_one_that_f
     assert [c.step for c in of(seal(checkpoints, one, 20, "n1"), m.Release)] == [20], "too late"
 
 
+def test_a_failed_commit_is_given_up_only_for_a_newer_whole_checkpoint() -> None:
+    one = spec(1, m.Source("init"), None, Layout(tp=2))
+    checkpoints = CheckpointTracker(10.0)
+    failed = (10, one.id)
+    for node in ("n0", "n1"):
+        seal(checkpoints, one, 10, node)
+    assert not checkpoints.outdated(failed), "none is pending"
+    checkpoints.plan(0.0)
+    assert not checkpoints.outdated(failed), "there is no newer one"
+    seal(checkpoints, one, 20, "n0")
+    assert not checkpoints.outdated(failed), "half of the newer one"
+    seal(checkpoints, one, 20, "n1")
+    assert not checkpoints.outdated((9, one.id)), "another state is pending"
+    assert checkpoints.pending is not None
+    assert checkpoints.outdated(failed)
+    assert checkpoints.pending is None
+    assert not checkpoints.outdated(failed)
+
+
 def test_a_lost_node_or_slot_plans_the_checkpoint_anew_from_the_replicas() -> None:
     one = spec(1, m.Source("init"), None, Layout(dp=4))
     checkpoints = CheckpointTracker(10.0)

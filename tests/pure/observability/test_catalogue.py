@@ -37,6 +37,14 @@ def test_entry(metric: Metric) -> None:
     assert len(set(metric.all_labels)) == len(metric.all_labels)
 
 
+def test_ray_is_given_the_essentials() -> None:
+    assert sorted(name.removeprefix("picotron_") for name, metric in CATALOGUE.items() if metric.in_ray) == [
+        "checkpoint_newest_steps", "elastic_generation", "elastic_term", "elastic_workers",
+        "training_eval_loss_nats", "training_gradient_norm", "training_learning_rate", "training_loss_nats",
+        "training_steps", "training_target_steps", "training_tokens_per_second",
+    ]  # fmt: skip
+
+
 def test_no_name_is_used_twice() -> None:
     assert len(CATALOGUE) == sum(map(len, GROUPS.values()))
 

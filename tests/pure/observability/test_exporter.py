@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from picotron_ray.observability.exporter import (
     SampleCollector,
     address,
 )
-from picotron_ray.observability.ports import check_ports
+from picotron_ray.observability.ports import check_ports, port_taken
 from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essentials
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.heartbeat import Page, read_page
@@ -203,6 +204,27 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(exporter: Export
     with pytest.raises(ConfigError, match="coordinator_port"):
         check_ports(MetricsConfig(coordinator_port=exporter.port), local=False)
     check_ports(MetricsConfig(), local=True)
+
+
+def test_a_port_is_taken_while_something_listens_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert port_taken("127.0.0.1", port) == "Address already in use"
+        client = socket.create_connection(("127.0.0.1", port))
+        server.accept()[0].close()  # ours first: it stays in TIME_WAIT
+        client.close()
+    assert port_taken("127.0.0.1", port) == ""
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
+def test_a_port_may_be_asked_for_by_ipv6() -> None:
+    assert port_taken("::1", 0) == ""
+
+
+def test_a_distribution_of_other_buckets_is_refused() -> None:
+    wrong = Sample("picotron_elastic_recovery_seconds", Distribution((1, 2), 3.0))
+    with pytest.raises(ValueError, match="zip"):
+        exposed("coordinator", RUN, lambda: [wrong])
 
 
 def test_one_port_for_both_is_refused_where_both_are_on_one_machine() -> None:

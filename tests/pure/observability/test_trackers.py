@@ -13,8 +13,8 @@ import pytest
 
 from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.observability import trackers
-from picotron_ray.observability.event_file import crc32c
+from picotron_ray.observability import event_file, trackers
+from picotron_ray.observability.event_file import crc32c, event, record, scalars
 from picotron_ray.observability.remote_trackers import RemoteTracker, open_tracker
 from picotron_ray.observability.trackers import Row, Tracker, TrackerProgress, check_trackers, row_of
 
@@ -93,6 +93,21 @@ def test_steps_that_are_taken_back_go(kind: str, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "tensorboard"])
+def test_folders_are_made(kind: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        tracker = opened(kind, tmp_path / "a" / "b")
+        tracker.write([row(step)], [])
+        tracker.close()
+    assert list((tmp_path / "a" / "b").iterdir())
+
+
+def test_an_evaluation_stands_after_its_step(tmp_path: Path) -> None:
+    opened("jsonl", tmp_path).write([row(1), row(2), row(3)], [evaluation(1), evaluation(2)])
+    found = [(what, step) for what, step, _ in read("jsonl", tmp_path)]
+    assert found == [("train", 1), ("eval", 1), ("train", 2), ("eval", 2), ("train", 3)]
+
+
 def test_a_row_holds_the_figures_of_its_step(tmp_path: Path) -> None:
     tracker = opened("jsonl", tmp_path)
     tracker.write([row(3, loss=float("nan"))], [])
@@ -109,6 +124,7 @@ class Kept:
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, float], float | None]] = []
         self.rewound: list[int] = []
+        self.flushed = 0
 
     def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None:
         self.logged.append((step, figures, at_s))
@@ -116,7 +132,8 @@ class Kept:
     def rewind(self, step: int) -> None:
         self.rewound.append(step)
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        self.flushed += 1
 
     def close(self) -> None: ...
 
@@ -131,6 +148,7 @@ def test_a_tracker_that_cannot_be_read_back_remembers_how_far_it_came(tmp_path: 
     ]
     tracker.write([], [evaluation(4)])
     assert sink.logged[-1] == (4, {"eval/loss": 3.0}, None)
+    assert sink.flushed == 2
     again = RemoteTracker(sink, TrackerProgress(tmp_path / "x.progress"))
     assert (again.last_step, again.last_eval_step) == (2, 4)
     again.rewind(1)
@@ -193,6 +211,43 @@ def test_tensorboard_shows_what_was_written_and_not_taken_back(tmp_path: Path) -
 def test_event_files_have_the_checksums_of_their_format() -> None:
     assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
     assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
+
+
+def test_an_event_file_begins_with_its_version_and_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_file.time, "time", lambda: 7.0)
+    first = opened("tensorboard", tmp_path)
+    first.write([row(1)], [])
+    first.close()
+    tracker = opened("tensorboard", tmp_path)
+    _, second = sorted(tmp_path.glob("events.*"))
+    begin = record(event(7.0, 0, b"\x1a\x0dbrain.Event:2")) + record(event(7.0, 2, b"\x3a\x02\x08\x01"))
+    assert second.read_bytes() == begin
+    tracker.write([{**row(2), "at_s": 5.0}], [evaluation(3)])
+    figures = {f"train/{key}": row(2)[key] for key in ("loss", "grad_norm", "learning_rate", "tokens")}
+    added = record(event(5.0, 2, scalars(figures))) + record(event(7.0, 3, scalars({"eval/loss": 3.0})))
+    assert second.read_bytes() == begin + added
+    tracker.close()
+
+
+def test_records_are_framed_as_in_any_event_file() -> None:
+    framed = record(bytes(24))
+    assert framed[:12] == b"\x18" + bytes(7) + b'\xa3\x7fK"', "the first bytes of every file of TensorBoard's"
+    assert (len(framed), framed[12:36]) == (8 + 4 + 24 + 4, bytes(24))
+    crc = crc32c(bytes(24))
+    rotated = crc >> 15 | (crc & 0x7FFF) << 17
+    assert int.from_bytes(framed[36:], "little") == (rotated + 0xA282EAD8) % 2**32
+
+
+def test_events_are_encoded_as_their_schema_says() -> None:
+    made = event(1.0, 300, scalars({"a": 1.5}))
+    assert made == struct.pack("<Bd", 0x09, 1.0) + b"\x10\xac\x02" + b"*\n\n\x08\n\x01a\x15\x00\x00\xc0?"
+    assert [event(0.0, step, b"")[10:] for step in (127, 128)] == [b"\x7f", b"\x80\x01"]
+    ends = {value: scalars({"a": value})[-4:] for value in (3.3e38, 1e39, -1e39)}
+    assert ends == {3.3e38: struct.pack("<f", 3.3e38), 1e39: b"\0\0\x80\x7f", -1e39: b"\0\0\x80\xff"}
+    (nan,) = struct.unpack("<f", scalars({"a": float("nan")})[-4:])
+    assert nan != nan
 
 
 def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

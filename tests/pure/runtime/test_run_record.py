@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import pytest
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.replay import event_line
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator.run_record import RunRecord
@@ -98,3 +100,141 @@ def test_an_outcome_of_an_older_generation_says_nothing(run: Run) -> None:
     run.generation(2, "ab", 5, 2.0)
     run.tell(2.1, old)
     assert run.failures() == []
+
+
+def page(worker: str, n: int = 1, **changes: Any) -> dict[str, Any]:
+    plain = {
+        "worker": worker, "term": 1, "n": n, "rank": 0, "step": 5, "tokens": 500, "loss": 2.0,
+        "eval_step": -1, "eval_loss": 0.0, "baseline_loss": 3.0, "step_time_s": 0.5, "first_step_at_s": 0.0,
+        "pinned_wait_s": 0.01,
+    }  # fmt: skip
+    return {**plain, **changes}
+
+
+def test_a_status_before_anything_ran(run: Run) -> None:
+    found = run.record.status(0)
+    wanted = {
+        "state": "starting", "term": 0, "generation": None, "layout": None, "members": [], "resume_step": 0,
+        "step": 0, "steps": 100, "loss": None, "tokens_per_s": None, "eval_loss": None, "eval_step": None,
+        "baseline_loss": None, "committed": None, "pages": {}, "metrics": None, "failures": [], "events": [],
+        "done": False, "exit_code": None, "detail": "", "summary": None, "began_s": BEGAN, "submissions": [],
+    }  # fmt: skip
+    assert {key: found[key] for key in wanted} == wanted
+    assert run.record.measured().generation is None
+
+
+def test_a_status_of_a_run_shows_what_rank_0_says(run: Run) -> None:
+    run.generation(3, "ab", 4, 1.0)
+    run.record.figures(
+        "n1", [page("old", 2, loss=9.0), page("b", 3, rank=1, loss=8.0, eval_step=2, eval_loss=7.0)]
+    )
+    run.record.figures("n2", [page("a", 3, step=6, eval_step=4, eval_loss=6.0, baseline_loss=4.0)])
+    found = run.record.status(0)
+    data = job().data
+    wanted = {
+        "state": "running", "generation": "1.3", "members": ["a", "b"], "resume_step": 4, "step": 6,
+        "loss": 2.0, "tokens_per_s": data.global_batch * data.sequence_length / 0.5, "eval_loss": 6.0,
+        "eval_step": 4, "baseline_loss": 4.0,
+    }  # fmt: skip
+    assert {key: found[key] for key in wanted} == wanted
+    assert {name: seen["node"] for name, seen in found["pages"].items()} == {
+        "old": "n1",
+        "b": "n1",
+        "a": "n2",
+    }
+    measured = run.record.measured()
+    assert (measured.generation, measured.generations, measured.tokens) == (3, 1, 500)
+    assert measured.evaluations == {2: 7.0, 4: 6.0}
+    assert measured.leader["worker"] == "a"
+
+
+def test_events_are_numbered_and_asked_for_by_number(run: Run) -> None:
+    run.record.begin(2, {})
+    submission = {"submission_id": "x"}
+    run.record.attached(submission)
+    run.record.attached(submission)
+    run.generation(1, "ab", 0, 1.0, "init")
+    run.generation(1, "ab", 0, 1.0, "init")
+    found = run.record.status(0)
+    assert [(event["seq"], event["kind"], event["level"]) for event in found["events"]] == [
+        (1, "term", "info"), (2, "submission", "info"), (3, "generation", "info")
+    ]  # fmt: skip
+    assert [event["seq"] for event in run.record.status(1)["events"]] == [2, 3]
+    assert (found["submissions"], found["term"], found["state"]) == ([submission], 2, "running")
+    assert run.record.measured().noted == {"info": 3}
+    run.record.begin(3, {})
+    assert run.record.status(0)["state"] == "starting", "it has none of its own yet"
+
+
+def test_commits_are_listed_with_their_figures(run: Run) -> None:
+    run.record.begin(1, {10: {"bytes": 7}})
+    run.generation(1, "ab", 0, 1.0, "init")
+    run.record.figures("n1", [page("a", pinned_wait_s=0.25), page("b", rank=1)])
+    for step, seq in ((10, 4), (12, 0), (20, 5)):
+        run.tell(5.0 + seq, m.Appended("commit", run.spec.id, step, seq=seq))
+    run.tell(30.0, m.Appended("generation", run.spec.id, 0, seq=6))
+    found = run.record.measured()
+    assert found.checkpoints == [{"step": 10, "stall_s": 0.25, "bytes": 7}, {"step": 20, "stall_s": 0.25}]
+    assert found.committed_at_s == BEGAN + 10.0
+    assert run.record.status(0)["committed"] == 20
+    assert run.record.summary(m.Finish("finished", ""))["steps"] == 20
+
+
+def test_a_summary_counts_the_steps_of_the_whole_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.generation(1, "ab", 10, 1.0)
+    for step, seconds in ((11, 0.5), (12, 0.25), (13, 1.0)):
+        run.record.figures(
+            "n1", [page("a", step=step, step_time_s=seconds), page("b", rank=1, step_time_s=9.0)]
+        )
+    run.record.figures("n1", [page("a", step=13, step_time_s=0.0)])
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 4.0)
+    found = run.record.summary(m.Finish("stopped", "step 13"))
+    data = job().data
+    assert (found["status"], found["detail"], found["steps"]) == ("stopped", "step 13", 13)
+    assert found["tokens_per_s"] == data.global_batch * data.sequence_length / 0.5
+    assert (found["goodput"], found["wall_s"]) == (3 * 0.5 / 4.0, 4.0)
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 1.0)
+    assert run.record.summary(m.Finish("stopped", ""))["goodput"] == 1.0
+    empty = RunRecord(job()).summary(m.Finish("failed", "x"))
+    assert (empty["steps"], empty["tokens_per_s"], empty["goodput"], empty["wall_s"]) == (0, None, None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "level", "code"),
+    [("finished", "info", 0), ("stopped", "info", 130), ("failed", "error", 3), ("storage", "error", 4),
+     ("fenced", "error", 3)],
+)  # fmt: skip
+def test_an_end_is_told_with_its_exit_code(run: Run, status: Any, level: str, code: int) -> None:
+    run.record.done(m.Finish(status, "why"), {"x": 1})
+    found = run.record.status(0)
+    assert (found["state"], found["done"], found["exit_code"], found["detail"]) == (status, True, code, "why")
+    assert found["summary"] == {"x": 1}
+    (event,) = found["events"]
+    assert (event["level"], event["kind"], event["text"]) == (level, status, f"run {status}: why")
+
+
+def test_earlier_terms_are_recalled_in_this_times_clock(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 500.0)
+    run.generation(1, "ab", 0, 1.0, "init")
+    lines = [
+        json.loads(event_line(450.0 + at, event, []))
+        for at, event in enumerate((m.Tick(), m.WorkerExited("a", "killed")))
+    ]
+    run.record.recall(lines)
+    assert run.record.status(0)["began_s"] == BEGAN - 50.0
+    (failure,) = run.failures()
+    assert (failure["target"], failure["detected_s"]) == ("a", 1.0)
+
+
+def test_what_the_machine_found_by_itself_is_a_failure_too(run: Run) -> None:
+    def judged(at_s: float, **data: Any) -> None:
+        alert = m.Alert("warning", "text", "failure", data)
+        run.record.observe(m.Tick(), [alert], BEGAN + at_s)
+
+    judged(0.5, cause="late", target="a")
+    assert run.failures() == [], "nothing ran"
+    run.generation(1, "ab", 0, 1.0, "init")
+    judged(2.0, cause="late", target="a")
+    judged(2.5, cause="late", target="b")
+    (failure,) = run.failures()
+    assert (failure["target"], failure["detected_s"]) == ("a", 2.0)

@@ -1,0 +1,75 @@
+"""GPUs as NVML shows them, by a library that knows two of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from picotron_ray.observability.exporter import Sample
+from picotron_ray.observability.nvml import Gpus
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Two GPUs, 0 and 1, of which 1 does not know its power; holds how often the library was opened."""
+    calls: list[int] = []
+
+    def power(gpu: int) -> int:
+        if gpu:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return 250_500  # milliwatts
+
+    def errors(gpu: int, kind: int, counter: int) -> int:
+        assert (kind, counter) == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_AGGREGATE_ECC)
+        return 3 + gpu
+
+    found: dict[str, Any] = {
+        "nvmlInit": lambda: calls.append(1),
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetUUID": lambda gpu: (b"GPU-a", "GPU-b")[gpu],
+        "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=75 - gpu),
+        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=10 + gpu, total=80),
+        "nvmlDeviceGetTemperature": lambda gpu, sensor: 40 + gpu + sensor,
+        "nvmlDeviceGetPowerUsage": power,
+        "nvmlDeviceGetTotalEccErrors": errors,
+        "nvmlDeviceGetCudaComputeCapability": lambda gpu: (9, gpu),
+    }
+    for name, call in found.items():
+        monkeypatch.setattr(pynvml, name, call)
+    return calls
+
+
+def test_each_gpu_shows_what_it_knows(opened: list[int]) -> None:
+    gpus = Gpus()
+    figures = {
+        ("utilization_ratio", "GPU-a"): 0.75, ("utilization_ratio", "GPU-b"): 0.74,
+        ("memory_used_bytes", "GPU-a"): 10, ("memory_used_bytes", "GPU-b"): 11,
+        ("memory_size_bytes", "GPU-a"): 80, ("memory_size_bytes", "GPU-b"): 80,
+        ("temperature_celsius", "GPU-a"): 40, ("temperature_celsius", "GPU-b"): 41,
+        ("power_watts", "GPU-a"): 250.5,
+        ("ecc_errors_total", "GPU-a"): 3.0, ("ecc_errors_total", "GPU-b"): 4.0,
+    }  # fmt: skip
+    wanted = [Sample(f"picotron_gpu_{name}", value, {"gpu": gpu}) for (name, gpu), value in figures.items()]
+
+    def order(sample: Sample) -> tuple[str, str]:
+        return sample.name, sample.labels["gpu"]
+
+    assert sorted(gpus.samples(), key=order) == sorted(wanted, key=order)
+    assert gpus.capabilities() == [(9, 0), (9, 1)]
+    assert len(opened) == 1
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def refuse() -> None:
+        tried.append(1)
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    gpus = Gpus()
+    assert (list(gpus.samples()), gpus.capabilities(), len(tried)) == ([], [], 1)

@@ -1,0 +1,253 @@
+"""Requests to a run and the end of its Ray, with a Ray that only notes what it is told."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from picotron_ray.runtime.driver import control, follow_run
+from picotron_ray.runtime.ray_cluster import local_ray
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE
+
+
+class Remote:
+    """A method of an actor."""
+
+    def __init__(self, told: list[str], name: str) -> None:
+        self._told, self._name = told, name
+
+    def remote(self, *arguments: object) -> str:
+        self._told.append(" ".join(map(str, (self._name, *arguments))))
+        return self._name
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of Ray; it has actors of the runs ``night`` and ``other``."""
+    calls: list[str] = []
+    names = [
+        "night/coordinator",
+        "night/agent/n1",
+        "night/worker/w1",
+        "nightly/agent/n1",
+        "other/coordinator",
+    ]
+    listed = [{"name": name, "namespace": NAMESPACE} for name in names]
+    listed.append({"name": "night/agent/n2", "namespace": "else"})
+    gone = {"night/worker/w1"}
+
+    def get_actor(name: str, namespace: str) -> Any:
+        assert namespace == NAMESPACE
+        if name in gone:
+            raise ValueError(name)
+        return SimpleNamespace(name=name, close=Remote(calls, f"close {name}"))
+
+    ray, util = ModuleType("ray"), ModuleType("ray.util")
+    ray.__dict__.update(
+        get_actor=get_actor,
+        kill=lambda actor: calls.append(f"kill {actor.name}"),
+        wait=lambda refs, num_returns, timeout: calls.append(f"wait for {num_returns} of {refs}"),
+        shutdown=lambda: calls.append("shutdown"),
+        util=util,
+    )
+    util.__dict__.update(list_named_actors=lambda all_namespaces: listed if all_namespaces else [])
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util", util)
+    monkeypatch.setattr(local_ray, "stop", lambda local, grace_s=1.0: calls.append(f"stop {local.run}"))
+    monkeypatch.setattr(control, "coordinator_name", lambda run: f"{run}/coordinator")
+    monkeypatch.setattr(control, "agent_name", lambda run, node: f"{run}/agent/{node}")
+    return calls
+
+
+def test_all_actors_of_a_run_are_killed_the_coordinator_first(told: list[str]) -> None:
+    assert control.kill_actors("night") == 3
+    assert told == [
+        "kill night/coordinator",
+        "close night/agent/n1",
+        "wait for 1 of ['close night/agent/n1']",
+        "kill night/agent/n1",
+    ], "the worker has ended meanwhile"
+    told.clear()
+    assert control.kill_actors("other") == 1
+    assert told == ["kill other/coordinator"]
+    assert control.kill_actors("none") == 0
+
+
+def test_a_given_ray_loses_the_coordinator_and_ones_own_goes_as_a_whole(told: list[str]) -> None:
+    coordinator: Any = SimpleNamespace(name="night/coordinator")
+    follow_run.take_down(None, coordinator)
+    assert told == ["kill night/coordinator", "shutdown"]
+    told.clear()
+    follow_run.take_down(None)
+    assert told == ["shutdown"]
+    told.clear()
+    local: Any = SimpleNamespace(run="night")
+    follow_run.take_down(local, coordinator)
+    assert told == ["shutdown", "stop night"]
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> list[dict[str, Any] | None]:
+    """Statuses that the coordinator answers, one poll each; the last one again and again."""
+    answers: list[dict[str, Any] | None] = []
+    coordinator = SimpleNamespace(request=Remote(told, "request"))
+    monkeypatch.setattr(control, "connect_to_run", lambda run: (coordinator, None))
+    monkeypatch.setattr(follow_run, "POLL_S", 0.0)
+    monkeypatch.setattr(
+        follow_run, "poll", lambda coordinator, since: answers.pop(0) if len(answers) > 1 else answers[0]
+    )
+    return answers
+
+
+def seen(committed: int | None, done: bool = False) -> dict[str, Any]:
+    return {"committed": committed, "done": done}
+
+
+def test_a_status_is_asked_for_until_it_comes(connected: list[Any]) -> None:
+    connected += [None, None, seen(3)]
+    assert control.status("night") == seen(3)
+
+
+def test_a_checkpoint_is_awaited(connected: list[Any], told: list[str]) -> None:
+    connected += [seen(None), seen(None), None, seen(5)]
+    assert control.checkpoint_now("night", 5.0) == 5
+    assert told == ["request checkpoint"]
+    connected[:] = [seen(5), seen(5), seen(6, done=True)]
+    assert control.checkpoint_now("night", 5.0) == 6
+    for answers in ([seen(5), seen(5, done=True)], [seen(0), seen(None, done=True)]):
+        connected[:] = answers
+        with pytest.raises(follow_run.LostRunError, match="no new commit within 5 s"):
+            control.checkpoint_now("night", 5.0)
+    connected[:] = [seen(5)]
+    with pytest.raises(follow_run.LostRunError, match="within 0 s"):
+        control.checkpoint_now("night", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "now", "cluster", "ended"),
+    [(None, True, "", False), (True, False, "", False), (True, True, "", True), (False, False, "", True),
+     (False, True, "x:1", False)],
+)  # fmt: skip
+def test_a_local_ray_that_is_dead_or_unwanted_is_ended(
+    found: bool | None, now: bool, cluster: str, ended: bool, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = None if found is None else SimpleNamespace(run="night", alive=found)
+    monkeypatch.setattr(local_ray, "find", lambda run: local)
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    assert control._is_local_and_dead_or_unwanted("night", now) is ended
+    assert told == (["stop night"] if ended else [])
+
+
+def test_logs_are_read_line_by_line_as_they_grow(tmp_path: Path) -> None:
+    log = tmp_path / "worker-abc-12.err"
+    log.write_bytes(b":job_id:01000000\n:actor_name:Agent\n:task_name:f\nfirst\nsecond \xff\nhal")
+    offsets: dict[Path, int] = {}
+    assert list(control._new_lines(log, offsets)) == [("12", "first"), ("12", "second \ufffd")]
+    assert list(control._new_lines(log, offsets)) == []
+    with log.open("ab") as file:
+        file.write(b"f\n:job_id:\nx\n")
+    assert list(control._new_lines(log, offsets)) == [("12", "half"), ("12", "x")]
+
+
+def test_logs_of_both_streams_are_read_and_once_without_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_ray, "log_folder", lambda run: tmp_path / run)
+    with pytest.raises(control.ConfigError, match="no logs on this machine"):
+        list(control.log_lines("night"))
+    (tmp_path / "night").mkdir()
+    for name, text in (("worker-a-1.out", "out"), ("worker-a-1.err", "err"), ("raylet.err", "no")):
+        (tmp_path / "night" / name).write_text(f"{text}\n")
+    assert list(control.log_lines("night")) == [("1", "err"), ("1", "out")]
+    monkeypatch.setattr(follow_run, "POLL_S", 0.0)
+    lines = control.log_lines("night", follow=True)
+    assert [next(lines), next(lines)] == [("1", "err"), ("1", "out")]
+    with (tmp_path / "night" / "worker-a-1.err").open("a") as file:
+        file.write("more\n")
+    assert next(lines) == ("1", "more")
+
+
+@pytest.fixture
+def rays(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> dict[str, Any]:
+    """Local Rays by run; the coordinator of ``night`` lives on whatever is connected."""
+    found: dict[str, Any] = {}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(local_ray, "find", found.get)
+    monkeypatch.setattr(local_ray, "runs", lambda: sorted(found))
+    monkeypatch.setattr(control.connect, "connect_to", lambda address: told.append(f"connect to {address}"))
+    monkeypatch.setattr(control.connect, "attach", lambda local: told.append(f"attach to {local.run}"))
+    coordinator = SimpleNamespace(request=Remote(told, "request"))
+    monkeypatch.setattr(follow_run, "find_coordinator", lambda run: coordinator if run == "night" else None)
+    return found
+
+
+def test_a_run_is_found_on_its_own_ray_or_on_the_one_that_is_named(
+    rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(run: str) -> str:
+        with pytest.raises(control.ConfigError) as caught:
+            control.connect_to_run(run)
+        return str(caught.value)
+
+    nowhere = "run: saw 'night', which does not run on this machine (local runs: {}; set RAY_ADDRESS to look"
+    assert refused("night").startswith(nowhere.format("none"))
+    rays["night"] = SimpleNamespace(run="night", alive=False)
+    rays["other"] = SimpleNamespace(run="other", alive=True)
+    assert refused("night").startswith(nowhere.format("night, other"))
+    assert told == []
+    assert refused("other").startswith("run: saw 'other', which does not run on this machine")
+    rays["night"].alive = True
+    coordinator, local = control.connect_to_run("night")
+    assert (coordinator is not None, local) == (True, rays["night"])
+    assert told == ["attach to other", "attach to night"]
+    told.clear()
+    monkeypatch.setenv("RAY_ADDRESS", "x:1")
+    assert control.connect_to_run("night") == (coordinator, None)
+    assert refused("other") == "run: saw 'other', which does not run on the Ray at x:1"
+    assert told == ["connect to x:1"] * 2
+
+
+def test_a_stop_follows_the_run_to_its_end(
+    rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final: list[Any] = [{"summary": {"status": "stopped"}}]
+    monkeypatch.setattr(follow_run, "follow", lambda *_: final[0])
+    monkeypatch.setattr(
+        follow_run, "take_down", lambda local, coordinator: told.append(f"take down {local.run}")
+    )
+    rays["night"] = SimpleNamespace(run="night", alive=True)
+    console = Console(file=io.StringIO())
+    assert control.stop("night", False, console) == {"status": "stopped"}
+    assert told == ["attach to night", "request stop", "take down night"]
+    told.clear()
+    final[0] = None
+    assert control.stop("night", False, console) is None
+    assert told == ["attach to night", "request stop"], "the user left"
+    told.clear()
+    assert control.stop("night", True, console) is None
+    assert told == ["stop night"]
+
+
+def test_a_stop_on_a_cluster_kills_what_is_left(
+    rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=io.StringIO())
+    monkeypatch.setenv("RAY_ADDRESS", "x:1")
+    assert control.stop("night", True, console) is None
+    assert told[:2] == ["connect to x:1", "kill night/coordinator"]
+    told.clear()
+    assert control.stop("nightly", False, console) is None, "its coordinator is gone"
+    assert "kill nightly/agent/n1" in told
+    with pytest.raises(control.ConfigError, match="saw 'none'"):
+        control.stop("none", False, console)
+    monkeypatch.delenv("RAY_ADDRESS")
+    told.clear()
+    with pytest.raises(control.ConfigError, match="saw 'nightly'"):
+        control.stop("nightly", False, console)
+    assert told == []

@@ -1,0 +1,67 @@
+"""A stall is excused by work that goes on, and never for ever."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from picotron_ray.runtime.node_agent import cpu_use
+from picotron_ray.runtime.node_agent.cpu_use import CpuUse
+
+
+def page(pid: int, n: int = 1, since_s: float = 0.0) -> Any:
+    return SimpleNamespace(pid=pid, term=1, n=n, phase_since_s=since_s, phase_limit_s=2.0)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """CPU seconds by pid."""
+    found: dict[int, float] = {1: 10.0, 2: 20.0, 3: 30.0}
+    monkeypatch.setattr(cpu_use, "cpu_seconds", lambda pid: found[pid])
+    return found
+
+
+def test_what_is_not_judged_yet_excuses(used: dict[int, float]) -> None:
+    use, idle = CpuUse(), page(1)
+    assert use.excuses(idle, [idle], 1.0)
+    use.look([idle], 1.0)
+    assert use.excuses(idle, [idle], 1.0), "one look tells nothing"
+    use.look([idle], 1.39)
+    assert use.excuses(idle, [idle], 1.39), "too soon"
+    use.look([idle], 1.41)
+    assert not use.excuses(idle, [idle], 1.41)
+
+
+def test_a_mate_that_computes_excuses_and_others_do_not(used: dict[int, float]) -> None:
+    use, pages = CpuUse(), [page(1), page(2), page(3, n=2)]
+    use.look(pages, 1.0)
+    used[2] += 0.051 * 0.5
+    used[3] += 0.5
+    use.look(pages, 1.5)
+    assert use.excuses(pages[0], pages, 1.5)
+    assert not use.excuses(pages[0], [pages[0], pages[2]], 1.5), "of another generation"
+    used[2] += 0.049 * 0.5
+    use.look(pages, 2.0)
+    assert not use.excuses(pages[0], pages, 2.0)
+    used[2] += 0.5
+    use.look(pages, 4.1)
+    assert use.excuses(pages[0], pages, 4.1), "the last look was too long ago: judged anew"
+    use.look(pages, 4.6)
+    assert not use.excuses(pages[0], pages, 4.6)
+
+
+def test_a_look_at_the_edge_of_what_is_recent(used: dict[int, float]) -> None:
+    use, idle = CpuUse(), page(1)
+    use.look([idle], 0.0)
+    use.look([idle], 2.0)
+    assert not use.excuses(idle, [idle], 2.0), "5 windows"
+    use.look([idle], 4.01)
+    assert use.excuses(idle, [idle], 4.01)
+
+
+def test_patience_ends(used: dict[int, float]) -> None:
+    use, busy = CpuUse(), page(1, since_s=5.0)
+    assert use.excuses(busy, [busy], 25.0)
+    assert not use.excuses(busy, [busy], 25.01)

@@ -135,9 +135,8 @@ class ProcessGroups:
 
     def _connect_store(self) -> None:
         host, port = self._server
-        self._client = TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._rendezvous_s)
-        )
+        limit = timedelta(seconds=self._rendezvous_s)
+        self._client = TCPStore(host, port, is_master=False, timeout=limit)
         self._store = PrefixStore(self._prefix, self._client)
         self._store_inodes = {
             info.inode

@@ -176,8 +176,7 @@ class ProcessGroups:
         mine = " ".join(f"{host}|{port}" for host, port in sorted(self._listening))
         self._store.set(f"listening/{self._rounds}/{self.rank}", mine)
         keys = [f"listening/{self._rounds}/{rank}" for rank in range(self.world_size)]
-        self._store.wait(keys, timedelta(seconds=self._rendezvous_s))
-        for value in self._store.multi_get(keys):
+        for value in self._store.multi_get(keys):  # waits for them
             for item in value.decode().split():
                 host, _, port = item.partition("|")
                 self._known.add((host, int(port)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from picotron_ray.comm import process_groups
+from picotron_ray.comm import abortable_wait, process_groups
 from picotron_ray.comm.process_groups import LOST_PEER_TEXTS, ProcessGroups
 from picotron_ray.comm.sockets import SocketInfo, tcp_sockets
 from picotron_ray.errors import PeerLostError
@@ -42,6 +43,8 @@ def test_what_a_generation_knows_of_itself(alone: ProcessGroups, store: TCPStore
     before = {found.inode for found in tcp_sockets()}
     alone.connect()
     assert alone._rounds == 1
+    assert alone._initialised
+    assert store.port not in {port for _, port in alone._known}, "it was there before"
     assert not alone._forming
     assert len(alone._store_inodes) == 1
     assert not alone._store_inodes & before
@@ -63,6 +66,22 @@ def test_what_a_generation_knows_of_itself(alone: ProcessGroups, store: TCPStore
     assert not alone.given_up
     assert sys.excepthook is hook
     assert alone._watch is None
+    assert abortable_wait._watch is None
+    assert not alone._initialised
+
+
+def test_each_step_of_the_rendezvous_hears_of_an_abort(alone: ProcessGroups) -> None:
+    alone._aborted.set()
+    with pytest.raises(PeerLostError):
+        alone._connect_store()
+    with pytest.raises(PeerLostError):
+        alone._meet()
+
+
+def test_opening_is_connecting(store: TCPStore) -> None:
+    groups = ProcessGroups.open("127.0.0.1", store.port, "opened", 0, 1)
+    assert dist.get_world_size() == 1
+    groups.close()
 
 
 def test_sockets_of_a_generation(alone: ProcessGroups) -> None:
@@ -159,8 +178,7 @@ def test_a_backend_with_an_abort_of_its_own(
 
     def end() -> None:
         called.append(threading.current_thread())
-        if hangs:
-            may_end.wait(10)
+        may_end.wait(10 if hangs else 0.05)
         raise RuntimeError("no group")
 
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", end)
@@ -196,18 +214,20 @@ def test_errors_of_lost_peers_are_told_from_others(alone: ProcessGroups) -> None
 
 
 def test_a_lost_peer_is_said_in_one_line(alone: ProcessGroups) -> None:
-    frames: list[dict[str, object]] = []
+    held: list[weakref.ref[threading.Event]] = []
+    errors: list[RuntimeError] = []  # others may keep them
 
     def fail() -> None:
-        held = "a group"
-        frames.append(sys._getframe().f_locals)
-        assert held
-        raise RuntimeError(f"gloo: {'x' * 400}\nsecond line")
+        group = threading.Event()
+        held.append(weakref.ref(group))
+        errors.append(RuntimeError(f"gloo: {'x' * 400}\nsecond line"))
+        raise errors[0]
 
     with pytest.raises(PeerLostError) as caught, alone.guard("a sum"):
         fail()
     assert str(caught.value) == f"rank 0 lost a peer during a sum: gloo: {'x' * 294}"
     assert caught.value.__context__ is None
+    assert held[0]() is None
     with pytest.raises(ValueError, match="^own$"), alone.guard("a sum"):
         raise ValueError("own")
 

@@ -45,9 +45,15 @@ def test_the_end_of_a_process_is_awaited(monkeypatch: pytest.MonkeyPatch, known:
     def refuse(pid: int) -> int:
         raise OSError("not here")
 
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        threading.Event().wait(0.01)
+
+    monkeypatch.setattr(rendezvous_store.time, "sleep", nap)
     if not known:
         monkeypatch.setattr(os, "pidfd_open", refuse)
-        monkeypatch.setattr(rendezvous_store, "POLL_S", 0.01)
     before = len(os.listdir("/proc/self/fd"))
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -60,6 +66,7 @@ def test_the_end_of_a_process_is_awaited(monkeypatch: pytest.MonkeyPatch, known:
         waiting.join(5)
         assert not waiting.is_alive()
     assert len(os.listdir("/proc/self/fd")) == before
+    assert set(naps) == (set() if known else {rendezvous_store.POLL_S})
     began = time.monotonic()
     wait_for_exit(process.pid)  # gone already
     assert time.monotonic() - began < 1

@@ -153,6 +153,27 @@ def test_a_joint_gives_what_its_layers_give(laid: bool, low: torch.dtype | None)
     assert not torch.equal(found[0][0], found[2][0])
 
 
+def test_projections_are_one_product_unless_said() -> None:
+    attention, hidden = Attention(MODEL, sdpa), SwiGLU(4, 6)
+    for module, count in ((attention, 3), (hidden, 2)):
+        for chosen, products in (({}, 1), ({"as_one": False}, count)):
+            module.fuse(**chosen)
+            assert module.fused_linear is not None
+            seen: list[int] = []
+
+            def counted(x: torch.Tensor, weights: Any, biases: Any, seen: list[int] = seen) -> Any:
+                seen.append(len(weights))
+                return fused_linear.products(x, weights, biases)
+
+            module.fused_linear.products = counted
+            layers = module.fused_linear._layers
+            x = torch.randn(2, layers[0].in_features)
+            found = module.fused_linear(x)
+            assert seen == [products]
+            for layer, out in zip(layers, found, strict=True):
+                torch.testing.assert_close(out, layer(x))
+
+
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 0]], ids=str)
 def test_fused_experts_equal_separate_ones(counts: list[int]) -> None:
     torch.manual_seed(0)

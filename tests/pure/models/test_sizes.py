@@ -209,3 +209,4 @@ def test_tokens_of_context_parallel_ranks() -> None:
     assert SequenceShard(5).positions() == (0, 1, 2, 3, 4)
     found = [SequenceShard(12, 3, index).positions() for index in range(3)]
     assert found == [(0, 1, 10, 11), (2, 3, 8, 9), (4, 5, 6, 7)]
+    assert SequenceShard(24, 4, 1).positions() == (3, 4, 5, 18, 19, 20)

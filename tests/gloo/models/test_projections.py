@@ -14,8 +14,11 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
+from picotron_ray.models.layers import fused_linear
+from picotron_ray.models.layers.attention import Attention, sdpa
 from picotron_ray.models.layers.fused_linear import FusedLinear
 from picotron_ray.models.layers.moe import grouped, grouped_fused, looped, looped_fused
+from picotron_ray.models.layers.swiglu import SwiGLU
 from picotron_ray.train.engine import build_engine
 from tests.gloo.models.test_moe import ALIGNED
 from tests.gloo.parallel.test_matrix import GPT2_TIED, ODD

@@ -14,7 +14,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import ScheduleConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.layout.layout import Layout
-from picotron_ray.train import expert_balance
+from picotron_ray.train import expert_balance, step_sync
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
 from picotron_ray.train.micro_batches import MicroBatcher
 from picotron_ray.train.optim.lr_schedule import factor
@@ -62,6 +62,21 @@ def test_replicas_that_fed_other_tokens_are_told() -> None:
     text = r"^rank 1 fed tokens \(0, 4, '6262.*62'\), its replica fed \(0, 4, '6161.*61'\)$"
     with pytest.raises(RuntimeError, match=text):
         agree([said(), said(digest=b"b" * 16)], Layout(tp=2))
+
+
+def test_requests_are_told_apart() -> None:
+    assert [agree([said(flags=flags)], Layout()).flags for flags in (0, STOP, SNAPSHOT)] == [0, 1, 2]
+
+
+def test_all_ranks_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(found: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+        assert group == "the group"
+        for other in found:
+            other.copy_(mine)
+
+    monkeypatch.setattr(step_sync.dist, "all_gather", gather)
+    mine = said(flags=2, sealed=-1)
+    assert exchange(mine, Layout(tp=3), CPU, "the group") == agree([mine] * 3, Layout(tp=3))
 
 
 def test_one_rank_agrees_with_itself() -> None:

@@ -237,6 +237,15 @@ def test_a_flush_waits_for_a_slot_where_it_must(alone: Taker, monkeypatch: pytes
     assert alone.taken.skipped == 2
 
 
+def test_the_end_waits_for_the_copy_under_way(alone: Taker) -> None:
+    alone.slots.slot.may_end.clear()
+    alone.taken.begin(9, [], pinned=False)
+    assert alone.slots.slot.began.wait(5)
+    threading.Timer(0.05, alone.slots.slot.may_end.set).start()
+    alone.taken.close()
+    assert alone.taken.sealed_step == 9
+
+
 def test_the_cost_is_smoothed(alone: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 12.0, 20.0, 27.0])
     monkeypatch.setattr(snapshot.time, "monotonic", lambda: next(times))

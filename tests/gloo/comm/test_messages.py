@@ -11,7 +11,12 @@ from torch import Tensor
 
 from picotron_ray.comm import p2p, sequence_collectives
 from picotron_ray.comm.p2p import SUM_TAG, exchange, sum_with_peer_
-from picotron_ray.comm.sequence_collectives import GatherAhead, Shift, gather_sequence, reduce_scatter_sequence
+from picotron_ray.comm.sequence_collectives import (
+    GatherAhead,
+    Shift,
+    gather_sequence,
+    reduce_scatter_sequence,
+)
 
 
 class Group:

@@ -117,7 +117,9 @@ def test_attention_is_the_mean_over_what_is_seen() -> None:
 def test_a_window_that_hides_nothing_is_none(tokens: int, passed: int | None) -> None:
     asked: list[int | None] = []
 
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: object, window: int | None) -> torch.Tensor:
+    def kernel(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: object, window: int | None
+    ) -> torch.Tensor:
         asked.append(window)
         return q
 

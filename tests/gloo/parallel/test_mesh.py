@@ -14,7 +14,14 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.parallel import mesh as module
-from picotron_ray.parallel.mesh import Mesh, axis_ranks, check_schedule, check_supported, group_name, make_mesh
+from picotron_ray.parallel.mesh import (
+    Mesh,
+    axis_ranks,
+    check_schedule,
+    check_supported,
+    group_name,
+    make_mesh,
+)
 
 LIMIT = timedelta(seconds=9)
 # Two copies of four shards each, two kinds of experts: replica = 2 dp + cp, rank = 2 replica + tp in a stage.
@@ -77,7 +84,10 @@ class FakeMesh:
 def test_the_groups_of_a_rank_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, rank = Groups(monkeypatch), 27
     mesh = make_mesh(WIDE, rank, "cpu", LIMIT)
-    ranks = {axis: axis_ranks(WIDE, rank, axis) for axis in ("pp", "data", "tp", "cp", "ep", "edp", "shard", "copy")}
+    ranks = {
+        axis: axis_ranks(WIDE, rank, axis)
+        for axis in ("pp", "data", "tp", "cp", "ep", "edp", "shard", "copy")
+    }
     assert groups.made == list(ranks.values())
     names = [group_name(axis, found) for axis, found in ranks.items()]
     assert names[:2] == ["picotron-pp-11-27", "picotron-data-17-19-21-23-25-27-29-31"]
@@ -156,6 +166,8 @@ SUPPORTED = [
     Layout(pp=2, schedule=SPLIT, virtual_stages=SCHEDULES[SPLIT].stages_per_rank[0], zero=2),
     Layout(pp=2, schedule=BORDERS[0], virtual_stages=BORDERS[1][0], zero=3),
     ZIGZAG,
+    Layout(schedule=BORDERS[0]),
+    Layout(schedule=SPLIT, zero=3, recompute="full"),
     Layout(pp=2, recompute="full,none"),
     WIDE,
 ]
@@ -189,6 +201,8 @@ def test_layouts_that_are_refused(layout: Layout, text: str) -> None:
         check_supported(layout)
     assert str(caught.value).startswith(text)
     assert "\n" not in str(caught.value)
+    with pytest.raises(LayoutError):
+        make_mesh(layout, 0, "cpu")
 
 
 def test_a_schedule_alone() -> None:

@@ -52,7 +52,9 @@ def test_ranks_agree_on_sums_maxima_and_minima() -> None:
     )
 
 
-@pytest.mark.parametrize(("cost", "step", "interval"), [(0.0, 1.0, 1), (1.0, 1.0, 2), (1.1, 1.0, 3), (9.0, 0.0, 1)])
+@pytest.mark.parametrize(
+    ("cost", "step", "interval"), [(0.0, 1.0, 1), (1.0, 1.0, 2), (1.1, 1.0, 3), (9.0, 0.0, 1)]
+)
 def test_snapshots_take_half_of_the_time_at_most(cost: float, step: float, interval: int) -> None:
     records = [said(snapshot_cost_s=cost, step_time_s=step)]
     assert agree(records, Layout()).snapshot_interval == interval

@@ -31,7 +31,13 @@ class Slot:
         self.error: Exception | None = None
 
     def write(
-        self, header: SlotHeader, shards: tuple[Shard, ...], data: Sequence[Any], *, pinned: bool, on_phase: object
+        self,
+        header: SlotHeader,
+        shards: tuple[Shard, ...],
+        data: Sequence[Any],
+        *,
+        pinned: bool,
+        on_phase: object,
     ) -> None:
         self.began.set()
         assert self.may_end.wait(10)

@@ -158,9 +158,7 @@ def whole(model: ModelConfig, block: list[Any]) -> list[ParameterSpec]:
     found = [ParameterSpec("embed.weight", (11, hidden), None, "embed", 0, True, 0.5, embedding=True)]
     if model.max_positions:
         rows = (model.max_positions, hidden)
-        found.append(
-            ParameterSpec("positions.weight", rows, None, "embed", None, True, 0.5, embedding=True)
-        )
+        found.append(ParameterSpec("positions.weight", rows, None, "embed", None, True, 0.5, embedding=True))
     for layer in range(3):
         for name, shape, tp_dim, decay, std, more in block:
             at = f"layers.{layer}.{name}"
@@ -184,14 +182,14 @@ def test_a_mixture_without_what_it_may_lack() -> None:
     plain = MIXED.model_copy(
         update={"moe": MoeConfig(experts=5, top_k=2, intermediate_size=6, balance="loss")}
     )
-    lacking = [entry for entry in BLOCK_OF_MIXED if "shared" not in entry[0] and "router.bias" not in entry[0]]
+    lacking = [
+        entry for entry in BLOCK_OF_MIXED if "shared" not in entry[0] and "router.bias" not in entry[0]
+    ]
     assert list(parameter_table(plain)) == whole(plain, lacking)
 
 
 def test_the_copy_of_a_tied_embedding() -> None:
-    copy = ParameterSpec(
-        "embed.weight", (11, 14), None, "head", 0, True, 0.5, embedding=True, copy=True
-    )
+    copy = ParameterSpec("embed.weight", (11, 14), None, "head", 0, True, 0.5, embedding=True, copy=True)
     assert tied_copies(MIXED, parameter_table(MIXED)) == {"head.weight": copy}
     assert tied_copies(LLAMA, parameter_table(LLAMA)) == {}
 

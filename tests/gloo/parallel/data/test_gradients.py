@@ -56,7 +56,11 @@ def test_sums_start_with_the_last_pass_in_the_order_of_the_backward_pass(wire: W
     for _ in range(2):
         wire.started.clear()
         sums.begin(2)
-        assert [p.grad.tolist() for p in (first, second, third) if p.grad is not None] == [[0] * 2, [0] * 3, [0] * 4]
+        assert [p.grad.tolist() for p in (first, second, third) if p.grad is not None] == [
+            [0] * 2,
+            [0] * 3,
+            [0] * 4,
+        ]
         for parameter in (third, second, first):
             backward(parameter, 1.0)
         assert wire.started == []
@@ -72,6 +76,18 @@ def test_sums_start_with_the_last_pass_in_the_order_of_the_backward_pass(wire: W
     backward(third, 1.0)
     assert len(wire.started) == 3
     assert (sums._hooks, sums._bucket, sums._buckets) == ([], {}, [])
+
+
+def test_sums_may_all_be_under_way_before_the_end(wire: Wire) -> None:
+    mine = parameters()
+    sums = ReplicatedGradients(mine, "the group", bucket_bytes=16)  # type: ignore[arg-type]
+    sums.begin(1)
+    for parameter in reversed(mine):
+        backward(parameter, 1.0)
+    assert [count for count, _ in wire.started] == [4, 3, 2]
+    sums.finish()
+    assert len(wire.started) == 3
+    assert [p.grad.sum().item() for p in mine if p.grad is not None] == [4.0, 6.0, 8.0]
 
 
 def test_gradients_that_lie_elsewhere_come_back(wire: Wire) -> None:
@@ -158,7 +174,9 @@ def test_boxes_by_hand() -> None:
     assert [chunk(10, 4, index) for index in range(5)] == [(0, 3), (3, 3), (6, 3), (9, 1), (10, 0)]
     layout = Layout(dp=4, tp=2, zero=2, ep=2)
     rank = layout.rank(layout.coordinates(0)._replace(dp=3, tp=1))
-    assert local_box(spec(), layout, rank) == Box((6, 0), (0, 10))  # 3 rows of the second half by 4: 1, 1, 1, 0
+    assert local_box(spec(), layout, rank) == Box(
+        (6, 0), (0, 10)
+    )  # 3 rows of the second half by 4: 1, 1, 1, 0
     assert local_box(spec(1), layout, rank) == Box((6, 5), (0, 5))
     assert local_box(spec(1), layout, rank - 2) == Box((4, 5), (2, 5))
     assert local_box(spec(None), layout, rank - 2) == Box((4, 0), (2, 10))

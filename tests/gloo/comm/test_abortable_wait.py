@@ -87,7 +87,7 @@ def test_a_wait_is_given_up_after_one_of_grace(watching: AbortWatch, aborted: th
         return out_of_time(limit)
 
     operation = Operation(OpType.ALLREDUCE, plain)
-    with pytest.raises(PeerLostError, match="^aborted, with an operation that gloo does not end$"):
+    with pytest.raises(PeerLostError, match=r"^aborted, with an operation that gloo does not end$"):
         watching.wait(operation)
     assert operation.limits == [POLL, GRACE]
     assert watching.given_up

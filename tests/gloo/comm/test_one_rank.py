@@ -147,7 +147,7 @@ def test_a_sweep_ends_where_nobody_comes_out(alone: ProcessGroups) -> None:
 def test_an_aborted_generation_forms_no_more(alone: ProcessGroups) -> None:
     alone.connect()
     alone._aborted.set()
-    with pytest.raises(PeerLostError, match="^the generation was aborted$"), alone.forming():
+    with pytest.raises(PeerLostError, match=r"^the generation was aborted$"), alone.forming():
         raise AssertionError("it has begun")
     assert not alone._forming
     alone._aborted.clear()
@@ -158,14 +158,16 @@ def test_an_aborted_generation_forms_no_more(alone: ProcessGroups) -> None:
 
 def test_an_aborted_rendezvous_says_so(alone: ProcessGroups) -> None:
     alone.abort()
-    with pytest.raises(PeerLostError, match="^rank 0 lost a peer during rendezvous: this generation was abo"):
+    with pytest.raises(
+        PeerLostError, match=r"^rank 0 lost a peer during rendezvous: this generation was abo"
+    ):
         alone.connect()
     assert not dist.is_initialized()
 
 
 def test_a_rank_that_does_not_come_is_missed(store: TCPStore) -> None:
     groups = ProcessGroups("127.0.0.1", store.port, "one of two", 1, 2, rendezvous_s=0.2)
-    with pytest.raises(PeerLostError, match="^rank 1 lost a peer during rendezvous: "):
+    with pytest.raises(PeerLostError, match=r"^rank 1 lost a peer during rendezvous: "):
         groups.connect()
     groups.close()
 
@@ -228,7 +230,7 @@ def test_a_lost_peer_is_said_in_one_line(alone: ProcessGroups) -> None:
     assert str(caught.value) == f"rank 0 lost a peer during a sum: gloo: {'x' * 294}"
     assert caught.value.__context__ is None
     assert held[0]() is None
-    with pytest.raises(ValueError, match="^own$"), alone.guard("a sum"):
+    with pytest.raises(ValueError, match=r"^own$"), alone.guard("a sum"):
         raise ValueError("own")
 
 

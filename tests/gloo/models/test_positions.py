@@ -29,9 +29,14 @@ def test_each_part_of_a_row_has_its_own_rows_added() -> None:
         assert torch.equal(found[0][:, 1], found[0][:, 0] + 1)
         return [int(value) // 2 for value in found[0][:, 0]]
 
+    table.shard = SequenceShard(12, 2, 1)
+    assert rows(6) == [3, 4, 5, 6, 7, 8]
+    table.shard = None
     assert rows(5) == [0, 1, 2, 3, 4]
     table.part = (1, 2)
     assert rows(3) == [3, 4, 5]
+    table.part = (0, 2)
+    assert rows(3) == [0, 1, 2]
     table.part = (2, 3)
     assert rows(4) == [8, 9, 10, 11]
     table.shard = SequenceShard(12, 3, 1)
@@ -45,7 +50,7 @@ def test_frequencies_by_hand() -> None:
     assert frequencies(4, Rope(100.0)).tolist() == pytest.approx([1.0, 0.1])
     same = RopeScaling(factor=1.0, original_length=1)
     assert frequencies(4, Rope(100.0, same)).tolist() == pytest.approx([1.0, 0.1])
-    # turns within 20 tokens: 3.18, 1.007, 0.318 and 0.1007; below 0.5 slowed down by 8, above 2.5 as they were
+    # turns within 20 tokens: 3.18, 1.007, 0.318 and 0.1007; below 0.5 slowed by 8, above 2.5 as they were
     scaling = RopeScaling(factor=8.0, low_frequency_factor=0.5, high_frequency_factor=2.5, original_length=20)
     plain = [10 ** (-i / 2) for i in range(4)]
     share = (20 * plain[1] / (2 * math.pi) - 0.5) / 2
@@ -55,10 +60,10 @@ def test_frequencies_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_pairs_turn_by_their_positions(dtype: torch.dtype) -> None:
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype).expand(1, 2, 4, 4)
-    found = rotate(x, Rope(100.0), SequenceShard(8, 2, 1))
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype).expand(1, 2, 6, 4)
+    found = rotate(x, Rope(100.0), SequenceShard(12, 2, 1))
     assert found.dtype == dtype
-    for row, position in enumerate((2, 3, 4, 5)):
+    for row, position in enumerate((3, 4, 5, 6, 7, 8)):
         pairs = [complex(1, 3) * complex(math.cos(position), math.sin(position))]
         pairs.append(complex(2, 4) * complex(math.cos(position / 10), math.sin(position / 10)))
         wanted = [pair.real for pair in pairs] + [pair.imag for pair in pairs]

@@ -65,6 +65,7 @@ class Groups:
         return f"of {ranks}"
 
     def _mesh(self, groups: Any, device: str, *, mesh: Any, mesh_dim_names: tuple[str, ...]) -> Any:
+        assert isinstance(mesh, list) is isinstance(groups, str)
         numbers = mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh
         self.meshes.append((groups, device, numbers, mesh_dim_names))
         found = FakeMesh(mesh_dim_names)
@@ -146,6 +147,7 @@ def test_an_axis_inside_that_spans_data_is_datas_group(monkeypatch: pytest.Monke
     assert mesh.experts is None, "no other rank has the same experts"
     assert make_mesh(Layout(tp=2, zero=2), 1, "cpu", LIMIT).sharded is None
     assert make_mesh(Layout(dp=2), 1, "cpu", LIMIT).sharded is None
+    assert make_mesh(Layout(dp=2, zero=1), 1, "cpu", LIMIT).experts is None
     alone = make_mesh(Layout(), 0, "cpu", LIMIT)
     assert (alone.devices, alone.names, alone.group("data"), alone.at) == (None, [], None, (0, 0, 0, 0))
 

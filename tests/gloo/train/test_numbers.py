@@ -1,4 +1,4 @@
-"""Numbers of a training step, by hand: agreement of ranks, loads, margins, loss scale, rates, micro-batches."""
+"""Numbers of a step, by hand: agreement of ranks, loads, margins, loss scale, rates, micro-batches."""
 
 from __future__ import annotations
 

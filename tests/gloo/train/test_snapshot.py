@@ -115,8 +115,15 @@ def test_a_snapshot_holds_this_members_share(alone: Taker) -> None:
     ((header, shards, pinned, on_phase),) = alone.written
     group = LAYOUT.state_group(5)
     assert header == SlotHeader(
-        term=3, n=7, step=9, rank=5, fragments=((group, 1, 4),), layout=LAYOUT.to_dict(), cursor=144, ledger=("a line",)
-    )  # fmt: skip
+        term=3,
+        n=7,
+        step=9,
+        rank=5,
+        fragments=((group, 1, 4),),
+        layout=LAYOUT.to_dict(),
+        cursor=144,
+        ledger=("a line",),
+    )
     assert [(shard.name, shard.box) for shard in shards] == [("a", Box((2,), (2,)))]
     assert not pinned
     assert on_phase == alone.heard

@@ -158,7 +158,9 @@ def test_the_first_part_has_a_norm_too() -> None:
     assert part_norms(GRADIENTS, [], [0, -1, 0], 1, Layout(), CPU) == [pytest.approx(41**0.5)]
 
 
-@pytest.mark.parametrize(("norm", "largest", "scale"), [(4.0, 2.0, 0.5), (1.0, 2.0, 1.0), (0.5, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("norm", "largest", "scale"), [(4.0, 2.0, 0.5), (1.0, 2.0, 1.0), (0.5, 1.0, 1.0), (2e-6, 1e-6, 1 / 3)]
+)
 def test_clipping(norm: float, largest: float, scale: float) -> None:
     gradients = [torch.ones(2), torch.ones(1)]
     clip_(gradients, norm, largest)

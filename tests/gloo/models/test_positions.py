@@ -100,12 +100,12 @@ def test_what_a_token_sees(masked: bool, window: int | None) -> None:
 
 def test_attention_is_the_mean_over_what_is_seen() -> None:
     """Keys of zero: every token that is seen weighs the same."""
-    values = torch.tensor([1.0, 10.0, 100.0, 1000.0]).view(1, 1, 4, 1).expand(1, 2, 4, 8)
-    queries, keys = torch.randn(1, 4, 4, 8), torch.zeros(1, 2, 4, 8)
+    values = torch.tensor([1.0, 10.0, 100.0, 1000.0]).view(1, 1, 4, 1).expand(1, 1, 4, 8)
+    queries, keys = torch.randn(1, 2, 4, 8), torch.zeros(1, 1, 4, 8)
 
     def seen(documents: torch.Tensor | None, window: int | None) -> list[float]:
         out = sdpa(queries, keys, values, documents, window)
-        assert out.shape == (1, 4, 4, 8)
+        assert out.shape == (1, 2, 4, 8)
         assert torch.allclose(out[:, :1].expand_as(out), out)
         return [round(value) for value in out[0, 0, :, 0].tolist()]
 
@@ -114,6 +114,8 @@ def test_attention_is_the_mean_over_what_is_seen() -> None:
     assert seen(None, 2) == [1, 6, 55, 550]
     assert seen(documents, None) == [1, 10, 55, 370]
     assert seen(documents, 2) == [1, 10, 55, 550]
+    as_many = sdpa(queries.repeat(1, 2, 1, 1), keys.repeat(1, 2, 1, 1), values.repeat(1, 2, 1, 1))
+    assert as_many.shape == (1, 4, 4, 8), "heads of four tokens, of which two share keys"
     assert attention_module._window_mask(4, 2, CPU) is attention_module._window_mask(4, 2, CPU)
     assert not attention_module._window_mask(4, 2, CPU).is_inference()
 

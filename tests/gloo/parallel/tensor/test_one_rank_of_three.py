@@ -138,6 +138,9 @@ def test_names_fit_part_by_part() -> None:
     assert not matches("layers.3.mlp.up", "layers.*.mlp")
     assert not matches("layers.mlp", "layers.*.mlp")
     assert not matches("layers.3.mlp", "layers.*.attention")
+    alike = nn.ReLU()
+    alike.nf = 3  # type: ignore[assignment]
+    assert linear_dims(alike) is None
     assert [linear_dims(m) for m in (nn.Linear(1, 1), Conv1D(1, 1), nn.ReLU())] == [(0, 1), (1, 0), None]
 
 

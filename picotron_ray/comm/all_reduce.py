@@ -26,7 +26,7 @@ class ThreadGroup:
     @classmethod
     def make(cls, size: int) -> list[ThreadGroup]:
         """The groups of ``size`` threads, one each."""
-        barrier, slots = threading.Barrier(size, timeout=THREAD_WAIT_S), [torch.empty(0)] * size
+        barrier, slots = threading.Barrier(size, timeout=THREAD_WAIT_S), [torch.Tensor()] * size
         return [cls(index, barrier, slots) for index in range(size)]
 
     def size(self) -> int:

@@ -135,9 +135,8 @@ class ProcessGroups:
 
     def _connect_store(self) -> None:
         host, port = self._server
-        self._client = TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._rendezvous_s)
-        )
+        limit = timedelta(seconds=self._rendezvous_s)
+        self._client = TCPStore(host, port, is_master=False, timeout=limit)
         self._store = PrefixStore(self._prefix, self._client)
         self._store_inodes = {
             info.inode
@@ -177,8 +176,7 @@ class ProcessGroups:
         mine = " ".join(f"{host}|{port}" for host, port in sorted(self._listening))
         self._store.set(f"listening/{self._rounds}/{self.rank}", mine)
         keys = [f"listening/{self._rounds}/{rank}" for rank in range(self.world_size)]
-        self._store.wait(keys, timedelta(seconds=self._rendezvous_s))
-        for value in self._store.multi_get(keys):
+        for value in self._store.multi_get(keys):  # waits for them
             for item in value.decode().split():
                 host, _, port = item.partition("|")
                 self._known.add((host, int(port)))

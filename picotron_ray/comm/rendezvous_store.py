@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: importing takes a second
 
-    server = TCPStore(
-        options.host, options.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
+    server = TCPStore(options.host, options.port, is_master=True, timeout=timedelta(seconds=60))
     print(json.dumps({"host": options.host, "port": server.port}), flush=True)
     wait_for_exit(options.parent_pid)
     return 0

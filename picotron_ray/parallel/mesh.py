@@ -245,8 +245,7 @@ def _shard_mesh(mesh: Mesh, axis: str, device_type: str) -> DeviceMesh:
     """Make the mesh of an axis inside the data axis, with a dimension of copies first if there are any."""
     layout, rank = mesh.layout, mesh.rank
     axes = ["copy", axis] if layout.replicate > 1 else [axis]
-    copies = axis_ranks(layout, rank, "copy") if layout.replicate > 1 else [rank]
-    numbers = [axis_ranks(layout, other, axis) for other in copies]
+    numbers = [axis_ranks(layout, other, axis) for other in axis_ranks(layout, rank, "copy")]
     return _device_mesh(
         [mesh.inside[name] for name in axes],
         device_type,

@@ -14,8 +14,11 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
+from picotron_ray.models.layers import fused_linear
+from picotron_ray.models.layers.attention import Attention, sdpa
 from picotron_ray.models.layers.fused_linear import FusedLinear
 from picotron_ray.models.layers.moe import grouped, grouped_fused, looped, looped_fused
+from picotron_ray.models.layers.swiglu import SwiGLU
 from picotron_ray.train.engine import build_engine
 from tests.gloo.models.test_moe import ALIGNED
 from tests.gloo.parallel.test_matrix import GPT2_TIED, ODD
@@ -151,6 +154,27 @@ def test_a_joint_gives_what_its_layers_give(laid: bool, low: torch.dtype | None)
             assert got.dtype == expected.dtype
             assert (got - expected).norm() <= (2e-2 if low else 1e-12) * expected.norm()
     assert not torch.equal(found[0][0], found[2][0])
+
+
+def test_projections_are_one_product_unless_said() -> None:
+    attention, hidden = Attention(MODEL, sdpa), SwiGLU(4, 6)
+    for module, count in ((attention, 3), (hidden, 2)):
+        for chosen, products in (({}, 1), ({"as_one": False}, count)):
+            module.fuse(**chosen)
+            assert module.fused_linear is not None
+            seen: list[int] = []
+
+            def counted(x: torch.Tensor, weights: Any, biases: Any, seen: list[int] = seen) -> Any:
+                seen.append(len(weights))
+                return fused_linear.products(x, weights, biases)
+
+            module.fused_linear.products = counted
+            layers = module.fused_linear._layers
+            x = torch.randn(2, layers[0].in_features)
+            found = module.fused_linear(x)
+            assert seen == [products]
+            for layer, out in zip(layers, found, strict=True):
+                torch.testing.assert_close(out, layer(x))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 0]], ids=str)

@@ -1,0 +1,91 @@
+"""The release of groups, of made-up ones: who waits, and what is said of the thread that does."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+
+import pytest
+
+from picotron_ray.comm import group_release
+from picotron_ray.comm.group_release import release
+
+
+class Group:
+    """Ends when it may."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.ended_by: list[threading.Thread] = []
+
+    def __del__(self) -> None:
+        self.may_end.wait(10)
+        self.ended_by.append(threading.current_thread())
+
+
+@pytest.fixture
+def collections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: found.append(1))
+    return found
+
+
+def test_groups_end_on_another_thread(collections: list[int]) -> None:
+    group = Group()
+    group.may_end.set()
+    ended_by, groups = group.ended_by, [group, Group()]
+    groups[1].may_end.set()
+    del group
+    assert release(groups)
+    assert groups == []
+    assert [thread.name for thread in ended_by] == ["release-groups"]
+    assert not collections, "nothing else refers to them"
+    assert ended_by[0] not in group_release._inside_torch
+
+
+def test_a_group_that_does_not_end_is_left_to_its_thread() -> None:
+    groups = [Group()]
+    may_end, ended_by = groups[0].may_end, groups[0].ended_by
+    assert not release(groups, wait_s=0.05)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "release-groups")
+    assert thread.daemon
+    assert thread in group_release._inside_torch
+    may_end.set()
+    thread.join(5)
+    assert ended_by == [thread]
+    assert thread not in group_release._inside_torch
+
+
+def test_garbage_that_refers_to_groups_is_collected_first(collections: list[int]) -> None:
+    kept, groups = [object()], [object(), object()]
+    groups.append(kept[0])
+    assert release(groups)
+    assert collections == [1]
+    assert release([]), "nothing to look at"
+    assert collections == [1]
+
+
+def test_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(signal, "pthread_kill", lambda ident, number: calls.append((ident, number)))
+    ended, alive = threading.Thread(target=int), threading.current_thread()
+    ended.start()
+    ended.join()
+    for initialised, backend in ((True, "gloo"), (True, "nccl"), (False, "none")):
+        world = [object()]
+        monkeypatch.setattr(group_release.dist, "is_initialized", lambda i=initialised: i)
+        monkeypatch.setattr(group_release.dist, "get_backend", lambda b=backend: b)
+        monkeypatch.setattr(type(group_release.dist.distributed_c10d._world), "pg_map", world)
+        monkeypatch.setattr(group_release, "_inside_torch", {ended})
+        before = sys.getrefcount(world[0])
+        group_release._at_exit()
+        kept = sys.getrefcount(world[0]) - before
+        assert kept == (backend == "gloo"), backend
+    assert calls == []
+    old = signal.getsignal(signal.SIGRTMAX)
+    monkeypatch.setattr(group_release, "_inside_torch", {ended, alive})
+    group_release._at_exit()
+    signal.signal(signal.SIGRTMAX, old or signal.SIG_DFL)
+    assert calls == [(alive.ident, signal.SIGRTMAX)]

@@ -1,0 +1,268 @@
+"""Snapshots of a rank, into slots that are made up: what is waited for, written, skipped and counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader
+from picotron_ray.checkpoint.torch_state import StateTensor
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Box, Shard
+from picotron_ray.train import snapshot
+from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter
+
+LAYOUT = Layout(dp=4, pp=2)
+FIRST_KEY = (3, 7, -1)
+
+
+class Slot:
+    """Records what is written, once it may."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.began = threading.Event()
+        self.written: list[tuple[SlotHeader, tuple[Shard, ...], bool, object]] = []
+        self.error: Exception | None = None
+
+    def write(
+        self,
+        header: SlotHeader,
+        shards: tuple[Shard, ...],
+        data: Sequence[Any],
+        *,
+        pinned: bool,
+        on_phase: object,
+    ) -> None:
+        self.began.set()
+        assert self.may_end.wait(10)
+        if self.error:
+            raise self.error
+        assert len(shards) == len(list(data))
+        self.written.append((header, shards, pinned, on_phase))
+
+
+class Slots:
+    """Gives its slot, after it has refused ``busy`` times."""
+
+    def __init__(self) -> None:
+        self.slot, self.busy, self.asked = Slot(), 0, list[tuple[int, int, int]]()
+
+    def choose(self, newest: tuple[int, int, int]) -> Slot | None:
+        self.asked.append(newest)
+        self.busy -= 1
+        return self.slot if self.busy < 0 else None
+
+
+def tensor(name: str, rows: int, primary: bool = True) -> StateTensor:
+    return StateTensor(Shard(name, "float32", (rows,), Box((0,), (rows,))), torch.zeros(rows), primary)
+
+
+STATE = [tensor("a", 4), tensor("b", 2, primary=False), tensor("c", 4)]
+
+
+class Taker:
+    """A snapshotter of one of ``count`` replicas on a node, and what it has said."""
+
+    def __init__(self, count: int) -> None:
+        self.sealed: list[tuple[int, bool]] = []
+        self.slots = Slots()
+        nodes = ["n1", "n2"] if count == 1 else ["n1", "n1"]
+        writer = SnapshotWriter.of((3, 7), 5, LAYOUT, nodes * 4, 16)
+        self.taken = Snapshotter(
+            self.slots,  # type: ignore[arg-type]
+            writer,
+            STATE,
+            FIRST_KEY,
+            lambda step, pinned, seconds: self.sealed.append((step, pinned)),
+            self.heard,
+        )
+
+    def heard(self, phase: str) -> None:
+        raise AssertionError("the slots here have no phases")
+
+    @property
+    def written(self) -> list[Any]:
+        return self.slots.slot.written
+
+
+@pytest.fixture
+def alone() -> Iterator[Taker]:
+    found = Taker(4)
+    yield found
+    found.slots.slot.may_end.set()
+    found.taken.close()
+
+
+def test_the_place_of_a_rank_among_replicas_of_its_node() -> None:
+    nodes = ["n1", "n2", "n1", "n1", "n1", "n1", "n2", "n1"]  # 4 to 7 hold the same
+    found = SnapshotWriter.of((3, 7), 7, LAYOUT, nodes, 16)
+    assert found == SnapshotWriter(3, 7, 7, LAYOUT, 16, LAYOUT.state_group(7), 2, 3)
+    assert SnapshotWriter.of((3, 7), 6, LAYOUT, nodes, 16).count == 1
+    assert LAYOUT.state_group(7) == LAYOUT.state_group(4) != LAYOUT.state_group(3)
+
+
+def test_a_snapshot_holds_this_members_share(alone: Taker) -> None:
+    taken = alone.taken
+    assert taken.sealed_step == -1
+    assert taken.begin(9, ["a line"], pinned=False)
+    taken.wait_copied()
+    ((header, shards, pinned, on_phase),) = alone.written
+    group = LAYOUT.state_group(5)
+    assert header == SlotHeader(
+        term=3,
+        n=7,
+        step=9,
+        rank=5,
+        fragments=((group, 1, 4),),
+        layout=LAYOUT.to_dict(),
+        cursor=144,
+        ledger=("a line",),
+    )
+    assert [(shard.name, shard.box) for shard in shards] == [("a", Box((2,), (2,)))]
+    assert not pinned
+    assert on_phase == alone.heard
+    assert alone.sealed == [(9, False)]
+    assert taken.sealed_step == 9
+    assert taken.skipped == 0
+    assert alone.slots.asked == [FIRST_KEY]
+
+
+def test_what_is_sealed_everywhere_may_be_written_over(alone: Taker) -> None:
+    for sealed, newest in ((-1, -1), (0, 0), (4, 4), (3, 4)):
+        alone.taken.observe(sealed)
+        alone.taken.begin(9, [], pinned=False)
+        assert alone.slots.asked[-1] == (3, 7, newest)
+
+
+def test_without_a_free_slot_a_snapshot_is_skipped(alone: Taker) -> None:
+    alone.slots.busy = 1
+    assert not alone.taken.begin(9, [], pinned=True)
+    assert alone.taken.skipped == 1
+    assert alone.taken._pending is None
+    assert alone.taken.begin(10, [], pinned=True)
+    assert alone.taken.skipped == 1
+
+
+@pytest.mark.parametrize("way", ["begin", "flush", "wait_copied"])
+def test_the_copy_under_way_is_waited_for(alone: Taker, way: str) -> None:
+    taken, slot = alone.taken, alone.slots.slot
+    slot.may_end.clear()
+    taken.begin(9, [], pinned=False)
+    assert slot.began.wait(5)
+    ways = {
+        "begin": lambda: taken.begin(10, [], pinned=False),
+        "flush": lambda: taken.flush(10, [], pinned=False),
+        "wait_copied": taken.wait_copied,
+    }
+    ended: list[int] = []
+
+    def go() -> None:
+        ways[way]()
+        ended.append(taken.sealed_step)
+
+    waiting = threading.Thread(target=go, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    assert alone.slots.asked == [FIRST_KEY], "no slot is chosen while one is written"
+    slot.may_end.set()
+    waiting.join(5)
+    assert ended
+    assert taken.waited_s > 0.04
+    assert taken.pinned_wait_s == 0.0, "it was no checkpoint"
+    assert len(alone.slots.asked) == (1 if way == "wait_copied" else 2)
+
+
+def test_the_wait_for_a_checkpoint_is_kept_apart(alone: Taker) -> None:
+    alone.slots.slot.may_end.clear()
+    alone.taken.begin(9, [], pinned=True)
+    threading.Timer(0.05, alone.slots.slot.may_end.set).start()
+    alone.taken.wait_copied()
+    assert alone.taken.pinned_wait_s == alone.taken.waited_s > 0.03
+    waited = alone.taken.waited_s
+    alone.taken.wait_copied()
+    assert alone.taken.waited_s == waited
+    alone.slots.slot.error = OSError("no room")
+    alone.taken.begin(10, [], pinned=False)
+    with pytest.raises(OSError, match="no room"):
+        alone.taken.wait_copied()
+    assert alone.taken.sealed_step == 9
+
+
+def test_a_flush_holds_everything(alone: Taker) -> None:
+    taken = alone.taken
+    assert taken.begin(9, [], pinned=False)
+    assert taken.flush(9, ["z"], pinned=False), "a share is not enough"
+    header, shards, pinned, _ = alone.written[1]
+    assert header.fragments == ((LAYOUT.state_group(5), 0, 1),)
+    assert (header.step, header.ledger, pinned) == (9, ("z",), False)
+    assert [shard.name for shard in shards] == ["a", "c"], "what other ranks hold too is theirs"
+    assert taken.flush(9, [], pinned=False)
+    assert len(alone.written) == 2, "it is there already"
+    assert taken.flush(9, [], pinned=True)
+    assert alone.written[2][2] is True
+    assert taken.flush(10, [], pinned=False)
+    assert len(alone.written) == 4
+    assert alone.sealed == [(9, False), (9, False), (9, True), (10, False)]
+
+
+def test_the_only_replica_of_a_node_needs_no_flush() -> None:
+    found = Taker(1)
+    one = Snapshotter(
+        found.slots,  # type: ignore[arg-type]
+        SnapshotWriter.of((3, 7), 0, Layout(), ["n1"], 16),
+        STATE,
+        FIRST_KEY,
+        lambda *_: None,
+    )
+    one.begin(9, [], pinned=False)
+    assert one.flush(9, [], pinned=False)
+    assert len(found.written) == 1
+    one.close()
+    assert one._executor._shutdown
+    assert (one._whole, one._share, one._pending) == ([], [], None)
+    found.taken.close()
+
+
+def test_a_flush_waits_for_a_slot_where_it_must(alone: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(snapshot.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(snapshot.time, "sleep", sleep)
+    alone.slots.busy = 1
+    assert not alone.taken.flush(9, [], pinned=False)
+    assert (now[0], alone.taken.skipped) == (100.0, 1)
+    alone.slots.busy = 3
+    assert alone.taken.flush(9, [], pinned=True)
+    assert now[0] == pytest.approx(100.03)
+    alone.slots.busy = 10**6
+    assert not alone.taken.flush(10, [], pinned=True)
+    assert now[0] == pytest.approx(130.03, abs=0.02)
+    assert alone.taken.skipped == 2
+
+
+def test_the_end_waits_for_the_copy_under_way(alone: Taker) -> None:
+    alone.slots.slot.may_end.clear()
+    alone.taken.begin(9, [], pinned=False)
+    assert alone.slots.slot.began.wait(5)
+    threading.Timer(0.05, alone.slots.slot.may_end.set).start()
+    alone.taken.close()
+    assert alone.taken.sealed_step == 9
+
+
+def test_the_cost_is_smoothed(alone: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 12.0, 20.0, 27.0])
+    monkeypatch.setattr(snapshot.time, "monotonic", lambda: next(times))
+    header = alone.taken._header(4, [], 0, 1)
+    for expected in (2.0, 0.8 * 2.0 + 0.2 * 7.0):
+        alone.taken._write(alone.slots.slot, header, STATE, False)  # type: ignore[arg-type]
+        assert alone.taken.cost_s == pytest.approx(expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 
 from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
-from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, encode_table, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool, choose_folder, list_slots
 from picotron_ray.checkpoint.snapshot.slot_reader import is_pinned, open_slot, read_header, set_pinned, verify
 from picotron_ray.errors import CorruptError, SlotError
@@ -45,6 +45,13 @@ def contents(seed: int = 0, shards: Sequence[Shard] = SHARDS) -> list[bytes]:
 @pytest.fixture
 def slot(tmp_path: Path) -> SlotFile:
     return SlotFile.create(tmp_path / "w.0.slot", slot_bytes(SHARDS))
+
+
+def test_a_slot_has_room_for_all_its_parts() -> None:
+    assert slot_bytes(SHARDS) == 66 * 4096, "4096 + 148 of the table + 384 + 3 digests + 256 KiB, in pages"
+    many = [replace(SHARDS[1], name=f"n{index}") for index in range(1000)]
+    needed = 4096 + len(encode_table(many)) + 1000 * (64 + 16) + 256 * 1024
+    assert needed <= slot_bytes(many) < needed + 4096
 
 
 def test_round_trip(slot: SlotFile) -> None:

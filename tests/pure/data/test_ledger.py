@@ -192,6 +192,7 @@ def test_rows_that_do_not_cover_the_step(ledger: list[dict[str, Any]]) -> None:
         ("term", 1.0, "is not a ledger line"),
         ("n", None, "is not a ledger line"),
         ("n", 1 << 80, "is not a ledger line"),
+        ("n", 1 << 62, "is not a ledger line"),
         ("samples", [40], "is not a ledger line"),
         ("rows", [[40, 50]], "is not a ledger line"),
         ("rows", [[40, 50, "xyz"]], "is not a ledger line"),

@@ -143,9 +143,10 @@ def test_groups_are_opened_where_somebody_needs_them(
 
     groups = Groups()
     monkeypatch.setattr(worker.ProcessGroups, "open", opened)
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
     with WorkerPlace(0, world, torch.device(device)).groups("p", needed) as found:
         assert found is (groups if backend else None)
-    assert calls == ([("host", 29, "p", 0, world, backend), "close"] if backend else [])
+    assert calls == ([("host", 29, "p", 0, world, backend), "collect", "close"] if backend else [])
 
 
 @pytest.mark.parametrize(("peak", "products"), [(None, 2), (3.0, 0)])

@@ -178,7 +178,7 @@ def test_quartiles_and_step_time() -> None:
 
 def test_events_come_in_order_of_time_and_whole(tmp_path: Path) -> None:
     events = Events(tmp_path)
-    log = EventLog(tmp_path / "deep", 0)
+    log = EventLog(tmp_path / "deep" / "down", 0)
     log.close()
     log = EventLog(tmp_path, 3)  # a folder that is there is used
     log.note("built", era="x")

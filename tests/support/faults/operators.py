@@ -4,7 +4,7 @@ The operators are the usual ones of mutation testing (DeMillo et al. 1978; Offut
 off by its border or turned round, plus for minus, ``and`` for ``or``, a condition negated, a constant off
 by one, a call or an update left out. Left alone is what changes no behaviour that a test could see:
 annotations, docstrings, texts of errors and logs, settings of time by name (``…_S``, ``timeout``), how output
-looks (``indent``, ``flush``, options of Typer), the size of a cache, the border of a tolerance, and ``strict``
+looks (``indent``, ``flush``, ``width``, options of Typer), the size of a cache, the border of a tolerance, and ``strict``
 of ``zip``, which only another fault could reach.
 """
 
@@ -24,7 +24,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Div: ast.Mult,
 }  # fmt: skip
 QUIET_CALLS = ("print", "log", "warn", "note", "echo", "info", "debug", "secho", "Typer")
-QUIET_KEYWORDS = ("indent", "flush", "maxsize", "strict")
+QUIET_KEYWORDS = ("indent", "flush", "maxsize", "strict", "width", "include_url")
 QUIET_NAMES = ("_S", "_s", "timeout", "TIMEOUT", "interval", "grace")
 
 

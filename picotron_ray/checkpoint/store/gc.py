@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage, StoredObject, decode_json, encode_json
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject, encode_json, get_json
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.lineage import commits_on
 from picotron_ray.checkpoint.store.manifest import load_manifest
@@ -135,7 +135,7 @@ def _condemn(storage: Storage, log: RunLog, config: CheckpointConfig) -> int:
 def _delete(
     storage: Storage, log: RunLog, config: CheckpointConfig, listed: StoredObject, now: float
 ) -> tuple[int, int]:
-    value = decode_json(listed.key, storage.get(listed.key))
+    value = get_json(storage, listed.key)
     doomed = {chunk_key(address) for address in value["chunks"]} | set(value["manifests"])
     doomed -= _marked(storage, log, _live_intents(storage, now, config.gc_grace_s))
     there = [entry for prefix in ("chunks/", "manifests/") for entry in storage.list(prefix)]
@@ -162,7 +162,7 @@ def _live_intents(storage: Storage, now: float, grace_s: float) -> list[dict[str
     live = []
     for entry in _intents(storage, now, grace_s, dead=False):
         try:
-            live.append(decode_json(entry.key, storage.get(entry.key)))
+            live.append(get_json(storage, entry.key))
         except NotFoundError:  # its save ended since the listing
             continue
     return live

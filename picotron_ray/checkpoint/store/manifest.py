@@ -13,11 +13,13 @@ from typing import Any
 
 from blake3 import blake3
 
-from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_bounded
 from picotron_ray.errors import CorruptError
 from picotron_ray.layout.shards import DTYPE_BYTES, Box, Shard, uncovered, whole
 
 SCHEMA = 1
+LINE_BYTES = 4 << 20  # most, of a ledger's line: one step
+MANIFEST_BYTES = 1 << 30  # most; a model of 70 billion parameters takes some 50 MiB
 _ADDRESS = re.compile(r"[0-9a-f]{64}")
 
 
@@ -48,6 +50,11 @@ class Segment:
     first: int
     last: int
     digest: str
+
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes that its lines can have."""
+        return LINE_BYTES * (self.last - self.first + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +188,7 @@ def load_manifest(storage: Storage, key: str, digest: str = "") -> Manifest:
     Raises:
         NotFoundError, CorruptError: naming the manifest.
     """
-    data = storage.get(key)
+    data = get_bounded(storage, key, MANIFEST_BYTES)
     if digest and blake3(data).hexdigest() != digest:
         raise CorruptError(f"manifest {key} does not match the digest in the log", where=key)
     return decode_manifest(key, data)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage, get_or_none
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, get_or_none
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.gc import collect
 from picotron_ray.checkpoint.store.manifest import load_manifest
@@ -88,7 +87,7 @@ def changed_keys(job: JobConfig) -> list[str]:
         stored = get_or_none(storage, "run.json")
     if stored is None:
         return []
-    saved = json.loads(stored)["config"]
+    saved = decode_json("run.json", stored)["config"]
     here = resolve(ResolvedJob(job, storage=storage), (PATHS, INIT_FROM)).job
     if not os.path.isabs((saved.get("data") or {}).get("path") or "/"):  # of a Ray job's working_dir
         here = here.model_copy(update={"data": job.data})

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.base import Storage, get_json
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit, parent_of
@@ -102,7 +102,7 @@ class RunStore:
         if any(e.kind == "commit" or (e.kind == "generation" and e.body["n"] > 0) for e in entries):
             return
         source = open_origin(self._job)
-        origin = json.loads(self._storage.get("run.json"))["origin"]
+        origin = get_json(self._storage, "run.json")["origin"]
         identity = GenerationId(self._log.term, 0)
         layout = load_manifest(source, origin["manifest"], origin["digest"]).layout
         reason = f"initial state: step {origin['step']} of {origin['from']}"

@@ -17,7 +17,7 @@ from blake3 import blake3
 from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_bounded
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit_source import check_shard, fetch_chunk
-from picotron_ray.checkpoint.store.manifest import Manifest, Segment, load_manifest
+from picotron_ray.checkpoint.store.manifest import Manifest, Segment, committed_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.errors import CorruptError, NotFoundError, StorageError
 
@@ -48,8 +48,8 @@ class Verifier:
     def check(self, entry: Entry) -> CommitReport:
         """Read everything that a commit names."""
         try:
-            manifest = load_manifest(self.storage, entry.body["manifest"], entry.body["digest"])
-        except (CorruptError, NotFoundError) as error:
+            manifest = committed_manifest(self.storage, entry.body)
+        except CorruptError as error:
             return CommitReport(entry, None, (str(error),))
         self._check_chunks(manifest)
         bad = [address for address in manifest.chunks if self._known[address]]

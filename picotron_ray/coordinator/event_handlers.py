@@ -280,7 +280,7 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
     entry = memory.appends.settle(event, memory.now)
     if not isinstance(entry, m.AppendCommit):
         return
-    memory.commits.append(m.Commit(event.step, event.generation, event.manifest, event.seq))
+    memory.commits.append(m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest))
     if not on_lineage(memory.spec, event.generation, event.step):
         return
     memory.checkpoints.committed = max(memory.checkpoints.committed, event.step)

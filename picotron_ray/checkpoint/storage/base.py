@@ -20,6 +20,9 @@ from typing import Any, NamedTuple, Protocol
 
 from picotron_ray.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
 
+JSON_BYTES = 64 << 20
+"""Most bytes of a JSON object of a run but its manifests: 4,096 workers' generation takes under 1 MiB."""
+
 
 class StoredObject(NamedTuple):
     """Object of a listing. ``mtime_s``: last write, seconds since the epoch by the store's clock."""
@@ -104,10 +107,10 @@ def encode_json(value: dict[str, Any]) -> bytes:
 
 
 def decode_json(key: str, data: bytes) -> dict[str, Any]:
-    """Parse a JSON object; CorruptError where it is none."""
+    """Parse a JSON object; CorruptError where it is none, or nested too deep to be one of ours."""
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptError(
             f"{key} is not readable JSON (truncated or damaged): {error}", where=key
         ) from error
@@ -116,9 +119,27 @@ def decode_json(key: str, data: bytes) -> dict[str, Any]:
     return value
 
 
-def get_or_none(storage: Storage, key: str) -> bytes | None:
-    """An object's bytes, or None where there is none."""
+def get_bounded(storage: Storage, key: str, most: int) -> bytes:
+    """An object's bytes, where there are at most ``most``.
+
+    Raises:
+        CorruptError: there are more; no more than one of them was fetched.
+        NotFoundError: there is no such object.
+    """
+    data = storage.get_range(key, 0, most + 1)
+    if len(data) > most:
+        raise CorruptError(f"{key} has more than the {most} bytes that are expected", where=key)
+    return data
+
+
+def get_json(storage: Storage, key: str, most: int = JSON_BYTES) -> dict[str, Any]:
+    """A JSON object from storage; raises as `get_bounded` and `decode_json`."""
+    return decode_json(key, get_bounded(storage, key, most))
+
+
+def get_or_none(storage: Storage, key: str, most: int = JSON_BYTES) -> bytes | None:
+    """An object's bytes, or None where there is none; CorruptError as `get_bounded`."""
     try:
-        return storage.get(key)
+        return get_bounded(storage, key, most)
     except NotFoundError:
         return None

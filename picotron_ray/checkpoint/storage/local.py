@@ -55,7 +55,8 @@ class LocalStorage:
     def get_range(self, key: str, start: int, length: int) -> bytes:
         def read() -> bytes:
             with self._path(key).open("rb") as file:
-                return os.pread(file.fileno(), length, start)
+                there = os.fstat(file.fileno()).st_size - start
+                return os.pread(file.fileno(), max(0, min(length, there)), start)
 
         return self._guarded(key, read)
 

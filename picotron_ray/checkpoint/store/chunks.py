@@ -65,6 +65,8 @@ def decode(address: str, stored: bytes, codec: str, raw_bytes: int) -> bytes:
     raw = stored
     if codec == "zstd":
         try:
+            if zstandard.frame_content_size(stored) not in (raw_bytes, -1):  # it is allocated at once
+                raise zstandard.ZstdError(f"its header does not say {raw_bytes} bytes")
             raw = zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_bytes)
         except zstandard.ZstdError as error:
             raise CorruptError(f"chunk {key} does not decompress: {error}", where=key) from error

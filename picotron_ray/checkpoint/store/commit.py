@@ -23,11 +23,12 @@ from picotron_ray.checkpoint.store.manifest import (
     Segment,
     StoredShard,
     check,
-    load_manifest,
+    committed_manifest,
+    segment_row,
 )
-from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.upload import UploadPart
-from picotron_ray.errors import AlreadyExistsError, StorageError
+from picotron_ray.errors import AlreadyExistsError, CorruptError, StorageError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, uncovered, whole
 
@@ -74,6 +75,8 @@ def commit(
     if on_phase:
         on_phase("commit")
     body = {"term": manifest.term, "n": manifest.n, "step": manifest.step, "manifest": key, "digest": digest}
+    if lines:  # so that the ledger goes on where this manifest is damaged later
+        body["segment"] = segment_row(manifest.ledger[-1])
     seq = log.append("commit", body)
     for part in parts:
         storage.delete(part.intent)
@@ -142,12 +145,41 @@ def ledger_lines(parts: Sequence[UploadPart], parent: Manifest | None) -> list[s
 
 
 def parent_of(storage: Storage, log: RunLog, term: int, n: int) -> Manifest | None:
-    """The manifest of the newest commit that generation (term, n) descends from, itself included."""
-    ancestors = commits_on(log.entries(), log.commits(), (term, n))
-    if not ancestors:
-        return None
-    newest = max(ancestors, key=lambda entry: (entry.body["step"], entry.seq))
-    return load_manifest(storage, newest.body["manifest"], newest.body["digest"])
+    """The manifest of the newest commit that generation (term, n) descends from, itself included.
+
+    Where newer ones are damaged it is the newest one that can be read, as if it were of the last damaged
+    one's step: with the ledger continued by the segments that the log's entries name. So one damaged
+    commit does not end all later ones.
+
+    Raises:
+        CorruptError: none can be read, or an entry of an older version names no segment.
+    """
+    entries = log.entries()
+    ever = [entry for entry in entries if entry.kind == "commit"]  # collection gives damaged ones up
+    ancestors = commits_on(entries, ever, (term, n))
+    skipped: list[Entry] = []
+    problem: CorruptError | None = None
+    for entry in sorted(ancestors, key=lambda entry: (entry.body["step"], entry.seq), reverse=True):
+        try:
+            return _continued(committed_manifest(storage, entry.body), skipped[::-1], problem)
+        except CorruptError as error:
+            skipped, problem = [*skipped, entry], problem or error
+    if problem:
+        raise problem
+    return None
+
+
+def _continued(manifest: Manifest, entries: Sequence[Entry], problem: CorruptError | None) -> Manifest:
+    """A manifest with the ledger segments of later commits, oldest first, that ``problem`` has taken."""
+    ledger, step = list(manifest.ledger), manifest.step
+    for body in (entry.body for entry in entries):
+        if body["step"] == step:  # of the same state, by another generation
+            continue
+        if "segment" not in body or body["segment"][1] != step + 1:
+            raise problem or CorruptError(f"the ledger does not go on at step {step + 1}")
+        ledger.append(Segment(*body["segment"]))
+        step = ledger[-1].last
+    return replace(manifest, step=step, ledger=tuple(ledger))
 
 
 def missing_chunks(storage: Storage, chunks: dict[str, ChunkInfo]) -> list[str]:

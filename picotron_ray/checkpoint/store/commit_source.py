@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import xxhash
 
-from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.base import Storage, get_bounded
 from picotron_ray.checkpoint.store.chunks import chunk_key, decode
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, Manifest, StoredShard
 from picotron_ray.checkpoint.store.shard_sources import Piece
@@ -25,7 +25,7 @@ def fetch_chunk(storage: Storage, address: str, info: ChunkInfo) -> bytes:
     """Fetch a chunk's raw bytes; CorruptError where it is gone, damaged or of another length."""
     key = chunk_key(address)
     try:
-        stored = storage.get(key)
+        stored = get_bounded(storage, key, info.size)
     except NotFoundError as error:
         raise CorruptError(f"chunk {key} is missing from {storage.where}", where=key) from error
     if len(stored) != info.size:

@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage, StoredObject, decode_json, encode_json
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject, encode_json, get_json
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.lineage import commits_on
-from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import CorruptError, FencedError, NotFoundError, StorageUnavailableError
@@ -40,22 +40,32 @@ _LONGEST_DELETE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """Report of one collection; ``postponed`` says why a due list was left, "" where none was."""
+    """Report of one collection.
+
+    Fields:
+        retired: manifests that retention gave up.
+        postponed: why a due list was left, "" where none was.
+        damaged: a line for each commit that was given up because its manifest cannot be read.
+    """
 
     retired: tuple[str, ...] = ()
     condemned: int = 0
     deleted: int = 0
     deleted_bytes: int = 0
     postponed: str = ""
+    damaged: tuple[str, ...] = ()
 
 
-def retained(log: RunLog, config: CheckpointConfig) -> list[Entry]:
+def retained(log: RunLog, config: CheckpointConfig, damaged: Collection[int] = ()) -> list[Entry]:
     """Commits that retention keeps.
 
     Those are the newest ones, those at multiples of ``keep_every_steps``, and the newest commit that the
     newest generation descends from: its ledger continues there.
+
+    Args:
+        damaged: numbers of entries whose manifest cannot be read; they are not kept and fill no place.
     """
-    commits = log.commits()
+    commits = [entry for entry in log.commits() if entry.seq not in damaged]
     keep = {entry.seq for entry in commits[-config.keep_last :]}
     if config.keep_every_steps:
         keep |= {e.seq for e in commits if e.body["step"] % config.keep_every_steps == 0}
@@ -73,10 +83,11 @@ def collect(storage: Storage, log: RunLog, config: CheckpointConfig) -> GcReport
 
     Raises:
         FencedError: a newer term was claimed.
-        StorageError: the storage refused, or a retained manifest cannot be read (nothing is deleted).
+        StorageError: the storage refused, or no manifest at all can be read (nothing is deleted).
     """
     log.refresh()
-    retired = _retire(log, config)
+    damaged = damaged_commits(storage, log)
+    retired = _retire(log, config, damaged)
     condemned = 0 if list(storage.list("condemned/")) else _condemn(storage, log, config)
     now = _now(storage)
     postponed, deleted, freed = "", 0, 0
@@ -88,11 +99,35 @@ def collect(storage: Storage, log: RunLog, config: CheckpointConfig) -> GcReport
             break
         count, size = _delete(storage, log, config, listed, now)
         deleted, freed = deleted + count, freed + size
-    return GcReport(retired, condemned, deleted, freed, postponed)
+    return GcReport(retired, condemned, deleted, freed, postponed, tuple(damaged.values()))
 
 
-def _retire(log: RunLog, config: CheckpointConfig) -> tuple[str, ...]:
-    keep = {entry.seq for entry in retained(log, config)}
+def damaged_commits(storage: Storage, log: RunLog) -> dict[int, str]:
+    """Commits that no state can be restored from, as their manifest is missing or damaged: number → why.
+
+    Raises:
+        CorruptError: that is all of them: it may be the storage that is the wrong one.
+    """
+    found: dict[int, str] = {}
+    commits = log.commits()
+    for entry in commits:
+        if _unreadable(storage, entry) and (problem := _unreadable(storage, entry)):  # also the second time
+            found[entry.seq] = problem
+    if found and len(found) == len(commits):
+        raise CorruptError(f"{found[commits[-1].seq]}; no commit is readable, nothing was collected")
+    return found
+
+
+def _unreadable(storage: Storage, entry: Entry) -> str:
+    try:
+        committed_manifest(storage, entry.body)
+    except CorruptError as error:
+        return str(error)
+    return ""
+
+
+def _retire(log: RunLog, config: CheckpointConfig, damaged: Collection[int]) -> tuple[str, ...]:
+    keep = {entry.seq for entry in retained(log, config, damaged)}
     kept_manifests = {e.body["manifest"] for e in log.commits() if e.seq in keep}
     manifests = {e.body["manifest"] for e in log.commits() if e.seq not in keep} - kept_manifests
     if manifests:
@@ -105,13 +140,7 @@ def _marked(storage: Storage, log: RunLog, intents: Iterable[dict[str, Any]]) ->
     keys: set[str] = set()
     for entry in log.commits():
         keys.add(entry.body["manifest"])
-        try:
-            manifest = load_manifest(storage, entry.body["manifest"], entry.body["digest"])
-        except CorruptError as error:
-            raise CorruptError(
-                f"{error}; nothing was collected: remove that commit with a smaller keep_last first",
-                where=error.where,
-            ) from error
+        manifest = committed_manifest(storage, entry.body)
         keys.update(chunk_key(address) for address in manifest.chunks)
     for intent in intents:
         keys.update(chunk_key(address) for address in intent["chunks"] or ())
@@ -135,7 +164,7 @@ def _condemn(storage: Storage, log: RunLog, config: CheckpointConfig) -> int:
 def _delete(
     storage: Storage, log: RunLog, config: CheckpointConfig, listed: StoredObject, now: float
 ) -> tuple[int, int]:
-    value = decode_json(listed.key, storage.get(listed.key))
+    value = get_json(storage, listed.key)
     doomed = {chunk_key(address) for address in value["chunks"]} | set(value["manifests"])
     doomed -= _marked(storage, log, _live_intents(storage, now, config.gc_grace_s))
     there = [entry for prefix in ("chunks/", "manifests/") for entry in storage.list(prefix)]
@@ -162,7 +191,7 @@ def _live_intents(storage: Storage, now: float, grace_s: float) -> list[dict[str
     live = []
     for entry in _intents(storage, now, grace_s, dead=False):
         try:
-            live.append(decode_json(entry.key, storage.get(entry.key)))
+            live.append(get_json(storage, entry.key))
         except NotFoundError:  # its save ended since the listing
             continue
     return live

@@ -19,7 +19,7 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store.chunks import chunk_key, decode
 from picotron_ray.checkpoint.store.commit import put_fresh
 from picotron_ray.checkpoint.store.commit_source import check_shard
-from picotron_ray.checkpoint.store.manifest import Manifest, StoredShard, load_manifest
+from picotron_ray.checkpoint.store.manifest import Manifest, StoredShard, committed_manifest, load_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import Verifier
 from picotron_ray.errors import CorruptError, NotFoundError, StorageError
@@ -75,7 +75,7 @@ def find(storage: Storage, step: int | None, verify: bool = True) -> FoundCommit
         raise NotFoundError(f"{storage.where}: expected {wanted}, found commits at steps {steps}")
     body = chosen[-1].body
     if not verify:
-        manifest = load_manifest(storage, body["manifest"], body["digest"])
+        manifest = committed_manifest(storage, body)
         return FoundCommit(storage, manifest, body["manifest"], body["digest"])
     report = Verifier(storage).check(chosen[-1])
     if report.manifest is None or report.problems:

@@ -8,16 +8,19 @@ is unpickled, and an unknown schema version is refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json
-from picotron_ray.errors import CorruptError
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_bounded
+from picotron_ray.errors import CorruptError, NotFoundError
 from picotron_ray.layout.shards import DTYPE_BYTES, Box, Shard, uncovered, whole
 
 SCHEMA = 1
+LINE_BYTES = 4 << 20  # most, of a ledger's line: one step
+MANIFEST_BYTES = 1 << 30  # most; a model of 70 billion parameters takes some 50 MiB
 _ADDRESS = re.compile(r"[0-9a-f]{64}")
 
 
@@ -48,6 +51,16 @@ class Segment:
     first: int
     last: int
     digest: str
+
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes that its lines can have."""
+        return LINE_BYTES * (self.last - self.first + 1)
+
+
+def segment_row(segment: Segment) -> list[str | int]:
+    """A segment as manifests and commit entries hold it; ``Segment(*row)`` reads it."""
+    return [segment.key, segment.first, segment.last, segment.digest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +130,7 @@ class Manifest:
                 "layout": self.layout,
                 "tensors": tensors,
                 "chunks": {a: [c.size, c.raw_size, c.codec] for a, c in self.chunks.items()},
-                "ledger": [[s.key, s.first, s.last, s.digest] for s in self.ledger],
+                "ledger": [segment_row(segment) for segment in self.ledger],
                 "extra": self.extra,
             }
         )
@@ -175,13 +188,46 @@ def check(manifest: Manifest) -> list[str]:
     return problems
 
 
-def load_manifest(storage: Storage, key: str, digest: str = "") -> Manifest:
-    """Read a manifest and check it against the digest in its commit entry ("" skips that).
+class Identity(NamedTuple):
+    """State that a commit entry promises: its step, and the generation (term, n) that wrote it."""
+
+    step: int
+    term: int
+    n: int
+
+
+def load_manifest(storage: Storage, key: str, digest: str = "", identity: Identity | None = None) -> Manifest:
+    """Read a manifest and check it against its commit entry.
+
+    Args:
+        digest: of its bytes; "" skips that.
+        identity: the state that it must hold; None skips that.
 
     Raises:
-        NotFoundError, CorruptError: naming the manifest.
+        CorruptError: it is missing, damaged, or another one lies in its place; names the manifest.
     """
-    data = storage.get(key)
+    try:
+        manifest = _digested(storage, key, digest)
+    except NotFoundError as error:
+        raise CorruptError(f"manifest {key} is missing from {storage.where}", where=key) from error
+    found = Identity(manifest.step, manifest.term, manifest.n)
+    if identity is not None and found != identity:
+        raise CorruptError(
+            f"manifest {key} is of step {found.step}, generation {found.term}.{found.n}; the log says step"
+            f" {identity.step}, generation {identity.term}.{identity.n}",
+            where=key,
+        )
+    return manifest
+
+
+def committed_manifest(storage: Storage, body: Mapping[str, Any]) -> Manifest:
+    """The manifest of a commit entry's body; raises as `load_manifest`."""
+    identity = Identity(body["step"], body["term"], body["n"])
+    return load_manifest(storage, body["manifest"], body["digest"], identity)
+
+
+def _digested(storage: Storage, key: str, digest: str) -> Manifest:
+    data = get_bounded(storage, key, MANIFEST_BYTES)
     if digest and blake3(data).hexdigest() != digest:
         raise CorruptError(f"manifest {key} does not match the digest in the log", where=key)
     return decode_manifest(key, data)

@@ -28,7 +28,13 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
-from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json
+from picotron_ray.checkpoint.storage.base import (
+    JSON_BYTES,
+    Storage,
+    decode_json,
+    encode_json,
+    get_bounded,
+)
 from picotron_ray.errors import AlreadyExistsError, CorruptError, FencedError, NotFoundError, StorageError
 
 SCHEMA = 1
@@ -69,7 +75,7 @@ def decode_entry(seq: int, data: bytes) -> Entry:
     key = entry_key(seq)
     value = decode_json(key, data)
     digest = value.pop("digest", None)
-    if digest != blake3(encode_json(value)).hexdigest():
+    if digest != _digest(value):
         raise CorruptError(f"log entry {key} does not match its digest; it is skipped", where=key)
     if value["schema"] != SCHEMA or value["seq"] != seq:
         raise CorruptError(
@@ -78,6 +84,13 @@ def decode_entry(seq: int, data: bytes) -> Entry:
             where=key,
         )
     return Entry(seq, value["kind"], value["term"], value["writer"], value["nonce"], value["body"])
+
+
+def _digest(value: dict[str, Any]) -> str:
+    try:
+        return blake3(encode_json(value)).hexdigest()
+    except RecursionError:  # a little deeper than what can be read
+        return ""
 
 
 class RunLog:
@@ -126,7 +139,7 @@ class RunLog:
 
     def _fetch(self, seq: int) -> Entry | CorruptError:
         try:
-            return decode_entry(seq, self._storage.get(entry_key(seq)))
+            return decode_entry(seq, get_bounded(self._storage, entry_key(seq), JSON_BYTES))
         except CorruptError as error:
             return error
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json
+from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_json
 from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, address_of, cells, chunk_key, encode
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, StoredShard
 from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
@@ -128,7 +128,7 @@ def unusable_chunks(storage: Storage) -> set[str]:
     found = {entry.key.rpartition("/")[2] for entry in storage.list("quarantine/chunks/")}
     for entry in storage.list("condemned/"):
         try:
-            found.update(decode_json(entry.key, storage.get(entry.key))["chunks"])
+            found.update(get_json(storage, entry.key)["chunks"])
         except NotFoundError:  # its collection ended since the listing
             continue
     return found

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from picotron_ray.checkpoint.storage.base import Storage, encode_json
+from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_bounded
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit_source import check_shard, fetch_chunk
-from picotron_ray.checkpoint.store.manifest import Manifest, Segment, load_manifest
+from picotron_ray.checkpoint.store.manifest import Manifest, Segment, committed_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.errors import CorruptError, NotFoundError, StorageError
 
@@ -48,8 +48,8 @@ class Verifier:
     def check(self, entry: Entry) -> CommitReport:
         """Read everything that a commit names."""
         try:
-            manifest = load_manifest(self.storage, entry.body["manifest"], entry.body["digest"])
-        except (CorruptError, NotFoundError) as error:
+            manifest = committed_manifest(self.storage, entry.body)
+        except CorruptError as error:
             return CommitReport(entry, None, (str(error),))
         self._check_chunks(manifest)
         bad = [address for address in manifest.chunks if self._known[address]]
@@ -75,9 +75,11 @@ class Verifier:
 
     def _segment(self, segment: Segment) -> str:
         try:
-            data = self.storage.get(segment.key)
+            data = get_bounded(self.storage, segment.key, segment.most_bytes)
         except NotFoundError:
             return f"ledger segment {segment.key} is missing"
+        except CorruptError as error:
+            return f"ledger segment {error}"
         if blake3(data).hexdigest() != segment.digest:
             return f"ledger segment {segment.key} does not match its digest"
         return ""
@@ -153,7 +155,7 @@ def read_ledger(storage: Storage, manifest: Manifest, after: int = 0) -> list[st
     for segment in manifest.ledger:
         if segment.last <= after:
             continue
-        data = storage.get(segment.key)
+        data = get_bounded(storage, segment.key, segment.most_bytes)
         if blake3(data).hexdigest() != segment.digest:
             raise CorruptError(f"ledger segment {segment.key} does not match its digest", where=segment.key)
         lines += data.decode().splitlines()[max(0, after + 1 - segment.first) :]

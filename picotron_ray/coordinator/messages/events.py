@@ -148,6 +148,7 @@ class Appended:
     manifest: str = ""
     error: str = ""
     fenced: bool = False
+    digest: str = ""  # commit: blake3 of the manifest
 
 
 @dataclass(frozen=True, slots=True)

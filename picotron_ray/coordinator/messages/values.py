@@ -49,6 +49,7 @@ class Source:
     slots: tuple[SlotInfo, ...] = ()
     manifest: str = ""  # commit: key of the manifest
     layout: Layout | None = None  # slots: the layout of the writers
+    digest: str = ""  # commit: blake3 of the manifest; "" where an older version wrote the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Commit:
     generation: GenerationId
     manifest: str  # key of the manifest
     seq: int  # number of the log entry
+    digest: str = ""  # blake3 of the manifest
 
 
 OutcomeKind = Literal["finished", "interrupted", FailureKind.PEER_LOST, FailureKind.FAILED]

@@ -87,7 +87,9 @@ def restore_point(
     memory = newest_slots(slots, layouts, newest)
     commit = newest_commit(commits, newest, bad_manifests)
     if commit is not None:
-        stored = Source("commit", commit.step, commit.generation, manifest=commit.manifest)
+        stored = Source(
+            "commit", commit.step, commit.generation, manifest=commit.manifest, digest=commit.digest
+        )
         if memory is None:
             return stored, f"commit of step {commit.step}: no complete state in host memory"
         if not use_slots:

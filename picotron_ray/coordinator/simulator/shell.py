@@ -95,7 +95,9 @@ class Shell:
         if isinstance(event, m.Inventory):
             self.heard.add(event.node)
         elif isinstance(event, m.Appended) and event.kind == "commit" and event.seq > 0:
-            self.commits.append(m.Commit(event.step, event.generation, event.manifest, event.seq))
+            self.commits.append(
+                m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest)
+            )
         sim.events += 1
         commands = self.machine.handle(event, sim.now)
         sim.checks.handled(self, event, commands)

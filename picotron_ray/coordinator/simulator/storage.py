@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory, complete
@@ -17,6 +17,11 @@ class SimLogEntry(NamedTuple):
     spec: m.GenerationSpec | None = None
     generation: m.GenerationId | None = None
     step: int = 0
+
+
+def digest_of(key: str) -> str:
+    """Digest of the manifest of that key."""
+    return f"digest of {key}"
 
 
 @dataclass
@@ -83,13 +88,15 @@ class SimStorage:
         assert entry.generation is not None
         commit = entry.kind == "commit"
         key = f"manifests/{entry.step}-{entry.generation}" if commit and seq else ""
-        kind = "commit" if commit else "generation"
-        return m.Appended(kind, entry.generation, entry.step, seq, key, error, fenced)  # type: ignore[arg-type]
+        kind: Literal["commit", "generation"] = "commit" if commit else "generation"
+        digest = digest_of(key) if key else ""
+        return m.Appended(kind, entry.generation, entry.step, seq, key, error, fenced, digest)
 
     def commits(self) -> tuple[m.Commit, ...]:
         return tuple(
-            m.Commit(entry.step, entry.generation, f"manifests/{entry.step}-{entry.generation}", seq)
+            m.Commit(entry.step, entry.generation, key, seq, digest_of(key))
             for seq, entry in enumerate(self.log, start=1)
+            for key in (f"manifests/{entry.step}-{entry.generation}",)
             if entry.kind == "commit" and entry.generation is not None
         )
 

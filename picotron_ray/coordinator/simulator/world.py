@@ -18,7 +18,7 @@ from picotron_ray.coordinator.simulator.protocols import (
 )
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.slots import StepHistory
-from picotron_ray.coordinator.simulator.storage import SimStorage
+from picotron_ray.coordinator.simulator.storage import SimStorage, digest_of
 from picotron_ray.coordinator.simulator.training import SimGeneration
 
 RESTART_S = 2.0  # a dead coordinator is back after this long
@@ -125,6 +125,8 @@ class Sim:
         if source.kind == "init":
             return ()
         if source.kind == "commit":
+            if source.digest != digest_of(source.manifest):
+                self.violation(f"generation {spec.id} reads a manifest by digest {source.digest!r}")
             return self.storage.histories[source.manifest]
         return self.checks.history_of(source.slots)
 

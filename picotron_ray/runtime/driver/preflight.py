@@ -5,13 +5,12 @@ Each answers a question of one of ``resolve_job``'s steps, which say the order a
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.util import find_spec
 from typing import Any
 
 from picotron_ray.checkpoint.snapshot.slot_pool import choose_folder
-from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.base import Storage, get_json
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
@@ -67,7 +66,7 @@ def check_resume_step(job: JobConfig, storage: Storage) -> None:
 def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
     """Compare with the run of that name in storage: one line per changed key; ConfigError where refused."""
     try:
-        saved: dict[str, Any] = json.loads(storage.get("run.json"))["config"]
+        saved: dict[str, Any] = get_json(storage, "run.json")["config"]
     except NotFoundError:
         return []
     return check_resume(saved, job)

@@ -6,12 +6,11 @@ at the GPUs of all living nodes, through a task on each of them (NVML, no torch)
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import ray
 
-from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.base import Storage, get_json
 from picotron_ray.config.schema.compute import Precision
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import LEAST_CAPABILITY, Capability, chosen, precision_problem
@@ -29,7 +28,7 @@ def choose_precision(job: JobConfig, storage: Storage) -> tuple[Precision, str]:
         ConfigError: no GPU is there to look at.
     """
     try:
-        saved = json.loads(storage.get("run.json"))["config"]
+        saved = get_json(storage, "run.json")["config"]
     except NotFoundError:
         return _by_devices(job)
     return saved.get("precision", JobConfig().precision), f"as run {job.name} was started"

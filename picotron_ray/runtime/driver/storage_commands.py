@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage, get_or_none
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, get_or_none
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.gc import collect
-from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
-from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
+from picotron_ray.errors import ConfigError, CorruptError
 from picotron_ray.runtime.driver.follow_run import find_coordinator
 from picotron_ray.runtime.driver.resolve_job import (
     INIT_FROM,
@@ -51,8 +50,8 @@ def list_commits(job: JobConfig) -> list[dict[str, Any]]:
     for entry in log.commits():
         row = {"seq": entry.seq, "step": entry.body["step"], "generation": _generation(entry.body)}
         try:
-            manifest = load_manifest(storage, entry.body["manifest"], entry.body["digest"])
-        except (CorruptError, NotFoundError) as error:
+            manifest = committed_manifest(storage, entry.body)
+        except CorruptError as error:
             rows.append({**row, "tensors": 0, "bytes": 0, "chunks": 0, "manifest": str(error)})
             continue
         tensors = {stored.shard.name for stored in manifest.shards}
@@ -88,7 +87,7 @@ def changed_keys(job: JobConfig) -> list[str]:
         stored = get_or_none(storage, "run.json")
     if stored is None:
         return []
-    saved = json.loads(stored)["config"]
+    saved = decode_json("run.json", stored)["config"]
     here = resolve(ResolvedJob(job, storage=storage), (PATHS, INIT_FROM)).job
     if not os.path.isabs((saved.get("data") or {}).get("path") or "/"):  # of a Ray job's working_dir
         here = here.model_copy(update={"data": job.data})
@@ -112,6 +111,7 @@ def collect_garbage(job: JobConfig) -> dict[str, Any]:
         "deleted": report.deleted,
         "deleted_bytes": report.deleted_bytes,
         "postponed": report.postponed,
+        "damaged": list(report.damaged),
     }
 
 

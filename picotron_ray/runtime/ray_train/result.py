@@ -20,7 +20,7 @@ from ray.train.v2.api.result import Result
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
-from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.verify import read_ledger
 from picotron_ray.config.schema.job import JobConfig
@@ -80,7 +80,7 @@ class CommitCheckpoint(Checkpoint):
         from picotron_ray.checkpoint.torch_state import uncut
 
         storage = open_storage(self._storage, self._run)
-        manifest = load_manifest(storage, self._commit["manifest"], self._commit["digest"])
+        manifest = committed_manifest(storage, self._commit)
         shards = {stored.shard.name: stored.shard for stored in manifest.shards}
         return uncut(shards.values(), CommitSource(storage, manifest))
 
@@ -116,7 +116,7 @@ def _rows(storage: Storage, commits: list[Entry]) -> list[dict[str, Any]]:
     if not commits:
         return []
     newest = commits[-1].body
-    manifest = load_manifest(storage, newest["manifest"], newest["digest"])
+    manifest = committed_manifest(storage, newest)
     lines = {line["step"]: line for line in map(json.loads, read_ledger(storage, manifest))}
     steps = [int(entry.body["step"]) for entry in commits]
     absent: dict[str, Any] = {}  # of a commit that a later one, resumed from before it, left behind

@@ -15,11 +15,12 @@ from typing import Any
 
 from blake3 import blake3
 
-from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_or_none
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_bounded, get_or_none
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
 from picotron_ray.runtime.run_storage.hf_files import json_object
 
+FILE_BYTES = 1 << 30  # most; tokenizers have tens of MiB
 PREFIX = "imported/"
 RECORD = f"{PREFIX}record.json"
 VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -150,7 +151,7 @@ def load(storage: Storage) -> HfAssets | None:
 def _checked(storage: Storage, name: str, digest: str) -> bytes:
     key = PREFIX + name
     try:
-        data = storage.get(key)
+        data = get_bounded(storage, key, FILE_BYTES)
     except NotFoundError as error:
         raise CorruptError(f"{key} is missing from {storage.where}", where=key) from error
     if blake3(data).hexdigest() != digest:

@@ -6,10 +6,9 @@ run.json, and every later launch means exactly that commit, however far the othe
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.base import Storage, get_json
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import import_commit
 from picotron_ray.checkpoint.store.run_log import RunLog
@@ -43,7 +42,7 @@ def find_start(
         ConfigError: there is no such run or step, it does not verify, or its model is another one.
     """
     try:
-        saved = json.loads(storage.get("run.json"))["config"].get("init_from") or {}
+        saved = get_json(storage, "run.json")["config"].get("init_from") or {}
     except NotFoundError:
         found = _find(job, verify)
         return found.manifest.step, found.origin()
@@ -75,7 +74,7 @@ def imported_note(job: JobConfig, storage: Storage) -> str | None:
 def _find(job: JobConfig, verify: bool) -> import_commit.FoundCommit:
     source = open_origin(job)
     try:
-        theirs = json.loads(source.get("run.json"))["config"]
+        theirs = get_json(source, "run.json")["config"]
         _refuse_other_model(job, theirs)
         found = import_commit.find(source, job.init_from.step, verify)
     except NotFoundError as error:

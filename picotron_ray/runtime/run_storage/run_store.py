@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.base import Storage, get_json
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit, parent_of
@@ -102,7 +102,7 @@ class RunStore:
         if any(e.kind == "commit" or (e.kind == "generation" and e.body["n"] > 0) for e in entries):
             return
         source = open_origin(self._job)
-        origin = json.loads(self._storage.get("run.json"))["origin"]
+        origin = get_json(self._storage, "run.json")["origin"]
         identity = GenerationId(self._log.term, 0)
         layout = load_manifest(source, origin["manifest"], origin["digest"]).layout
         reason = f"initial state: step {origin['step']} of {origin['from']}"
@@ -143,14 +143,15 @@ class RunStore:
                 "written_bytes": done[0].written_bytes,
                 "commit_s": time.monotonic() - began,
             }
-            return replace(event, manifest=done[0].manifest)
+            return replace(event, manifest=done[0].manifest, digest=done[0].digest)
         return event
 
     def _known_commit(self, generation: GenerationId, step: int) -> Appended | None:
         for entry in self._log.commits():
             body = entry.body
             if (body["term"], body["n"], body["step"]) == (generation.term, generation.n, step):
-                return Appended("commit", generation, step, seq=entry.seq, manifest=body["manifest"])
+                found = {"seq": entry.seq, "manifest": body["manifest"], "digest": body["digest"]}
+                return Appended("commit", generation, step, **found)
         return None
 
     def _settle(self, event: Appended, work: Callable[[], int]) -> Appended:
@@ -169,7 +170,9 @@ class RunStore:
     def collect_garbage(self) -> None:
         """Retire commits beyond retention and delete chunks that nothing needs."""
         try:
-            gc.collect(self._storage, self._log, self._job.checkpoint)
+            report = gc.collect(self._storage, self._log, self._job.checkpoint)
+            for line in report.damaged:
+                log.warning("garbage collection gave up a commit: %s", line)
         except FencedError as error:
             log.warning("garbage collection: %s", error)  # the next append ends this coordinator
         except StorageError as error:
@@ -208,4 +211,5 @@ class RunStore:
 
 def _commit(entry: Entry) -> Commit:
     body = entry.body
-    return Commit(body["step"], GenerationId(body["term"], body["n"]), body["manifest"], entry.seq)
+    writer = GenerationId(body["term"], body["n"])
+    return Commit(body["step"], writer, body["manifest"], entry.seq, body["digest"])

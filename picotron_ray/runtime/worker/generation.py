@@ -24,7 +24,7 @@ from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store.commit_source import CommitSource
 from picotron_ray.checkpoint.store.import_commit import weights_only
-from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.manifest import Identity, Manifest, load_manifest
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.torch_state import StateTensor, restore
 from picotron_ray.comm.process_groups import ProcessGroups
@@ -199,12 +199,19 @@ class GenerationRun:
             self._tail.extend(reader.views[0].header.ledger)
         else:
             storage = resources.storage()
-            manifest = load_manifest(storage, source.manifest)
+            manifest = self._manifest(storage)
             if weights_only(manifest):
                 engine.initialise(resources.job.seed)  # moments of zero; the weights are overwritten
             state = engine.weights() if weights_only(manifest) else engine.state()
             restore(state, CommitSource(storage, manifest))
         engine.set_step(source.step)
+
+    def _manifest(self, storage: Storage) -> Manifest:
+        """The manifest that the log's commit entry names; CorruptError where another one lies there."""
+        source = self.spec.source
+        writer = source.generation
+        identity = Identity(source.step, writer.term, writer.n) if writer else None
+        return load_manifest(storage, source.manifest, source.digest, identity)
 
     def _snapshotter(self, state: list[StateTensor]) -> Snapshotter:
         resources, spec = self._resources, self.spec

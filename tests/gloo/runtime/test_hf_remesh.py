@@ -118,7 +118,11 @@ def test_in_through_two_layouts_and_out(pool: Pool, tmp_path: Path, kind: str) -
     assert (expected - before).norm() > 0.01 * before.norm(), "training moved the weights"
 
     store = RunStore(job, lambda _: None)
-    run = Run(pool, job, tmp_path, Source("commit", 0, manifest=manifest), claim(store))
+    term = claim(store)
+    (found,), _ = store.state(verify=False)
+    assert found.manifest == manifest
+    source = Source("commit", 0, found.generation, manifest=manifest, digest=found.digest)
+    run = Run(pool, job, tmp_path, source, term)
     first, second = WAYS[kind]
     assert not layout_problems(job, first)
     assert not layout_problems(job, second)

@@ -111,6 +111,9 @@ class Flaky:
     def get(self, key: str) -> bytes:
         return self.inner.get(key)
 
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self.inner.get_range(key, start, length)
+
     def list(self, prefix: str) -> Iterator[StoredObject]:
         return self.inner.list(prefix)
 

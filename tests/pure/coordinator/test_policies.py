@@ -105,8 +105,10 @@ def test_ladder_takes_memory_before_a_commit_of_the_same_step_and_a_newer_commit
     held, layouts = snapshot(one, 10), {one.id: one.layout}
     commits = [m.Commit(10, one.id, "m10", 3)]
     assert restore_point(held, layouts, commits, one)[0].kind == "slots"
-    newer = [*commits, m.Commit(12, one.id, "m12", 4)]
-    assert restore_point(held, layouts, newer, one)[0].manifest == "m12"
+    newer = [*commits, m.Commit(12, one.id, "m12", 4, "d12")]
+    assert restore_point(held, layouts, newer, one)[0] == m.Source(
+        "commit", 12, one.id, manifest="m12", digest="d12"
+    )
     assert restore_point(held, layouts, newer, one, bad_manifests={"m12"})[0].kind == "slots"
     distrusted, why = restore_point(held, layouts, commits, one, use_slots=False)
     assert (distrusted.manifest, "distrusted" in why) == ("m10", True)

@@ -13,7 +13,7 @@ from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.shell import Shell
 from picotron_ray.coordinator.simulator.slots import SimSlot, complete
-from picotron_ray.coordinator.simulator.storage import SimStorage
+from picotron_ray.coordinator.simulator.storage import SimStorage, digest_of
 from picotron_ray.coordinator.simulator.world import Sim
 from picotron_ray.layout.layout import Layout
 from tests.support.runs.coordinator_world import choose_dp, job
@@ -53,7 +53,7 @@ def test_a_commit_needs_its_generation_and_all_parts_of_one_history(storage: Sim
     assert storage.append_commit(2, commit) == m.Appended("commit", A, 7, error="incomplete")
     storage.parts[A, 7]["n2"] = [part(1)]
     key = "manifests/7-1.1"
-    assert storage.append_commit(2, commit) == m.Appended("commit", A, 7, 4, key)
+    assert storage.append_commit(2, commit) == m.Appended("commit", A, 7, 4, key, digest=digest_of(key))
     assert storage.commits() == (m.Commit(7, A, key, 4),)
     assert storage.histories == {key: ((A, 0, 7),)}
     assert storage.complaints == [

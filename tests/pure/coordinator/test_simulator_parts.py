@@ -54,7 +54,7 @@ def test_a_commit_needs_its_generation_and_all_parts_of_one_history(storage: Sim
     storage.parts[A, 7]["n2"] = [part(1)]
     key = "manifests/7-1.1"
     assert storage.append_commit(2, commit) == m.Appended("commit", A, 7, 4, key, digest=digest_of(key))
-    assert storage.commits() == (m.Commit(7, A, key, 4),)
+    assert storage.commits() == (m.Commit(7, A, key, 4, digest_of(key)),)
     assert storage.histories == {key: ((A, 0, 7),)}
     assert storage.complaints == [
         "commit of 1.1 at 7 before its generation's entry",

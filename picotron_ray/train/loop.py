@@ -193,14 +193,24 @@ class Loop:
         """Measure the held-out loss, summed over all ranks."""
         self.page.phase("evaluate")
         loss_sum, tokens = self.engine.evaluate(self.eval_batches)
-        mine = Contribution(loss_sum, float(tokens), (0, 0), self.requests.take(), bytes(16), 0.0, 0.0, -1)
-        # the flags of this exchange are not acted on: raise them again for the next step's
-        agreement = exchange(mine, self.layout, self.device)
-        self.requests.add(agreement.flags)
+        agreement = self._exchange_apart(loss_sum, float(tokens), sealed=-1)
         total = sum(batch.global_tokens for batch in self.eval_batches)
         self.page.put(eval_loss=agreement.loss_sum / total, eval_step=step)
 
+    def _exchange_apart(self, loss_sum: float, tokens: float, sealed: int) -> Agreement:
+        """Exchange figures between steps; flags are not acted on, but raised again for the next step's."""
+        mine = Contribution(loss_sum, tokens, (0, 0), self.requests.take(), bytes(16), 0.0, 0.0, sealed)
+        agreement = exchange(mine, self.layout, self.device)
+        self.requests.add(agreement.flags)
+        return agreement
+
     def _final_snapshot(self, step: int) -> None:
-        """Seal a pinned snapshot of the state that the generation ends with."""
+        """Seal a pinned snapshot of the state that the generation ends with.
+
+        The ranks first tell each other what they have sealed, so that an older slot may be overwritten: no
+        further step would tell it, and where a dead coordinator's checkpoint pins a slot there is no other.
+        """
         self.page.phase("flush")
+        self.snapshots.wait_copied()
+        self.snapshots.observe(self._exchange_apart(0.0, 0.0, self.snapshots.sealed_step).sealed)
         self.snapshots.flush(step, self.tail, pinned=True)

@@ -87,7 +87,10 @@ def test_squares_of_small_gradients_are_kept() -> None:
     squares = (1e-10 * torch.randn(16, BLOCK)).square().view(-1)
     kept = decode(*encode(squares, codebook), codebook)
     assert distance(kept.numpy(), squares.numpy()) < 0.01
-    assert not decode(*encode(torch.zeros(BLOCK), codebook), codebook).any()
+    codes, scales = encode(torch.zeros(BLOCK), codebook)
+    assert not decode(codes, scales, codebook).any()
+    assert not codes.any()
+    assert 0 < float(scales) < 1e-29, "nothing was divided by zero"
 
 
 def test_rows_of_a_tensor_are_decoded_by_themselves() -> None:

@@ -130,6 +130,15 @@ def test_commands_do_not_depend_on_the_process_that_computes_them() -> None:
     assert first == second
 
 
+def test_seeds_are_counted_each_by_itself() -> None:
+    apart = Coverage()
+    for seed in (3, 4):
+        _, seen = simulate_many([seed])
+        apart.add(seen)
+    _, together = simulate_many([3, 4])
+    assert together.table(list(FAULTS)) == apart.table(list(FAULTS))
+
+
 def test_the_generator_is_the_same_everywhere() -> None:
     rng = Rng(1)
     assert [rng.bits() for _ in range(2)] == [Rng(1).bits(), rng_second()]

@@ -122,3 +122,18 @@ def test_bytes_are_not_fed_to_weights_with_a_tokenizer_of_their_own(tmp_path: Pa
             hf_assets.source_note(job, known)
         assert "had no tokenizer" in str(hf_assets.source_note(job, bare))
     assert hf_assets.source_note(JobConfig(data=DataConfig(source="memmap", path="x")), known) is None
+
+
+def test_a_file_is_read_up_to_a_gibibyte() -> None:
+    asked: list[tuple[str, int, int]] = []
+
+    class Storage:
+        where = "here"
+
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            asked.append((key, start, length))
+            return b"data"
+
+    digest = hf_assets.blake3(b"data").hexdigest()
+    assert hf_assets._checked(Storage(), "vocab.json", digest) == b"data"  # type: ignore[arg-type]
+    assert asked == [("imported/vocab.json", 0, 1_073_741_825)]

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from picotron_ray.runtime.driver import control, follow_run
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.runtime.driver import control, driver, follow_run
+from picotron_ray.runtime.driver.follow_run import StoppedEarlyError
 from picotron_ray.runtime.ray_cluster import local_ray
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE
 
@@ -251,3 +253,21 @@ def test_a_stop_on_a_cluster_kills_what_is_left(
     with pytest.raises(control.ConfigError, match="saw 'nightly'"):
         control.stop("nightly", False, console)
     assert told == []
+
+
+def test_a_start_that_fails_takes_its_ray_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[object] = []
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "ensure_coordinator", fail)
+    monkeypatch.setattr(driver, "take_down", taken.append)
+    local, signals = SimpleNamespace(), SimpleNamespace(asked=False)
+    with pytest.raises(KeyboardInterrupt):
+        driver._start(JobConfig(), local, Console(file=io.StringIO()), None, signals)  # type: ignore[arg-type]
+    assert taken == [local]
+    signals.asked = True
+    with pytest.raises(StoppedEarlyError, match="stopped by request before anything was started"):
+        driver._start(JobConfig(), local, Console(file=io.StringIO()), None, signals)  # type: ignore[arg-type]
+    assert taken == [local, local]

@@ -152,8 +152,9 @@ class Judge:
                 return by if by and (by == ENDLESS or not self._run(left[:1], self.budget_s)) else ""
             if test in self._sound or not self._run([test], self.budget_s):
                 self._sound.add(test)
-                return by
-            left = left[left.index(test) + 1 :]  # fails without the fault too
+                if self._planted(fault, [test], self.budget_s):  # and not by chance
+                    return by
+            left = left[left.index(test) + 1 :]  # fails without the fault too, or not always with it
         return ""
 
     def _planted(self, fault: Fault, tests: list[str], limit_s: float) -> str:

@@ -24,7 +24,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Div: ast.Mult,
 }  # fmt: skip
 QUIET_CALLS = ("print", "log", "warn", "note", "echo", "info", "debug", "secho", "Typer")
-QUIET_KEYWORDS = ("indent", "flush", "maxsize", "strict", "width", "include_url")
+QUIET_KEYWORDS = ("indent", "flush", "maxsize", "strict", "width", "include_url", "connect_timeout")
 QUIET_NAMES = ("_S", "_s", "timeout", "TIMEOUT", "interval", "grace")
 
 

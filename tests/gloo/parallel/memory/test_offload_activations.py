@@ -238,6 +238,18 @@ def test_casts_of_parameters_stay(
     assert not [size for size in moved if tuple(size) in shapes | transposed]
 
 
+def test_a_tensor_of_64_kib_leaves_and_a_smaller_one_stays() -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 1).square()
+
+    for count, moved in ((1 << 14, 1 << 16), ((1 << 14) - 1, 0)):
+        offload, block = ActivationOffload(), Square()
+        offload.wrap(0, block)
+        block(torch.ones(count, requires_grad=True))
+        assert offload.moved_bytes == moved
+
+
 def test_evaluation_moves_nothing() -> None:
     model, blocks = model_and_blocks()
     offload = ActivationOffload(smallest_bytes=0)

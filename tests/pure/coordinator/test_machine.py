@@ -79,6 +79,15 @@ def test_member_that_does_not_stop_is_killed() -> None:
     assert after.layout.dp == 2
 
 
+def test_a_member_is_asked_again_after_half_of_its_time() -> None:
+    world = World(job(elastic__interrupt_timeout_s=6))
+    spec = world.up(("a", 4))
+    dead, stuck = spec.members[0].worker, spec.members[1].worker
+    world.send(m.WorkerExited(dead, "killed"), *outcomes(spec, FailureKind.PEER_LOST, 5, but=(dead, stuck)))
+    assert [len(of(world.wait(seconds), m.Interrupt)) for seconds in (2.5, 0.5, 2.5)] == [0, 1, 0]
+    assert [c.worker for c in of(world.wait(0.5), m.KillWorker)] == [stuck]
+
+
 def test_a_death_that_is_never_confirmed_does_not_block_for_ever() -> None:
     world = World()
     spec = world.up(("a", 4))

@@ -17,19 +17,7 @@ from picotron_ray.comm.sequence_collectives import (
     gather_sequence,
     reduce_scatter_sequence,
 )
-
-
-class Group:
-    """Stands in for torch's: a rank among others."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
+from tests.support.gloo.group import Group
 
 
 class Pending:

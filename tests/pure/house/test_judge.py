@@ -18,8 +18,8 @@ TEST = "from half import half\n\ndef test_half():\n    assert half({}) == {}\n"
 def test_tests_of_the_line_come_before_those_of_the_file_and_cheap_ones_first() -> None:
     touched = {"a.py": {1: {"slow", "quick"}, 2: {"other", "unknown"}, 3: set()}}
     run = Recorded(touched, {"slow": 9.0, "quick": 0.1, "other": 1.0})
-    assert run.tests_for(Fault("a.py", 1, 0, 1, 1, "")) == (["quick", "slow"], ["other"])
-    assert run.tests_for(Fault("a.py", 3, 0, 3, 1, "")) == (["quick", "other", "slow"], [])
+    assert run.ordered_tests(Fault("a.py", 1, 0, 1, 1, "")) == (["quick", "slow"], ["other"])
+    assert run.ordered_tests(Fault("a.py", 3, 0, 3, 1, "")) == (["quick", "other", "slow"], [])
 
 
 def test_faults_are_drawn_by_seed_from_the_packages_that_are_asked_for() -> None:

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.config.load import parse_job
-from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
 from picotron_ray.planner.cost import block_again, step_cost
-from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.memory import budget_bytes, memory_estimate, offloaded_activations, rank_memory
 from picotron_ray.planner.model_sizes import (
     active_parameters,
@@ -21,25 +18,8 @@ from picotron_ray.planner.model_sizes import (
     stage_parameters,
     tied_copy,
 )
-
-UNIT = DeviceProfile(
-    flops=1e3, memory_bytes=1e9, link_bytes_s=1e2, latency_s=5.0, node_link_bytes_s=1e1, kernel_s=7.0
-)
-MIXTURE = {"moe": {"experts": 4, "top_k": 2, "intermediate_size": 6}}
-
-
-def job(model: dict[str, Any] | None = None, **options: Any) -> JobConfig:
-    """Blocks 8 wide with keys of 4: 16 + 192 parameters, and 240 of SwiGLU or 32 + 4·144 of a mixture."""
-    sizes = {
-        "vocab_size": 300,
-        "hidden_size": 8,
-        "intermediate_size": 10,
-        "layers": 4,
-        "heads": 2,
-        "kv_heads": 1,
-        **(model or {}),
-    }
-    return parse_job({"model": sizes, "data": {"sequence_length": 6, "global_batch": 16}, **options})
+from tests.support.runs.by_hand import MIXTURE, UNIT
+from tests.support.runs.by_hand import job_by_hand as job
 
 
 @pytest.mark.parametrize(

@@ -6,30 +6,10 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.config.load import parse_job
-from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.comm_cost import NOTHING, context_passes, expert_passes, tensor_passes
-from picotron_ray.planner.device_profile import DeviceProfile
-
-PROFILE = DeviceProfile(
-    flops=1.0, memory_bytes=1.0, link_bytes_s=100.0, latency_s=5.0, node_link_bytes_s=10.0, kernel_s=7.0
-)
-MOE = {"experts": 4, "top_k": 2, "intermediate_size": 6}
-
-
-def job(**options: Any) -> JobConfig:
-    """Hidden states 8 wide, keys 4 wide; a micro-batch of 2 has 12 tokens."""
-    model = {
-        "vocab_size": 300,
-        "hidden_size": 8,
-        "intermediate_size": 10,
-        "layers": 4,
-        "heads": 2,
-        "kv_heads": 1,
-        **options.pop("model", {}),
-    }
-    return parse_job({"model": model, "data": {"sequence_length": 6, "global_batch": 16}, **options})
+from tests.support.runs.by_hand import MIXTURE, UNIT
+from tests.support.runs.by_hand import job_by_hand as job
 
 
 @pytest.mark.parametrize(
@@ -49,7 +29,7 @@ def job(**options: Any) -> JobConfig:
             4 * (2.88 + 15),
         ),
         (
-            {"kernels": {"tp_overlap": "ring"}, "model": {"moe": MOE}},
+            {"kernels": {"tp_overlap": "ring"}, "model": MIXTURE},
             Layout(tp=4, micro_batch=2),
             (),
             5 * (2.88 + 15) + 4 * (2.88 + 5),
@@ -61,7 +41,7 @@ def job(**options: Any) -> JobConfig:
 def test_tensor_parallelism(
     options: dict[str, Any], layout: Layout, nodes: tuple[int, ...], both: float, again: float
 ) -> None:
-    assert tensor_passes(job(**options), layout, PROFILE, nodes) == pytest.approx((both, again))
+    assert tensor_passes(job(**options), layout, UNIT, nodes) == pytest.approx((both, again))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +74,7 @@ def test_context_parallelism(
     options: dict[str, Any], layout: Layout, nodes: tuple[int, ...], forward: float, back: float
 ) -> None:
     """A forward pass that is repeated costs as much as the first one."""
-    assert context_passes(job(**options), layout, PROFILE, nodes) == pytest.approx((forward + back, forward))
+    assert context_passes(job(**options), layout, UNIT, nodes) == pytest.approx((forward + back, forward))
 
 
 @pytest.mark.parametrize(
@@ -114,12 +94,12 @@ def test_expert_parallelism(
     options: dict[str, Any], layout: Layout, nodes: tuple[int, ...], seconds: float, call: float
 ) -> None:
     """There and back, forward and backward, and the counts; a repeated forward pass brings back nothing."""
-    found = expert_passes(job(model={"moe": MOE}, **options), layout, PROFILE, nodes)
+    found = expert_passes(job(model=MIXTURE, **options), layout, UNIT, nodes)
     assert found == pytest.approx((4 * seconds + 5 * call, 2 * seconds + 3 * call))
 
 
 def test_one_rank_sends_nothing() -> None:
-    mixture = job(model={"moe": MOE})
+    mixture = job(model=MIXTURE)
     for passes in (tensor_passes, context_passes, expert_passes):
-        assert passes(mixture, Layout(micro_batch=2), PROFILE, (1,)) == NOTHING == (0.0, 0.0)
-    assert expert_passes(job(), Layout(dp=2, ep=2), PROFILE, (2,)) == NOTHING
+        assert passes(mixture, Layout(micro_batch=2), UNIT, (1,)) == NOTHING == (0.0, 0.0)
+    assert expert_passes(job(), Layout(dp=2, ep=2), UNIT, (2,)) == NOTHING

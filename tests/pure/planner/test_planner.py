@@ -30,6 +30,7 @@ from picotron_ray.planner.model_sizes import (
 )
 from picotron_ray.planner.recompute_search import cheapest_recompute
 from picotron_ray.planner.search import choose_layout, layouts
+from tests.support.runs.by_hand import BY_HAND, UNIT
 
 
 def job(*overrides: str, recipe: str = "quickstart") -> JobConfig:
@@ -329,23 +330,7 @@ def test_sgd_and_precision_change_the_state() -> None:
     assert bytes_of[0] == 16 * parameter_count(adamw.model)
 
 
-# A model whose numbers are easy by hand: block 2·8 + 2·64 + 2·8·4 + 3·8·10 = 448 parameters.
-BY_HAND = {
-    "model": {
-        "vocab_size": 300,
-        "hidden_size": 8,
-        "intermediate_size": 10,
-        "layers": 4,
-        "heads": 2,
-        "kv_heads": 1,
-    },
-    "data": {"sequence_length": 6, "global_batch": 16},
-}
-UNIT = DeviceProfile(
-    flops=1e3, memory_bytes=1e9, link_bytes_s=1e2, latency_s=5.0, node_link_bytes_s=1e1, kernel_s=7.0
-)
-
-
+# BY_HAND: a block has 2·8 + 2·64 + 2·8·4 + 3·8·10 = 448 parameters.
 @pytest.mark.parametrize(
     ("layout", "nodes", "expected"),
     [

@@ -64,7 +64,7 @@ class Recorded:
     touched: Touched
     times: dict[str, float]
 
-    def tests_for(self, fault: Fault) -> tuple[list[str], list[str]]:
+    def ordered_tests(self, fault: Fault) -> tuple[list[str], list[str]]:
         """Tests that touch a fault's line, and the others that touch its file; the cheapest first."""
         lines = self.touched[fault.path]
         near = lines[fault.line] & self.times.keys()
@@ -136,7 +136,7 @@ class Judge:
         """Run tests to the first failure that the fault has caused."""
         started = time.monotonic()
         for number, run in enumerate(self.runs):
-            near, far = run.tests_for(fault)
+            near, far = run.ordered_tests(fault)
             by = self._first_failure(fault, near, self.budget_s)
             by = by or self._first_failure(fault, far, FAR_SHARE * self.budget_s)
             if by:

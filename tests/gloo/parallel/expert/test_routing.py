@@ -19,17 +19,7 @@ from picotron_ray.parallel.expert.expert_parallel import (
     SequenceSpread,
     apply_expert_parallel,
 )
-
-
-class Group:
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
+from tests.support.gloo.group import Group
 
 
 def router(**options: Any) -> Router:

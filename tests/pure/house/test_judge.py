@@ -8,6 +8,9 @@ import sys
 import uuid
 from pathlib import Path
 
+import pytest
+
+from tests.support.faults import judge
 from tests.support.faults.judge import MARK, Judge, Recorded, draw, end_marked
 from tests.support.faults.operators import Fault, faults_in
 
@@ -46,6 +49,22 @@ def test_a_fault_is_noticed_by_the_first_test_that_fails_with_it_alone(tmp_path:
     assert Judge(tmp_path, 60, [weak]).judge(faults["3"]).by == ""
     assert Judge(tmp_path, 60, runs).judge(faults["3"]).run == 1
     assert (tmp_path / "half.py").read_text() == SOURCE
+
+
+def test_tests_that_do_not_end_notice_a_fault_among_many_that_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SOURCE.replace("    return", "    while count % 2:\n        count += 1\n    return")
+    (tmp_path / "half.py").write_text(source)
+    (tmp_path / "test_odd.py").write_text(TEST.format(3, 2))
+    endless = next(fault for fault in faults_in("half.py", source) if fault.text == "pass")
+    (tmp_path / "test_even.py").write_text(
+        "import pytest\n\n@pytest.mark.parametrize('n', range(99))\ndef test_n(n):\n    pass\n"
+    )
+    times = {"test_odd.py::test_half": 0.01, **{f"test_even.py::test_n[{n}]": 0.05 for n in range(99)}}
+    monkeypatch.setattr(judge, "PATIENCE", (1.0, 5.0))
+    found = Judge(tmp_path, 10, [Recorded({"half.py": {3: set(times)}}, times)]).judge(endless)
+    assert found.by == judge.ENDLESS
 
 
 def test_what_a_run_has_started_in_sessions_of_its_own_is_ended() -> None:

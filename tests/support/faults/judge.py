@@ -39,6 +39,7 @@ from tests.support.faults.operators import Fault, faults_in
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = (60.0, 5.0)  # seconds for imports and servers, and how many times their known time tests may take
+FEW = 8  # tests that are asked apart at first: of so few it is soon told that they do not end
 FAR_SHARE = 0.3  # of the budget, for tests that touch a fault's file and not its line
 ENDLESS = "the tests did not end"
 MARK = "PICOTRON_JUDGED"  # in the environment of all that a run of tests starts, and so in its children's
@@ -145,11 +146,16 @@ class Judge:
 
     def _first_failure(self, fault: Fault, tests: list[str], budget_s: float) -> str:
         left, end = list(tests), time.monotonic() + budget_s
+        few: int | None = FEW
         while left and time.monotonic() < end:
-            by = self._planted(fault, left, end - time.monotonic())
+            asked = left[:few]
+            by = self._planted(fault, asked, end - time.monotonic())
             test = by.partition(" ")[2].partition(" - ")[0]
-            if test not in left:  # none failed, or they broke off or did not end as a whole
-                return by if by and (by == ENDLESS or not self._run(left[:1], self.budget_s)) else ""
+            if not by:
+                left, few = left[len(asked) :], None
+                continue
+            if test not in asked:  # they broke off, or did not end, as a whole
+                return by if by == ENDLESS or not self._run(left[:1], self.budget_s) else ""
             if test in self._sound or not self._run([test], self.budget_s):
                 self._sound.add(test)
                 if self._planted(fault, [test], self.budget_s):  # and not by chance

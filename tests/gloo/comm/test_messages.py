@@ -151,3 +151,13 @@ def test_each_rank_gets_its_part_of_the_sum(monkeypatch: pytest.MonkeyPatch, bac
         sequence_collectives, "_reduce_scatter", scattered if backend == "nccl" else unexpected
     )
     assert torch.equal(reduce_scatter_sequence(x, group), sums[1])  # type: ignore[arg-type]
+
+
+def test_a_rank_alone_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scattered(result: Tensor, flat: Tensor, group: Group) -> None:
+        result.copy_(flat)
+
+    monkeypatch.setattr(sequence_collectives.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(sequence_collectives, "_reduce_scatter", scattered)
+    x = torch.arange(12.0).view(2, 3, 2)
+    assert torch.equal(reduce_scatter_sequence(x, Group(0, 1)), x)  # type: ignore[arg-type]

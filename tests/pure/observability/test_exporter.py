@@ -196,12 +196,16 @@ def exporter() -> Iterator[Exporter]:
 
 def test_an_endpoint_that_is_closed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Exporter("coordinator", RUN, list, "127.0.0.1", 0)
-    joined: list[Any] = []
+    joined: list[bool] = []
     thread = made._thread
-    monkeypatch.setattr(made, "_thread", SimpleNamespace(join=lambda: joined.append(thread.join(5))))
+
+    def join() -> None:
+        thread.join(5)
+        joined.append(not thread.is_alive())
+
+    monkeypatch.setattr(made, "_thread", SimpleNamespace(join=join))
     assert closed(made)
-    assert joined == [None]
-    assert not thread.is_alive()
+    assert joined == [True]
     assert port_taken("127.0.0.1", made.port) == ""
 
 

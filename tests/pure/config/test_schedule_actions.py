@@ -69,6 +69,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
         "saw rows that wait for each other for ever (row 0 at 0B0 for 1B0, row 1 at 1F1 for 0F1)",
     ),
+    "a row that waits for itself": (
+        ["0F0 1F0 0B0 1B0", "2F0 3F0 3B0 2B0"],
+        "saw rows that wait for each other for ever (row 0 at 0B0 for 1B0), expected another order",
+    ),
     "a deadlock over split passes": (
         ["0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 1I0 1W0 2I0 2W0"],
         "(row 0 at 0I0 for 1I0, row 1 at 1I0 for 2I0)",

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ from picotron_ray.errors import PeerLostError
 
 @pytest.fixture(scope="module")
 def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True)
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
 
 
 @pytest.fixture
@@ -183,8 +184,8 @@ def test_an_aborted_rendezvous_says_so(alone: ProcessGroups) -> None:
 
 
 def test_a_rank_that_does_not_come_is_missed(store: TCPStore) -> None:
-    groups = ProcessGroups("127.0.0.1", store.port, "one of two", 1, 2, rendezvous_s=0.2)
-    with pytest.raises(PeerLostError, match=r"^rank 1 lost a peer during rendezvous: "):
+    groups = ProcessGroups("127.0.0.1", store.port, "one of two", 1, 2, timeout_s=1, rendezvous_s=0.2)
+    with pytest.raises(PeerLostError, match=r"^rank 1 lost a peer during rendezvous: .* 200ms.*all-arrived"):
         groups.connect()
     groups.close()
 

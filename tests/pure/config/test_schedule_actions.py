@@ -154,6 +154,11 @@ def test_weight_gradients_that_come_late_fill_the_wait_and_keep_memory() -> None
     assert whole.in_flight == (1.5, 2.0)
 
 
+def test_what_a_rank_keeps_grows_again_after_a_backward_pass() -> None:
+    behind = "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"
+    assert action_list(("0F0 0F1 0B0 0F2 0F3 0B1 0B2 0B3", behind)).in_flight == (3.0, 1.0)
+
+
 def test_stages_beside_each_other_on_a_rank_send_nothing() -> None:
     config = job(NEIGHBOURS)
     layout = choose_layout(config, 2).layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -247,14 +248,16 @@ def test_train_ends_with_the_drivers_code(asked: Callable[[str, Any], Asked]) ->
     }
 
 
-@pytest.mark.parametrize("main", [cli.main, launch.main])
+@pytest.mark.parametrize("module", [cli, launch], ids=["cli", "launch"])
 def test_entry_points_take_the_command_line(
-    main: Callable[[], None], asked: Callable[[str, Any], Asked], monkeypatch: pytest.MonkeyPatch
+    module: Any, asked: Callable[[str, Any], Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The function of the console script, and the module that is run."""
     drive = asked(f"{DRIVER}.driver.drive", 1)
-    command = ["train"] if main is cli.main else []
+    command = ["train"] if module is cli else []
     monkeypatch.setattr("sys.argv", ["program", *command, "tiny", "--detach"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 1
-    assert drive.calls == [("tiny", [], {"as_json": False, "detach": True})]
+    for run in (module.main, lambda: runpy.run_path(module.__file__, run_name="__main__")):
+        with pytest.raises(SystemExit) as end:
+            run()
+        assert end.value.code == 1
+    assert drive.calls == [("tiny", [], {"as_json": False, "detach": True})] * 2

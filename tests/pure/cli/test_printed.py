@@ -17,6 +17,7 @@ from picotron_ray.config.resume import markdown, table
 from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.observability.catalogue import CATALOGUE
 from picotron_ray.observability.dashboard import dashboard
+from picotron_ray.runtime.driver.resolve_job import FROM_WORDS
 
 TINY = load_job("tiny")
 DRIVER = "picotron_ray.runtime.driver"
@@ -201,6 +202,15 @@ def test_validate_names_the_step_that_refused(asked: Callable[[str, Any], Asked]
     assert out("validate", "tiny", code=2) == "# refused by step: data\n"
     found = json.loads(out("validate", "tiny", "--json", code=2))
     assert found == {"error": "steps: saw 0", "exit_code": 2, "step": "data"}
+
+
+def test_validate_takes_the_steps_of_a_launch(asked: Callable[[str, Any], Asked]) -> None:
+    error = ConfigError("model: saw none")
+    error.step = "model"
+    taken = asked(f"{DRIVER}.resolve_job.resolve", error)
+    assert out("validate", "tiny", code=2) == "# refused by step: model\n"
+    ((written, steps),) = taken.calls
+    assert (written.job, steps) == (TINY, FROM_WORDS)
 
 
 def test_schema_and_resume_rules() -> None:

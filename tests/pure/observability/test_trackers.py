@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +161,82 @@ def test_a_tracker_that_cannot_be_read_back_remembers_how_far_it_came(tmp_path: 
     assert sink.closed == 0
     again.close()
     assert sink.closed == 1
+
+
+class Library:
+    """Stands in for a library: notes each call as (name, arguments, options), and answers as it was told."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.calls = answers, list[tuple[Any, ...]]()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls.append((name, arguments, options))
+            return self.answers.get(name, self)
+
+        return call
+
+
+FIGURES = {"train/loss": 2.0, "train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/tokens": 128}
+
+
+@pytest.mark.parametrize("given", [{}, {"project": "p", "url": "http://w"}], ids=["plain", "given"])
+def test_weights_and_biases_is_given_the_run_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str]
+) -> None:
+    library = Library(Settings="settings")
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    tracker = open_tracker(TrackerConfig(kind="wandb", **given), "night", {"steps": 10}, tmp_path)
+    tracker.write([row(1)], [evaluation(2)])
+    tracker.rewind(1)
+    tracker.close()
+    base = {"base_url": "http://w"} if given else {}
+    project = "p" if given else "picotron_ray"
+    options = {
+        "project": project, "id": "night", "name": "night", "resume": "allow", "config": {"steps": 10},
+        "dir": str(tmp_path), "settings": "settings",
+    }  # fmt: skip
+    assert library.calls == [
+        ("Settings", (), {"console": "off", **base}),
+        ("init", (), options),
+        ("log", (FIGURES,), {"step": 1}),
+        ("log", ({"eval/loss": 3.0},), {"step": 2}),
+        ("finish", (), {}),
+    ]
+    assert opened("wandb", tmp_path).last_step == 1
+
+
+@pytest.mark.parametrize("known", [None, SimpleNamespace(experiment_id="e")], ids=["new", "known"])
+@pytest.mark.parametrize("given", [{}, {"project": "p", "url": "http://m"}], ids=["plain", "given"])
+def test_mlflow_goes_on_with_the_run_whose_id_it_keeps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str], known: Any
+) -> None:
+    made = SimpleNamespace(info=SimpleNamespace(run_id="7"))
+    library = Library(get_experiment_by_name=known, create_experiment="e", create_run=made)
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    config = TrackerConfig(kind="mlflow", **given)
+    tracker = open_tracker(config, "night", {"steps": 10}, tmp_path)
+    tracker.write([{**row(1), "at_s": 2.5}], [evaluation(2)])
+    tracker.rewind(1)
+    tracker.close()
+    project, url = given.get("project", "picotron_ray"), given.get("url")
+    begin = [
+        ("MlflowClient", (), {"tracking_uri": url}),
+        ("get_experiment_by_name", (project,), {}),
+        *([] if known else [("create_experiment", (project,), {})]),
+        ("create_run", ("e",), {"run_name": "night"}),
+        ("log_param", ("7", "steps", 10), {}),
+    ]
+    assert library.calls == [
+        *begin,
+        ("update_run", ("7",), {"status": "RUNNING"}),
+        *(("log_metric", ("7", name, value, 2500, 1), {}) for name, value in FIGURES.items()),
+        ("log_metric", ("7", "eval/loss", 3.0, None, 2), {}),
+        ("set_terminated", ("7",), {}),
+    ]
+    library.calls.clear()
+    open_tracker(config, "night", {"steps": 10}, tmp_path)
+    assert library.calls == [begin[0], ("update_run", ("7",), {"status": "RUNNING"})]
 
 
 def fields(data: bytes) -> Iterator[tuple[int, Any]]:

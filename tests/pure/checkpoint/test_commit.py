@@ -1,0 +1,171 @@
+"""Commits: names taken by others, phases, parts without a layout; what is read of one, in which order."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.store import commit_source
+from picotron_ray.checkpoint.store.commit import assemble, commit, missing_chunks, put_fresh
+from picotron_ray.checkpoint.store.commit_source import CommitSource
+from picotron_ray.checkpoint.store.manifest import ChunkInfo, Manifest, Segment, check, load_manifest
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.shard_sources import Piece
+from picotron_ray.checkpoint.store.verify import read_ledger
+from picotron_ray.errors import AlreadyExistsError, StorageError
+from tests.support.checkpoint.checkpoint_kit import (
+    generation,
+    ledger,
+    make_state,
+    memory_folder,
+    save,
+    upload,
+)
+
+memory_path = pytest.fixture(memory_folder)
+
+
+@pytest.fixture
+def storage(memory_path: Path) -> LocalStorage:
+    return LocalStorage(str(memory_path / "runs"), "r1")
+
+
+@pytest.fixture
+def log(storage: LocalStorage) -> RunLog:
+    log = RunLog(storage)
+    log.claim_term("test")
+    return log
+
+
+def test_a_thousand_names_are_tried() -> None:
+    tried: list[str] = []
+
+    def put_if_absent(key: str, data: bytes) -> None:
+        tried.append(key)
+        raise AlreadyExistsError(key)
+
+    storage: Any = SimpleNamespace(where="there", put_if_absent=put_if_absent)
+    with pytest.raises(StorageError) as caught:
+        put_fresh(storage, "a/b.json", b"")
+    assert str(caught.value) == "there: 1000 abandoned attempts at a/b.json; remove them"
+    assert tried == ["a/b.json", *(f"a/b.{attempt}.json" for attempt in range(2, 1001))]
+
+
+def test_a_phase_is_told_before_the_entry(storage: LocalStorage, log: RunLog, memory_path: Path) -> None:
+    log.append("generation", generation(1, 1))
+    parts = upload(storage, memory_path / "s", make_state(1), (1, 1, 5))
+    told: list[Any] = []
+
+    def phase(name: str) -> None:
+        manifests = [entry.key for entry in storage.list("manifests/")]
+        told.append((name, manifests, [entry.kind for entry in log.entries()]))
+
+    done = commit(storage, log, parts, phase)
+    assert told == [("commit", ["manifests/5-1-1.json"], ["term", "generation"])]
+    assert done.seq == log.commits()[0].seq
+    assert done.stored_bytes == done.written_bytes == sum(info.size for info in parts[0].chunks.values())
+
+
+def test_parts_of_no_layout_have_no_groups(storage: LocalStorage, memory_path: Path) -> None:
+    (part,) = upload(storage, memory_path / "s", make_state(1), (1, 1, 5))
+    manifest, lines = assemble([replace(part, layout={}, fragments=())], None)
+    assert (manifest.layout, lines) == ({}, list(ledger(1, 5)))
+    for kept in (4, 3):
+        with pytest.raises(StorageError, match=rf"no ledger line of step {kept + 1}, expected 1\.\.5"):
+            assemble([replace(part, ledger=part.ledger[:kept])], None)
+
+
+def test_chunks_are_missing_where_their_length_is_another() -> None:
+    sizes = {"chunks/aa/aa": 5, "chunks/bb/bb": 4}
+    storage: Any = SimpleNamespace(size=sizes.get)
+    chunks = {address: ChunkInfo(5, 9) for address in ("aa", "bb", "cc")}
+    assert missing_chunks(storage, chunks) == ["bb", "cc"]
+
+
+def test_ledger_lines_after_a_step(storage: LocalStorage, log: RunLog, memory_path: Path) -> None:
+    for step in (2, 5):
+        done = save(storage, log, memory_path / str(step), make_state(step), (1, 1, step))
+    manifest = load_manifest(storage, done.manifest, done.digest)
+    assert [(segment.first, segment.last) for segment in manifest.ledger] == [(1, 2), (3, 5)]
+    for after in range(7):
+        assert read_ledger(storage, manifest, after) == list(ledger(after + 1, 5))
+
+
+@pytest.mark.parametrize(
+    ("spans", "problems"),
+    [
+        ([(1, 1), (2, 4)], []),
+        ([(1, 4)], []),
+        ([], ["the ledger ends at step 0, expected 4"]),
+        ([(1, 3)], ["the ledger ends at step 3, expected 4"]),
+        ([(2, 4)], ["ledger segment 2-4 begins at step 2, expected 1"]),
+        ([(1, 2), (4, 4)], ["ledger segment 4-4 begins at step 4, expected 3"]),
+        ([(1, 2), (2, 4)], ["ledger segment 2-4 begins at step 2, expected 3"]),
+        (
+            [(1, 2), (3, 2), (3, 4)],
+            ["ledger segment 3-2 begins at step 3, expected 3"],
+        ),
+    ],
+)
+def test_a_ledger_has_no_gap(spans: list[tuple[int, int]], problems: list[str]) -> None:
+    segments = tuple(Segment(f"{first}-{last}", first, last, "") for first, last in spans)
+    manifest = Manifest(4, 1, 1, 0, {}, (), {}, segments)
+    assert check(manifest) == problems
+
+
+def test_chunks_are_fetched_a_few_ahead_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven chunks, of which the third is read twice; a chunk is kept until its last piece is read."""
+    fetched: list[str] = []
+    ends: list[dict[str, bool]] = []
+
+    class Threads:
+        def __init__(self, max_workers: int) -> None:
+            assert max_workers == 4
+
+        def submit(self, fetch: Any, storage: str, address: str, info: str) -> Future[bytes]:
+            future: Future[bytes] = Future()
+            future.set_result(fetch(storage, address, info))
+            return future
+
+        def shutdown(self, **options: bool) -> None:
+            ends.append(options)
+
+    def fetch_chunk(storage: str, address: str, info: str) -> bytes:
+        assert (storage, info) == ("storage", f"info of {address}")
+        fetched.append(address)
+        return address.encode()
+
+    monkeypatch.setattr(commit_source, "ThreadPoolExecutor", Threads)
+    monkeypatch.setattr(commit_source, "fetch_chunk", fetch_chunk)
+    monkeypatch.setattr(commit_source, "check_shard", lambda stored, raw: raw)
+    storage: Any = "storage"
+    manifest: Any = SimpleNamespace(chunks={address: f"info of {address}" for address in "abcdefg"})
+    source = CommitSource(storage, manifest)
+    shard: Any = None
+    pieces = [Piece(shard, SimpleNamespace(chunk=address)) for address in "abccdefg"]
+    source.prepare(pieces)
+    seen = []
+    for piece in pieces:
+        assert source.read(piece) == piece.handle.chunk.encode()
+        seen.append(("".join(fetched), "".join(source._fetched)))
+    assert seen == [
+        ("abcd", "bcd"),
+        ("abcde", "cde"),
+        ("abcdef", "cdef"),
+        ("abcdef", "def"),
+        ("abcdefg", "efg"),
+        ("abcdefg", "fg"),
+        ("abcdefg", "g"),
+        ("abcdefg", ""),
+    ]
+    source.prepare(pieces[5:7])
+    source.read(pieces[6])  # out of turn: it is fetched at once, and not again later
+    assert "".join(fetched) == "abcdefg" + "fe"
+    source.finish()
+    assert ends == [{"wait": False, "cancel_futures": True}]

@@ -118,7 +118,7 @@ def _recompute_problems(layout: Layout) -> Iterator[LayoutProblem]:
     if listed_stages not in (1, layout.stages):
         text = f"saw a list of {listed_stages}, expected one word, or one for each of {layout.stages} stages"
         yield LayoutProblem("layout.recompute", ("layout.pp", "layout.virtual_stages"), text)
-    gathered_inside = layout.zero > 0 and layout.ep > 1 and layout.expert_shards > 1
+    gathered_inside = layout.ep > 1 and layout.expert_shards > 1
     if is_selective(policy) and gathered_inside:
         text = (
             f"saw {policy} with zero={layout.zero} and ep={layout.ep} over {layout.replicas} replicas, where"

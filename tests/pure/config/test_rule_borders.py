@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,6 +170,15 @@ def test_recorded_steps_name_all_that_communicates() -> None:
             f"{text} passes; use dp alone, or false",
         )
     ]
+
+
+def test_selective_recomputation_needs_blocks_that_gather_no_experts() -> None:
+    """Under ZeRO-1 already: experts that are cut over two ranks each are gathered within a block."""
+    config = job(model=MIXTURE)
+    for zero, ep, dp, fits in ((0, 2, 4, True), (1, 1, 4, True), (1, 2, 2, True), (1, 2, 4, False)):
+        layout = Layout(dp=dp, ep=ep, zero=zero, recompute="selective")
+        assert (layout_problems(config, layout) == []) is fits
+        assert layout_problems(config, replace(layout, recompute="full")) == []
 
 
 def test_what_a_schedule_says_of_one_stage() -> None:

@@ -101,8 +101,7 @@ def _cheapest(
         if layout is None:
             continue
         choice = PlannedLayout(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
-        if best is None or _order(choice) < _order(best):
-            best = choice
+        best = choice if best is None else min(best, choice, key=_order)
     return best, len(costs)
 
 
@@ -123,8 +122,7 @@ def _ranked(
             continue
         choice = PlannedLayout(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
         key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero, layout.replicate)
-        if key not in best or _order(choice) < _order(best[key]):
-            best[key] = choice
+        best[key] = min(best.get(key, choice), choice, key=_order)
     return tuple(sorted(best.values(), key=_order))
 
 
@@ -179,7 +177,7 @@ def _expert_degrees(job: JobConfig, replicas: int) -> list[int]:
     if job.layout.ep != "auto":
         return [job.layout.ep]
     shared = math.gcd(replicas, job.model.moe.experts) if job.model.moe.experts else 1
-    return [ep for ep in range(1, shared + 1) if shared % ep == 0]
+    return [*(ep for ep in range(1, shared) if shared % ep == 0), shared]
 
 
 def _asked(job: JobConfig) -> tuple[int | str, ...]:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -17,11 +18,13 @@ from picotron_ray.config.export import flatten, public_dict, to_yaml
 from picotron_ray.config.json_schema import allowed, job_schema, key_schemas, nearest_key
 from picotron_ray.config.load import load_job, parse_job, read_source
 from picotron_ray.config.resume import check_resume, compare, fingerprint, markdown, table, verdict
+from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.config.storage_urls import redact
 from picotron_ray.errors import ConfigError
 
+SOURCES: tuple[Literal["stdlib", "text", "jsonl", "memmap"], ...] = ("stdlib", "text", "jsonl", "memmap")
 FAULT = 'chaos=[{fault: kill, target: "worker:0", step: 1}]'
 
 
@@ -149,6 +152,12 @@ def test_bounds_are_inclusive() -> None:
     job = load_job("tiny", overrides)
     assert job.chaos[0].step == job.steps
     assert load_job("tiny", ["optimizer.schedule.warmup_steps=8"]).optimizer.schedule.warmup_steps == 8
+
+
+def test_the_end_of_a_document_is_told_by_token_files_alone() -> None:
+    ends = {source: DataConfig(source=source, path="x", end_token=5).document_end for source in SOURCES}
+    assert ends == {"stdlib": 256, "text": 256, "jsonl": 256, "memmap": 5}
+    assert DataConfig(source="memmap", path="x").document_end is None
 
 
 def test_plain_data_round_trips() -> None:

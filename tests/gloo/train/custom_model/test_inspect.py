@@ -128,7 +128,8 @@ def test_parameters_that_cannot_be_trained(job_of: Any) -> None:
     assert why_not(job_of(nn.Identity)) == "the module has no parameters; nothing would be trained"
 
 
-def test_dropout_is_refused_wherever_it_hides() -> None:
+def test_dropout_is_refused_wherever_it_hides(job_of: Any) -> None:
+    assert "1 (Dropout) drops out" in why_not(job_of(lambda: nn.Sequential(Words(), nn.Dropout(0.1))))
     for part, name in (
         (nn.Dropout(0.5), "Dropout"),
         (nn.AlphaDropout(0.5), "AlphaDropout"),

@@ -18,6 +18,13 @@ from picotron_ray.parallel.attention.backends import AttentionPlan, attention_ke
 from picotron_ray.parallel.attention.lse_kernels import CpuFlash, KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaEfficient, CudaFlash, lse_kernel
 from picotron_ray.parallel.context.context_parallel import ContextAttention, apply_context_parallel
+from picotron_ray.parallel.context.ring_attention import (
+    ALL,
+    AttentionTile,
+    DocumentNumbers,
+    gathered_tiles,
+    ring_tile,
+)
 from tests.support.gloo.pool import Job, Pool
 
 pytestmark = pytest.mark.gloo
@@ -102,6 +109,35 @@ def test_ranks_together_equal_one_process(
         for rank in range(ranks):
             whole[..., list(SequenceShard(LENGTH, ranks, rank).positions()), :] = found[rank][number]
         assert np.linalg.norm(whole - wanted) <= tolerance * np.linalg.norm(wanted)
+
+
+def test_documents_and_tiles_make_a_mask() -> None:
+    assert DocumentNumbers().key_mask(AttentionTile(ALL, ALL, True)) == KeyMask(True)
+    assert DocumentNumbers().key_mask(AttentionTile(ALL, ALL, False)) == KeyMask(False)
+    numbers = DocumentNumbers(torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 1]]))
+    for causal, queries, expected in (
+        (False, ALL, [[1, 0, 0], [1, 0, 0], [0, 1, 1]]),
+        (True, ALL, [[1, 0, 0], [1, 0, 0], [0, 1, 1]]),
+        (True, slice(1, None), [[1, 0, 0], [0, 1, 0]]),
+    ):
+        causality, mask = numbers.key_mask(AttentionTile(queries, ALL, causal))
+        assert causality is False
+        assert mask is not None
+        assert mask.int().tolist() == [[expected]]
+
+
+def test_tiles_by_hand() -> None:
+    found = [ring_tile(1, theirs, 6) for theirs in range(3)]
+    first, last = slice(0, 3), slice(3, None)
+    assert found == [(ALL, first, False), (ALL, ALL, True), (last, ALL, False)]
+    own = (slice(6, 9), slice(15, 18))
+    assert gathered_tiles(2, 3, 6) == [
+        (first, slice(0, own[0].start), False),
+        (first, own[0], True),
+        (last, slice(0, 9), False),
+        (last, slice(9, 12), True),
+    ]
+    assert gathered_tiles(0, 3, 6)[0] == (first, slice(0, 3), True), "nothing lies before the first chunk"
 
 
 class FakeGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from picotron_ray.errors import LayoutError
+from picotron_ray.models.layers.attention import sdpa
 from picotron_ray.models.parameters import SequenceShard
 from picotron_ray.parallel.attention.backends import AttentionPlan, attention_kernel
 from picotron_ray.parallel.attention.lse_kernels import CpuFlash, KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaEfficient, CudaFlash, lse_kernel
+from picotron_ray.parallel.context import context_parallel
 from picotron_ray.parallel.context.context_parallel import ContextAttention, apply_context_parallel
 from picotron_ray.parallel.context.ring_attention import (
     ALL,
@@ -140,9 +143,48 @@ def test_tiles_by_hand() -> None:
     assert gathered_tiles(0, 3, 6)[0] == (first, slice(0, 3), True), "nothing lies before the first chunk"
 
 
+@pytest.mark.parametrize("variant", ["ring", "all-gather"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_one_rank_alone_attends_to_its_whole_row(
+    monkeypatch: pytest.MonkeyPatch, variant: Any, documents: bool
+) -> None:
+    """Without transfers, in both variants: the ring has one tile, the gathered row three."""
+    same: Any = lambda x, *_, **__: x  # noqa: E731
+    monkeypatch.setattr(context_parallel, "Shift", lambda x, *_, **__: SimpleNamespace(wait=lambda: x))
+    monkeypatch.setattr(context_parallel, "gather_sequence", same)
+    monkeypatch.setattr(context_parallel, "reduce_scatter_sequence", same)
+    q, k, v = (rows(i, n).requires_grad_() for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    numbers = (torch.arange(LENGTH) // 5).repeat(2, 1) if documents else None
+    group: Any = FakeGroup(1)
+    attention = ContextAttention(group, variant, LENGTH, "math")
+    out, wanted = attention(q, k, v, numbers), sdpa(q, k, v, numbers, None)
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    gradient = rows(9, HEADS)
+    found, expected = (torch.autograd.grad(y, (q, k, v), gradient) for y in (out, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    with pytest.raises(LayoutError) as caught:
+        attention(q, k, v, numbers, 5)
+    assert str(caught.value) == "layout.cp: saw a window of 5, which parts of rows do not know; use 1"
+
+
+def test_attention_modules_get_the_kernel_and_their_tokens() -> None:
+    group: Any = FakeGroup(3)
+    model = torch.nn.ModuleList([torch.nn.Identity() for _ in range(3)])
+    plan = AttentionPlan(("[01]",), "math", 12)
+    assert apply_context_parallel(model, group, plan, "ring") == 2
+    assert [list(module.shard.positions()) for module in model[:2]] == [[0, 1, 10, 11]] * 2
+    assert model[0].kernel is model[1].kernel
+    assert not hasattr(model[2], "kernel")
+    with pytest.raises(LayoutError, match="rows of 9 tokens for 2 x 3 chunks"):
+        apply_context_parallel(model, group, AttentionPlan(("*",), "math", 9), "ring")
+
+
 class FakeGroup:
+    def __init__(self, size: int = 2) -> None:
+        self._size = size
+
     def size(self) -> int:
-        return 2
+        return self._size
 
     def rank(self) -> int:
         return 0

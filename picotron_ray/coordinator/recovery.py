@@ -113,7 +113,6 @@ def _restore_point(memory: MachineMemory) -> tuple[Source, str]:
     slots = [
         slot
         for node, held in memory.inventory.items()
-        if node in memory.roster.nodes
         for slot in held
         if (node, slot.slot) not in memory.bad_slots
     ]

@@ -282,11 +282,8 @@ def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     coordinator._cluster.close = note_async("close")
     coordinator._cluster.figures = note_async("ask figures", {"n1": [1, 2]})
     coordinator._cluster.adopt_workers = note("adopt")
-    monkeypatch.setattr(
-        actor_module,
-        "Tracking",
-        lambda *_: SimpleNamespace(observe=lambda event, _: note("tracked")(event), finish=note_async("track")),
-    )
+    tracking = SimpleNamespace(observe=lambda event, _: note("tracked")(event), finish=note_async("track"))
+    monkeypatch.setattr(actor_module, "Tracking", lambda *_: tracking)
     monkeypatch.setattr(actor_module, "LINGER_S", 0.0)
     monkeypatch.setattr(actor_module.local_ray, "announce_end", note("announce end"))
     monkeypatch.setattr(actor_module.ray, "get_actor", lambda name, namespace: (name, namespace))
@@ -341,9 +338,7 @@ def test_a_later_coordinator_adopts_what_runs(whole: Any, tmp_path: Path) -> Non
     )
     told = begin(whole)
     workers = (m.Member("w1", "n1"), m.Member("w2", "n1"), m.Member("w3", "n2"))
-    begun = m.Begin(
-        2, (m.Commit(5, A, "five", 1),), (spec(A),), spec(B), workers, (m.BusyWorker("w1", B),)
-    )
+    begun = m.Begin(2, (m.Commit(5, A, "five", 1),), (spec(A),), spec(B), workers, (m.BusyWorker("w1", B),))
     assert ("state", False) in told, "the agents know the generations"
     assert ("recall", [{"old": 1}]) in told
     assert ("adopt", workers) in told
@@ -436,13 +431,10 @@ def test_time_and_nodes_become_events_until_the_end(whole: Any, monkeypatch: pyt
     monkeypatch.setattr(actor_module, "TICK_S", 0.0)
     monkeypatch.setattr(actor_module, "NODE_POLL_S", 0.0)
     room: list[Any] = []
-    monkeypatch.setattr(
-        actor_module,
-        "RoomRequest",
-        lambda: SimpleNamespace(
-            update=lambda missing, needs, now: room.append((missing, needs)), clear=lambda: room.append("clear")
-        ),
+    request = SimpleNamespace(
+        update=lambda missing, needs, now: room.append((missing, needs)), clear=lambda: room.append("clear")
     )
+    monkeypatch.setattr(actor_module, "RoomRequest", lambda: request)
     rounds = [0]
 
     def count(limit: int) -> None:

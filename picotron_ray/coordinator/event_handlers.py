@@ -242,8 +242,7 @@ def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
     if not on_lineage(memory.spec, event.generation, event.step):
         memory.checkpoints.voided(event.node, state)
         return
-    if memory.spec is not None and event.generation == memory.spec.id:
-        progress(memory, event.step)
+    progress(memory, event.step)  # of an earlier generation no step after the resumed one is on the lineage
     memory.emit(*memory.checkpoints.sealed(state, event.node, event.slots, memory.layouts[event.generation]))
 
 

@@ -56,10 +56,10 @@ def start_failed(memory: MachineMemory, node: str, text: str) -> None:
     memory.alert(
         "warning", "failure", text, cause=FailureKind.START_FAILED.value, target=node, step=memory.seen_step
     )
-    worst = max((n.failed_starts for n in memory.roster.nodes.values()), default=0)
     limit = memory.job.elastic.max_failures_without_progress
+    hopeless = any(n.failed_starts > limit for n in memory.roster.nodes.values())
     idle = memory.state in (MachineState.STARTING, MachineState.WAITING)
-    if idle and worst > limit and not memory.roster.in_state("idle", "starting"):
+    if idle and hopeless and not memory.roster.in_state("idle", "starting"):
         memory.finish("failed", f"workers do not start: {text}")
 
 

@@ -82,8 +82,8 @@ class Machine:
 
     def _clock(self, now: float) -> float:
         """Return ``now`` without the time that the coordinator itself slept through."""
-        if self._last is not None and now - self._last > LONGEST_GAP_S:
-            self._slept_s += now - self._last - LONGEST_GAP_S
+        if self._last is not None:
+            self._slept_s += max(0.0, now - self._last - LONGEST_GAP_S)
         self._last = now if self._last is None else max(now, self._last)
         return self._last - self._slept_s
 

@@ -113,7 +113,6 @@ def _restore_point(memory: MachineMemory) -> tuple[Source, str]:
     slots = [
         slot
         for node, held in memory.inventory.items()
-        if node in memory.roster.nodes
         for slot in held
         if (node, slot.slot) not in memory.bad_slots
     ]
@@ -239,14 +238,13 @@ def _finalise(memory: MachineMemory, point: Source) -> None:
     memory.deadline = memory.now + max(FINAL_PATIENCE_S, 2 * memory.job.storage.retry_deadline_s)
     memory.final = (status, point.step)  # type: ignore[assignment]
     memory.incident = None
-    if point.kind == "slots" and point.generation is not None:
+    if point.kind == "slots":  # else it is the newest commit, or nothing was trained
+        assert point.generation is not None
         state = (point.step, point.generation)
         if memory.checkpoints.pending is not None and memory.checkpoints.pending.state != state:
             memory.checkpoints.pending = None
             memory.appends.drop_commits()
         memory.checkpoints.start(state, point.slots)
-    else:
-        memory.checkpoints.committed = point.step
 
 
 def step_finalising(memory: MachineMemory) -> None:

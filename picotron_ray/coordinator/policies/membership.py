@@ -50,7 +50,6 @@ class Roster:
             known.capacity, known.last_seen = capacity, now
             return False
         self.nodes[name] = RosterNode(name, capacity, now)
-        self.silent.pop(name, None)
         return True
 
     def lose(self, name: str, *, silent: bool) -> list[RosterWorker]:
@@ -98,8 +97,6 @@ def starts(roster: Roster, wanted: int, now: float) -> list[str]:
     """Nodes on which to start a worker now (one entry each) so that ``wanted`` live: biggest node first."""
     missing = wanted - len(roster.alive())
     found: list[str] = []
-    if missing <= 0:
-        return found
     for node in sorted(roster.nodes.values(), key=lambda node: (-node.capacity, node.name)):
         if node.draining or now < node.start_after:
             continue

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import Degrees
+from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.candidates import asked_degrees, candidates
 from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
@@ -21,11 +23,25 @@ def leanest_bytes(job: JobConfig, workers: int, enough: float = 0.0) -> float:
         enough: stop at the first layout that needs no more.
     """
     leanest, least = "full" if job.layout.recompute == "auto" else job.layout.recompute, float("inf")
-    for layout in candidates(job, workers):
+    for layout in _lean(candidates(job, workers)):
         least = min(least, memory_estimate(job, replace(layout, recompute=leanest)).total_bytes)
         if least <= enough:
             break
     return least
+
+
+def _lean(layouts: Iterable[Layout]) -> list[Layout]:
+    """Of the layouts that share degrees and ZeRO stage, the one with the fewest copies and rows: the others
+    keep no less.
+    """
+    found: dict[tuple[int, ...], Layout] = {}
+    for one in layouts:
+        key = (one.dp, one.tp, one.pp, one.cp, one.ep, one.zero)
+        if key not in found or (one.replicate, one.micro_batch) < (
+            found[key].replicate, found[key].micro_batch
+        ):  # fmt: skip
+            found[key] = one
+    return list(found.values())
 
 
 def workers_that_do(job: JobConfig, workers: int, profile: DeviceProfile, node_size: int = 1) -> int | None:

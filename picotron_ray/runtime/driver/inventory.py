@@ -46,6 +46,15 @@ class Plan:
     left_out: tuple[str, ...] = ()
 
 
+def with_those_to_come(job: JobConfig, nodes: list[InventoryNode]) -> list[InventoryNode]:
+    """The nodes, and as many more like the largest of them as Ray may add."""
+    missing = job.cluster.max_workers - sum(node.workers for node in nodes)
+    if not job.cluster.autoscale or missing <= 0:
+        return nodes
+    like = max(nodes, key=lambda node: (node.facts.device_bytes, node.workers))
+    return nodes + [like] * -(-missing // like.workers)
+
+
 def plan(job: JobConfig, device: str, nodes: Sequence[InventoryNode], slots: bool = True) -> Plan:
     """Plan a job for these nodes; with ``slots``, without those that have no room for snapshots.
 

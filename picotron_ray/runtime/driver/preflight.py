@@ -24,10 +24,10 @@ from picotron_ray.observability.nvml import Gpus
 from picotron_ray.observability.ports import check_ports
 from picotron_ray.observability.trackers import check_trackers
 from picotron_ray.planner.memory import memory_estimate
-from picotron_ray.runtime.driver.inventory import InventoryNode, Plan, plan
+from picotron_ray.runtime.driver.inventory import InventoryNode, Plan, plan, with_those_to_come
 from picotron_ray.runtime.driver.resolve_precision import able_nodes
-from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, facts_of
-from picotron_ray.runtime.ray_cluster.placement import living_nodes, worker_needs
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
+from picotron_ray.runtime.ray_cluster.placement import facts_of, living_nodes, worker_needs
 
 
 def snapshot_note(job: JobConfig, layout: Layout) -> str | None:
@@ -118,21 +118,12 @@ def check_cluster(job: JobConfig, own_ray: bool = False) -> Plan | None:
         return None
     offered = [InventoryNode(n.host, n.capacity(needs), _of(device, facts[n.id])) for n in able]
     hosts = [node for node in offered if node.workers]
-    return plan(job, device, _to_come(job, hosts)) if hosts else None
+    return plan(job, device, with_those_to_come(job, hosts)) if hosts else None
 
 
 def _of(device: str, facts: NodeFacts) -> NodeFacts:
     """The facts that count for workers on this kind of device."""
     return facts if device == "cuda" else replace(facts, cards=[])
-
-
-def _to_come(job: JobConfig, nodes: list[InventoryNode]) -> list[InventoryNode]:
-    """The nodes, and as many more like the largest of them as Ray may add."""
-    missing = job.cluster.max_workers - sum(node.workers for node in nodes)
-    if not job.cluster.autoscale or missing <= 0:
-        return nodes
-    like = max(nodes, key=lambda node: (node.facts.device_bytes, node.workers))
-    return nodes + [like] * -(-missing // like.workers)
 
 
 def plan_here(job: JobConfig) -> Plan:

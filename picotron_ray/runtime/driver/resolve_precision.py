@@ -11,8 +11,8 @@ from picotron_ray.config.schema.compute import Precision
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import chosen, precision_problem
 from picotron_ray.errors import ConfigError, NotFoundError
-from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, facts_of
-from picotron_ray.runtime.ray_cluster.placement import NodeView, living_nodes, worker_needs
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
+from picotron_ray.runtime.ray_cluster.placement import NodeView, facts_of, living_nodes, worker_needs
 
 
 def choose_precision(job: JobConfig, storage: Storage) -> tuple[Precision, str]:

@@ -7,11 +7,7 @@ hello.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import ray
 
 from picotron_ray.checkpoint.snapshot.slot_file import free_bytes
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX
@@ -19,10 +15,6 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import Capability
 from picotron_ray.observability.nvml import Card, Gpus
 from picotron_ray.runtime.ray_cluster.names import run_folder
-from picotron_ray.runtime.ray_cluster.placement import NodeView, on_node
-
-LOOK_S = 60.0
-"""Longest wait for a node to say what it has; a task on it starts a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +66,3 @@ def _snapshot_bytes(folder: str, run: str) -> int:
             with contextlib.suppress(OSError):  # removed since the listing
                 found += slot.stat().st_blocks * 512
     return found
-
-
-def facts_of(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, NodeFacts]:
-    """Ask nodes for their facts, all at once; by node."""
-    task: Any = ray.remote(look).options(num_cpus=0, max_retries=0)
-    asked = {
-        node.id: task.options(scheduling_strategy=on_node(node.id)).remote(job.snapshot.folder, job.name)
-        for node in nodes
-    }
-    return dict(zip(asked, ray.get(list(asked.values()), timeout=LOOK_S), strict=True))

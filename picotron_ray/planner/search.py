@@ -81,7 +81,7 @@ def planner(job: JobConfig, device: str) -> Callable[[int, tuple[int, ...], int]
         device: ``"cuda"`` or ``"cpu"``.
 
     >>> from picotron_ray.config.load import parse_job
-    >>> planner(parse_job({}), "cuda")(2, (1, 1), 80 * 2**30).layout.world_size
+    >>> planner(parse_job({"layout": {"dp": 2}}), "cuda")(2, (1, 1), 80 * 2**30).layout.world_size
     2
     """
 

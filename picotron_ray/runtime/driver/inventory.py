@@ -107,7 +107,7 @@ def _taken(nodes: list[InventoryNode], most: int) -> tuple[int, ...]:
 
 
 def _what_would_do(job: JobConfig, device: str, nodes: list[InventoryNode]) -> str:
-    """How many workers with the largest of these cards would do, where memory is what is missing."""
+    """Name the number of workers with the largest of these cards that would do, where memory is missing."""
     best = max(nodes, key=lambda node: node.facts.device_bytes)
     workers, most = sum(_taken(nodes, job.cluster.max_workers)), job.cluster.max_workers
     enough = workers_that_do(job, workers, profile_of(device, best.facts.device_bytes), best.workers)

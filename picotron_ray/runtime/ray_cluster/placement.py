@@ -94,9 +94,9 @@ def on_node(node: str) -> NodeAffinitySchedulingStrategy:
 
 def facts_of(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, NodeFacts]:
     """Ask nodes for their facts, all at once; by node."""
-    task: Any = ray.remote(look).options(num_cpus=0, max_retries=0)
-    asked = {
-        node.id: task.options(scheduling_strategy=on_node(node.id)).remote(job.snapshot.folder, job.name)
-        for node in nodes
-    }
+    task: Any = ray.remote(look)
+    asked = {}
+    for node in nodes:
+        here = task.options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node.id))
+        asked[node.id] = here.remote(job.snapshot.folder, job.name)
     return dict(zip(asked, ray.get(list(asked.values()), timeout=LOOK_S), strict=True))

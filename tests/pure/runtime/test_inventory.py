@@ -2,8 +2,8 @@
 
 Whether a recipe fits is derived by hand: mixed precision with Adam keeps 16 bytes a parameter over all
 workers (2 of the weight, 2 of the gradient, 4 each of master weight and two moments; ZeRO, arXiv:1910.02054,
-section 3.1), and activations come on top. A card's room is its memory x 0.9 for what CUDA and NCCL take x 0.9 of
-margin: 69.3 GB of an H100's 85.5, 13.0 of a T4's 16.1.
+section 3.1), and activations come on top. A card's room is its memory x 0.9 for what CUDA and NCCL take x 0.9
+of margin: 69.3 GB of an H100's 85.5, 13.0 of a T4's 16.1.
 """
 
 from __future__ import annotations

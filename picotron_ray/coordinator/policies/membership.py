@@ -105,7 +105,7 @@ class Roster:
         return [[w for w in workers if self._device_bytes(w) >= least] for least in sizes]
 
     def question(self, workers: list[RosterWorker], most: int) -> Question:
-        """Return what to ask the planner for up to ``most`` of these workers, as `choose_members` picks them."""
+        """Put the question for up to ``most`` of these workers, as `choose_members` picks them."""
         taken = choose_members(workers, most)
         sizes = Counter(member.node for member in taken)
         return len(taken), tuple(sizes.values()), min(map(self._device_bytes, workers), default=0)

@@ -33,7 +33,7 @@ class InventoryNode:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What would run.
+    """Layout that would run, and the room that it needs.
 
     Fields:
         planned: the layout and its cost.

@@ -102,7 +102,7 @@ def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
             memory.refused[event.node] = event.refused
             memory.alert("warning", "refused", f"node {event.node} may not take part: {event.refused}")
         return
-    if not memory.roster.join(event.node, event.capacity, memory.now):
+    if not memory.roster.join(event.node, event.capacity, memory.now, event.device_bytes):
         return
     _release_committed(memory, event.node)
     memory.alert(

@@ -162,15 +162,16 @@ def pick(memory: MachineMemory) -> tuple[LayoutProposal, tuple[Member, ...]] | N
     least, most = memory.job.cluster.min_workers, min(len(usable), memory.job.cluster.max_workers)
     if most < least:
         return None
-    choice = None
+    found = None
     if memory.cap is not None:
-        choice = memory.choice(min(most, memory.cap))
-    if choice is None:
-        choice = memory.choice(most)
-    if choice is None:
+        found = memory.choice(usable, min(most, memory.cap))
+    if found is None:
+        found = memory.choice(usable, most)
+    if found is None:
         return None
+    choice, able = found
     previous = () if memory.spec is None else memory.spec.members
-    return choice, choose_members(usable, choice.layout.world_size, previous)
+    return choice, choose_members(able, choice.layout.world_size, previous)
 
 
 def _launch(

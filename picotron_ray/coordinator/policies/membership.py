@@ -6,12 +6,16 @@ policies: they decide on which nodes workers start and which of them take part, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from picotron_ray.coordinator.messages import Member
 
+Question = tuple[int, tuple[int, ...], int]
+"""What the planner is asked: most workers, how many stand on each node in rank order, and the bytes of the
+smallest device among theirs (0: not known)."""
 START_BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 15.0, 30.0)  # after the n-th failed start in a row on one node
 
 
@@ -20,6 +24,7 @@ class RosterNode:
     name: str
     capacity: int
     last_seen: float
+    device_bytes: int = 0  # memory of its smallest device; 0: not known
     draining: bool = False
     failed_starts: int = 0
     start_after: float = 0.0  # no worker is started here before this time
@@ -43,13 +48,14 @@ class Roster:
     workers: dict[str, RosterWorker] = field(default_factory=dict)
     silent: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # lost by silence alone
 
-    def join(self, name: str, capacity: int, now: float) -> bool:
+    def join(self, name: str, capacity: int, now: float, device_bytes: int = 0) -> bool:
         """Add a node or refresh it; True where it is new."""
         known = self.nodes.get(name)
         if known is not None:
             known.capacity, known.last_seen = capacity, now
+            known.device_bytes = device_bytes or known.device_bytes
             return False
-        self.nodes[name] = RosterNode(name, capacity, now)
+        self.nodes[name] = RosterNode(name, capacity, now, device_bytes)
         return True
 
     def lose(self, name: str, *, silent: bool) -> list[RosterWorker]:
@@ -91,6 +97,21 @@ class Roster:
             and (node := self.nodes.get(worker.node)) is not None
             and not node.draining
         ]
+
+    def by_device(self, workers: list[RosterWorker]) -> list[list[RosterWorker]]:
+        """All of the workers, then without those of the smallest devices, and so on; [] of none."""
+        sizes = sorted({self._device_bytes(worker) for worker in workers})
+        return [[w for w in workers if self._device_bytes(w) >= least] for least in sizes]
+
+    def question(self, workers: list[RosterWorker], most: int) -> Question:
+        """Put the question for up to ``most`` of these workers, as `choose_members` picks them."""
+        taken = choose_members(workers, most)
+        sizes = Counter(member.node for member in taken)
+        return len(taken), tuple(sizes.values()), min(map(self._device_bytes, workers), default=0)
+
+    def _device_bytes(self, worker: RosterWorker) -> int:
+        node = self.nodes.get(worker.node)
+        return 0 if node is None else node.device_bytes
 
 
 def starts(roster: Roster, wanted: int, now: float) -> list[str]:

@@ -153,7 +153,7 @@ def test_stop_before_anything_ran_ends_at_once() -> None:
 
 
 def test_node_loss_falls_back_to_the_commit_and_says_what_it_cost() -> None:
-    def tp2(workers: int):  # type: ignore[no-untyped-def]
+    def tp2(workers: int, *_: object):  # type: ignore[no-untyped-def]
         from tests.support.runs.coordinator_world import Choice, Layout
 
         return Choice(Layout(tp=2, dp=workers // 2) if workers > 1 else Layout(), 1.0 / workers)

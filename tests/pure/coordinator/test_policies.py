@@ -282,6 +282,25 @@ def test_members_sit_together_and_keep_their_order() -> None:
     assert again == chosen
 
 
+def test_the_planner_is_told_where_the_workers_stand_and_their_smallest_device() -> None:
+    here = roster(("a", 2), ("b", 3), ("c", 1), workers="a b a b b c")
+    workers = list(here.workers.values())
+    assert here.question(workers, 9) == (6, (3, 2, 1), 0)
+    for node, device_bytes in (("a", 16), ("b", 80), ("c", 16)):
+        assert not here.join(node, here.nodes[node].capacity, 1.0, device_bytes)
+    assert here.question(workers, 4) == (4, (3, 1), 16)
+    assert here.join("d", 4, 1.0, 24)
+    assert here.nodes["d"].device_bytes == 24
+    everyone, large = here.by_device(workers)
+    assert everyone == workers
+    assert here.question(large, 9) == (3, (3,), 80)
+    assert not here.join("b", 3, 2.0)  # a node whose room changed says nothing of its devices
+    assert here.nodes["b"].device_bytes == 80
+    del here.nodes["a"]
+    assert here.question(workers, 9)[2] == 0
+    assert here.by_device([]) == []
+
+
 # --- the log's queue ------------------------------------------------------------------------------
 
 

@@ -198,7 +198,7 @@ def test_an_event_log_of_the_former_name_replays() -> None:
                 out += commands
             return out
 
-    Recorder(config=job, choose=lambda workers: choice).up(("a", 4))
+    Recorder(config=job, choose=lambda *question: choice).up(("a", 4))
     former = [line.replace("gpipe", "afab") for line in lines]
     assert any("-afab-mb1" in line for line in former)
-    assert replay(former, lambda job, header: lambda workers: choice).difference is None
+    assert replay(former, lambda job, header: lambda *question: choice).difference is None

@@ -32,6 +32,7 @@ from picotron_ray.runtime.heartbeat import Page, process_start_ticks
 from picotron_ray.runtime.node_agent import agent as agent_module
 from picotron_ray.runtime.node_agent.agent import Agent, owner
 from picotron_ray.runtime.ray_cluster.names import agent_name
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, worker_needs
 from tests.support.runs.coordinator_world import job
 
@@ -478,7 +479,12 @@ class Nodes:
 
     async def _answer(self, reference: Any, timeout_s: float | None = None) -> Any:
         node, name = reference
-        plain = {"workers": [], "metrics": {"address": node}, "versions": {"torch": "1"}, "capabilities": []}
+        plain = {
+            "workers": [],
+            "metrics": {"address": node},
+            "versions": {"torch": "1"},
+            "facts": NodeFacts(),
+        }
         found = self.hello.get(node, plain) if name == "hello" else [node]
         if isinstance(found, Exception):
             raise found

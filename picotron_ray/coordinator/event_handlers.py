@@ -152,8 +152,8 @@ def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
         silent = memory.roster.silent.get(event.node)
         if silent is None:
             return
-        capacity, workers = silent
-        node_joined(memory, m.NodeJoined(event.node, capacity))
+        lost, workers = silent
+        node_joined(memory, m.NodeJoined(event.node, lost.capacity, device_bytes=lost.device_bytes))
         for name in workers:
             memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)
             kill(memory, name, "its node was counted as lost")

@@ -46,7 +46,7 @@ class Roster:
 
     nodes: dict[str, RosterNode] = field(default_factory=dict)
     workers: dict[str, RosterWorker] = field(default_factory=dict)
-    silent: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # lost by silence alone
+    silent: dict[str, tuple[RosterNode, tuple[str, ...]]] = field(default_factory=dict)  # lost by that alone
 
     def join(self, name: str, capacity: int, now: float, device_bytes: int = 0) -> bool:
         """Add a node or refresh it; True where it is new."""
@@ -65,7 +65,7 @@ class Roster:
         for worker in gone:
             del self.workers[worker.name]
         if silent and node is not None:
-            self.silent[name] = (node.capacity, tuple(worker.name for worker in gone))
+            self.silent[name] = (node, tuple(worker.name for worker in gone))
         else:
             self.silent.pop(name, None)
         return gone
@@ -100,14 +100,17 @@ class Roster:
 
     def by_device(self, workers: list[RosterWorker]) -> list[list[RosterWorker]]:
         """All of the workers, then without those of the smallest devices, and so on; [] of none."""
-        sizes = sorted({self._device_bytes(worker) for worker in workers})
-        return [[w for w in workers if self._device_bytes(w) >= least] for least in sizes]
+        least = sorted(self._device_sizes(workers)) or [0] * bool(workers)
+        return [[w for w in workers if self._device_bytes(w) in (0, *least[at:])] for at in range(len(least))]
 
     def question(self, workers: list[RosterWorker], most: int) -> Question:
         """Put the question for up to ``most`` of these workers, as `choose_members` picks them."""
         taken = choose_members(workers, most)
         sizes = Counter(member.node for member in taken)
-        return len(taken), tuple(sizes.values()), min(map(self._device_bytes, workers), default=0)
+        return len(taken), tuple(sizes.values()), min(self._device_sizes(workers), default=0)
+
+    def _device_sizes(self, workers: list[RosterWorker]) -> set[int]:
+        return {self._device_bytes(worker) for worker in workers} - {0}
 
     def _device_bytes(self, worker: RosterWorker) -> int:
         node = self.nodes.get(worker.node)

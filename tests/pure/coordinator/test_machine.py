@@ -335,7 +335,7 @@ def test_a_stop_before_the_first_workers_are_there() -> None:
 
 @pytest.mark.parametrize(("ready", "why"), [(1, "cluster.min_workers=2"), (2, "no layout fits")])
 def test_a_start_that_is_given_up_says_what_was_missing(ready: int, why: str) -> None:
-    def choose(workers: int) -> Choice:
+    def choose(workers: int, *_: object) -> Choice:
         raise LayoutError("none")
 
     world = World(

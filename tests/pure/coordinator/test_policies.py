@@ -264,9 +264,11 @@ def test_no_worker_starts_where_enough_live_and_the_dying_take_their_room() -> N
 
 def test_a_node_that_is_lost_takes_its_workers_and_may_speak_again_where_it_was_only_silent() -> None:
     here = roster(("a", 3), ("b", 1), workers="a a b")
+    here.join("a", 3, 0.0, 16)
     assert [worker.name for worker in here.lose("a", silent=True)] == ["w0", "w1"]
     assert (list(here.nodes), list(here.workers)) == (["b"], ["w2"])
-    assert here.silent == {"a": (3, ("w0", "w1"))}
+    [(lost, names)] = here.silent.values()
+    assert (lost.name, lost.capacity, lost.device_bytes, names) == ("a", 3, 16, ("w0", "w1"))
     assert here.lose("c", silent=True) == []
     assert here.lose("a", silent=False) == []
     assert here.silent == {}
@@ -297,7 +299,8 @@ def test_the_planner_is_told_where_the_workers_stand_and_their_smallest_device()
     assert not here.join("b", 3, 2.0)  # a node whose room changed says nothing of its devices
     assert here.nodes["b"].device_bytes == 80
     del here.nodes["a"]
-    assert here.question(workers, 9)[2] == 0
+    assert here.question(workers, 9)[2] == 16  # not known of one node: those of the others count
+    assert here.by_device(workers[1:5]) == [workers[1:5]]
     assert here.by_device([]) == []
 
 

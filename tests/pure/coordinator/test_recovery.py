@@ -279,7 +279,7 @@ def test_a_run_waits_for_as_many_workers_as_it_needs() -> None:
 
 
 def test_a_cap_that_no_layout_fits_is_not_obeyed() -> None:
-    def choose(workers: int) -> Choice:
+    def choose(workers: int, *_: object) -> Choice:
         if workers < 4:
             raise LayoutError("needs four")
         return Choice(Layout(dp=4), 1.0)

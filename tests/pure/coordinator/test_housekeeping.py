@@ -183,7 +183,7 @@ class Planner:
     def __init__(self, **choices: tuple[int, float]) -> None:
         self.choices = {int(name[1:]): choice for name, choice in choices.items()}
 
-    def __call__(self, workers: int) -> Choice:
+    def __call__(self, workers: int, *_: object) -> Choice:
         if workers not in self.choices:
             raise LayoutError(f"not with {workers}")
         size, cost_s = self.choices[workers]

@@ -138,9 +138,7 @@ def test_an_abort_shuts_what_is_there(
         assert len(shut) == 1, "what was opened meanwhile"
 
 
-def test_a_sweep_ends_where_nobody_comes_out(
-    alone: ProcessGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_ends_where_nobody_comes_out(alone: ProcessGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks whenever its clock has gone on, until the time of the rendezvous is over."""
     clock, shut = [100.0], list[float]()
 

@@ -53,7 +53,7 @@ def test_a_list_has_a_word_per_stage() -> None:
     assert found == [recomputed(word, 3) for word in ("none", "blocks-1-1", "selective")]
     assert recomputed("full", 2, 7) == ("full", "full")
     assert recomputed("none,full", 2) == ("kept", "kept")
-    with pytest.raises(ValueError, match="^recompute: saw a list of 2 stages, expected one with a stage 3$"):
+    with pytest.raises(ValueError, match=r"^recompute: saw a list of 2 stages, expected one with a stage 3$"):
         recomputed("none,full", 3, 2)
 
 

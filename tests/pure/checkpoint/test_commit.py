@@ -12,13 +12,21 @@ import pytest
 
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store import commit_source
-from picotron_ray.checkpoint.store.commit import assemble, commit, missing_chunks, put_fresh
+from picotron_ray.checkpoint.store.commit import _without_repeats, assemble, commit, missing_chunks, put_fresh
 from picotron_ray.checkpoint.store.commit_source import CommitSource
-from picotron_ray.checkpoint.store.manifest import ChunkInfo, Manifest, Segment, check, load_manifest
+from picotron_ray.checkpoint.store.manifest import (
+    ChunkInfo,
+    Manifest,
+    Segment,
+    StoredShard,
+    check,
+    load_manifest,
+)
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.shard_sources import Piece
 from picotron_ray.checkpoint.store.verify import read_ledger
 from picotron_ray.errors import AlreadyExistsError, StorageError
+from picotron_ray.layout.shards import Box, Shard
 from tests.support.checkpoint.checkpoint_kit import (
     generation,
     ledger,
@@ -169,3 +177,21 @@ def test_chunks_are_fetched_a_few_ahead_and_each_once(monkeypatch: pytest.Monkey
     assert "".join(fetched) == "abcdefg" + "fe"
     source.finish()
     assert ends == [{"wait": False, "cancel_futures": True}]
+
+
+def test_boxes_that_others_cover_are_left_out() -> None:
+    def part(name: str, first: int, last: int, chunk: str) -> StoredShard:
+        return StoredShard(Shard(name, "uint8", (10,), Box((first,), (last - first,))), chunk, 0, "")
+
+    stored = [
+        part("w", 5, 10, "a"),
+        part("w", 2, 6, "b"),  # covered by the larger ones
+        part("w", 0, 5, "c"),
+        part("w", 0, 5, "d"),  # another node's replica
+        part("v", 0, 4, "e"),
+        part("v", 0, 10, "f"),
+        part("v", 0, 10, "g"),
+        part("u", 3, 5, "h"),  # a tensor that nobody has whole
+        part("u", 4, 6, "i"),
+    ]
+    assert "".join(kept.chunk for kept in _without_repeats(stored)) == "hifca"

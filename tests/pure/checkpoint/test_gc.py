@@ -92,7 +92,9 @@ def test_a_list_is_due_when_the_grace_time_is_over(
 
 
 def test_an_intent_lives_as_long_as_the_grace_time_and_a_minute_at_least() -> None:
-    listed = [StoredObject(f"intents/{age_s}", 0, NOW_S - age_s) for age_s in (59.0, 60.0, 61.0, 100.0, 101.0)]
+    listed = [
+        StoredObject(f"intents/{age_s}", 0, NOW_S - age_s) for age_s in (59.0, 60.0, 61.0, 100.0, 101.0)
+    ]
     storage: Any = SimpleNamespace(list=lambda prefix: iter(listed))
     for grace_s, live in ((0.0, 2), (60.0, 2), (100.0, 4)):
         assert gc._intents(storage, NOW_S, grace_s, dead=False) == listed[:live]

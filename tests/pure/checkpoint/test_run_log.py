@@ -176,6 +176,11 @@ def test_missing_entry_in_the_middle_is_reported(storage: LocalStorage) -> None:
     reader = RunLog(storage)
     reader.refresh()
     assert reader.complaints() == ["log entry log/00000002.json is missing"]
+    (Path(storage.where) / entry_key(1)).unlink()
+    after = claimed(storage, "b")
+    assert [entry.seq for entry in after.entries()] == [3, 4]
+    assert after.term == 4, "each of the missing two may have been a newer claim"
+    assert after.complaints() == [f"log entry {entry_key(seq)} is missing" for seq in (1, 2)]
 
 
 def test_foreign_objects_in_the_log_folder_are_ignored(storage: LocalStorage) -> None:

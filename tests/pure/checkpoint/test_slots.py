@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
+from picotron_ray.checkpoint.snapshot import slot_pool
 from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, encode_table, slot_bytes
@@ -52,6 +55,91 @@ def test_a_slot_has_room_for_all_its_parts() -> None:
     many = [replace(SHARDS[1], name=f"n{index}") for index in range(1000)]
     needed = 4096 + len(encode_table(many)) + 1000 * (64 + 16) + 256 * 1024
     assert needed <= slot_bytes(many) < needed + 4096
+
+
+def test_the_places_in_a_file(slot: SlotFile) -> None:
+    """As slot_file.py lays them out: other processes, and later versions, look there."""
+    slot.write(HEADER, SHARDS, contents(), pinned=True)
+    raw = slot.path.read_bytes()
+    table, header = encode_table(SHARDS), raw[raw.index(b'{"term":2') : raw.index(b'{"step": 16}')]
+    ledger = "\n".join(HEADER.ledger).encode()
+    body = -(-(4096 + len(table)) // 64) * 64
+    places = [(4096, len(table)), (body, 384), (body + 384, 48), (body + 432, len(header))]
+    places.append((body + 432 + len(header), len(ledger)))
+    assert struct.unpack("<10Q", raw[16:96]) == tuple(number for place in places for number in place)
+    assert (raw[:8], raw[8]) == (b"PRSLOT01", 1)
+    parts = [raw[at : at + length] for at, length in places]
+    assert [parts[0], parts[3], parts[4]] == [table, header, ledger]
+    assert [
+        parts[1][at : at + len(data)] for at, data in zip((0, 128, 192), contents(), strict=True)
+    ] == contents()
+    assert parts[2] == b"".join(xxhash.xxh3_128_digest(data) for data in contents())
+    sealed = b"".join([raw[16:96], parts[0], *parts[2:]])
+    assert raw[96:112] == xxhash.xxh3_128_digest(sealed)
+    set_pinned(slot.path, True, reading=True)
+    assert slot.path.read_bytes()[8] == 2
+    slot.unseal()
+    assert slot.path.read_bytes()[96:113] == bytes(16) + raw[112:113]
+    assert slot.path.stat().st_mode & 0o777 == 0o600, "nobody else's"
+
+
+@pytest.mark.parametrize(("asked", "made"), [(1, 8192), (8192, 8192), (8193, 12288)])
+def test_a_slot_has_whole_pages(asked: int, made: int, tmp_path: Path) -> None:
+    slot = SlotFile.create(tmp_path / "x.slot", asked)
+    assert slot.capacity == slot.path.stat().st_size == made
+    slot.close()
+    assert slot.path.exists()
+
+
+def test_a_slot_grows_by_a_slack_where_it_is_full(slot: SlotFile) -> None:
+    before = slot.capacity
+    slot.write(HEADER, SHARDS, contents())
+    room = before - sum(struct.unpack("<2Q", slot.path.read_bytes()[80:96]))
+    whole_file = len("\n".join(HEADER.ledger)) + room
+    slot.write(replace(HEADER, ledger=("x" * whole_file,)), SHARDS, contents())
+    assert slot.capacity == before
+    assert verify(slot.path).header.ledger == ("x" * whole_file,)
+    slot.write(replace(HEADER, ledger=("x" * (whole_file + 1),)), SHARDS, contents())
+    assert slot.capacity == before + 256 * 1024 + 4096
+    assert verify(slot.path).header.ledger == ("x" * (whole_file + 1),)
+
+
+def test_the_phase_is_told_at_half_of_the_body(slot: SlotFile) -> None:
+    halves = [Shard(name, "uint8", (64,), whole((64,))) for name in "ab"]
+    seen: list[list[bool]] = []
+
+    def look(phase: str) -> None:
+        raw = slot.path.read_bytes()
+        seen.append([bytes([number]) * 64 in raw for number in (1, 2)])
+
+    slot.write(HEADER, halves, [b"\1" * 64, b"\2" * 64], on_phase=look)
+    assert seen == [[True, False]]
+
+
+def test_a_slot_that_does_not_fit_leaves_nothing_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(SlotError):
+            SlotFile.create(tmp_path / "x.slot", 1 << 60)
+    assert len(os.listdir("/proc/self/fd")) == before
+    SlotFile.create(tmp_path / "y.slot", 1).close(unlink=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slots_lie_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_pool, "free_bytes", {"memory": 99, "disk": 100}.__getitem__)
+    seen = "memory has 99 bytes free and the snapshot slots need"
+    assert choose_folder("memory", None, 99) == ("memory", "")
+    assert choose_folder("memory", "disk", 100) == ("disk", f"{seen} 100; using disk instead (slower)")
+    with pytest.raises(SlotError) as caught:
+        choose_folder("memory", None, 100)
+    advice = "enlarge it, lower snapshot.slots, or set snapshot.overflow_folder"
+    assert str(caught.value) == f"{seen} 100; {advice}"
+    with pytest.raises(
+        SlotError, match=rf"^{seen} 101; snapshot.overflow_folder disk has 100 free too little"
+    ):
+        choose_folder("memory", "disk", 101)
 
 
 def test_round_trip(slot: SlotFile) -> None:

@@ -101,7 +101,7 @@ def test_a_part_is_taken_from_every_piece_that_has_some_of_it() -> None:
 
     class Source:
         def pieces(self, names: dict[str, object]) -> dict[str, list[Piece]]:
-            return {name: pieces for name in names}
+            return dict.fromkeys(names, pieces)
 
         def prepare(self, needed: list[Piece]) -> None:
             told.append(needed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store import commit_source
+from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit import _without_repeats, assemble, commit, missing_chunks, put_fresh
 from picotron_ray.checkpoint.store.commit_source import CommitSource
 from picotron_ray.checkpoint.store.manifest import (
@@ -20,12 +22,13 @@ from picotron_ray.checkpoint.store.manifest import (
     Segment,
     StoredShard,
     check,
+    decode_manifest,
     load_manifest,
 )
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.checkpoint.store.shard_sources import Piece
+from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
 from picotron_ray.checkpoint.store.verify import read_ledger
-from picotron_ray.errors import AlreadyExistsError, StorageError
+from picotron_ray.errors import AlreadyExistsError, CorruptError, StorageError
 from picotron_ray.layout.shards import Box, Shard
 from tests.support.checkpoint.checkpoint_kit import (
     generation,
@@ -49,6 +52,35 @@ def log(storage: LocalStorage) -> RunLog:
     log = RunLog(storage)
     log.claim_term("test")
     return log
+
+
+def test_a_save_tells_of_itself_before_it_looks(
+    storage: LocalStorage, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collection relies on it: an intent without chunks, the chunks, an intent that lists them."""
+    puts: list[tuple[str, Any]] = []
+    put = storage.put
+
+    def noted(key: str, data: bytes) -> None:
+        puts.append((key, json.loads(data) if key.startswith("intents/") else None))
+        put(key, data)
+
+    monkeypatch.setattr(storage, "put", noted)
+    (part,) = upload(storage, memory_path / "s", make_state(1), (1, 1, 5))
+    (address,) = part.chunks
+    assert puts == [
+        (part.intent, {"chunks": None}),
+        (chunk_key(address), None),
+        (part.intent, {"chunks": [address]}),
+    ]
+
+    def overwritten(source: SlotSource) -> None:
+        raise CorruptError("overwritten")
+
+    monkeypatch.setattr(SlotSource, "finish", overwritten)
+    with pytest.raises(CorruptError):
+        upload(storage, memory_path / "t", make_state(1), (1, 1, 6))
+    assert puts[-1] == ("intents/6-1-1-node0.json", {"chunks": None})
 
 
 def test_a_thousand_names_are_tried() -> None:
@@ -195,3 +227,50 @@ def test_boxes_that_others_cover_are_left_out() -> None:
         part("u", 4, 6, "i"),
     ]
     assert "".join(kept.chunk for kept in _without_repeats(stored)) == "hifca"
+
+
+ADDRESS = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("start", "chunk", "problems"),
+    [
+        (0, ADDRESS, []),
+        (5, ADDRESS, []),
+        (6, ADDRESS, ["w: its bytes lie outside chunk abababababab"]),
+        (-1, ADDRESS, ["w: its bytes lie outside chunk abababababab"]),
+        (0, "cd" * 32, ["w: its bytes lie outside chunk cdcdcdcdcdcd"]),
+    ],
+)
+def test_bytes_lie_in_a_chunk(start: int, chunk: str, problems: list[str]) -> None:
+    """Four bytes, in a chunk of nine."""
+    shard = Shard("w", "uint8", (4,), Box((0,), (4,)))
+    manifest = Manifest(0, 1, 1, 0, {}, (StoredShard(shard, chunk, start, ""),), {ADDRESS: ChunkInfo(3, 9)})
+    assert check(manifest) == problems
+    others = {address: ChunkInfo(1, 1) for address in ("xyz", ADDRESS[1:])}
+    odd = replace(manifest, chunks={**manifest.chunks, **others})
+    assert check(odd) == [*problems, "'xyz' is no chunk address", f"{ADDRESS[1:]!r} is no chunk address"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "part", "why"),
+    [
+        ({"dtype": "int3"}, {}, "shard of w has the wrong rank or dtype"),
+        ({"shape": [2, 2]}, {}, "shard of w has the wrong rank or dtype"),
+        ({}, {"offset": [0, 0]}, "shard of w has the wrong rank or dtype"),
+        ({}, {"size": []}, "shard of w has the wrong rank or dtype"),
+        ({}, {"range": [0, 5]}, "shard of w has 5 bytes, expected 4"),
+        ({}, {"size": [3], "range": [0, 3]}, None),
+    ],
+)
+def test_a_shard_is_of_its_tensor(tensor: dict[str, Any], part: dict[str, Any], why: str | None) -> None:
+    shard = Shard("w", "uint8", (4,), Box((0,), (4,)))
+    manifest = Manifest(0, 1, 1, 0, {}, (StoredShard(shard, ADDRESS, 0, ""),), {ADDRESS: ChunkInfo(3, 9)})
+    assert decode_manifest("m", manifest.encode()) == manifest
+    value = json.loads(manifest.encode())
+    value["tensors"][0].update(tensor)
+    value["tensors"][0]["shards"][0].update(part)
+    with pytest.raises(CorruptError) as caught:
+        decode_manifest("m", json.dumps(value).encode())
+    missing = "manifest m: w: (1,) at (3,) is missing of [4]"
+    assert str(caught.value) == (f"manifest m is malformed: {ValueError(why)!r}" if why else missing)

@@ -262,3 +262,60 @@ def test_json_is_canonical_and_bounded() -> None:
     with pytest.raises(CorruptError, match="schema None"):
         load_manifest(storage, "c")
     assert asked == [("a", 0, 2**26 + 1), ("b", 0, 2**26 + 1), ("c", 0, 2**30 + 1)]
+
+
+def test_a_read_takes_no_more_memory_than_there_are_bytes(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    pread = os.pread
+
+    def noted(descriptor: int, length: int, start: int) -> bytes:
+        asked.append((length, start))
+        return pread(descriptor, length, start)
+
+    storage.put("r", bytes(range(100)))
+    monkeypatch.setattr(local.os, "pread", noted)
+    assert storage.get_range("r", 95, 1 << 40) == bytes(range(95, 100))
+    assert storage.get_range("r", 0, 3) == bytes(range(3))
+    assert storage.get_range("r", 101, 3) == b""
+    assert asked == [(5, 95), (3, 0), (0, 101)]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.EFBIG, "File too large"),
+            "there is full (File too large) while writing k; free space or lower checkpoint.keep_last",
+        ),
+        (
+            OSError(errno.EPERM, "Not permitted"),
+            "there cannot be written (Not permitted); make it writable or set another storage.url",
+        ),
+        (
+            OSError(errno.ENOTDIR, "Not a directory"),
+            "there: Not a directory on the way to k; storage.url must name a folder",
+        ),
+        (
+            OSError(errno.EISDIR, "Is a directory"),
+            "there: Is a directory on the way to k; storage.url must name a folder",
+        ),
+        (
+            OSError(errno.EMLINK, "Too many links"),
+            "there: the file system has no hard links (Too many links); use another storage.url",
+        ),
+        (OSError("odd"), "there: odd at k; check the disk or mount"),
+    ],
+)
+def test_a_system_error_in_one_line(error: OSError, line: str) -> None:
+    assert str(local._explained("there", "k", error)) == line
+
+
+def test_temporary_files_are_kept_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age_s in (86_399, 86_400, 86_401):
+        (tmp_path / str(age_s)).touch()
+        os.utime(tmp_path / str(age_s), (1e9 - age_s, 1e9 - age_s))
+    monkeypatch.setattr(local.time, "time", lambda: 1e9)
+    local._remove_stale(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["86399", "86400"]

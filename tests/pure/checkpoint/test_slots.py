@@ -8,12 +8,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import xxhash
 
-from picotron_ray.checkpoint.snapshot import slot_pool
+from picotron_ray.checkpoint.snapshot import slot_file, slot_pool
 from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, encode_table, slot_bytes
@@ -53,6 +54,9 @@ def slot(tmp_path: Path) -> SlotFile:
 def test_a_slot_has_room_for_all_its_parts() -> None:
     assert slot_bytes(SHARDS) == 66 * 4096, "4096 + 148 of the table + 384 + 3 digests + 256 KiB, in pages"
     many = [replace(SHARDS[1], name=f"n{index}") for index in range(1000)]
+    bare = Shard("", "uint8", (64,), whole((64,)))
+    full = replace(bare, name="n" * (4016 - len(encode_table([bare]))))
+    assert slot_bytes([full]) == 66 * 4096 == 4096 + 4016 + 64 + 16 + 256 * 1024, "not a byte is left"
     needed = 4096 + len(encode_table(many)) + 1000 * (64 + 16) + 256 * 1024
     assert needed <= slot_bytes(many) < needed + 4096
 
@@ -104,16 +108,19 @@ def test_a_slot_grows_by_a_slack_where_it_is_full(slot: SlotFile) -> None:
     assert verify(slot.path).header.ledger == ("x" * (whole_file + 1),)
 
 
-def test_the_phase_is_told_at_half_of_the_body(slot: SlotFile) -> None:
-    halves = [Shard(name, "uint8", (64,), whole((64,))) for name in "ab"]
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_phase_is_told_at_half_of_the_body(count: int, slot: SlotFile) -> None:
+    shards = [Shard(str(number), "uint8", (64,), whole((64,))) for number in range(count)]
+    written = [bytes([number + 1]) * 64 for number in range(count)]
     seen: list[list[bool]] = []
 
     def look(phase: str) -> None:
         raw = slot.path.read_bytes()
-        seen.append([bytes([number]) * 64 in raw for number in (1, 2)])
+        seen.append([data in raw for data in written])
 
-    slot.write(HEADER, halves, [b"\1" * 64, b"\2" * 64], on_phase=look)
-    assert seen == [[True, False]]
+    slot.write(HEADER, shards, written, on_phase=look)
+    half = (count + 1) // 2
+    assert seen == [[number < half for number in range(count)]]
 
 
 def test_a_slot_that_does_not_fit_leaves_nothing_open(tmp_path: Path) -> None:
@@ -122,9 +129,41 @@ def test_a_slot_that_does_not_fit_leaves_nothing_open(tmp_path: Path) -> None:
         with pytest.raises(SlotError):
             SlotFile.create(tmp_path / "x.slot", 1 << 60)
     assert len(os.listdir("/proc/self/fd")) == before
-    SlotFile.create(tmp_path / "y.slot", 1).close(unlink=True)
+    slot = SlotFile.create(tmp_path / "y.slot", 1)
+    slot.close(unlink=True)
     assert len(os.listdir("/proc/self/fd")) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slot_that_was_removed_meanwhile_does_not_fit_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, descriptor: int, capacity: int) -> None:
+        path.unlink()
+        raise SlotError("no room")
+
+    monkeypatch.setattr(slot_file, "_allocate", full)
+    with pytest.raises(SlotError, match="no room"):
+        SlotFile.create(tmp_path / "x.slot", 1)
+
+
+def test_room_is_what_users_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=3, f_frsize=5, f_bfree=9))
+    assert slot_file.free_bytes(tmp_path) == 15
+
+
+def test_a_slot_that_is_gone_can_be_closed(slot: SlotFile) -> None:
+    slot.path.unlink()
+    slot.close(unlink=True)
+
+
+def test_a_slot_of_nothing(slot: SlotFile) -> None:
+    assert slot.path.read_bytes().strip(b"\0") == b"PRSLOT01"
+    slot.write(HEADER, (), [])
+    assert struct.unpack("<6Q", slot.path.read_bytes()[16:64]) == (4096, 2, 4160, 0, 4160, 0)
+    assert verify(slot.path).shards == ()
+    assert not slot.pinned
+    assert not is_pinned(slot.path)
 
 
 def test_slots_lie_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,6 +367,28 @@ def test_shares_are_disjoint_complete_and_balanced(count: int) -> None:
         assert all(part.tensor.shape == part.shard.box.size for part in parts)
     sizes = [sum(part.shard.nbytes for part in member) for member in shares]
     assert max(sizes) - min(sizes) <= 2 * 81 * 4, "at most a row of the largest tensor at either end"
+
+
+def shares(count: int, *shards: Shard) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
+    tensors = [Held(shard, np.zeros(shard.box.size)) for shard in shards]
+    return [
+        [(part.shard.name, part.shard.box.offset, part.shard.box.size) for part in member]
+        for member in (split_for_replica(tensors, index, count) for index in range(count))
+    ]
+
+
+def test_shares_by_hand() -> None:
+    ten = Shard("a", "uint8", (10,), whole((10,)))
+    assert shares(2, ten) == [[("a", (0,), (5,))], [("a", (5,), (5,))]]
+    assert shares(3, ten) == [[("a", (0,), (3,))], [("a", (3,), (3,))], [("a", (6,), (4,))]]
+    cut = Shard("b", "float32", (9, 9), Box((3, 2), (4, 5)))
+    assert shares(2, cut) == [[("b", (3, 2), (2, 5))], [("b", (5, 2), (2, 5))]]
+    assert shares(2, ten, cut) == [  # 90 bytes: 45 are a and 35 of b, which end in its second row
+        [("a", (0,), (10,)), ("b", (3, 2), (2, 5))],
+        [("b", (5, 2), (2, 5))],
+    ]
+    scalars = [Shard(name, "float32", (), Box((), ())) for name in "cd"]
+    assert shares(4, *scalars) == [[("c", (), ())], [], [("d", (), ())], []]
 
 
 def test_box_subtraction_against_counting() -> None:

@@ -147,6 +147,30 @@ def test_a_slot_that_was_removed_meanwhile_does_not_fit_either(
         SlotFile.create(tmp_path / "x.slot", 1)
 
 
+def test_slots_that_do_not_all_fit_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = slot_file._allocate
+
+    def second_fails(path: Path, descriptor: int, capacity: int) -> None:
+        if path.name == "w.1.slot":
+            raise SlotError("no room")
+        allocate(path, descriptor, capacity)
+
+    pool = SlotPool(tmp_path, "v", 2, 1)
+    pool.close()
+    assert pool.slots == []
+    monkeypatch.setattr(slot_file, "_allocate", second_fails)
+    with pytest.raises(SlotError):
+        SlotPool(tmp_path, "w", 3, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v.0.slot", "v.1.slot"]
+
+
+@pytest.mark.parametrize(("name", "said"), [("", "<bytes>"), ("mine", "mine")])
+def test_bytes_that_are_no_slot_are_named(name: str, said: str) -> None:
+    with pytest.raises(CorruptError, match=f"^slot {said} is not sealed; use an older snapshot$") as caught:
+        open_slot(bytes(5000), name)
+    assert caught.value.where == said
+
+
 def test_room_is_what_users_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=3, f_frsize=5, f_bfree=9))
     assert slot_file.free_bytes(tmp_path) == 15
@@ -241,7 +265,7 @@ def test_every_flipped_bit_is_noticed(slot: SlotFile) -> None:
     assert refused > 400
 
 
-@pytest.mark.parametrize("length", [0, 100, 4095, 4096, 4200, 4500])
+@pytest.mark.parametrize("length", [0, 50, 100, 4095, 4096, 4200, 4500])
 def test_truncated_slot_is_not_offered(slot: SlotFile, length: int) -> None:
     slot.write(HEADER, SHARDS, contents())
     os.truncate(slot.path, length)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store import commit_source
@@ -27,8 +28,8 @@ from picotron_ray.checkpoint.store.manifest import (
 )
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
-from picotron_ray.checkpoint.store.verify import read_ledger
-from picotron_ray.errors import AlreadyExistsError, CorruptError, StorageError
+from picotron_ray.checkpoint.store.verify import CommitReport, Verifier, latest_good, read_ledger
+from picotron_ray.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
 from picotron_ray.layout.shards import Box, Shard
 from tests.support.checkpoint.checkpoint_kit import (
     generation,
@@ -274,3 +275,58 @@ def test_a_shard_is_of_its_tensor(tensor: dict[str, Any], part: dict[str, Any], 
         decode_manifest("m", json.dumps(value).encode())
     missing = "manifest m: w: (1,) at (3,) is missing of [4]"
     assert str(caught.value) == (f"manifest m is malformed: {ValueError(why)!r}" if why else missing)
+
+
+def test_a_segment_that_is_not_asked_for_is_not_read(
+    storage: LocalStorage, log: RunLog, memory_path: Path
+) -> None:
+    for step in (2, 5):
+        done = save(storage, log, memory_path / str(step), make_state(step), (1, 1, step))
+    manifest = load_manifest(storage, done.manifest, done.digest)
+    storage.delete(manifest.ledger[0].key)
+    assert read_ledger(storage, manifest, 2) == list(ledger(3, 5))
+    with pytest.raises(NotFoundError):
+        read_ledger(storage, manifest, 1)
+
+
+def test_a_commit_whose_shard_is_another_does_not_verify(
+    storage: LocalStorage, log: RunLog, memory_path: Path
+) -> None:
+    done = save(storage, log, memory_path / "s", make_state(5), (1, 1, 5))
+    manifest = load_manifest(storage, done.manifest, done.digest)
+    first, *others = manifest.shards
+    wrong = replace(manifest, shards=(replace(first, digest="0" * 32), *others)).encode()
+    storage.put("manifests/x.json", wrong)
+    body = {**log.commits()[0].body, "manifest": "manifests/x.json", "digest": blake3(wrong).hexdigest()}
+    log.append("commit", body)
+    verifier = Verifier(storage)
+    assert verifier.check(log.commits()[1]).problems == (
+        f"chunk {chunk_key(first.chunk)}: {first.shard.name} does not match its digest",
+    )
+    assert Verifier(storage).check(log.commits()[0]).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("problems", "said"),
+    [(("a",), "a"), (("a", "b"), "a (and 1 more)"), (("a", "b", "c"), "a (and 2 more)")],
+)
+def test_why_no_commit_is_used(
+    problems: tuple[str, ...],
+    said: str,
+    storage: LocalStorage,
+    log: RunLog,
+    memory_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save(storage, log, memory_path / "s", make_state(5), (1, 1, 5))
+    monkeypatch.setattr(Verifier, "check", lambda self, entry: CommitReport(entry, None, problems))
+
+    def refused(step: int | None) -> str:
+        with pytest.raises(StorageError) as caught:
+            latest_good(storage, log, step)
+        return str(caught.value).removeprefix(f"{storage.where} has ")
+
+    why = f"that can be used: commit of step 5 is not used: {said}; commits are at steps [5]"
+    assert refused(None) == f"no commit {why}"
+    assert refused(5) == f"no commit of step 5 {why}"
+    assert refused(7) == "no commit of step 7 that can be used; commits are at steps [5]"

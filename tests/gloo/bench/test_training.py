@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,10 @@ import torch
 
 from picotron_ray.bench.common import training
 from picotron_ray.bench.common.training import EngineTraining, PlainTraining
+from picotron_ray.bench.recovery.peers import replica as replicas
+from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.config.load import load_job
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.optim.lr_schedule import learning_rate
 
 JOB = load_job("tiny", ["seed=5", "steps=40"])
@@ -84,3 +88,33 @@ def test_a_step_by_hand(replicated: bool, monkeypatch: pytest.MonkeyPatch) -> No
         *(*apart, "backward 0", *apart, "backward 1", "backward 2"),
         *("clip", "optimizer"),
     ]
+
+
+def test_a_replica_is_an_equal_share_under_the_jobs_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_job("tiny", ["optimizer.weight_decay=0.5", "optimizer.decay_embeddings=false"])
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(replicas, "build_dataset", lambda *arguments: SimpleNamespace(train=arguments))
+    replica = Replica(job, 1, 4, Path("cache"))
+    assert asked == [1]
+    assert replica.layout == Layout(dp=4, micro_batch=2)
+    assert replica.data == (job.data, job.model.vocab_size, job.seed, Path("cache"))
+    groups = replica.optimizer.param_groups
+    assert [(group["weight_decay"], group["fused"]) for group in groups] == [(0.5, True), (0.0, True)]
+    parameters = list(replica.model.parameters())
+    assert sorted(map(id, parameters)) == sorted(id(p) for group in groups for p in group["params"])
+    assert {p.dim() for p in groups[0]["params"]} == {2}
+    replica.set_rate(3)
+    assert {group["lr"] for group in groups} == {learning_rate(job.optimizer, 3, job.steps)}
+
+
+@pytest.mark.parametrize(("clip_norm", "norm"), [("0.5", 0.5), ("null", 2.0)])
+def test_a_replica_clips_where_the_job_says_so(clip_norm: str, norm: float) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = torch.ones(4)
+    own: Any = SimpleNamespace(
+        job=load_job("tiny", [f"optimizer.clip_norm={clip_norm}"]),
+        model=SimpleNamespace(parameters=lambda: [weight]),
+    )
+    Replica.clip(own)
+    assert float(weight.grad.norm()) == pytest.approx(norm, rel=1e-4)

@@ -382,7 +382,8 @@ def test_a_kernel_that_is_named_stays_and_auto_is_settled() -> None:
 
 def test_a_switch_leaves_what_launch_found_in_a_model_of_your_own() -> None:
     built = BuiltModel(
-        parameters=(), blocks=(), pipeline=(), tensor={}, cuts={}, tensor_degrees=(), hidden_size=8, activations=1
+        parameters=(), blocks=(), pipeline=(), tensor={}, cuts={}, tensor_degrees=(), hidden_size=8,
+        activations=1,
     )  # fmt: skip
     own = load_job("tiny", ["model={vocab_size: 264, builder: 'mine:build'}"])
     job = own.model_copy(update={"model": own.model.model_copy(update={"built": built})})

@@ -59,8 +59,8 @@ def test_cells_below_1_mib_share_chunks_of_4_mib() -> None:
     assert packed({"a": 3, "b": MIB, "c": 4}) == [["b"], ["a", "c"]]
     assert packed({"a": 4 * MIB, "b": 4 * MIB + 1}) == [["a"], ["b"]]
     # after a full chunk the next one is filled as far
-    many = dict.fromkeys("abcdefgh", small) | {"i": 9}
-    assert packed(many) == [["a", "b", "c", "d"], ["e", "f", "g", "h"], ["i"]]
+    many = dict.fromkeys("abcdefgh", small) | {"i": 4}
+    assert packed(many) == [["a", "b", "c", "d"], ["e", "f", "g", "h", "i"]]
 
 
 def test_a_cell_that_no_node_has_whole_is_stored_in_parts() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.checkpoint.storage.base import StoredObject
+from picotron_ray.checkpoint.storage.base import StoredObject, encode_json, get_json
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store import gc
+from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.gc import GcReport, collect, retained
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.config.schema.service import CheckpointConfig
@@ -91,8 +92,32 @@ def test_a_list_is_due_when_the_grace_time_is_over(
     assert list(storage.list("condemned/")) == []
 
 
+def test_where_all_is_needed_nothing_happens(storage: LocalStorage, log: RunLog) -> None:
+    age(storage, 500.0)
+    assert collect(storage, log, config(keep_last=3)) == GcReport()
+
+
+def test_what_a_save_under_way_counts_on_stays(
+    storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where it was not written again: the intent lists it."""
+    age(storage, 500.0)
+    collect(storage, log, config())
+    monkeypatch.setattr(gc, "_now", lambda storage: NOW_S)
+    age(storage, 200.0, "condemned/")
+    (listed,) = storage.list("condemned/")
+    first, second = get_json(storage, listed.key)["chunks"]
+    storage.put("intents/4-1-1-n0.json", encode_json({"chunks": [first]}))
+    age(storage, 10.0, "intents/")
+    assert collect(storage, log, config()).deleted == 3, "the other chunk, and both manifests"
+    assert storage.size(chunk_key(first)) is not None
+    assert storage.size(chunk_key(second)) is None
+
+
 def test_an_intent_lives_as_long_as_the_grace_time_and_a_minute_at_least() -> None:
-    listed = [StoredObject(f"intents/{age_s}", 0, NOW_S - age_s) for age_s in (59.0, 60.0, 61.0, 100.0, 101.0)]
+    listed = [
+        StoredObject(f"intents/{age_s}", 0, NOW_S - age_s) for age_s in (59.0, 60.0, 61.0, 100.0, 101.0)
+    ]
     storage: Any = SimpleNamespace(list=lambda prefix: iter(listed))
     for grace_s, live in ((0.0, 2), (60.0, 2), (100.0, 4)):
         assert gc._intents(storage, NOW_S, grace_s, dead=False) == listed[:live]

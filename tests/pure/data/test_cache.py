@@ -74,7 +74,9 @@ def test_one_document_is_cut_whichever_side_it_would_be_on(name: str, tmp_path: 
 
 
 def test_a_share_of_no_token_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^data.path: the held-out part has 0 tokens, but one sample needs 4;"):
+    with pytest.raises(
+        DataError, match=r"^data.path: the held-out part has 0 tokens, but one sample needs 4;"
+    ):
         build_dataset(config(written(tmp_path / "docs"), 0.01), 257, 0, tmp_path / "cache")
 
 

@@ -53,7 +53,9 @@ def test_a_file_is_read_in_pieces_of_16_mib(tmp_path: Path) -> None:
     assert [len(piece) for piece in pieces] == [2**24, 1]
 
 
-@pytest.mark.parametrize(("text", "near"), [(b"\xff", 0), (b"abcdef\xff", 6), (b"abc\xe4", 4), (b"abcd\xe4x", 4)])
+@pytest.mark.parametrize(
+    ("text", "near"), [(b"\xff", 0), (b"abcdef\xff", 6), (b"abc\xe4", 4), (b"abcd\xe4x", 4)]
+)
 def test_a_byte_that_is_not_utf8_is_located(
     text: bytes, near: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"vocab_size": [1]}, r"vocab_size: saw \[1\], expected a whole number"),
     (LLAMA, {"max_position_embeddings": "long"}, "max_position_embeddings: saw long, expected a whole"),
     (LLAMA, {"rms_norm_eps": "1e-5"}, "rms_norm_eps: saw 1e-5, expected a number above 0"),
+    (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps: saw 0, expected a number above 0"),
     (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps: saw NaN, expected a number above 0"),
     (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings: saw yes, expected true or false"),
     (LLAMA, {"architectures": 5}, "architectures: saw 5, expected a list of one of LlamaForCausalLM"),
@@ -234,6 +235,13 @@ def test_keys_that_must_say_what_is_built(
         assert model_keys({**base, key: value}) == model_keys(base)
     with pytest.raises(ConfigError, match=f"^config.json: {key}: saw "):
         model_keys({**base, key: refused})
+
+
+def test_bounds_of_numbers_are_taken() -> None:
+    assert model_keys({**MIXTRAL, "router_aux_loss_coef": 0})["moe"]["loss_coefficient"] == 0.0
+    scaled = model_keys({**LLAMA, "rope_scaling": {**LLAMA3, "factor": 1}})
+    assert scaled["rope_scaling"]["factor"] == 1.0
+    assert model_keys({**GPT2, "n_embd": 12, "n_head": 1})["intermediate_size"] == 4 * 12
 
 
 def test_biases_are_qwen2s() -> None:

@@ -190,6 +190,12 @@ def test_to_yaml_reads_back_from_a_file(tmp_path: Path) -> None:
     assert read_source(str(tmp_path / "out.yaml"))["name"] == "1e3x"
 
 
+def test_yaml_keeps_the_order_of_keys_and_the_letters_of_values() -> None:
+    text = to_yaml(JobConfig(storage=StorageConfig(url="/läufe")))
+    assert list(yaml.safe_load(text)) == list(public_dict(JobConfig())) != sorted(public_dict(JobConfig()))
+    assert "url: /läufe\n" in text
+
+
 # --- schema ------------------------------------------------------------------------------------------
 
 

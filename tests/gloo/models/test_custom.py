@@ -204,6 +204,27 @@ def test_a_stage_is_a_part_of_the_chain(
     assert stage.forward(x).shape == ((1, 2, 5) if head else (1, 2, 2))
 
 
+def test_stages_one_after_the_other_are_the_whole() -> None:
+    found = definition(tie=False)
+    initial = found.initial(5)
+
+    def run(bounds: list[tuple[int, int]]) -> Tensor:
+        x = torch.tensor([[4, 0, 2]])
+        for index in range(len(bounds)):
+            stage = found.stage(bounds, index)
+            found.materialise(stage, torch.device("cpu"))
+            with torch.no_grad():
+                for name, parameter in stage.named_parameters():
+                    parameter.copy_(initial(found.specs[name]))
+            x = logits_of(stage.forward(x))
+        return x
+
+    whole = run([(0, 3)])
+    assert whole.shape == (1, 3, 5)
+    for bounds in ([(0, 1), (1, 2), (2, 3)], [(0, 2), (2, 3)]):
+        assert torch.equal(run(bounds), whole)
+
+
 def test_the_whole_gives_logits_ties_again_and_begins_as_it_was_built() -> None:
     found = definition()
     whole = found.build(0, 3, embed=True, head=True)

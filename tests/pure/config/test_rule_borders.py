@@ -24,7 +24,7 @@ from picotron_ray.config.validation.layout import (
     virtual_stages,
 )
 from picotron_ray.errors import ConfigError
-from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.layout import Layout, Zero
 
 MIXTURE = {"moe": {"experts": 4, "intermediate_size": 32}}
 ONE_F_ONE_B = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
@@ -175,7 +175,13 @@ def test_recorded_steps_name_all_that_communicates() -> None:
 def test_selective_recomputation_needs_blocks_that_gather_no_experts() -> None:
     """Under ZeRO-1 already: experts that are cut over two ranks each are gathered within a block."""
     config = job(model=MIXTURE)
-    for zero, ep, dp, fits in ((0, 2, 4, True), (1, 1, 4, True), (1, 2, 2, True), (1, 2, 4, False)):
+    cases: list[tuple[Zero, int, int, bool]] = [
+        (0, 2, 4, True),
+        (1, 1, 4, True),
+        (1, 2, 2, True),
+        (1, 2, 4, False),
+    ]
+    for zero, ep, dp, fits in cases:
         layout = Layout(dp=dp, ep=ep, zero=zero, recompute="selective")
         assert (layout_problems(config, layout) == []) is fits
         assert layout_problems(config, replace(layout, recompute="full")) == []

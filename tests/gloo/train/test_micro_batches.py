@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from picotron_ray.config.schema.compute import KernelsConfig
@@ -22,6 +23,7 @@ def test_all_of_a_row_and_what_the_model_asks_for() -> None:
         make_job("sgd", 6), Layout(), 0, CPU, weighted=False
     ).whole(BATCH)
     assert torch.equal(inputs, torch.from_numpy(TOKENS[..., :8]))
+    assert inputs.data_ptr() == TOKENS.ctypes.data, "whole rows are not copied"
     assert torch.equal(targets, torch.from_numpy(TOKENS[..., 1:]))
     assert (weights.dtype, weights.tolist()) == (torch.float64, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
     assert named == {}
@@ -45,3 +47,19 @@ def test_a_ranks_part_of_rows_and_documents_of_all() -> None:
         assert torch.equal(named["weights"], weights)
         assert torch.equal(named["documents"], document_numbers(rows[:, :8], END))
     assert found[0][3]["documents"][0].tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+
+
+def test_the_host_goes_on_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+
+    class OnHost:
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def to(self, *_: object, non_blocking: bool = False) -> torch.Tensor:
+            told.append(non_blocking)
+            return torch.tensor(self.array)
+
+    monkeypatch.setattr(torch, "from_numpy", OnHost)
+    MicroBatcher(make_job("sgd", 6), Layout(), 0, CPU, weighted=False).whole(BATCH)
+    assert told == [True, True]

@@ -12,7 +12,7 @@ from torch import Tensor
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.pipeline import pipeline
 from picotron_ray.train import passes
-from picotron_ray.train.passes import GraphPasses, LoopPasses, MicroBatchPass, loss_function
+from picotron_ray.train.passes import GraphPasses, LoopPasses, MicroBatchPass, PipelinePasses, loss_function
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, make_job
 
 BATCH: Any = "batch"
@@ -133,3 +133,19 @@ def test_shapes_between_stages_and_places_in_the_vocabulary(
     of_logits = loss_function(job, mesh, definition)
     assert of_logits("logits", "targets", torch.tensor([1.0, 0.5])).item() == 4.5  # type: ignore[arg-type]
     assert told == [("logits", "targets", "tp" if sequence_parallel else None, 12)]
+
+
+def test_a_pipelines_passes() -> None:
+    log: list[Any] = []
+    fake: Any = SimpleNamespace(
+        step=lambda *given: log.append(given) or torch.tensor(3.0),
+        evaluate=lambda given: torch.tensor(float(sum(given))),
+        close=lambda: log.append("close"),
+    )
+    batcher: Any = Batcher(2)
+    batcher.whole = lambda batch: (batch, 1, 2, {})
+    found = PipelinePasses(fake, batcher)
+    assert found.run(BATCH, 0.5, log.append).item() == 3.0
+    assert list(found.losses(BATCH)) == [3.0]
+    found.close()
+    assert log == [(BATCH, 1, 2, {}, 0.5), "close"]

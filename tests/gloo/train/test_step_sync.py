@@ -70,4 +70,5 @@ def test_a_rank_alone_agrees_with_itself() -> None:
     assert exchange(ONE, Layout(), CPU) == Agreement(
         1.5, 2.5, ((0, 4, ONE.digest.hex()),), STOP, 7, 3, imbalance=1.25, dropped=9
     )
+    assert agree([Contribution(1.0, 2.0)], Layout()).flags == 0
     assert STOP & SNAPSHOT == 0

@@ -108,7 +108,16 @@ def evaluated(parts: Parts) -> list[int]:
     return [entry["eval_step"] for entry in parts.log if isinstance(entry, dict) and "eval_step" in entry]
 
 
-STEP = ["data", "forward", "sync", "wait_copied", {"clean": -1}, "optimizer", ("update", 0.05), ("observe", 1)]
+STEP = [
+    "data",
+    "forward",
+    "sync",
+    "wait_copied",
+    {"clean": -1},
+    "optimizer",
+    ("update", 0.05),
+    ("observe", 1),
+]
 
 
 def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
@@ -122,7 +131,13 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
         "wait_s": 0.25,
         "pinned_wait_s": 0.25,
     }
-    first = [{"tokens": 96, **figures}, {"clean": 3}, {"first_step_at_s": 1234.56789}, ("count", 0.5), {"step": 3}]
+    first = [
+        {"tokens": 96, **figures},
+        {"clean": 3},
+        {"first_step_at_s": 1234.56789},
+        ("count", 0.5),
+        {"step": 3},
+    ]
     second = [{"tokens": 128, **figures}, {"clean": 4}, ("count", 0.5), {"step": 4}]
     end = ["evaluate", {"eval_loss": 0.5, "eval_step": 4}]
     flush = ["flush", "wait_copied", ("observe", 1), ("flush", 4, 3, True)]

@@ -1,4 +1,4 @@
-"""Passes over micro-batches that are made up: their order, what is told and what is asked of the layers below."""
+"""Passes over micro-batches that are made up: their order, what is told and what is asked of others."""
 
 from __future__ import annotations
 
@@ -87,7 +87,12 @@ def test_the_first_micro_batch_is_recorded_and_all_are_replayed() -> None:
         def close(self) -> None:
             log.append("close")
 
-    made: Any = (Compute(), Batcher(2), Graph(), SimpleNamespace(clear=lambda count: log.append(("clear", count))))
+    made: Any = (
+        Compute(),
+        Batcher(2),
+        Graph(),
+        SimpleNamespace(clear=lambda count: log.append(("clear", count))),
+    )
     graph = GraphPasses(*made)
     replayed = [("replay", 1, 0.5), ("replay", 2, 0.5)]
     for expected in ([("record", 1, 0.5), ("clear", 2), *replayed], replayed):

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.build import definition_of
+from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.train import build_stages as module
 from picotron_ray.train.build_stages import attention_backend, build_stages, mixtures_of
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, MIXTURE, MODEL, make_job
@@ -96,3 +98,28 @@ def test_mixtures_by_the_number_of_their_layer() -> None:
     assert [layer for layer, _ in found] == list(range(MIXTURE.layers))
     plain = definition_of(MODEL, 0)
     assert mixtures_of({0: model}, plain) == []
+
+
+def test_what_a_job_asks_for_is_in_the_plan() -> None:
+    table = [
+        ParameterSpec(name, (2,), None, "head", None, True, 1.0, trained=name == "a") for name in ("a", "b")
+    ]
+    functions = {"norm": ("g", "n"), "activation": ("h", "a")}
+    definition: Any = SimpleNamespace(
+        attention=("at",), styles=(("x", "colwise"),), blocks=lambda model: [model], mixtures=("m",),
+        table=table, positions=("p",), fused_linear=("f",), functions=functions, tie=print,
+    )  # fmt: skip
+    model = nn.Identity()
+
+    def plan(job: Any) -> Any:
+        return module._stage_plan(job, definition, model, CPU, Layout(), 3, None)
+
+    plain = plan(make_job("sgd", 4))
+    assert plain.untrained == {"b"}
+    assert (plain.fused_linear, plain.functions, plain.loss_chunk, plain.fp8) == ((), {}, None, False)
+    assert (plain.blocks, plain.stage, plain.attention.window) == ([model], 3, None)
+    kernels = KernelsConfig(projections="fused", norm="compiled", loss="linear", loss_chunk=7)
+    window = MODEL.model_copy(update={"sliding_window": 3})
+    asked = plan(make_job("sgd", 4, window, kernels=kernels, precision="fp8"))
+    assert (asked.fused_linear, asked.functions) == (("f",), {"norm": ("g", "n")})
+    assert (asked.loss_chunk, asked.fp8, asked.attention.window) == (7, True, 3)

@@ -176,7 +176,7 @@ def test_gradients_go_down_and_updates_come_back_once(
 def test_the_host_works_on_what_has_come_and_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a bucket's update it waits for its gradients, and for the buffer's update before to be sent.
 
-    One fused kernel updates each bucket, with the threads that the host may use, and then it has its own again.
+    One fused kernel updates each bucket, with the threads that the host may use; then it has its own again.
     """
 
     class Event:

@@ -265,7 +265,10 @@ def test_the_nearest_holder_is_asked() -> None:
 def test_messages_of_a_round_by_hand() -> None:
     first, second = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
     parts = ((0, first), (1, second))
-    matrices = [Matrix("a", Box((0, 0), (4, 4)), 1, parts, parts), Matrix("b", first, 0, ((0, first),), parts[:1])]
+    matrices = [
+        Matrix("a", Box((0, 0), (4, 4)), 1, parts, parts),
+        Matrix("b", first, 0, ((0, first),), parts[:1]),
+    ]
     there, back = routes(matrices, 0)
     assert (there.outgoing, there.incoming) == ({1: [(0, first)], 0: [(1, first)]}, {0: [(1, first)]})
     assert (back.outgoing, back.incoming) == ({0: [(1, first)]}, {1: [(0, first)], 0: [(1, first)]})

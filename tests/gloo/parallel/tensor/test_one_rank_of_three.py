@@ -172,7 +172,13 @@ def test_overlap_where_it_is_asked_for() -> None:
         raise AssertionError("not here")
 
     means = OverlappedProducts(products, lambda x, weight: 5 * F.linear(x, weight))
-    plan: Any = [("a", "gather_input"), ("b", "gather_input"), ("c", "rowwise"), ("d", "rowwise"), ("e", "whole")]
+    plan: Any = [
+        ("a", "gather_input"),
+        ("b", "gather_input"),
+        ("c", "rowwise"),
+        ("d", "rowwise"),
+        ("e", "whole"),
+    ]
     modules = [Block(), Block(fused=True), nn.Linear(6, 9), nn.Linear(6, 9, bias=False), nn.ReLU()]
     model = nn.ModuleDict(dict(zip("abcde", modules, strict=True)))
     assert apply_tensor_parallel(model, GROUP, plan, means) == (5, 4)

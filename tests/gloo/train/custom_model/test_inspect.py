@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picotron_ray.config.schema.service import ClusterConfig
 from picotron_ray.config.schema.compute import LayoutConfig
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.schema.service import ClusterConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.train.custom_model import inspect as inspection
 from picotron_ray.train.custom_model.inspect import degrees, inspect, kinds, read_plan
@@ -158,7 +158,9 @@ def test_sharing_across_blocks_is_refused_and_elsewhere_allowed(job_of: Any) -> 
 
     plan = {"blocks": "2"}
     inspect(job_of(tied(0, 2), plan=plan))
-    said = "0.weight and 1.weight are one parameter shared across blocks, which is not supported; share outside"
+    said = (
+        "0.weight and 1.weight are one parameter shared across blocks, which is not supported; share outside"
+    )
     for blocks, first, second in (("1", 0, 1), ("2", 0, 1), ("*", 1, 3)):
         found = why_not(job_of(tied(first, second), plan={"blocks": blocks}))
         names = f"{first + 1}.weight and {second + 1}.weight"
@@ -204,10 +206,10 @@ def test_what_the_first_block_puts_out_and_saves_per_token() -> None:
     assert measured(nn.Linear(3, 7), nn.Flatten(0, 0), nn.Linear(7, 2), blocks=("1",)) == (7, 3)
     trial = Trial(Named(), torch.zeros(2, 5, dtype=torch.int64))
     assert inspection._measure(trial, ()) == (3, 3 + 1), "without blocks all of it, and the tokens"
-    with pytest.raises(ConfigError, match=r"model\.plan\.blocks: see is not called by forward; name modules"):
-        words = Words()
-        words.see = nn.Identity()
-        words.forward = words.embed.forward  # type: ignore[method-assign]
+    words = Words()
+    words.see = nn.Identity()
+    words.forward = words.embed.forward  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"model\.plan\.blocks: see is not called by forward; name mo"):
         inspection._measure(Trial(words, trial.tokens), ("see",))
 
 
@@ -232,7 +234,9 @@ def test_a_plan_by_path_and_keys_that_go_first(job_of: Any) -> None:
     found = plan(path="mine:plan", pipeline=["y"])
     assert (found.blocks, found.pipeline, found.tensor) == ("0", ("y",), None)
     assert plan(path="mine:mapping").blocks == "*"
-    with pytest.raises(ConfigError, match=r"^model\.plan\.path: mine:odd gives no plan: TypeError: .*; expec"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.plan\.path: mine:odd gives no plan: TypeError: .*; expec"
+    ):
         plan(path="mine:odd")
 
 

@@ -35,7 +35,10 @@ class Conv1D(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.nf = outputs
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, outputs)),
+            nn.Parameter(torch.randn(outputs)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
@@ -151,6 +154,7 @@ def test_a_sequence_of_its_blocks_is_a_chain() -> None:
 
 def test_what_is_no_chain() -> None:
     module = small(mlp(), nn.Tanh(), mlp(), nn.Tanh())
+
     def said(names: str, module: nn.Module, blocks: str | None = None) -> str:
         line = refusal(chain, module, list(names), blocks)
         assert line.startswith(KEY)
@@ -247,7 +251,9 @@ def test_what_shares_a_weight_stays_whole() -> None:
     assert propose(both) == [{"y.a": "colwise", "y.b": "rowwise"}]
     said = "model.plan.tensor: {} shares its weight with another module; leave it whole"
     for name in ("x.a", "z"):
-        assert refusal(plan_search._check_linear, both, {"y.a": "colwise", name: "colwise"}) == said.format(name)
+        assert refusal(plan_search._check_linear, both, {"y.a": "colwise", name: "colwise"}) == said.format(
+            name
+        )
     plan_search._check_linear(both, {"y.a": "colwise", "x.b": "rowwise"})
     assert refusal(plan_search._check_linear, small(nn.Tanh()), {"1": "colwise"}) == (
         "model.plan.tensor: 1 is a Tanh, expected a linear module"
@@ -255,11 +261,19 @@ def test_what_shares_a_weight_stays_whole() -> None:
 
 
 def test_what_a_style_cuts_and_which_degrees_divide_it() -> None:
-    module = nn.ModuleDict({"up": nn.Linear(3, 8), "down": nn.Linear(6, 5), "bare": nn.Linear(3, 8, bias=False)})
+    module = nn.ModuleDict(
+        {"up": nn.Linear(3, 8), "down": nn.Linear(6, 5), "bare": nn.Linear(3, 8, bias=False)}
+    )
     styles = {"up": "colwise", "down": "rowwise", "bare": "colwise"}
     assert cuts_of(module, styles) == {"up.weight": 0, "up.bias": 0, "down.weight": 1, "bare.weight": 0}
     assert [divides(module, styles, n) for n in (1, 2, 3, 4, 6, 8)] == [True, True, *[False] * 4]
-    assert [divides(module, {"up": "colwise"}, n) for n in (2, 3, 4, 8, 16)] == [True, False, True, True, False]
+    assert [divides(module, {"up": "colwise"}, n) for n in (2, 3, 4, 8, 16)] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 # --- trials of tensor parallelism ------------------------------------------------------------------------

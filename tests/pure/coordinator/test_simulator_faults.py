@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator import faults
+from picotron_ray.coordinator.simulator import faults, run
 from picotron_ray.coordinator.simulator.nodes import SimWorker
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.run import FAMILIES
@@ -528,3 +528,11 @@ def test_the_ways_to_lay_out_workers() -> None:
     assert [family(4, workers) for workers in (2, 3, 9)] == [(Layout(tp=2), 0.5)] * 3
     with pytest.raises(LayoutError, match="needs two workers"):
         family(4, 1)
+
+
+def test_a_run_is_over_so_long_after_its_last_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(run, "plan", lambda sim, count: [(3.0, "kill"), (5.0, "kill")])
+    monkeypatch.setattr(run.Sim, "run", lambda self, limit_s: seen.append((self.quiet_at, limit_s)))
+    run.simulate(1)
+    assert seen == [(5.0 + faults.LONGEST_S, run.LIMIT_S)]

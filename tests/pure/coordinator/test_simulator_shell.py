@@ -234,6 +234,7 @@ def test_the_log_is_written_late_with_errors_or_without_a_reply(bench: Bench) ->
     sim, made, storage = bench.sim, bench.made, bench.sim.storage
     made.term = storage.claim()
     append = m.AppendGeneration(LATER)
+    storage.slow_until = 100.0
     made.append(append)
     storage.slow_until = 100.1
     made.append(append)

@@ -94,7 +94,7 @@ class Machine:
         times = [
             memory.deadline,
             memory.appends.wake_at,
-            memory.checkpoints.wake_at if memory.checkpoints.pending else None,
+            memory.checkpoints.wake_at,
         ]
         if memory.state in (MachineState.LEAVING, MachineState.ABORTING):
             times.append(memory.remind_at)

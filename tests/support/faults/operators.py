@@ -4,8 +4,8 @@ The operators are the usual ones of mutation testing (DeMillo et al. 1978; Offut
 off by its border or turned round, plus for minus, ``and`` for ``or``, a condition negated, a constant off
 by one, a call or an update left out. Left alone is what changes no behaviour that a test could see:
 annotations, docstrings, texts of errors and logs, settings of time by name (``…_S``, ``timeout``), how output
-looks (``indent``, ``flush``, ``width``, options of Typer), the size of a cache or pool, the border of a tolerance,
-and ``strict`` of ``zip``, which only another fault could reach.
+looks (``indent``, ``flush``, ``width``, options of Typer), the size of a cache or pool, the border of a
+tolerance, and ``strict`` of ``zip``, which only another fault could reach.
 """
 
 from __future__ import annotations

@@ -91,10 +91,19 @@ class RunRecord:
         self._facts.tokens = max(self._facts.tokens, page["tokens"])
         if page["eval_step"] >= 0:
             self._facts.evaluations[page["eval_step"]] = page["eval_loss"]
+        if page["skipped_step"] > max(self._facts.skipped_step, record.spec.resume_step):
+            self._skipped(page["skipped_step"])
         if page["rank"] == 0 and page["step_time_s"] > 0:
             self._facts.step_times.append(page["step_time_s"])
         if page["first_step_at_s"]:
             self._went_on(record, page["first_step_at_s"])
+
+    def _skipped(self, step: int) -> None:
+        """Tell of a step without an update; of several between two heartbeats, only of the newest."""
+        self._facts.skipped_step = step
+        batch = self._job.data.global_batch
+        text = f"step {step} (samples {(step - 1) * batch} to {step * batch - 1}) was bad: its update was left out"
+        self.note("warning", "skipped", text, {"step": step})
 
     def recall(self, lines: list[dict[str, Any]]) -> None:
         """Learn from the event logs of earlier terms, on this machine's monotonic clock."""

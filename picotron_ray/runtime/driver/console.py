@@ -101,6 +101,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(
             f"{len(commits)} commits, the newest of step {max(commits, default='-')}; {ledger['samples']}"
             f" samples fed, {ledger['lost']} lost, {ledger['repeated']} repeated"
+            + (f", {ledger['skipped']} without an update" if ledger.get("skipped") else "")
         )
     return lines
 

@@ -6,8 +6,8 @@ Each step of a generation leaves one JSON line::
      "rows": [[192, 208, "<32 hex digits>"], [208, 224, "..."]], "tokens": 4096, "loss": 2.71,
      "grad_norm": 0.9, "learning_rate": 0.001, "at_s": 1790000000.123}
 
-A step whose update was left out says why in one key more, ``skipped``: its samples were fed, and moved nothing.
-Loss and norm are null where they were not finite.
+A step whose update was left out says why in one key more, ``skipped``: its samples were fed, and moved
+nothing. Loss and norm are null where they were not finite.
 
 ``rows`` has one entry per DP replica: the half-open range of global sample numbers, and the digest of the
 tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. The checker

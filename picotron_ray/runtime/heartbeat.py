@@ -175,7 +175,7 @@ class Page:
     def begin(self, term: int, n: int, rank: int, step: int) -> None:
         """Start a generation; the counters of the previous one are void."""
         self.computing_step = step + 1
-        self.put(built_at_s=0.0, restored_at_s=0.0)
+        self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1)
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
 
     def phase(self, name: str) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -166,7 +166,7 @@ class Loop:
         """Write the step's ledger line and heartbeat; loss and norm of the page are the last update's."""
         loss = agreement.loss_sum / batch.global_tokens
         global_batch = self.job.data.global_batch
-        line = {
+        line: dict[str, Any] = {
             "step": step,
             **self.identity,
             "samples": [(step - 1) * global_batch, step * global_batch],

@@ -184,8 +184,8 @@ class Snapshotter:
         """Refuse a state that is not finite: each rank vouches for what it writes."""
         name = first_nonfinite(tensors)
         if name is not None:
-            batch = self._writer.global_batch
+            samples = f"samples {header.cursor - self._writer.global_batch} to {header.cursor - 1}"
             raise NumericsError(
-                f"{name} after step {header.step} (samples {header.cursor - batch} to {header.cursor - 1}): saw"
-                " NaN or infinity, expected finite values; the state is not kept: lower the learning rate"
+                f"{name} after step {header.step} ({samples}): saw NaN or infinity, expected finite values; the"
+                " state is not kept: lower the learning rate"
             )

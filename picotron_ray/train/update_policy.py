@@ -1,11 +1,11 @@
 """Policy on bad steps: whether a step's update is made, left out, or the end of the run.
 
-It is asked once a step, between the exchange of all ranks and the optimizer's first write. It looks at nothing
-but agreed numbers and its own record of the steps before, which travels with the state in slots and manifests
+It is asked once a step, between the exchange of all ranks and the optimizer's first write. It looks only at
+agreed numbers and at its own record of the steps before, which travels with the state in slots and manifests
 (``extra``). So all ranks decide alike, and a restored run decides as one that never stopped.
 
 A step is bad where a loss or gradient of any rank is not finite (``elastic.on_nonfinite``). Or where its loss
-is a spike (``elastic.on_spike``). fp16's overflows do not come here: the loss scaler computes those steps again.
+is a spike (``elastic.on_spike``). fp16's overflows do not come here: the loss scaler repeats those steps.
 
 A step whose update is left out still counts as a step. Its samples are fed and stand in the ledger, and the
 learning-rate schedule goes on. Weights, moments and their number of updates stay as they were. The number of
@@ -64,8 +64,8 @@ class UpdatePolicy:
         if reason == NON_FINITE:
             if self._elastic.on_nonfinite == "stop":
                 raise NumericsError(
-                    f"{seen}, expected finite ones (elastic.on_nonfinite=stop); the state of step {step - 1} is"
-                    " kept: go on from it with elastic.on_nonfinite=skip, or with a lower learning rate"
+                    f"{seen}, expected finite ones (elastic.on_nonfinite=stop); the state of step {step - 1}"
+                    " is kept: go on from it with elastic.on_nonfinite=skip, or with a lower learning rate"
                 )
             if step == self._steps:
                 raise NumericsError(
@@ -121,8 +121,8 @@ class UpdatePolicy:
         named = [f"{hidden} others"] * (hidden > 0) + others[-MOST_NAMED:]
         before = f"; skipped before: {', '.join(named)}" if named else ""
         return (
-            f"{seen}, a {recent[-1][1]} step: {len(recent)} within {self._elastic.skip_window_steps} steps, more"
-            f" than elastic.max_skipped_steps={self._elastic.max_skipped_steps}{before}; the state of step"
+            f"{seen}, a {recent[-1][1]} step: {len(recent)} within {self._elastic.skip_window_steps} steps,"
+            f" more than elastic.max_skipped_steps={self._elastic.max_skipped_steps}{before}; the state of step"
             f" {step - 1} is kept: look at these samples, or lower the learning rate"
         )
 

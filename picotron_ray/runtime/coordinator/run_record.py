@@ -91,7 +91,7 @@ class RunRecord:
         self._facts.tokens = max(self._facts.tokens, page["tokens"])
         if page["eval_step"] >= 0:
             self._facts.evaluations[page["eval_step"]] = page["eval_loss"]
-        if page["skipped_step"] > max(self._facts.skipped_step, record.spec.resume_step):
+        if page["skipped_step"] > self._facts.skipped_step:
             self._skipped(page["skipped_step"])
         if page["rank"] == 0 and page["step_time_s"] > 0:
             self._facts.step_times.append(page["step_time_s"])
@@ -102,7 +102,8 @@ class RunRecord:
         """Tell of a step without an update; of several between two heartbeats, only of the newest."""
         self._facts.skipped_step = step
         batch = self._job.data.global_batch
-        text = f"step {step} (samples {(step - 1) * batch} to {step * batch - 1}) was bad: its update was left out"
+        samples = f"samples {(step - 1) * batch} to {step * batch - 1}"
+        text = f"step {step} ({samples}) was bad: its update was left out"
         self.note("warning", "skipped", text, {"step": step})
 
     def recall(self, lines: list[dict[str, Any]]) -> None:

@@ -25,13 +25,12 @@ import torch
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.data.loader import BatchLoader
-from picotron_ray.errors import NumericsError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.snapshot import Snapshotter
 from picotron_ray.train.step_sync import SNAPSHOT, STOP, Agreement, Contribution, exchange
-from picotron_ray.train.update_policy import UpdatePolicy
+from picotron_ray.train.update_policy import UpdatePolicy, bad_end
 
 
 class HeartbeatPage(Protocol):
@@ -112,7 +111,9 @@ class Loop:
             self._snapshot_if_due(step, agreement)
             if step % self.job.evaluate.interval_steps == 0:
                 self._evaluate(step)
-        self._end_with(last, self._evaluate(last))
+        if not math.isfinite(eval_loss := self._evaluate(last)):
+            self.page.put(clean=-1)  # these weights reach no slot
+            raise bad_end(last, eval_loss)
         self._final_snapshot(last)
         return "finished"
 
@@ -212,15 +213,6 @@ class Loop:
         loss = agreement.loss_sum / total
         self.page.put(eval_loss=loss, eval_step=step)
         return loss
-
-    def _end_with(self, step: int, eval_loss: float) -> None:
-        """Refuse to end with weights whose held-out loss is not finite; they reach no slot."""
-        if not math.isfinite(eval_loss):
-            self.page.put(clean=-1)
-            raise NumericsError(
-                f"step {step}, the last one: saw a held-out loss of {eval_loss:g}, expected a finite one; the"
-                " run goes on from its last commit when it is launched again, with a smaller learning rate"
-            )
 
     def _exchange_apart(self, loss_sum: float, tokens: float, sealed: int) -> Agreement:
         """Exchange figures between steps; flags are not acted on, but raised again for the next step's."""

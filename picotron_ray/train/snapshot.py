@@ -24,6 +24,7 @@ from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
 from picotron_ray.checkpoint.torch_state import StateTensor, buffers, first_nonfinite
+from picotron_ray.data.batch import samples_of
 from picotron_ray.errors import NumericsError
 from picotron_ray.layout.layout import Layout
 
@@ -184,8 +185,8 @@ class Snapshotter:
         """Refuse a state that is not finite: each rank vouches for what it writes."""
         name = first_nonfinite(tensors)
         if name is not None:
-            samples = f"samples {header.cursor - self._writer.global_batch} to {header.cursor - 1}"
+            samples = samples_of(header.step, self._writer.global_batch)
             raise NumericsError(
-                f"{name} after step {header.step} ({samples}): saw NaN or infinity, expected finite values; the"
-                " state is not kept: lower the learning rate"
+                f"{name} after step {header.step} ({samples}): saw NaN or infinity, expected finite values;"
+                " the state is not kept: lower the learning rate"
             )

@@ -21,6 +21,7 @@ from typing import Any
 
 from picotron_ray.checkpoint.store.manifest import UPDATES
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.data.batch import samples_of
 from picotron_ray.errors import NumericsError
 
 NON_FINITE, SPIKE = "non-finite", "spike"
@@ -112,19 +113,26 @@ class UpdatePolicy:
         return [entry for entry in self._recent if entry[0] > step - self._elastic.skip_window_steps]
 
     def _named(self, step: int) -> str:
-        first = (step - 1) * self._global_batch
-        return f"step {step} (samples {first} to {first + self._global_batch - 1})"
+        return f"step {step} ({samples_of(step, self._global_batch)})"
 
     def _too_many(self, step: int, seen: str, recent: list[tuple[int, str]]) -> str:
-        others = [f"{self._named(at)} {reason}" for at, reason in recent[:-1]]
+        elastic, others = self._elastic, [f"{self._named(at)} {reason}" for at, reason in recent[:-1]]
         hidden = len(others) - MOST_NAMED
-        named = [f"{hidden} others"] * (hidden > 0) + others[-MOST_NAMED:]
+        named = [f"{hidden} more"] * (hidden > 0) + others[-MOST_NAMED:]
         before = f"; skipped before: {', '.join(named)}" if named else ""
         return (
-            f"{seen}, a {recent[-1][1]} step: {len(recent)} within {self._elastic.skip_window_steps} steps,"
-            f" more than elastic.max_skipped_steps={self._elastic.max_skipped_steps}{before}; the state of step"
-            f" {step - 1} is kept: look at these samples, or lower the learning rate"
+            f"{seen} ({recent[-1][1]}); {len(recent)} bad steps of {elastic.skip_window_steps} are more than"
+            f" elastic.max_skipped_steps={elastic.max_skipped_steps}{before}; the state of step {step - 1} is"
+            " kept: look at these samples, or lower the learning rate"
         )
+
+
+def bad_end(step: int, eval_loss: float) -> NumericsError:
+    """Return the error of a run whose last weights have no finite held-out loss."""
+    return NumericsError(
+        f"step {step}, the last one: saw a held-out loss of {eval_loss:g}, expected a finite one; its state"
+        " is not kept: launch again with a lower learning rate, to go on from the state before"
+    )
 
 
 def is_spike(loss: float, before: list[float]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode
+from picotron_ray.data.batch import samples_of
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
 from picotron_ray.runtime.coordinator.records import (
     Facts,
@@ -101,8 +102,7 @@ class RunRecord:
     def _skipped(self, step: int) -> None:
         """Tell of a step without an update; of several between two heartbeats, only of the newest."""
         self._facts.skipped_step = step
-        batch = self._job.data.global_batch
-        samples = f"samples {(step - 1) * batch} to {step * batch - 1}"
+        samples = samples_of(step, self._job.data.global_batch)
         text = f"step {step} ({samples}) was bad: its update was left out"
         self.note("warning", "skipped", text, {"step": step})
 

@@ -222,5 +222,6 @@ def test_report_as_json(ledger: list[dict[str, Any]]) -> None:
         "lost": 10,
         "repeated": 0,
         "void": 0,
+        "skipped": 0,
         "wrong": ["no line for step 1"],
     }

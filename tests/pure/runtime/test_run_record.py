@@ -106,7 +106,7 @@ def page(worker: str, n: int = 1, **changes: Any) -> dict[str, Any]:
     plain = {
         "worker": worker, "term": 1, "n": n, "rank": 0, "step": 5, "tokens": 500, "loss": 2.0,
         "eval_step": -1, "eval_loss": 0.0, "baseline_loss": 3.0, "step_time_s": 0.5, "first_step_at_s": 0.0,
-        "pinned_wait_s": 0.01,
+        "pinned_wait_s": 0.01, "skipped_step": -1,
     }  # fmt: skip
     return {**plain, **changes}
 

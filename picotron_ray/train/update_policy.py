@@ -121,7 +121,7 @@ class UpdatePolicy:
         named = [f"{hidden} more"] * (hidden > 0) + others[-MOST_NAMED:]
         before = f"; skipped before: {', '.join(named)}" if named else ""
         return (
-            f"{seen} ({recent[-1][1]}); {len(recent)} bad steps of {elastic.skip_window_steps} are more than"
+            f"{seen} ({recent[-1][1]}); bad steps within {elastic.skip_window_steps}: {len(recent)}, more than"
             f" elastic.max_skipped_steps={elastic.max_skipped_steps}{before}; the state of step {step - 1} is"
             " kept: look at these samples, or lower the learning rate"
         )

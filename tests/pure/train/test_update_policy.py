@@ -1,4 +1,4 @@
-"""The policy on bad steps: what is left out, what ends the run and names its samples, and what is remembered."""
+"""The policy on bad steps: what is left out, what ends the run and names its samples, what is remembered."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_judging_changes_nothing() -> None:
 
 
 def test_stop_names_the_samples() -> None:
-    text = r"^step 3 \(samples 16 to 23\): saw loss nan and gradient norm inf, .*on_nonfinite=stop.*state of step 2"
+    text = r"^step 3 \(samples 16 to 23\): saw loss nan and gradient norm inf, .*on_nonfinite=stop.* of step 2 is"
     with pytest.raises(NumericsError, match=text):
         policy(on_nonfinite="stop").judge(3, math.nan, math.inf, False)
 
@@ -62,7 +62,7 @@ def test_one_too_many_in_the_window_ends_the_run_and_names_all_samples() -> None
     for part in (
         "step 13 (samples 96 to 103)",
         "step 4 (samples 24 to 31) non-finite, step 11 (samples 80 to 87) non-finite",
-        "3 bad steps of 10 are more than elastic.max_skipped_steps=2",
+        "bad steps within 10: 3, more than elastic.max_skipped_steps=2",
         "state of step 12 is kept",
     ):
         assert part in str(error.value)
@@ -72,9 +72,7 @@ def test_one_too_many_in_the_window_ends_the_run_and_names_all_samples() -> None
 
 
 def test_none_is_allowed_where_the_limit_is_0() -> None:
-    with pytest.raises(
-        NumericsError, match="1 bad steps of 1000 are more than elastic.max_skipped_steps=0; the"
-    ):
+    with pytest.raises(NumericsError, match=r"within 1000: 1, more than elastic\.max_skipped_steps=0; the"):
         policy(max_skipped_steps=0).judge(1, math.nan, 1.0, False)
 
 
@@ -105,9 +103,7 @@ def test_spikes_are_skipped_only_where_asked_and_do_not_enter_the_mean() -> None
         assert take(silent, step, 50.0) == ""
         assert take(asked, step, 50.0) == "spike"
     assert take(asked, 104, 2.0) == ""
-    with pytest.raises(
-        NumericsError, match=r"\(spike\); 4 bad steps .*step 101 \(samples 800 to 807\) spike"
-    ):
+    with pytest.raises(NumericsError, match=r"\(spike\); bad .*step 101 \(samples 800 to 807\) spike"):
         asked.judge(105, 50.0, 1.0, True)
     assert silent.extra() == {}
 
@@ -123,7 +119,7 @@ def test_a_restored_run_decides_as_one_that_never_stopped() -> None:
     for found in (first, again):
         assert take(found, 103, 50.0) == "spike"
         assert found.skipped == 3
-        with pytest.raises(NumericsError, match="step 90 .*step 103"):
+        with pytest.raises(NumericsError, match=r"step 90 .*step 103"):
             found.judge(104, math.nan, 1.0, False)
     assert first.extra() == again.extra()
     fresh = policy()

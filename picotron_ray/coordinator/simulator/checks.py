@@ -6,8 +6,8 @@
    and from nothing else; generations and worker names are used once; no worker is in two generations.
 3. The ledger is exact: the history of every state that is restored or committed holds each step once.
 4. Progress: the run ends as "finished" (or "stopped", where that was asked for, or "failed", where a step is
-   bad whoever computes it) in bounded time after the last fault, with everything that could be saved committed
-   and nobody left at work.
+   bad whoever computes it) in bounded time after the last fault, with everything committed that could be
+   saved and nobody left at work.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_faults_reach_every_transition(
 
 
 def test_a_step_that_is_bad_for_all_ends_the_run_with_the_state_before_it_committed() -> None:
-    """Whatever else goes wrong meanwhile; a failure at the same time goes first, and the step is tried again."""
+    """Whatever else goes wrong; a failure at the same time goes first, and the step is tried again."""
     reports = [simulate(seed, bad_step=41) for seed in range(BAD_STEP_SEEDS)]
     broken = [f"seed {report.seed}: {report.failures[0]}" for report in reports if report.failures]
     assert not broken, "\n".join(broken[:10])

@@ -265,4 +265,5 @@ def step_finalising(memory: MachineMemory) -> None:
         memory.reason = "the last state was lost before it was committed"
         collect(memory)
     elif memory.now >= (memory.deadline or 0.0) and (job.errors or memory.appends.attempt):
-        memory.finish("storage", f"step {step} could not be committed: storage kept failing")
+        why = f"; it was to be the end: {memory.verdict}" if memory.verdict else ""
+        memory.finish("storage", f"step {step} could not be committed: storage kept failing{why}")

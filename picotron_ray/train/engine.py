@@ -1,6 +1,7 @@
 """The training step of one rank in one generation.
 
-A step is ``gradients_of`` (``forward_backward`` → ``reduce`` → ``clip``), then ``optimizer_step``::
+A step is ``gradients_of`` (``forward_backward`` → ``reduce`` → ``clip``), then ``optimizer_step``, or
+``skip_step`` where its update is left out::
 
     loss, norm = engine.gradients_of(batch)
     engine.optimizer_step(rate)

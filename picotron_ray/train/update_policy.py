@@ -122,8 +122,8 @@ class UpdatePolicy:
         before = f"; skipped before: {', '.join(named)}" if named else ""
         return (
             f"{seen} ({recent[-1][1]}); bad steps within {elastic.skip_window_steps}: {len(recent)}, more"
-            f" than elastic.max_skipped_steps={elastic.max_skipped_steps}{before}; the state of step {step - 1}"
-            " is kept: look at these samples, or lower the learning rate"
+            f" than elastic.max_skipped_steps={elastic.max_skipped_steps}{before}; the state of step"
+            f" {step - 1} is kept: look at these samples, or lower the learning rate"
         )
 
 

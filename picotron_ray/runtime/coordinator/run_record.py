@@ -6,6 +6,7 @@ method takes the lock.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -81,6 +82,8 @@ class RunRecord:
         with self._lock:
             for page in figures:
                 page["node"] = node
+                if not math.isfinite(page["eval_loss"]):
+                    page["eval_loss"] = None  # as JSON has no NaN
                 self._facts.pages[page["worker"]] = page
                 self._follow(page)
 
@@ -90,7 +93,7 @@ class RunRecord:
             return
         record.end_step = max(record.end_step, page["step"])
         self._facts.tokens = max(self._facts.tokens, page["tokens"])
-        if page["eval_step"] >= 0:
+        if page["eval_step"] >= 0 and page["eval_loss"] is not None:
             self._facts.evaluations[page["eval_step"]] = page["eval_loss"]
         if page["skipped_step"] > self._facts.skipped_step:
             self._skipped(page["skipped_step"])

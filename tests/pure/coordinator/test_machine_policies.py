@@ -280,6 +280,18 @@ def test_a_bad_step_ends_the_run_once_the_state_before_it_is_committed() -> None
     assert of(world.log_appends(), m.Finish) == [m.Finish("failed", "bad")]
 
 
+def test_storage_that_fails_at_the_end_hides_no_verdict() -> None:
+    world = World(job(storage__retry_deadline_s=5))
+    one = world.up(("a", 4))
+    world.answer(bad_step(world, 7), flush(one, 7, [0, 1, 2, 3]))
+    for _ in range(40):
+        world.send(m.Uploaded("a", one.id, 7, "disk full"))
+        world.wait(2)
+    end = world.machine.view.result
+    assert end is not None
+    assert (end.status, end.detail.endswith("it was to be the end: bad")) == ("storage", True)
+
+
 def test_a_bad_step_without_any_state_ends_the_run_too() -> None:
     """Its weights were refused by every slot, and nothing is committed."""
     world = World()

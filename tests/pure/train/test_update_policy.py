@@ -42,9 +42,7 @@ def test_judging_changes_nothing() -> None:
 
 
 def test_stop_names_the_samples() -> None:
-    text = (
-        r"^step 3 \(samples 16 to 23\): saw loss nan and gradient norm inf, .*on_nonfinite=stop.* step 2"
-    )
+    text = r"^step 3 \(samples 16 to 23\): saw loss nan and gradient norm inf, .*on_nonfinite=stop.* step 2"
     with pytest.raises(NumericsError, match=text):
         policy(on_nonfinite="stop").judge(3, math.nan, math.inf, False)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from picotron_ray.config.schema.base import Section
 
@@ -49,6 +49,11 @@ class ClusterConfig(Section):
     )
 
 
+def _off(value: Any) -> Any:
+    """Take false for ``off``: YAML reads the bare word so."""
+    return "off" if value is False else value
+
+
 class ElasticConfig(Section):
     """Failure detection and recovery.
 
@@ -85,7 +90,7 @@ class ElasticConfig(Section):
         description="answer to a loss or gradient that is NaN or infinite. skip: leave the step's update out;"
         " stop: end the run before it (exit 3)",
     )
-    on_spike: Literal["off", "skip"] = Field(
+    on_spike: Annotated[Literal["off", "skip"], BeforeValidator(_off)] = Field(
         default="off",
         description="answer to a loss above both mean + 6 standard deviations and 1.2 x mean of the last 100"
         " updates. off: none; skip: leave the step's update out",

@@ -30,7 +30,7 @@ from tests.gloo.runtime.test_recover import wait_for_state
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, MIXTURE, MODEL, assemble, batch, make_job
 from tests.support.gloo.parity import WEIGHTS_TOLERANCE, worst
 from tests.support.gloo.pool import Pool, Worker
-from tests.support.gloo.runs import NOBODY, slots_in, terms
+from tests.support.gloo.runs import NOBODY, losses, slots_in, terms
 from tests.support.gloo.train_jobs.bad_step_jobs import (
     Bad,
     bad_generation,
@@ -186,6 +186,14 @@ def test_a_bad_step_is_in_the_ledger_and_the_limit_outlives_a_recovery(pool: Poo
     report = check(ledger, data.train, run.job.seed, BATCH, [(run.term, 2, 5)])
     assert (report.ok, report.steps, report.samples, report.skipped) == (True, 6, 60, BATCH)
     assert run.all_finite()
+    (tmp_path / "calm").mkdir()
+    calm = Training(pool, tmp_path / "calm")
+    calm.generation(Bad(gradients=(3, 7)))
+    slots = list_slots(tmp_path / "calm")
+    told = max((header for _, header in slots), key=lambda header: header.step).ledger
+    assert losses([line for line in ledger if '"step":3' not in line]) == pytest.approx(
+        losses([line for line in told if '"step":3' not in line])[:5], rel=1e-12
+    ), "the restored moments have not seen step 3 either"
 
 
 def test_stop_ends_every_rank_before_the_update(pool: Pool, tmp_path: Path) -> None:

@@ -172,10 +172,10 @@ class Training:
 def test_a_bad_step_is_in_the_ledger_and_the_limit_outlives_a_recovery(pool: Pool, tmp_path: Path) -> None:
     """One bad step is allowed. A later generation, which restores the state, remembers it."""
     run = Training(pool, tmp_path, max_skipped_steps=1)
-    alive, killed = run.begin(Bad(gradients=(3,)), kill=(1, 6, "forward"))
+    alive, killed = run.begin(Bad(gradients=(3,)), kill=(1, 5, "forward"))
     wait_for_state(killed.pid, "Z")
     run.abort()
-    assert alive.receive().step == 5
+    assert alive.receive().step == 4
     pool.drop([killed])
     outcomes = run.generation(Bad(gradients=(7,)))
     assert [(o.kind, o.step) for o in outcomes] == [(FailureKind.NUMERICS, 6)] * 2
@@ -183,7 +183,7 @@ def test_a_bad_step_is_in_the_ledger_and_the_limit_outlives_a_recovery(pool: Poo
         assert part in outcomes[0].detail
     ledger = max((header for _, header in list_slots(tmp_path)), key=lambda header: header.step).ledger
     data = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, tmp_path)
-    report = check(ledger, data.train, run.job.seed, BATCH, [(run.term, 2, 5)])
+    report = check(ledger, data.train, run.job.seed, BATCH, [(run.term, 2, 4)])
     assert (report.ok, report.steps, report.samples, report.skipped) == (True, 6, 60, BATCH)
     assert run.all_finite()
     (tmp_path / "calm").mkdir()

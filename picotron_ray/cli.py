@@ -329,6 +329,7 @@ def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson =
             print(
                 f"ledger of {found['steps']} steps: {found['samples']} samples, {found['lost']} lost,"
                 f" {found['repeated']} repeated, {len(found['wrong'])} wrong"
+                + (f"; {found['skipped']} fed without an update" if found["skipped"] else "")
             )
             print("\n".join(found["wrong"]), end="\n" if found["wrong"] else "")
         if found["lost"] or found["repeated"] or found["wrong"]:

@@ -74,5 +74,9 @@ class SlotError(PicotronError):
     """A snapshot slot cannot be allocated, written or read."""
 
 
+class NumericsError(PicotronError):
+    """Loss, gradients or weights are not finite, or too many updates were left out."""
+
+
 class PeerLostError(PicotronError):
     """A collective failed because a peer died or the generation was aborted."""

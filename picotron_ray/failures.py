@@ -20,6 +20,7 @@ class FailureKind(StrEnum):
     CORRUPT = "corrupt"  # what the worker read does not match its digest
     LATE = "late"  # the worker did not stop with the others at a step boundary
     START_FAILED = "start-failed"  # a new worker did not come up
+    NUMERICS = "numerics"  # loss, gradients or weights are not finite, or spiked too often: the run ends
     WORKER_EXITED = "worker-exited"  # the worker's process is gone
     HANG = "hang"  # a phase outlasted its limit, or an interrupt was not answered
     NODE_LOST = "node-lost"  # the node is gone with its workers and snapshots
@@ -71,6 +72,7 @@ FAILURE_RULES: Mapping[FailureKind, FailureRule] = {
     FailureKind.CORRUPT: FailureRule(FailureKind.FAILED, climbs=False),
     FailureKind.LATE: FailureRule(FailureKind.FAILED),
     FailureKind.START_FAILED: FailureRule(FailureKind.FAILED),
+    FailureKind.NUMERICS: FailureRule(FailureKind.NUMERICS),
     FailureKind.WORKER_EXITED: FailureRule(FailureKind.WORKER_EXITED),
     FailureKind.HANG: FailureRule(FailureKind.HANG),
     FailureKind.NODE_LOST: FailureRule(FailureKind.NODE_LOST, climbs=False),

@@ -95,6 +95,24 @@ def buffers(state: Iterable[StateTensor]) -> Iterator[np.ndarray[Any, np.dtype[n
             yield np.empty(0, dtype=np.uint8)
 
 
+def first_nonfinite(state: Iterable[StateTensor]) -> str | None:
+    """Find a tensor that holds NaN or infinity; encoded ones and integers are not looked at."""
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for entry in state:
+        if (
+            isinstance(entry.tensor, torch.Tensor)
+            and entry.tensor.is_floating_point()
+            and entry.tensor.numel()
+        ):
+            by_device.setdefault(entry.tensor.device, []).append((entry.shard.name, entry.tensor.detach()))
+    for found in by_device.values():
+        largest = torch._foreach_norm([tensor for _, tensor in found], ord=float("inf"))
+        finite = torch.stack([value.double() for value in largest]).isfinite().tolist()
+        if not all(finite):
+            return found[finite.index(False)][0]
+    return None
+
+
 def restore(state: Sequence[StateTensor], source: ShardSource) -> None:
     """Fill the live tensors in place from a source, whatever layout wrote it.
 

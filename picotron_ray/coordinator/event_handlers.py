@@ -193,6 +193,9 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
     elif event.kind is FailureKind.PEER_LOST:
         text = f"worker {event.worker} lost a peer"
         blame(memory, event.kind, event.worker, culprit=False, text=text)
+    elif event.kind is FailureKind.NUMERICS:
+        memory.verdict = event.detail
+        blame(memory, event.kind, event.worker, culprit=True, text=event.detail)
     elif event.detail.startswith("corrupt:"):
         _quarantine(memory, event.worker, event.detail.removeprefix("corrupt:").strip())
     else:

@@ -29,6 +29,7 @@ def blame(
     """Note a failure of the running generation; the first one aborts it.
 
     A member that lost a peer only suffers: the peer's own end, where it is heard of later, replaces it.
+    A failure goes before numerics, as the numbers may be its work: the next generation computes them again.
 
     Args:
         target: worker or node that is concerned.
@@ -42,13 +43,17 @@ def blame(
     incident = memory.incident
     if incident is None:
         memory.incident = Incident(kind, cause, target, step, memory.now, culprit)
-    elif culprit and not incident.culprit:
+    elif culprit and (not incident.culprit or _goes_before(kind, incident.kind)):
         incident.kind, incident.cause, incident.target, incident.culprit = kind, cause, target, True
     if memory.state in (MachineState.RUNNING, MachineState.LEAVING):
         memory.reason = text
         memory.go(MachineState.ABORTING)
         memory.deadline = memory.now + memory.job.elastic.interrupt_timeout_s
         _interrupt(memory, "hard")
+
+
+def _goes_before(kind: FailureKind, other: FailureKind) -> bool:
+    return other is FailureKind.NUMERICS and kind is not FailureKind.NUMERICS
 
 
 def _interrupt(memory: MachineMemory, mode: str) -> None:

@@ -111,7 +111,8 @@ class MachineMemory:
     rewind: int | None = None  # checkpoint.resume_step, until it has been obeyed
     # the end
     stop_requested: bool = False
-    final: tuple[Literal["finished", "stopped"], int] | None = None
+    verdict: str = ""  # why the run must end as failed once its last state is committed; empty: it need not
+    final: tuple[Literal["finished", "stopped", "failed"], int] | None = None
     result: Finish | None = None
 
     # --- verbs --------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ The one place that decides what happens next; every way out of a generation lead
 
 from __future__ import annotations
 
+from typing import Literal
+
 from picotron_ray.coordinator.generation_stop import kill
 from picotron_ray.coordinator.lineage import descend, on_lineage
 from picotron_ray.coordinator.machine_memory import LayoutProposal, MachineMemory
@@ -20,7 +22,7 @@ from picotron_ray.coordinator.messages import (
 from picotron_ray.coordinator.policies.membership import choose_members
 from picotron_ray.coordinator.policies.restore_point import newest_commit, restore_point
 from picotron_ray.coordinator.states import MachineState
-from picotron_ray.failures import Remedy
+from picotron_ray.failures import FailureKind, Remedy
 
 MOST_ASKED = 3  # rounds after which a node's inventory is done without
 COMMIT_PATIENCE_S = 5.0  # longest wait for the reply to a commit that would save steps
@@ -81,12 +83,15 @@ def _decide(memory: MachineMemory) -> None:
         return
     if memory.now < memory.patient_until and _commit_would_help(memory, point):
         return
+    if memory.verdict and (memory.incident is None or memory.incident.kind is FailureKind.NUMERICS):
+        _finalise(memory, point, "failed")
+        return
     if memory.incident is not None and not memory.incident.counted and not _apply_remedy(memory, point):
         return
     if memory.distrust_slots:
         point, why = _restore_point(memory)
     if memory.stop_requested or point.step >= memory.job.steps:
-        _finalise(memory, point)
+        _finalise(memory, point, "finished" if point.step >= memory.job.steps else "stopped")
         return
     picked = pick(memory)
     if picked is None:
@@ -195,6 +200,7 @@ def _launch(
     memory.spec, memory.layouts[spec.id] = spec, spec.layout
     memory.outcomes.clear()
     memory.seen_step, memory.launched_at, memory.progressed = spec.resume_step, memory.now, False
+    memory.verdict = ""
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
     memory.checkpoints.rewound(spec)
     if memory.checkpoints.pending is None:
@@ -232,12 +238,11 @@ def _report(memory: MachineMemory, spec: GenerationSpec, why: str) -> None:
     )
 
 
-def _finalise(memory: MachineMemory, point: Source) -> None:
+def _finalise(memory: MachineMemory, point: Source, status: Literal["finished", "stopped", "failed"]) -> None:
     """Commit the last state; what is already committed, or was never trained, needs no commit."""
-    status = "finished" if point.step >= memory.job.steps else "stopped"
     memory.go(MachineState.FINALISING)
     memory.deadline = memory.now + max(FINAL_PATIENCE_S, 2 * memory.job.storage.retry_deadline_s)
-    memory.final = (status, point.step)  # type: ignore[assignment]
+    memory.final = (status, point.step)
     memory.incident = None
     if point.kind == "slots":  # else it is the newest commit, or nothing was trained
         assert point.generation is not None
@@ -254,9 +259,10 @@ def step_finalising(memory: MachineMemory) -> None:
     status, step = memory.final
     job = memory.checkpoints.pending
     if memory.checkpoints.committed >= step:
-        memory.finish(status, f"step {step}")
+        memory.finish(status, memory.verdict if status == "failed" else f"step {step}")
     elif job is None:
         memory.reason = "the last state was lost before it was committed"
         collect(memory)
     elif memory.now >= (memory.deadline or 0.0) and (job.errors or memory.appends.attempt):
-        memory.finish("storage", f"step {step} could not be committed: storage kept failing")
+        why = f"; it was to be the end: {memory.verdict}" if memory.verdict else ""
+        memory.finish("storage", f"step {step} could not be committed: storage kept failing{why}")

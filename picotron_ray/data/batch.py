@@ -43,6 +43,16 @@ class StepBatch:
     digest: bytes
 
 
+def samples_of(step: int, global_batch: int) -> str:
+    """Name the samples of a step, both ends included, for people.
+
+    Example:
+        >>> samples_of(3, 8)
+        'samples 16 to 23'
+    """
+    return f"samples {(step - 1) * global_batch} to {step * global_batch - 1}"
+
+
 def token_digest(rows: npt.NDArray[np.int64]) -> bytes:
     """Digest of 16 bytes: xxh3_128 of the tokens as little-endian uint32, row after row."""
     return xxhash.xxh3_128_digest(np.ascontiguousarray(rows, dtype="<u4").data)

@@ -6,6 +6,9 @@ Each step of a generation leaves one JSON line::
      "rows": [[192, 208, "<32 hex digits>"], [208, 224, "..."]], "tokens": 4096, "loss": 2.71,
      "grad_norm": 0.9, "learning_rate": 0.001, "at_s": 1790000000.123}
 
+A step whose update was left out says why in one key more, ``skipped``: its samples were fed, and moved
+nothing. Loss and norm are null where they were not finite.
+
 ``rows`` has one entry per DP replica: the half-open range of global sample numbers, and the digest of the
 tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. The checker
 knows nothing of layouts and trusts no number of the ledger. It makes every row again from the source data
@@ -42,6 +45,7 @@ class LedgerReport:
         repeated: feedings of a sample beyond its first.
         void: lines of steps that a later generation went back behind; they do not count.
         wrong: one line of text per finding.
+        skipped: samples of steps whose update was left out. They were fed, and count as such too.
     """
 
     steps: int
@@ -50,6 +54,7 @@ class LedgerReport:
     repeated: int
     void: int
     wrong: tuple[str, ...]
+    skipped: int = 0
 
     @property
     def ok(self) -> bool:
@@ -63,6 +68,7 @@ class LedgerReport:
             "lost": self.lost,
             "repeated": self.repeated,
             "void": self.void,
+            "skipped": self.skipped,
             "wrong": list(self.wrong),
         }
 
@@ -165,6 +171,7 @@ def check(
         repeated=sum(int(counts.sum()) for counts in audit.fed.values()) - samples,
         void=len(parsed) - len(valid),
         wrong=tuple(wrong),
+        skipped=global_batch * sum(any(x.skipped for x in by_step[s]) for s in by_step if s <= steps),
     )
 
 

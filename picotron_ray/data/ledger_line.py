@@ -20,6 +20,7 @@ class LedgerLine:
     samples: tuple[int, int]
     rows: tuple[tuple[int, int, str], ...]
     tokens: int
+    skipped: bool = False  # the update was left out
 
     @property
     def name(self) -> str:
@@ -38,6 +39,7 @@ def parse_line(raw: str | Mapping[str, Any], at: int, wrong: list[str]) -> Ledge
                 (_whole(first), _whole(last), _digest(hexes)) for first, last, hexes in record["rows"]
             ),
             tokens=_whole(record["tokens"]),
+            skipped=bool(record.get("skipped", "")),
         )
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         wrong.append(f"line {at} is not a ledger line ({type(error).__name__}: {error})")

@@ -31,6 +31,7 @@ _FIELDS = (
     *(("magic", "q"), ("pid", "q"), ("start_ticks", "q"), ("term", "q"), ("n", "q"), ("rank", "q")),
     *(("phase", "q"), ("phase_count", "q"), ("phase_since_s", "d"), ("phase_limit_s", "d")),
     *(("step", "q"), ("clean", "q"), ("sealed", "q"), ("pinned", "q"), ("skipped", "q"), ("tokens", "q")),
+    ("skipped_step", "q"),  # newest step whose update was left out; -1: none
     *(("loss", "d"), ("grad_norm", "d"), ("learning_rate", "d"), ("step_time_s", "d")),
     *(
         ("eval_step", "q"),
@@ -75,6 +76,7 @@ class PageView:
     pinned: int
     skipped: int
     tokens: int
+    skipped_step: int
     loss: float
     grad_norm: float
     learning_rate: float
@@ -145,7 +147,7 @@ class Page:
         self.put(
             pid=os.getpid(), start_ticks=process_start_ticks(os.getpid()), clean=-1, sealed=-1, pinned=-1
         )
-        self.put(cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)
+        self.put(skipped_step=-1, cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)
         self.put(eval_step=-1, phase_since_s=self._since, phase_limit_s=1e9, magic=MAGIC)
         temporary.rename(path)
 
@@ -173,7 +175,7 @@ class Page:
     def begin(self, term: int, n: int, rank: int, step: int) -> None:
         """Start a generation; the counters of the previous one are void."""
         self.computing_step = step + 1
-        self.put(built_at_s=0.0, restored_at_s=0.0)
+        self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1)
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
 
     def phase(self, name: str) -> None:

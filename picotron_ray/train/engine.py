@@ -1,6 +1,7 @@
 """The training step of one rank in one generation.
 
-A step is ``gradients_of`` (``forward_backward`` → ``reduce`` → ``clip``), then ``optimizer_step``::
+A step is ``gradients_of`` (``forward_backward`` → ``reduce`` → ``clip``), then ``optimizer_step``, or
+``skip_step`` where its update is left out::
 
     loss, norm = engine.gradients_of(batch)
     engine.optimizer_step(rate)
@@ -62,7 +63,8 @@ class Engine:
     Weights are undefined until `initialise` or a restore.
 
     Fields:
-        step: number of updates that the weights have seen.
+        step: number of steps that the state has seen, those without an update included.
+        skipped: number of them whose update was left out.
         applied: what the layout made of the model, one phrase each.
     """
 
@@ -74,7 +76,7 @@ class Engine:
         variability: GradientVariability | None = None,
     ) -> None:
         self.job, self.layout, self.device = job, mesh.layout, device
-        self.step = 0
+        self.step = self.skipped = 0
         # moments taken over from another run have seen its updates: the bias correction must know
         self._inherited_updates = (job.init_from.step or 0) if job.init_from.optimizer_state else 0
         self._mesh = mesh
@@ -158,12 +160,18 @@ class Engine:
 
     def optimizer_step(self, rate: float) -> None:
         """Update weights and moments in place with learning rate ``rate``."""
-        self._optimizer.step(self._gradients.values, rate, self._inherited_updates + self.step + 1)
+        update = self._inherited_updates + self.step - self.skipped + 1
+        self._optimizer.step(self._gradients.values, rate, update)
         self._gradients.update_copies()
         self._balance.step()
         self._adaptation.step()
         self._scaling.step()
         self.step += 1
+
+    def skip_step(self) -> None:
+        """Count a step without its update: weights, moments, expert biases and loss scale stay."""
+        self.step += 1
+        self.skipped += 1
 
     # --- beside a step -------------------------------------------------------------------------------
 
@@ -208,11 +216,14 @@ class Engine:
     def initialise(self, seed: int) -> None:
         """Set the weights of step 0: a function of seed and name alone, the same at every layout."""
         self._state.initialise(seed)
-        self.step = 0
+        self.step = self.skipped = 0
 
-    def set_step(self, step: int) -> None:
-        """Say how many updates the restored state has seen (the optimizer's only scalar)."""
-        self.step = step
+    def set_step(self, step: int, skipped: int = 0) -> None:
+        """Say how many steps the restored state has seen, and how many of them without an update.
+
+        Their difference is the optimizer's only scalar.
+        """
+        self.step, self.skipped = step, skipped
 
     def close(self) -> None:
         """Drop every reference to the model and the process groups; the engine is unusable afterwards.

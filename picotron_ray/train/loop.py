@@ -2,7 +2,7 @@
 
 The loop runs from a restored step to the last one, or until it is asked to stop. Every step leaves behind
 
-- a ledger line: the exact samples, loss and gradient norm,
+- a ledger line: the exact samples, loss and gradient norm, and whether the update was left out,
 - a heartbeat page that names the last clean state,
 - a snapshot, when one is due, copied while the next step computes.
 
@@ -13,11 +13,12 @@ it decides what to do.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -29,6 +30,7 @@ from picotron_ray.train.engine import Engine
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.snapshot import Snapshotter
 from picotron_ray.train.step_sync import SNAPSHOT, STOP, Agreement, Contribution, exchange
+from picotron_ray.train.update_policy import UpdatePolicy, bad_end
 
 
 class HeartbeatPage(Protocol):
@@ -84,6 +86,7 @@ class Loop:
     snapshots: Snapshotter
     page: HeartbeatPage
     requests: Requests
+    updates: UpdatePolicy
     tail: list[str]  # ledger lines (JSON) since the last commit, oldest first
     start_step: int
     _last_snapshot: int = -1
@@ -94,6 +97,7 @@ class Loop:
 
         Raises:
             RuntimeError: a peer is gone, or the process groups were aborted.
+            NumericsError: losses, gradients or weights are such that the run must end.
         """
         self._last_snapshot = self.start_step
         last = max(self.start_step, self.job.steps)
@@ -107,7 +111,9 @@ class Loop:
             self._snapshot_if_due(step, agreement)
             if step % self.job.evaluate.interval_steps == 0:
                 self._evaluate(step)
-        self._evaluate(last)
+        if not math.isfinite(eval_loss := self._evaluate(last)):
+            self.page.put(clean=-1)  # these weights reach no slot
+            raise bad_end(last, eval_loss)
         self._final_snapshot(last)
         return "finished"
 
@@ -121,12 +127,18 @@ class Loop:
         loss_sum, grad_norm = engine.gradients_of(batch, page.phase)
         page.phase("sync")
         agreement = exchange(self._contribution(batch, loss_sum, grad_norm), self.layout, self.device)
+        loss = agreement.loss_sum / batch.global_tokens
+        skipped = self.updates.judge(step, loss, agreement.grad_norm, agreement.finite)
         self.snapshots.wait_copied()  # the optimizer overwrites what a snapshot still reads
         rate = learning_rate(self.job.optimizer, step, self.job.steps)
-        page.put(clean=-1)
-        page.phase("optimizer")
-        engine.optimizer_step(rate)
-        self._record(step, batch, agreement, rate)
+        if skipped:
+            engine.skip_step()
+        else:
+            page.put(clean=-1)
+            page.phase("optimizer")
+            engine.optimizer_step(rate)
+        self._record(step, batch, agreement, rate, skipped)
+        self.updates.passed(step, loss, skipped)
         page.put(clean=step)
         self._step_time_s = time.monotonic() - began
         if step == self.start_step + 1:
@@ -151,29 +163,32 @@ class Loop:
             dropped=sum(load.dropped for load in loads),
         )
 
-    def _record(self, step: int, batch: StepBatch, agreement: Agreement, rate: float) -> None:
-        """Write the step's ledger line and heartbeat."""
+    def _record(self, step: int, batch: StepBatch, agreement: Agreement, rate: float, skipped: str) -> None:
+        """Write the step's ledger line and heartbeat; loss and norm of the page are the last update's."""
         loss = agreement.loss_sum / batch.global_tokens
         global_batch = self.job.data.global_batch
-        line = {
+        line: dict[str, Any] = {
             "step": step,
             **self.identity,
             "samples": [(step - 1) * global_batch, step * global_batch],
             "rows": agreement.rows,
             "tokens": batch.global_tokens,
-            "loss": loss,
-            "grad_norm": agreement.grad_norm,
+            "loss": loss if math.isfinite(loss) else None,  # JSON has no NaN
+            "grad_norm": agreement.grad_norm if math.isfinite(agreement.grad_norm) else None,
             "learning_rate": rate,
             "at_s": round(time.time(), 3),
         }
         if agreement.imbalance:
             line |= {"expert_imbalance": agreement.imbalance, "dropped": agreement.dropped}
+        if skipped:
+            line["skipped"] = skipped
+            self.page.put(skipped_step=step)
+        else:
+            self.page.put(loss=loss, grad_norm=agreement.grad_norm)
         self.tail.append(json.dumps(line, separators=(",", ":")))  # once: every snapshot carries it
         self.snapshots.observe(agreement.sealed)
         self.page.put(
             tokens=step * batch.global_tokens,
-            loss=loss,
-            grad_norm=agreement.grad_norm,
             learning_rate=rate,
             sealed=self.snapshots.sealed_step,
             wait_s=self.snapshots.waited_s,
@@ -189,13 +204,15 @@ class Loop:
             self._last_snapshot = step
             self.snapshots.begin(step, self.tail, pinned=pinned)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> float:
         """Measure the held-out loss, summed over all ranks."""
         self.page.phase("evaluate")
         loss_sum, tokens = self.engine.evaluate(self.eval_batches)
         agreement = self._exchange_apart(Contribution(loss_sum, float(tokens)))
         total = sum(batch.global_tokens for batch in self.eval_batches)
-        self.page.put(eval_loss=agreement.loss_sum / total, eval_step=step)
+        loss = agreement.loss_sum / total
+        self.page.put(eval_loss=loss, eval_step=step)
+        return loss
 
     def _exchange_apart(self, mine: Contribution) -> Agreement:
         """Exchange figures between steps; flags are not acted on, but raised again for the next step's."""

@@ -17,12 +17,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
-from picotron_ray.checkpoint.torch_state import StateTensor, buffers
+from picotron_ray.checkpoint.torch_state import StateTensor, buffers, first_nonfinite
+from picotron_ray.data.batch import samples_of
+from picotron_ray.errors import NumericsError
 from picotron_ray.layout.layout import Layout
 
 RELEASE_WAIT_S = 30.0
@@ -71,18 +74,20 @@ class Snapshotter:
         protected: SlotKey,
         on_sealed: Callable[[int, bool, float], None],
         on_phase: Callable[[str], None] | None = None,
+        extra: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """
         Args:
             protected: key of the state that the generation resumed from; it stays until a newer state is
                 sealed on all ranks.
             on_sealed: told (step, pinned, seconds taken) after each seal, from the background thread.
+            extra: what the headers hold besides, as of the state at hand.
         """
         self._pool, self._writer = pool, writer
         self._whole = list(state)
         self._share = split_for_replica(self._whole, writer.index, writer.count)
         self._complete = protected
-        self._on_sealed, self._on_phase = on_sealed, on_phase
+        self._on_sealed, self._on_phase, self._extra = on_sealed, on_phase, extra
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._pending: Future[None] | None = None
         self._pending_pinned = False
@@ -126,7 +131,11 @@ class Snapshotter:
             self._complete = max(self._complete, (self._writer.term, self._writer.n, sealed))
 
     def flush(self, step: int, tail: Sequence[str], pinned: bool) -> bool:
-        """Seal all of the rank's state at ``step``, in the calling thread; False if no slot came free."""
+        """Seal all of the rank's state at ``step``, in the calling thread; False if no slot came free.
+
+        Raises:
+            NumericsError: the state is not finite.
+        """
         self.wait_copied()
         if self.sealed_step == step and self._sealed_whole and not pinned:
             return True
@@ -157,15 +166,27 @@ class Snapshotter:
             layout=writer.layout.to_dict(),
             cursor=step * writer.global_batch,
             ledger=tuple(tail),
+            extra=self._extra(),
         )
 
     def _write(
         self, slot: SlotFile, header: SlotHeader, tensors: Sequence[StateTensor], pinned: bool
     ) -> None:
         began = time.monotonic()
+        self._check(header, tensors)
         shards = tuple(tensor.shard for tensor in tensors)
         slot.write(header, shards, buffers(tensors), pinned=pinned, on_phase=self._on_phase)
         seconds = time.monotonic() - began
         self.cost_s = seconds if not self.cost_s else 0.8 * self.cost_s + 0.2 * seconds
         self.sealed_step = header.step
         self._on_sealed(header.step, pinned, seconds)
+
+    def _check(self, header: SlotHeader, tensors: Sequence[StateTensor]) -> None:
+        """Refuse a state that is not finite: each rank vouches for what it writes."""
+        name = first_nonfinite(tensors)
+        if name is not None:
+            samples = samples_of(header.step, self._writer.global_batch)
+            raise NumericsError(
+                f"{name} after step {header.step} ({samples}): saw NaN or infinity, expected finite values;"
+                " the state is not kept: lower the learning rate"
+            )

@@ -3,6 +3,7 @@
 It carries all that ranks must agree on without a coordinator:
 
 - the loss,
+- whether all losses and gradient norms are finite: one rank whose are not speaks for all,
 - the digests of the tokens fed,
 - requests that reached any one rank (stop, snapshot),
 - the newest step that every rank has sealed, as older slots may then be overwritten,
@@ -65,6 +66,7 @@ class Agreement:
     snapshot_interval: int  # steps, from the measured cost
     imbalance: float = 0.0  # load of the most used expert of any layer / the mean; 0: no experts
     dropped: int = 0  # assignments over capacity, in all layers
+    finite: bool = True  # losses and gradient norms of all ranks
 
 
 def exchange(mine: Contribution, layout: Layout, device: torch.device, group: Any = None) -> Agreement:
@@ -110,14 +112,16 @@ def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:
         flags |= record.flags
     cost = max(record.snapshot_cost_s for record in records)
     step = max(record.step_time_s for record in records)
+    norms = [record.grad_norm for record in records]
     return Agreement(
         loss_sum=sum(record.loss_sum for record in records),
-        grad_norm=records[0].grad_norm,
+        grad_norm=next((norm for norm in norms if not math.isfinite(norm)), norms[0]),
         rows=tuple(rows[i] for i in range(layout.dp)),
         flags=flags,
         sealed=min(record.sealed for record in records),
         imbalance=max(record.imbalance for record in records),
         # every rank of a stage knows its layers' total: take one of each stage
         dropped=sum(records[layout.rank(Coordinates(pp, 0, 0, 0))].dropped for pp in range(layout.pp)),
+        finite=all(math.isfinite(record.loss_sum) and math.isfinite(record.grad_norm) for record in records),
         snapshot_interval=max(1, math.ceil(cost / (0.5 * step))) if step > 0 else 1,
     )

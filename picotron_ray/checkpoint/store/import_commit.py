@@ -19,7 +19,13 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store.chunks import chunk_key, decode
 from picotron_ray.checkpoint.store.commit import put_fresh
 from picotron_ray.checkpoint.store.commit_source import check_shard
-from picotron_ray.checkpoint.store.manifest import Manifest, StoredShard, committed_manifest, load_manifest
+from picotron_ray.checkpoint.store.manifest import (
+    UPDATES,
+    Manifest,
+    StoredShard,
+    committed_manifest,
+    load_manifest,
+)
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import Verifier
 from picotron_ray.errors import CorruptError, NotFoundError, StorageError
@@ -125,10 +131,17 @@ def copy_commit(
         shards=shards,
         chunks={address: old.chunks[address] for address in by_chunk},
         ledger=(),
-        extra={ORIGIN: origin, WEIGHTS_ONLY: not with_moments or weights_only(old)},
+        extra={ORIGIN: origin, WEIGHTS_ONLY: not with_moments or weights_only(old)}
+        | (_left_out(old) if with_moments else {}),
     )
     encoded = manifest.encode()
     return put_fresh(target, manifest.key, encoded), blake3(encoded).hexdigest()
+
+
+def _left_out(old: Manifest) -> dict[str, Any]:
+    """Number of the other run's steps without an update: its moments have not seen them."""
+    skipped = old.extra.get(UPDATES, {}).get("skipped", 0)
+    return {UPDATES: {"skipped": skipped}} if skipped else {}
 
 
 def _copy_chunk(

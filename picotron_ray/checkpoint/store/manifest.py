@@ -19,6 +19,8 @@ from picotron_ray.errors import CorruptError, NotFoundError
 from picotron_ray.layout.shards import DTYPE_BYTES, Box, Shard, uncovered, whole
 
 SCHEMA = 1
+UPDATES = "update_policy"
+"""Key in ``extra``: the number of updates left out, and the record from which more may be (`train`)."""
 LINE_BYTES = 4 << 20  # most, of a ledger's line: one step
 MANIFEST_BYTES = 1 << 30  # most; a model of 70 billion parameters takes some 50 MiB
 _ADDRESS = re.compile(r"[0-9a-f]{64}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from picotron_ray.config.schema.base import Section
 
@@ -49,6 +49,11 @@ class ClusterConfig(Section):
     )
 
 
+def _off(value: Any) -> Any:
+    """Take false for ``off``: YAML reads the bare word so."""
+    return "off" if value is False else value
+
+
 class ElasticConfig(Section):
     """Failure detection and recovery.
 
@@ -58,6 +63,8 @@ class ElasticConfig(Section):
           max_failures: 20
           node_timeout_s: 10.0
           first_step_timeout_s: 300.0
+          on_nonfinite: stop
+          on_spike: skip
     """
 
     max_failures: int = Field(
@@ -77,6 +84,22 @@ class ElasticConfig(Section):
     )
     interrupt_timeout_s: float = Field(
         default=2.0, gt=0, description="a member that does not stop in time is killed"
+    )
+    on_nonfinite: Literal["skip", "stop"] = Field(
+        default="skip",
+        description="answer to a loss or gradient that is NaN or infinite. skip: leave the step's update out;"
+        " stop: end the run before it (exit 3)",
+    )
+    on_spike: Annotated[Literal["off", "skip"], BeforeValidator(_off)] = Field(
+        default="off",
+        description="answer to a loss above both mean + 6 standard deviations and 1.2 x mean of the last 100"
+        " updates. off: none; skip: leave the step's update out",
+    )
+    max_skipped_steps: int = Field(
+        default=10, ge=0, description="skipped steps within `skip_window_steps` before the run ends (exit 3)"
+    )
+    skip_window_steps: int = Field(
+        default=1000, ge=1, description="steps within which skipped ones are counted"
     )
     grow: bool = Field(
         default=True, description="re-mesh up when workers join and the planner says that it pays"

@@ -34,6 +34,13 @@ def _cluster(job: JobConfig) -> Iterator[Problem]:
             f" elastic.heartbeat_s={elastic.heartbeat_s:g}",
             ("elastic.heartbeat_s",),
         )
+    if elastic.max_skipped_steps >= elastic.skip_window_steps:
+        yield Problem(
+            "elastic.max_skipped_steps",
+            f"saw {elastic.max_skipped_steps}, expected less than"
+            f" elastic.skip_window_steps={elastic.skip_window_steps}, or every step may be skipped",
+            ("elastic.skip_window_steps",),
+        )
 
 
 def _snapshot(job: JobConfig) -> Iterator[Problem]:

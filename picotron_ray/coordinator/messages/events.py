@@ -102,7 +102,8 @@ class Outcome:
     generation: GenerationId
     kind: OutcomeKind
     step: int
-    detail: str = ""  # failed: "corrupt:<slot file or manifest key>", "nan", "oom", "error: ..."
+    # failed: "corrupt:<slot file or manifest key>", "oom", "error: ..."; numerics: the samples and why
+    detail: str = ""
     first_step_at_s: float = 0.0  # since the epoch; 0: none finished. For the record, not for decisions
 
 

@@ -98,7 +98,9 @@ class Commit:
     digest: str = ""  # blake3 of the manifest
 
 
-OutcomeKind = Literal["finished", "interrupted", FailureKind.PEER_LOST, FailureKind.FAILED]
+OutcomeKind = Literal[
+    "finished", "interrupted", FailureKind.PEER_LOST, FailureKind.FAILED, FailureKind.NUMERICS
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@
 2. A launch resumes from the newest complete state that its coordinator could know of, on the lineage,
    and from nothing else; generations and worker names are used once; no worker is in two generations.
 3. The ledger is exact: the history of every state that is restored or committed holds each step once.
-4. Progress: the run ends as "finished" (or "stopped", where that was asked for) in bounded time after the
-   last fault, with everything that could be saved committed and nobody left at work.
+4. Progress: the run ends as "finished" (or "stopped", where that was asked for, or "failed", where a step is
+   bad whoever computes it) in bounded time after the last fault, with everything committed that could be
+   saved and nobody left at work.
 """
 
 from __future__ import annotations
@@ -75,9 +76,12 @@ class Checks:
         """Check an end: the present coordinator may end only a finished run; a replaced one is fenced."""
         if self.sim.shell is not shell:
             return
-        if command.status not in ("finished", "stopped") or (
-            command.status == "stopped" and not self.sim.stop_asked
-        ):
+        allowed = {
+            "finished",
+            "stopped" if self.sim.stop_asked else "",
+            "failed" if self.sim.bad_step else "",
+        }
+        if command.status not in allowed:
             self.sim.violation(f"the run ended as {command.status}: {command.detail}")
             return
         chain = self._walk(shell.newest)
@@ -89,6 +93,8 @@ class Checks:
             best = max(self._slot_steps(shell, chain), default=0)
             if best > last:
                 self.sim.violation(f"ended with a commit of step {last}, but {best} was to be had")
+        if command.status == "failed" and command.detail != "a bad step":
+            self.sim.violation(f"failed, and not for the bad step: {command.detail}")
         for commit in commits:
             self._exact(self.sim.storage.histories[commit.manifest], commit.step)
         self._uses_all_it_can(shell)

@@ -96,6 +96,7 @@ class World(Protocol):
     job: JobConfig
     step_s: float
     start_failures: float
+    bad_step: int
     storage: SimStorage
     checks: Observer
 

@@ -79,8 +79,12 @@ def _job(workers: int, interval: int) -> JobConfig:
     return JOBS[key]
 
 
-def simulate(seed: int, coverage: Coverage | None = None) -> Report:
-    """Run one seed; the same seed gives the same report, event for event."""
+def simulate(seed: int, coverage: Coverage | None = None, bad_step: int = 0) -> Report:
+    """Run one seed; the same seed gives the same report, event for event.
+
+    Args:
+        bad_step: step that every generation finds bad; 0: none.
+    """
     draw = Rng(seed)
     nodes, capacity = 1 + draw.below(3), 1 + draw.below(3)
     workers = max(2, min(nodes * capacity, 2 + draw.below(4)))
@@ -88,7 +92,7 @@ def simulate(seed: int, coverage: Coverage | None = None) -> Report:
     coverage = Coverage() if coverage is None else coverage
     checks = Checks(coverage)
     sim = Sim(draw.bits(), _job(workers, 5 + draw.below(10)), choose, checks)
-    checks.sim = sim
+    checks.sim, sim.bad_step = sim, bad_step
     sim.step_s = EVENTS / (nodes + 1) / sim.job.steps
     if draw.chance(0.2):
         sim.start_failures = 0.3

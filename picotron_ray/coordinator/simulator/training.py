@@ -67,6 +67,9 @@ class SimGeneration:
     def _step_done(self, step: int) -> None:
         if self.broken or self.ended or self._stuck():
             return
+        if step == self.sim.bad_step:
+            self._give_up()
+            return
         self.step = step
         self.sim.stepped(self)
         if step == self.spec.resume_step + 2:
@@ -81,6 +84,14 @@ class SimGeneration:
                 worker.leave(self, "finished" if last else "interrupted")
             return
         self._next()
+
+    def _give_up(self) -> None:
+        """All members agree that the step is bad, and leave with the state before it."""
+        self.ended = True
+        for worker in self.members():
+            if self.step > self.spec.resume_step:
+                self._write(worker, self.step, whole=True)
+            worker.leave(self, FailureKind.NUMERICS, "a bad step")
 
     def _stuck(self) -> bool:
         """A hung member stops everybody; their agents notice."""

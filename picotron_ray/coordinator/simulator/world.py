@@ -35,6 +35,7 @@ class Sim:
         self.now = 0.0
         self.step_s = 1.0  # of a step, however many do it
         self.start_failures = 0.0  # share of worker starts that fail
+        self.bad_step = 0  # step that every generation finds bad, and ends before; 0: none
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._count = itertools.count()  # calls of one time come in the order of their planning
         self.events = 0  # handled by machines

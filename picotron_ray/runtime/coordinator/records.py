@@ -61,6 +61,7 @@ class Facts:
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=500))
     tokens: int = 0  # up to the newest step that any generation reached
     committed_at_s: float | None = None
+    skipped_step: int = -1  # newest that was told of
     noted: Counter[str] = field(default_factory=Counter)  # events for people, by level
     evaluations: dict[int, float] = field(default_factory=dict)  # loss by step
 

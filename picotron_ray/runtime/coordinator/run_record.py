@@ -6,6 +6,7 @@ method takes the lock.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode
+from picotron_ray.data.batch import samples_of
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
 from picotron_ray.runtime.coordinator.records import (
     Facts,
@@ -80,6 +82,8 @@ class RunRecord:
         with self._lock:
             for page in figures:
                 page["node"] = node
+                if not math.isfinite(page["eval_loss"]):
+                    page["eval_loss"] = None  # as JSON has no NaN
                 self._facts.pages[page["worker"]] = page
                 self._follow(page)
 
@@ -89,12 +93,21 @@ class RunRecord:
             return
         record.end_step = max(record.end_step, page["step"])
         self._facts.tokens = max(self._facts.tokens, page["tokens"])
-        if page["eval_step"] >= 0:
+        if page["eval_step"] >= 0 and page["eval_loss"] is not None:
             self._facts.evaluations[page["eval_step"]] = page["eval_loss"]
+        if page["skipped_step"] > self._facts.skipped_step:
+            self._skipped(page["skipped_step"])
         if page["rank"] == 0 and page["step_time_s"] > 0:
             self._facts.step_times.append(page["step_time_s"])
         if page["first_step_at_s"]:
             self._went_on(record, page["first_step_at_s"])
+
+    def _skipped(self, step: int) -> None:
+        """Tell of a step without an update; of several between two heartbeats, only of the newest."""
+        self._facts.skipped_step = step
+        samples = samples_of(step, self._job.data.global_batch)
+        text = f"step {step} ({samples}) was bad: its update was left out"
+        self.note("warning", "skipped", text, {"step": step})
 
     def recall(self, lines: list[dict[str, Any]]) -> None:
         """Learn from the event logs of earlier terms, on this machine's monotonic clock."""

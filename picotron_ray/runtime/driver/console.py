@@ -14,6 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from picotron_ray.failures import FailureKind
+
 PLAIN_INTERVAL_S = 5.0
 """Without a terminal, a progress line at most this often."""
 RECENT = 8
@@ -91,6 +93,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     for failure in summary.get("failures", ()):
         recovered = number(failure.get("recovered_s"), ".2f")
         source = failure["restored_from"] or "nothing"
+        if failure["kind"] == FailureKind.NUMERICS and not failure["restored_from"]:
+            continue  # the end of the run, which has said so
         lines.append(
             f"survived {failure['kind']} of {failure['target']} at step {failure['step']}: back in"
             f" {recovered} s, {failure['lost_steps']} steps lost, restored from {source}"
@@ -101,6 +105,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(
             f"{len(commits)} commits, the newest of step {max(commits, default='-')}; {ledger['samples']}"
             f" samples fed, {ledger['lost']} lost, {ledger['repeated']} repeated"
+            + (f", {ledger['skipped']} without an update" if ledger.get("skipped") else "")
         )
     return lines
 

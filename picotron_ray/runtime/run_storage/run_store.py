@@ -196,6 +196,7 @@ class RunStore:
                 "samples": sum(line["samples"][1] - line["samples"][0] for line in lines),
                 "lost": batch * len(set(range(1, max(steps, default=0) + 1)) - set(steps)),
                 "repeated": batch * (len(steps) - len(set(steps))),
+                "skipped": batch * sum("skipped" in line for line in lines),
             },
         }
 

@@ -32,7 +32,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind, SlotInfo
 from picotron_ray.data.dataset import DataSplits
 from picotron_ray.data.loader import BatchLoader
-from picotron_ray.errors import CorruptError, PeerLostError, StorageError
+from picotron_ray.errors import CorruptError, NumericsError, PeerLostError, StorageError
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.memory_limit import limit_memory
@@ -40,6 +40,7 @@ from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter
+from picotron_ray.train.update_policy import UpdatePolicy
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class GenerationRun:
         self._resources = resources
         self.rank = next(i for i, member in enumerate(spec.members) if member.worker == resources.worker)
         self._requests = Requests()
+        self._updates = UpdatePolicy(resources.job)
         self._interrupted = False
         self._tail: list[str] = []
         self._engine: Engine | None = None
@@ -176,6 +178,7 @@ class GenerationRun:
             snapshots=self._snapshots,
             page=page,
             requests=self._requests,
+            updates=self._updates,
             tail=self._tail,
             start_step=spec.resume_step,
         )
@@ -197,6 +200,7 @@ class GenerationRun:
             reader = SlotSource(slots)
             restore(engine.state(), reader)
             self._tail.extend(reader.views[0].header.ledger)
+            self._updates.restore(reader.views[0].header.extra)
         else:
             storage = resources.storage()
             manifest = self._manifest(storage)
@@ -204,7 +208,8 @@ class GenerationRun:
                 engine.initialise(resources.job.seed)  # moments of zero; the weights are overwritten
             state = engine.weights() if weights_only(manifest) else engine.state()
             restore(state, CommitSource(storage, manifest))
-        engine.set_step(source.step)
+            self._updates.restore(manifest.extra)
+        engine.set_step(source.step, self._updates.skipped)
 
     def _manifest(self, storage: Storage) -> Manifest:
         """The manifest that the log's commit entry names; CorruptError where another one lies there."""
@@ -230,6 +235,7 @@ class GenerationRun:
             protected=self._protected(),
             on_sealed=self._sealed,
             on_phase=self._copying,
+            extra=self._updates.extra,
         )
 
     def _protected(self) -> SlotKey:
@@ -271,6 +277,8 @@ class GenerationRun:
         if isinstance(error, CorruptError):
             where = error.where if self.spec.source.kind == "slots" else self.spec.source.manifest
             return FailureKind.FAILED, f"corrupt:{where}"
+        if isinstance(error, NumericsError):
+            return FailureKind.NUMERICS, str(error)
         if self._interrupted:
             return "interrupted", ""
         if _out_of_memory(error):
@@ -285,8 +293,7 @@ class GenerationRun:
         clean = int(page.value("clean"))
         if self._snapshots is not None:
             page.phase("flush")
-            if clean >= 0:
-                self._snapshots.flush(clean, self._tail, pinned=False)
+            clean = self._flushed(self._snapshots, clean)
             self._snapshots.close()
         if self._loader is not None:
             self._loader.close()
@@ -298,6 +305,16 @@ class GenerationRun:
         page.put(clean=-1)
         page.phase("idle")
         page.forget_limits()
+        return clean
+
+    def _flushed(self, snapshots: Snapshotter, clean: int) -> int:
+        """Seal the live state of step ``clean``, if any; -1 where there is none that may be kept."""
+        try:
+            if clean >= 0:
+                snapshots.flush(clean, self._tail, pinned=False)
+        except NumericsError as error:
+            log.warning("generation %s on rank %d: %s", self.spec.id, self.rank, error)
+            return -1
         return clean
 
 

@@ -25,7 +25,7 @@ DRIVER = "picotron_ray.runtime.driver"
 STORAGE = "picotron_ray.runtime.run_storage"
 COMMIT = {"step": 7, "kept": ["newest", "best"], "problems": []}
 DAMAGED = {"step": 8, "kept": [], "problems": ["chunk 1 is gone"]}
-LEDGER = {"steps": 3, "samples": 24, "lost": 0, "repeated": 0, "wrong": []}
+LEDGER = {"steps": 3, "samples": 24, "lost": 0, "repeated": 0, "skipped": 0, "wrong": []}
 STATUS: dict[str, Any] = {
     "run": "night", "state": "running", "layout": "dp1-tp1-pp1-mb4", "members": ["w0"], "pages": {},
     "step": 4, "steps": 9, "loss": 2.5, "tokens_per_s": 10.0,
@@ -132,6 +132,11 @@ def test_a_damaged_commit_ends_verify_with_4(asked: Callable[[str, Any], Asked])
     assert out("checkpoints", "verify", "tiny", code=4).endswith("8     none          chunk 1 is gone\n")
     assert json.loads(out("checkpoints", "verify", "tiny", "--json", code=4)) == [COMMIT, DAMAGED]
     assert rows.calls == [(TINY,)] * 3
+
+
+def test_verify_tells_of_samples_without_an_update(asked: Callable[[str, Any], Asked]) -> None:
+    asked(f"{DRIVER}.storage_commands.verify_ledger", {**LEDGER, "skipped": 8})
+    assert out("ledger", "verify", "tiny").endswith(" 0 wrong; 8 fed without an update\n")
 
 
 @pytest.mark.parametrize("wrong", [{}, {"lost": 1}, {"repeated": 2}, {"wrong": ["step 2: saw 3 rows", "x"]}])

@@ -495,6 +495,12 @@ BAD: dict[str, tuple[str, str, str]] = {
         "elastic.node_timeout_s",
         "twice elastic.heartbeat_s=1",
     ),
+    "skipping every step": (
+        "elastic: {max_skipped_steps: 5, skip_window_steps: 5}",
+        "elastic.max_skipped_steps",
+        "less than elastic.skip_window_steps=5",
+    ),
+    "what is not offered": ("elastic: {on_nonfinite: rewind}", "elastic.on_nonfinite", "one of skip, stop"),
     "warm-up": (
         "steps: 10\noptimizer: {schedule: {warmup_steps: 11}}",
         "optimizer.schedule.warmup_steps",

@@ -76,6 +76,14 @@ def test_overrides_are_yaml_and_apply_in_order() -> None:
     assert load_job("tiny", ["storage.url=s3://bucket/a=b"]).storage.url == "s3://bucket/a=b"
 
 
+def test_the_bare_word_off_is_no_false() -> None:
+    """YAML reads it as one."""
+    assert load_job("tiny", ["elastic.on_spike=off"]).elastic.on_spike == "off"
+    assert load_job("tiny", ["elastic.on_spike=skip"]).elastic.on_spike == "skip"
+    with pytest.raises(ConfigError, match=r"elastic\.on_spike: saw true, expected one of off, skip"):
+        load_job("tiny", ["elastic.on_spike=on"])
+
+
 def test_overrides_reach_into_faults() -> None:
     second = "chaos.1={fault: stop, target: 'worker:1', step: 2}"
     job = load_job("tiny", [FAULT, "chaos.0.step=3", second, "chaos.1.phase=optimizer"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import LayoutError
@@ -257,6 +261,110 @@ def test_a_stop_at_a_step_that_is_committed_needs_no_upload() -> None:
     commands = world.answer(world.send(*outcomes(one, "interrupted", 50)))
     assert of(commands, m.Finish) == [m.Finish("stopped", "step 50")]
     assert of(commands, m.Upload) == []
+
+
+def bad_step(world: World, step: int, but: tuple[str, ...] = ()) -> list[m.Command]:
+    """All members (``but`` these) find the step after ``step`` bad."""
+    found = [replace(o, detail="bad") for o in outcomes(world.spec, FailureKind.NUMERICS, step, but)]
+    return world.send(*found)
+
+
+def test_a_bad_step_ends_the_run_once_the_state_before_it_is_committed() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    world.log_appends()
+    commands = bad_step(world, 7)
+    assert {c.mode for c in of(commands, m.Interrupt)} == {"hard"}, "the first word is enough"
+    commands = world.answer(commands, flush(one, 7, [0, 1, 2, 3]))
+    assert [c.step for c in of(commands, m.Upload)] == [7]
+    assert of(commands, m.RunGeneration) == of(commands, m.Finish) == []
+    world.send(m.Uploaded("a", one.id, 7))
+    assert of(world.log_appends(), m.Finish) == [m.Finish("failed", "bad")]
+
+
+def test_storage_that_fails_at_the_end_hides_no_verdict() -> None:
+    world = World(job(storage__retry_deadline_s=5))
+    one = world.up(("a", 4))
+    world.answer(bad_step(world, 7), flush(one, 7, [0, 1, 2, 3]))
+    for _ in range(40):
+        world.send(m.Uploaded("a", one.id, 7, "disk full"))
+        world.wait(2)
+    end = world.machine.view.result
+    assert end is not None
+    assert (end.status, end.detail.endswith("it was to be the end: bad")) == ("storage", True)
+
+
+def test_a_bad_step_without_any_state_ends_the_run_too() -> None:
+    """Its weights were refused by every slot, and nothing is committed."""
+    world = World()
+    world.up(("a", 4))
+    commands = world.answer(bad_step(world, -1))
+    assert of(commands, m.Finish) == [m.Finish("failed", "bad")]
+
+
+def test_the_word_of_one_member_on_its_weights_is_enough() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    first = one.members[0].worker
+    word = m.Outcome(first, one.id, FailureKind.NUMERICS, -1, "bad")
+    commands = world.send(word, *outcomes(one, FailureKind.PEER_LOST, 6, but=(first,)))
+    commands = world.answer(commands, flush(one, 6, [1, 2, 3]))
+    assert [c.step for c in of(commands, m.Upload)] == [6]
+    assert of(commands, m.RunGeneration) == []
+
+
+@pytest.mark.parametrize("death_first", [True, False])
+def test_a_failure_goes_before_numerics(death_first: bool) -> None:
+    """The dying worker may have made the numbers: the next generation computes them again."""
+    world = World()
+    one = world.up(("a", 4))
+    dead = one.members[2].worker
+    commands = [] if death_first else bad_step(world, 7, but=(dead,))
+    commands += world.send(m.WorkerExited(dead, "killed"))
+    commands += bad_step(world, 7, but=(dead,)) if death_first else []
+    commands = world.answer(commands, flush(one, 7, [0]))
+    assert world.run(commands).resume_step == 7
+    two = world.spec
+    commands = world.answer(bad_step(world, 7), flush(two, 7, [0, 1, 2]))
+    assert [c.step for c in of(commands, m.Upload)] == [7]
+
+
+def test_a_verdict_ends_with_the_generation_that_it_was_on() -> None:
+    """A failure went first, and the next generation found nothing bad: it stops as any other."""
+    world = World()
+    one = world.up(("a", 4))
+    dead = one.members[2].worker
+    commands = bad_step(world, 7, but=(dead,)) + world.send(m.WorkerExited(dead, "killed"))
+    two = world.run(world.answer(commands, flush(one, 7, [0])))
+    world.send(m.Heartbeat("a", two.id, {two.members[0].worker: 9}))
+    world.log_appends()
+    world.send(m.UserRequest("stop"))
+    world.answer(world.send(*outcomes(two, "interrupted", 9)), flush(two, 9, [0, 1, 2]))
+    world.send(m.Uploaded("a", two.id, 9))
+    assert of(world.log_appends(), m.Finish) == [m.Finish("stopped", "step 9")]
+
+
+def test_the_verdict_outlives_the_loss_of_the_state_that_was_to_be_committed() -> None:
+    world = World()
+    one = world.up(("a", 2), ("b", 2))
+    world.log_appends()
+    world.answer(bad_step(world, 7), tuple(s for s in flush(one, 7, [0, 1, 2, 3]) if s.node == "a"))
+    commands = world.send(m.NodeLost("a", "removed"))
+    commands = world.answer(commands, flush(one, 6, [2, 3])[1:])
+    assert [(c.node, c.step) for c in of(commands, m.Upload)] == [("b", 6)]
+    assert of(commands, m.RunGeneration) == []
+
+
+def test_a_coordinator_that_comes_back_hears_the_verdict_again() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    world.answer(bad_step(world, 7), flush(one, 7, [0, 1, 2, 3]))
+    again = World()
+    again.begin(("a", 4), term=2, generations=(one,), running=one, workers=one.members)
+    commands = again.answer(bad_step(again, 7), flush(one, 7, [0, 1, 2, 3]))
+    assert [c.step for c in of(commands, m.Upload)] == [7]
+    again.send(m.Uploaded("a", one.id, 7))
+    assert of(again.log_appends(), m.Finish) == [m.Finish("failed", "bad")]
 
 
 def test_stop_in_the_middle_of_a_recovery_commits_what_there_is() -> None:

@@ -37,6 +37,7 @@ from picotron_ray.failures import FailureKind
 pytestmark = pytest.mark.timeout(400)  # seconds of work, but a busy machine may stretch them
 
 SEEDS = int(os.environ.get("PICOTRON_SIMULATOR_SEEDS", "1000"))
+BAD_STEP_SEEDS = 120
 FEW = 400  # seeds within which a planted mutation must be caught
 LIKELY = {"void_states_count": 117, "the_fence_is_ignored": 145}  # seeds that are tried first
 
@@ -88,6 +89,13 @@ def test_faults_reach_every_transition(
     assert set(coverage.unseen()) <= rare, "the end by fencing in a state that is soon over may be missed"
     for name in FAULTS:
         assert any(fault == name for _, fault in coverage.counts), f"fault {name} never struck"
+
+
+def test_a_step_that_is_bad_for_all_ends_the_run_with_the_state_before_it_committed() -> None:
+    """Whatever else goes wrong; a failure at the same time goes first, and the step is tried again."""
+    reports = [simulate(seed, bad_step=41) for seed in range(BAD_STEP_SEEDS)]
+    broken = [f"seed {report.seed}: {report.failures[0]}" for report in reports if report.failures]
+    assert not broken, "\n".join(broken[:10])
 
 
 def test_a_seed_replays_to_the_last_event() -> None:

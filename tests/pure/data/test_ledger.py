@@ -247,6 +247,15 @@ def test_garbage_lines(ledger: list[dict[str, Any]], text: str) -> None:
     assert report.lost == BATCH
 
 
+def test_samples_of_a_step_without_an_update_are_counted_and_count_as_fed(
+    ledger: list[dict[str, Any]],
+) -> None:
+    for at in (3, 7):
+        ledger[at] |= {"skipped": "non-finite", "loss": None, "grad_norm": None}
+    report = run(ledger)
+    assert (report.ok, report.samples, report.skipped) == (True, 120, 20)
+
+
 def test_report_as_json(ledger: list[dict[str, Any]]) -> None:
     assert json.loads(json.dumps(run(ledger[1:]).to_dict())) == {
         "ok": False,
@@ -255,5 +264,6 @@ def test_report_as_json(ledger: list[dict[str, Any]]) -> None:
         "lost": 10,
         "repeated": 0,
         "void": 0,
+        "skipped": 0,
         "wrong": ["no line for step 1"],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store import import_commit
 from picotron_ray.checkpoint.store.gc import collect
+from picotron_ray.checkpoint.store.manifest import UPDATES, load_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good
 from picotron_ray.config.export import public_dict
@@ -74,6 +76,21 @@ def test_what_is_taken_over_is_a_whole_commit_of_step_0(
     found = import_commit.find(old, None)
     again = import_commit.copy_commit(old, found.key, found.digest, new, (2, 0), with_moments)
     assert again[0] == "manifests/0-2-0.json", "after a crash it is done again, by the next term"
+
+
+@pytest.mark.parametrize("with_moments", [True, False])
+def test_moments_bring_the_number_of_updates_that_they_have_not_seen(
+    old: LocalStorage, memory_path: Path, with_moments: bool
+) -> None:
+    """The bias correction counts from the other run's step; its window of bad steps stays behind."""
+    found = import_commit.find(old, None)
+    left = {"skipped": 2, "recent": [[3, "non-finite"], [5, "spike"]], "losses": [2.0]}
+    changed = replace(found.manifest, extra={UPDATES: left}).encode()
+    old.put("manifests/changed.json", changed)
+    new = LocalStorage(str(memory_path), "new")
+    key, _ = import_commit.copy_commit(old, "manifests/changed.json", "", new, (1, 0), with_moments)
+    taken = load_manifest(new, key).extra.get(UPDATES)
+    assert taken == ({"skipped": 2} if with_moments else None)
 
 
 def test_the_new_run_outlives_the_old_and_continues_its_own_ledger(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
@@ -106,7 +107,7 @@ def page(worker: str, n: int = 1, **changes: Any) -> dict[str, Any]:
     plain = {
         "worker": worker, "term": 1, "n": n, "rank": 0, "step": 5, "tokens": 500, "loss": 2.0,
         "eval_step": -1, "eval_loss": 0.0, "baseline_loss": 3.0, "step_time_s": 0.5, "first_step_at_s": 0.0,
-        "pinned_wait_s": 0.01,
+        "pinned_wait_s": 0.01, "skipped_step": -1,
     }  # fmt: skip
     return {**plain, **changes}
 
@@ -164,6 +165,30 @@ def test_events_are_numbered_and_asked_for_by_number(run: Run) -> None:
     assert run.record.measured().noted == {"info": 3}
     run.record.begin(3, {})
     assert run.record.status(0)["state"] == "starting", "it has none of its own yet"
+
+
+def test_a_step_without_an_update_is_told_once(run: Run) -> None:
+    """By whichever worker is heard first; a later generation that comes by again is not told of it twice."""
+    run.generation(1, "ab", 0, 1.0)
+    run.record.figures("n1", [page("a", skipped_step=4), page("b", rank=1, skipped_step=4)])
+    run.generation(2, "ab", 3, 2.0)
+    run.record.figures("n1", [page("a", 2, skipped_step=4)])
+    run.record.figures("n1", [page("a", 2, skipped_step=9)])
+    told = [event for event in run.record.status(0)["events"] if event["kind"] == "skipped"]
+    assert [(event["level"], event["data"]) for event in told] == [
+        ("warning", {"step": 4}),
+        ("warning", {"step": 9}),
+    ]
+    batch = job().data.global_batch
+    assert f"step 9 (samples {8 * batch} to {9 * batch - 1})" in told[1]["text"]
+
+
+def test_a_held_out_loss_of_nan_is_no_figure(run: Run) -> None:
+    run.generation(1, "a", 0, 1.0)
+    run.record.figures("n1", [page("a", eval_step=5, eval_loss=math.nan)])
+    assert run.record.status(0)["eval_loss"] is None
+    assert run.record.measured().evaluations == {}
+    json.dumps(run.record.status(0), allow_nan=False)
 
 
 def test_commits_are_listed_with_their_figures(run: Run) -> None:

@@ -5,6 +5,7 @@ The one place that decides what happens next; every way out of a generation lead
 
 from __future__ import annotations
 
+from picotron_ray.coordinator.final_wait import out_of_patience
 from picotron_ray.coordinator.generation_stop import kill
 from picotron_ray.coordinator.lineage import descend, on_lineage
 from picotron_ray.coordinator.machine_memory import LayoutProposal, MachineMemory
@@ -24,7 +25,6 @@ from picotron_ray.failures import Remedy
 
 MOST_ASKED = 3  # rounds after which a node's inventory is done without
 COMMIT_PATIENCE_S = 5.0  # longest wait for the reply to a commit that would save steps
-FINAL_PATIENCE_S = 60.0  # least time for which storage may fail before a run ends with "storage"
 
 
 def collect(memory: MachineMemory) -> None:
@@ -196,6 +196,7 @@ def _launch(
     memory.outcomes.clear()
     memory.seen_step, memory.launched_at, memory.progressed = spec.resume_step, memory.now, False
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
+    memory.failing_until = None
     memory.checkpoints.rewound(spec)
     if memory.checkpoints.pending is None:
         memory.appends.drop_commits()
@@ -236,7 +237,6 @@ def _finalise(memory: MachineMemory, point: Source) -> None:
     """Commit the last state; what is already committed, or was never trained, needs no commit."""
     status = "finished" if point.step >= memory.job.steps else "stopped"
     memory.go(MachineState.FINALISING)
-    memory.deadline = memory.now + max(FINAL_PATIENCE_S, 2 * memory.job.storage.retry_deadline_s)
     memory.final = (status, point.step)  # type: ignore[assignment]
     memory.incident = None
     if point.kind == "slots" and point.generation is not None:
@@ -259,5 +259,5 @@ def step_finalising(memory: MachineMemory) -> None:
     elif job is None:
         memory.reason = "the last state was lost before it was committed"
         collect(memory)
-    elif memory.now >= (memory.deadline or 0.0) and (job.errors or memory.appends.attempt):
-        memory.finish("storage", f"step {step} could not be committed: storage kept failing")
+    else:
+        out_of_patience(memory, job.state)

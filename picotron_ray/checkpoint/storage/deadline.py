@@ -68,7 +68,7 @@ class DeadlineStorage:
         self._timed(key, lambda: self._storage.delete(key))
 
     def _timed(self, key: str, call: Callable[[], T]) -> T:
-        """Make a call in a thread of its own; raises StorageUnavailableError where it does not end in time."""
+        """Make a call in a thread of its own; StorageUnavailableError where it does not end in time."""
         if self._hanging >= MOST_HANGING:
             raise StorageUnavailableError(
                 f"{self.where}: {self._hanging} calls hang, {key} is not tried; check the mount or network"
@@ -82,14 +82,14 @@ class DeadlineStorage:
                 self._hanging += 1
                 answer.add_done_callback(self._woke)  # at once, where it answered in this very moment
             raise StorageUnavailableError(
-                f"{self.where} gave no answer at {key} for {self._limit_s:g} s (storage.call_timeout_s); check"
-                " the mount or network"
+                f"{self.where} gave no answer at {key} for {self._limit_s:g} s (storage.call_timeout_s);"
+                " check the mount or network"
             ) from None
 
     def _run(self, answer: Future[T], call: Callable[[], T]) -> None:
         try:
             value = call()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller raises it
             answer.set_exception(error)
         else:
             answer.set_result(value)

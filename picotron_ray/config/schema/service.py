@@ -128,8 +128,8 @@ class StorageConfig(Section):
     call_timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="longest that one call may take, its retries included; then it counts as failed, also where"
-        " it hangs; null: twice retry_deadline_s, at least 60",
+        description="longest that one call may take, its retries included; then it counts as failed, even"
+        " where it hangs; null: twice retry_deadline_s, at least 60",
     )
     final_wait_s: float = Field(
         default=3600.0,

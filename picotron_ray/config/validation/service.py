@@ -74,7 +74,7 @@ def _storage(job: JobConfig) -> Iterator[Problem]:
     if limit is not None and limit <= retries:
         yield Problem(
             "storage.call_timeout_s",
-            f"saw {limit:g}, expected more than storage.retry_deadline_s={retries:g}, whose retries it cuts off",
+            f"saw {limit:g}, expected more than storage.retry_deadline_s={retries:g}, which it cuts off",
             ("storage.retry_deadline_s",),
         )
 

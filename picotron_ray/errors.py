@@ -55,6 +55,10 @@ class AlreadyExistsError(StorageError):
     """A conditional put was refused: the key exists already, with other content."""
 
 
+class PartsGoneError(StorageError):
+    """What was uploaded for a commit is not there any more; it must be uploaded again."""
+
+
 class CorruptError(StorageError):
     """Bytes do not match the digest that was recorded for them.
 

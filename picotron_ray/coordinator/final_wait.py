@@ -11,7 +11,14 @@ from __future__ import annotations
 from picotron_ray.coordinator.checkpoint_tracker import StateKey, known_layouts
 from picotron_ray.coordinator.lineage import ancestors, on_lineage
 from picotron_ray.coordinator.machine_memory import MachineMemory
-from picotron_ray.coordinator.messages import AppendGeneration, GenerationSpec, NodeJoined, SlotInfo, Source
+from picotron_ray.coordinator.messages import (
+    AppendGeneration,
+    GenerationSpec,
+    KeepSlots,
+    NodeJoined,
+    SlotInfo,
+    Source,
+)
 from picotron_ray.coordinator.states import MachineState
 
 TELL_S = 60.0  # the wait is told this often
@@ -28,6 +35,11 @@ def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
         memory.told_wait_at = memory.now
     if not memory.storage_fails:
         return False
+    if memory.checkpoints.pending is not None and memory.marked != state:
+        memory.marked = state  # whatever kills this run while it waits
+        memory.emit(
+            *(KeepSlots(node, state[1], state[0]) for node in sorted(memory.checkpoints.pending.parts))
+        )
     left_s = memory.failing_until - memory.now
     step, generation = state
     why = memory.storage_problem or "no answer"
@@ -80,11 +92,10 @@ def _take_up_state(memory: MachineMemory, node: str, state: StateKey, slots: tup
     step, generation = state
     if step <= memory.checkpoints.committed and on_lineage(memory.spec, generation, step):
         return  # committed by now: the release that follows frees it
-    if (
-        memory.state is not MachineState.STARTING
-        or generation not in memory.layouts
-        or not on_lineage(memory.spec, generation, step)
-    ):
+    counts = generation in memory.layouts and on_lineage(memory.spec, generation, step)
+    if counts and memory.state is not MachineState.STARTING:
+        return  # a restarted coordinator's own: the next inventory has it
+    if not counts:
         memory.alert(
             "warning",
             "kept",

@@ -111,6 +111,7 @@ class MachineMemory:
     kept: StateKey | None = None  # newest state that an earlier launch left in slots, until it is committed
     storage_problem: str = ""  # words of the newest failure of storage
     failing_until: float | None = None  # nothing but storage is waited for: when that is given up
+    marked: StateKey | None = None  # state whose slots are marked to outlive the run's processes
     told_wait_at: float = 0.0  # when the wait is told again
     rewind: int | None = None  # checkpoint.resume_step, until it has been obeyed
     # the end

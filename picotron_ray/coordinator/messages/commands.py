@@ -91,6 +91,15 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepSlots:
+    """Mark slots so that they outlive the node's processes, however they end, until they are released."""
+
+    node: str
+    generation: GenerationId
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Ask the members for a pinned checkpoint snapshot at the next step boundary."""
 
@@ -138,6 +147,7 @@ Command = (
     | AppendGeneration
     | AppendCommit
     | Release
+    | KeepSlots
     | TakeSnapshot
     | Quarantine
     | Alert

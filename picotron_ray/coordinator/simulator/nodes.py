@@ -81,6 +81,7 @@ class SimNode:
         self.workers: dict[str, SimWorker] = {}
         self.slots: dict[str, SimSlot] = {}
         self.spec: m.GenerationSpec | None = None  # newest generation heard of
+        self.kept: set[str] = set()  # slots that are marked to outlive all processes
         self.cut_until = 0.0  # no messages between here and any coordinator before this time
 
     @property
@@ -158,6 +159,13 @@ class SimNode:
                 del self.slots[held.info.slot]
             elif key <= (generation, step):
                 held.pinned = False
+
+    def mark(self, generation: m.GenerationId, step: int) -> None:
+        """Mark the slots of a state as ones that the next launch must find."""
+        state = (generation, step)
+        self.kept |= {
+            name for name, held in self.slots.items() if (held.info.generation, held.info.step) == state
+        }
 
     def upload(self, command: m.Upload) -> None:
         self.sim.after(self.sim.rng.uniform(0.1, 1.5), self._uploaded, command)

@@ -184,6 +184,12 @@ class Shell:
             command.node, self.term, lambda node: node.release(command.generation, command.step), retry=False
         )
 
+    def keep_slots(self, command: m.KeepSlots) -> None:
+        """Mark slots on a node, which may die with all of its processes."""
+        self.sim.to_node(
+            command.node, self.term, lambda node: node.mark(command.generation, command.step), retry=False
+        )
+
     def quarantine(self, command: m.Quarantine) -> None:
         self.sim.to_node(command.node, self.term, lambda node: node.quarantine(command.slot), retry=True)
 
@@ -244,6 +250,7 @@ EXECUTE: dict[type[Any], Callable[[Shell, Any], None]] = {
     m.AppendGeneration: Shell.append,
     m.AppendCommit: Shell.append,
     m.Release: Shell.release,
+    m.KeepSlots: Shell.keep_slots,
     m.TakeSnapshot: Shell.snapshot,
     m.Quarantine: Shell.quarantine,
     m.Alert: Shell.alert,

@@ -19,6 +19,7 @@ from picotron_ray.coordinator.messages import (
     Member,
     NodeJoined,
     NodeLost,
+    Source,
     WorkerReady,
 )
 from picotron_ray.runtime.coordinator.start_actors import start_agent, start_worker
@@ -170,7 +171,7 @@ class Cluster:
         capacity, mismatch = self._room(view), self._mismatch(hello)
         if not mismatch:
             self._capacity[view.id] = capacity
-        joined = NodeJoined(view.id, capacity, mismatch)
+        joined = NodeJoined(view.id, capacity, mismatch, hello["kept"], hello["kept_by"])
         return [joined, *(WorkerReady(member.worker, member.node) for member in strangers)]
 
     def _mismatch(self, hello: dict[str, Any]) -> str:
@@ -270,13 +271,26 @@ class Cluster:
                 log.debug("no figures from node %s: %s", node[:8], error)
         return found
 
-    async def close(self, term: int) -> None:
-        """End every worker and agent of the run, and remove the nodes' folders."""
+    async def trains(self) -> bool:
+        """Whether a worker is in a generation, as far as agents answer; needs no term."""
+        for view in await asyncio.to_thread(living_nodes):
+            try:
+                self._agents[view.id] = ray.get_actor(agent_name(self._job.name, view.id), NAMESPACE)
+            except ValueError:
+                continue
+        return any(page["phase"] != "idle" for pages in (await self.figures()).values() for page in pages)
+
+    async def close(self, term: int, keep: Source | None = None) -> None:
+        """End every worker and agent of the run, and remove the nodes' folders, but the slots of ``keep``."""
+        key: tuple[int, ...] | None = None
+        if keep is not None:
+            writer = keep.generation
+            key = () if writer is None else (writer.term, writer.n, keep.step)
         for handle in self._workers.values():
             ray.kill(handle)
         for handle in self._agents.values():
             try:
-                await answer(handle.close.remote(), CLOSE_TIMEOUT_S)
+                await answer(handle.close.remote(key), CLOSE_TIMEOUT_S)
             except (RayError, TimeoutError) as error:
                 log.debug("agent: %s", error)
             ray.kill(handle)

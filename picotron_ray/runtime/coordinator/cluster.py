@@ -171,7 +171,8 @@ class Cluster:
         capacity, mismatch = self._room(view), self._mismatch(hello)
         if not mismatch:
             self._capacity[view.id] = capacity
-        joined = NodeJoined(view.id, capacity, mismatch, hello["kept"], hello["kept_by"])
+        kept, kept_by = hello.get("kept", ()), hello.get("kept_by")  # another version's agent says neither
+        joined = NodeJoined(view.id, capacity, mismatch, kept, kept_by)
         return [joined, *(WorkerReady(member.worker, member.node) for member in strangers)]
 
     def _mismatch(self, hello: dict[str, Any]) -> str:

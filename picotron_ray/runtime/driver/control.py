@@ -101,8 +101,8 @@ def _refuse_uncommitted(run: str) -> None:
     if seen is not None and seen["uncommitted"]:
         raise ConfigError(
             f"run: storage fails, and {run!r} at step {seen['step']} is committed up to step"
-            f" {seen['committed'] or 0} only; stop it without --now, which waits for storage, or add --discard"
-            " to lose the rest"
+            f" {seen['committed'] or 0} only; stop it without --now, which waits for storage, or add"
+            " --discard to lose the rest"
         )
 
 

@@ -225,7 +225,7 @@ class Agent:
                 set_pinned(path, False)
 
     def keep(self, term: int, key: tuple[int, int, int]) -> None:
-        """Mark the slots of state (term, n, step), so that the next launch finds them whatever ends this one."""
+        """Mark the slots of state (term, n, step): the next launch finds them, whatever ends this one."""
         self._accept(term)
         self._mark(key)
 

@@ -1,10 +1,10 @@
 """Slots that a run could not commit before it ended, kept in their nodes' folders for its next launch.
 
-``mark`` leaves a marker in a node's folder that lists the slots, with the newest generation that the node
-knew of; at the run's end ``strip`` removes everything else. A folder with a marker outlives its agent, its Ray
-and all cleaning up. The next launch's agents move the slots into folders of their own (``take_over``), report
-them, and let them go once they are committed (``let_go``). ``discard`` deletes them uncommitted: only a user's
-word does that.
+``mark`` leaves a marker in a node's folder. It lists the slots, and holds the newest generation that the
+node knew of. At the run's end ``strip`` removes everything else. A folder with a marker outlives its agent,
+its Ray and all cleaning up. The next launch's agents move the slots into folders of their own
+(``take_over``), report them, and let them go once they are committed (``let_go``). ``discard`` deletes them
+uncommitted: only the word of a user does that.
 
 Whatever is killed in between: the marker is written before files move, and unlinked before they are deleted.
 """

@@ -1,0 +1,50 @@
+"""A whole run whose storage fails at its end: exit 4 with the slots kept, and the next launch commits them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from picotron_ray.runtime.ray_cluster.kept_slots import kept_step
+from picotron_ray.runtime.ray_cluster.names import run_folder
+from tests.support.runs.ray_runs import check_ledger, losses, start, tiny_job
+
+pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.deep]
+
+
+def break_storage(root: Path) -> None:
+    """Put a file where the folder was: whoever may do everything cannot write below it either."""
+    root.rename(root.with_suffix(".away"))
+    root.touch()
+
+
+def mend_storage(root: Path) -> None:
+    root.unlink()
+    root.with_suffix(".away").rename(root)
+
+
+def test_a_state_that_storage_does_not_take_is_committed_by_the_next_launch(tmp_path: Path) -> None:
+    root = tmp_path / "storage"
+    root.mkdir()
+    storage = {"url": str(root), "final_wait_s": 3.0}
+    job = tiny_job("final-wait", root, storage=storage, steps=25, cluster={"max_workers": 2})
+    folder = run_folder(job.snapshot.folder, job.name)
+    first = start(job)
+    first.until(lambda status: (status["committed"] or 0) >= 10)
+    break_storage(root)
+    ended = first.until(lambda status: status["done"])
+    assert (ended["state"], ended["exit_code"]) == ("storage", 4), first.log()
+    told = [event["text"] for event in first.events if event["kind"] == "storage-wait"]
+    assert any("step 25 is not committed yet" in text and "trying for another 3 s" in text for text in told)
+    assert kept_step([folder]) == 25
+    assert not list(folder.glob("*/*.page")), "nothing else is kept"
+    first.finish()
+    mend_storage(root)
+    second = start(job)
+    summary = second.finish()
+    assert summary["status"] == "finished", second.log()
+    assert not folder.exists()
+    assert [entry["resume_step"] for entry in summary["generations"][1:]] == [], "nothing was trained again"
+    assert len(losses(job)) == 25
+    check_ledger(job)

@@ -44,6 +44,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
         return
     memory.go(MachineState.STARTING)
     memory.deadline = memory.now + memory.job.cluster.start_timeout_s
+    take_up(memory, event.kept, event.kept_by)
 
 
 def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec | None) -> None:
@@ -105,8 +106,7 @@ def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
         return
     if not memory.roster.join(event.node, event.capacity, memory.now):
         return
-    if event.kept:
-        take_up(memory, event)
+    take_up(memory, event.kept, event.kept_by)
     _release_committed(memory, event.node)
     memory.alert(
         "info", "join", f"node {event.node} joined with room for {event.capacity} workers", node=event.node

@@ -15,7 +15,6 @@ from picotron_ray.coordinator.messages import (
     AppendGeneration,
     GenerationSpec,
     KeepSlots,
-    NodeJoined,
     SlotInfo,
     Source,
 )
@@ -27,14 +26,15 @@ TELL_S = 60.0  # the wait is told this often
 def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
     """Whether storage has failed for too long to commit ``state``; the run then ends, and keeps its slots.
 
-    The time counts from the first call. It ends the run only while storage fails, so a large upload that
-    goes on may take longer.
+    The time counts from the first failure, or from an answer that was owed for too long, and anew after a
+    success. So a large upload may take as long as it goes on.
     """
+    if not memory.storage_fails:
+        memory.failing_until = None
+        return False
     if memory.failing_until is None:
         memory.failing_until = memory.now + memory.job.storage.final_wait_s
         memory.told_wait_at = memory.now
-    if not memory.storage_fails:
-        return False
     if memory.checkpoints.pending is not None and memory.marked != state:
         memory.marked = state  # whatever kills this run while it waits
         memory.emit(
@@ -64,9 +64,14 @@ def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
     return False
 
 
-def take_up(memory: MachineMemory, event: NodeJoined) -> None:
-    """Have the state committed that a node kept from an earlier launch, where it is still to be committed."""
-    spec = event.kept_by
+def take_up(memory: MachineMemory, kept: tuple[SlotInfo, ...], spec: GenerationSpec | None) -> None:
+    """Have the state committed that nodes kept from an earlier launch, where it is still to be committed.
+
+    Args:
+        spec: newest generation that they knew of.
+    """
+    if not kept:
+        return
     if memory.state is MachineState.STARTING and spec is not None:
         if memory.spec is None or spec.id > memory.spec.id:
             memory.spec = spec
@@ -75,9 +80,12 @@ def take_up(memory: MachineMemory, event: NodeJoined) -> None:
                 memory.appends.drop_commits()
         memory.layouts = {**known_layouts([spec]), **memory.layouts}
         enter(memory, spec)
-    for state in sorted({(slot.step, slot.generation) for slot in event.kept}):
-        slots = tuple(slot for slot in event.kept if (slot.step, slot.generation) == state)
-        _take_up_state(memory, event.node, state, slots)
+    parts: dict[tuple[StateKey, str], tuple[SlotInfo, ...]] = {}
+    for slot in kept:
+        key = (slot.step, slot.generation), slot.node
+        parts[key] = (*parts.get(key, ()), slot)
+    for (state, node), slots in sorted(parts.items(), key=lambda part: part[0]):
+        _take_up_state(memory, node, state, slots)
 
 
 def enter(memory: MachineMemory, spec: GenerationSpec) -> None:

@@ -30,6 +30,8 @@ class Begin:
     running: GenerationSpec | None = None
     workers: tuple[Member, ...] = ()  # living workers that agents reported
     busy: tuple[BusyWorker, ...] = ()  # those of them that are in a generation now, as their pages say
+    kept: tuple[SlotInfo, ...] = ()  # as in NodeJoined, of the agents that live already
+    kept_by: GenerationSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,12 @@ class Coordinator:
                     for agent in found.values()
                     for worker, term, n in agent["busy"]
                 ),
+                kept=tuple(slot for agent in found.values() for slot in agent.get("kept", ())),
+                kept_by=max(
+                    (agent["kept_by"] for agent in found.values() if agent.get("kept_by")),
+                    key=lambda spec: spec.id,
+                    default=None,
+                ),
             )
         )
         self._executor.spawn(self._tick())

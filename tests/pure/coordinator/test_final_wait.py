@@ -77,9 +77,17 @@ def test_a_long_upload_that_does_not_fail_is_not_given_up() -> None:
     assert world.machine.view.result is None
 
 
+def test_a_lost_answer_does_not_end_a_run_that_has_waited_long_for_it() -> None:
+    world, one = ended(wait_s=10.0)
+    world.wait(world.machine.memory.checkpoints.reply_timeout_s + 2)
+    assert world.machine.view.result is None, "it was asked for again just now"
+    world.send(m.Uploaded("a", one.id, 100))
+    assert of(world.log_appends(), m.Finish) == [m.Finish("finished", "step 100")]
+
+
 def test_an_upload_that_is_never_answered_ends_the_run_too() -> None:
     world, _ = ended()
-    commands = world.wait(world.machine.memory.checkpoints.reply_timeout_s + 2)
+    commands = world.wait(world.machine.memory.checkpoints.reply_timeout_s + WAIT_S + 2)
     (end,) = of(commands, m.Finish)
     assert end.status == "storage"
     assert "(no answer)" in end.detail
@@ -88,7 +96,7 @@ def test_an_upload_that_is_never_answered_ends_the_run_too() -> None:
 def test_a_log_that_never_answers_ends_the_run_too() -> None:
     world, one = ended()
     world.send(m.Uploaded("a", one.id, 100))
-    (end,) = of(world.wait(world.machine.memory.appends.reply_timeout_s + 2), m.Finish)
+    (end,) = of(world.wait(world.machine.memory.appends.reply_timeout_s + WAIT_S + 2), m.Finish)
     assert (end.status, end.keep) == ("storage", m.Source("slots", 100, one.id))
 
 
@@ -191,6 +199,15 @@ def test_the_parts_of_a_state_may_come_from_several_nodes() -> None:
     assert not of(commands, m.Upload), "half a state"
     commands = world.send(m.NodeJoined("n1", 1, kept=parts[1], kept_by=two))
     assert [c.node for c in of(commands, m.Upload)] == ["n0", "n1"]
+
+
+def test_a_restarted_coordinator_takes_it_up_before_its_ready_workers_start() -> None:
+    _, one = ended()
+    world = World()
+    workers = tuple(m.Member(f"w2-{n}", "b") for n in range(4))
+    commands = world.send(m.Begin(3, (), (), None, workers, (), on_b(snapshot(one, 40)), one))
+    assert [(c.node, c.step) for c in of(commands, m.Upload)] == [("b", 40)]
+    assert world.state is MachineState.STARTING
 
 
 def test_half_a_state_is_waited_for_and_then_done_without() -> None:

@@ -1,4 +1,4 @@
-"""A whole run whose storage fails at its end: exit 4 with the slots kept, and the next launch commits them."""
+"""A whole run whose storage fails at its end: exit 4 with its slots kept; the next launch commits them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from picotron_ray.runtime.ray_cluster.kept_slots import kept_step
 from picotron_ray.runtime.ray_cluster.names import run_folder
 from tests.support.runs.ray_runs import check_ledger, losses, start, tiny_job
 
-pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.deep]
+pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.deep, pytest.mark.timeout(400)]
 
 
 def break_storage(root: Path) -> None:
@@ -27,13 +27,13 @@ def mend_storage(root: Path) -> None:
 def test_a_state_that_storage_does_not_take_is_committed_by_the_next_launch(tmp_path: Path) -> None:
     root = tmp_path / "storage"
     root.mkdir()
-    storage = {"url": str(root), "final_wait_s": 3.0}
-    job = tiny_job("final-wait", root, storage=storage, steps=25, cluster={"max_workers": 2})
+    job = tiny_job("final-wait", root, steps=25, cluster={"max_workers": 2})
+    job = job.model_copy(update={"storage": job.storage.model_copy(update={"final_wait_s": 3.0})})
     folder = run_folder(job.snapshot.folder, job.name)
     first = start(job)
-    first.until(lambda status: (status["committed"] or 0) >= 10)
+    first.until(lambda status: (status["committed"] or 0) >= 10, 90)
     break_storage(root)
-    ended = first.until(lambda status: status["done"])
+    ended = first.until(lambda status: status["done"], 60)
     assert (ended["state"], ended["exit_code"]) == ("storage", 4), first.log()
     told = [event["text"] for event in first.events if event["kind"] == "storage-wait"]
     assert any("step 25 is not committed yet" in text and "trying for another 3 s" in text for text in told)
@@ -42,7 +42,7 @@ def test_a_state_that_storage_does_not_take_is_committed_by_the_next_launch(tmp_
     first.finish()
     mend_storage(root)
     second = start(job)
-    summary = second.finish()
+    summary = second.finish(100)
     assert summary["status"] == "finished", second.log()
     assert not folder.exists()
     assert [entry["resume_step"] for entry in summary["generations"][1:]] == [], "nothing was trained again"

@@ -140,8 +140,9 @@ class MachineMemory:
         detail: str,
         keep: Source | None = None,
     ) -> None:
-        if status == "failed" and self.storage_fails:
-            keep = Source("slots")  # whatever could not be committed
+        uncommitted = status == "failed" or self.seen_step > self.checkpoints.committed
+        if self.kept is not None or (status != "finished" and self.storage_fails and uncommitted):
+            keep = keep or Source("slots")  # whatever could not be committed
         self.result = Finish(status, detail, keep)
         self.emit(self.result)
         self.go(MachineState.DONE)

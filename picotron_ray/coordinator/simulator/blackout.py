@@ -20,7 +20,7 @@ from picotron_ray.coordinator.states import MachineState
 
 FINAL_WAIT_S = 100.0  # twice what passes until a lost answer is asked for again
 FOR_EVER_S = 1e9
-BEFORE = ("kill", "hang", "error", "pause", "noise", "cut", "request")
+BEFORE = ("kill", "hang", "error", "pause", "noise", "request")
 AFTER = ("restart", "pause", "noise", "cut", "lag", "mute", "outage", "kill")
 
 

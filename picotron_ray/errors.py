@@ -56,7 +56,7 @@ class AlreadyExistsError(StorageError):
 
 
 class PartsGoneError(StorageError):
-    """What was uploaded for a commit is not there any more; it must be uploaded again."""
+    """Parts of a commit were uploaded and are not there any more; they must be uploaded again."""
 
 
 class CorruptError(StorageError):

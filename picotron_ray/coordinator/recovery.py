@@ -149,7 +149,8 @@ def _apply_remedy(memory: MachineMemory, point: Source) -> bool:
     suspect = incident.culprit and worker is not None and worker.state == "idle"
     if memory.remedy is Remedy.EXCLUDE and suspect and worker is not None:
         kill(memory, worker.name, f"suspect: {why}")
-    memory.distrust_slots = memory.remedy is Remedy.COMMIT
+    # a commit that storage does not hand out is no remedy
+    memory.distrust_slots = memory.remedy is Remedy.COMMIT and not memory.storage_fails
     if memory.remedy is Remedy.SHRINK:
         memory.cap = max(memory.job.cluster.min_workers, len(memory.roster.usable()) // 2)
     if memory.remedy is not Remedy.RETRY:

@@ -35,8 +35,13 @@ class DeadlineStorage:
         True
     """
 
-    def __init__(self, storage: Storage, limit_s: float) -> None:
+    def __init__(self, storage: Storage, limit_s: float, on_answer: Callable[[], None] | None = None) -> None:
+        """
+        Args:
+            on_answer: called, from any thread, whenever a call has succeeded.
+        """
         self._storage, self._limit_s = storage, limit_s
+        self._on_answer = on_answer
         self._hanging = 0
         self._lock = threading.RLock()
 
@@ -92,6 +97,8 @@ class DeadlineStorage:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller raises it
             answer.set_exception(error)
         else:
+            if self._on_answer is not None:
+                self._on_answer()
             answer.set_result(value)
 
     def _woke(self, _: Future[T]) -> None:

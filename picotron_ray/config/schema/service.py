@@ -296,7 +296,8 @@ PHASES = (
     "idle",
     "rendezvous",  # joining the generation's process groups
     "build",  # model, mesh, optimizer
-    "restore",  # reading state from slots or storage
+    "restore",  # reading state from slots
+    "storage",  # reading state from a commit, and waiting for storage or for members that do
     "data",  # waiting for the prefetched batch
     "forward",  # forward pass; under a pipeline schedule the whole of forward and backward
     "backward",

@@ -48,7 +48,7 @@ def simulate_blackout(seed: int) -> Report:
     sim.quiet_at = duration_s + LONGEST_S + FINAL_WAIT_S
     sim.run(LIMIT_S)
     if not sim.failures and sim.storage.down_until == FOR_EVER_S and not _ended_well(sim):
-        _relaunch(sim, draw)
+        _relaunch(sim, checks, draw)
     checks.log()
     return Report(seed, sim.events, tuple(sim.struck), len(checks.specs), sim.now, tuple(sim.failures))
 
@@ -87,7 +87,7 @@ def _crash(sim: Sim) -> None:
         sim.over = True
 
 
-def _relaunch(sim: Sim, draw: Rng) -> None:
+def _relaunch(sim: Sim, checks: Checks, draw: Rng) -> None:
     """Start again with what was kept, on other nodes, with storage up."""
     shell = sim.shell
     assert shell is not None
@@ -103,9 +103,7 @@ def _relaunch(sim: Sim, draw: Rng) -> None:
     ]
     infos = [held.info for _, slots in kept for held in slots if held.info.step == final[1]]
     if not any(
-        complete(
-            [info for info in infos if info.generation == generation], sim.checks.specs[generation].layout
-        )
+        complete([info for info in infos if info.generation == generation], checks.specs[generation].layout)
         for generation in {info.generation for info in infos}
     ):
         sim.violation(f"step {final[1]} was not committed, and is not kept")
@@ -119,10 +117,10 @@ def _relaunch(sim: Sim, draw: Rng) -> None:
     for name in [draw.pick(AFTER) for _ in range(draw.below(4))]:
         sim.after(draw.uniform(0.0, 8.0), _strike, sim, name)
     sim.quiet_at = sim.now + LONGEST_S + sim.step_s * sim.job.steps
-    sim.checks.blackout = False
+    checks.blackout = False
     sim.run(LIMIT_S)
     committed = {commit.step for commit in sim.storage.commits()}
-    resumed = [spec.resume_step for spec in sim.checks.specs.values() if spec.id.term > shell.term]
+    resumed = [spec.resume_step for spec in checks.specs.values() if spec.id.term > shell.machine.memory.term]
     if not sim.failures and final[1] not in committed and min(resumed, default=0) < final[1]:
         sim.violation(f"step {final[1]} was kept, and neither committed nor gone on from")
 

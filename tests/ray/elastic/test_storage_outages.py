@@ -1,8 +1,10 @@
-"""A whole run whose storage fails at its end: exit 4 with its slots kept; the next launch commits them."""
+"""Whole runs whose storage fails: at the end, with the slots kept, and while they restore from a commit."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,37 @@ def test_a_state_that_storage_does_not_take_is_committed_by_the_next_launch(tmp_
     summary = second.finish(100)
     assert summary["status"] == "finished", second.log()
     assert not folder.exists()
-    assert [entry["resume_step"] for entry in summary["generations"][1:]] == [], "nothing was trained again"
+    assert [entry["start_step"] for entry in summary["generations"][1:]] == [], "nothing was trained again"
     assert len(losses(job)) == 25
+    check_ledger(job)
+
+
+def test_an_outage_while_restoring_from_a_commit_is_no_failure(tmp_path: Path) -> None:
+    job = tiny_job(
+        "restore-wait",
+        tmp_path,
+        steps=20,
+        cluster={"max_workers": 2},
+        elastic={"first_step_timeout_s": 8.0, "max_failures_without_progress": 1},
+    )
+    first = start(job)
+    first.until(lambda status: (status["committed"] or 0) >= 10)
+    first.coordinator.request.remote("stop")
+    stopped = first.finish()
+    chunks = tmp_path / job.name / "chunks"
+    second = start(job.model_copy(update={"steps": 40}))
+    second.until(lambda status: any(event["kind"] == "join" for event in second.events))
+    break_storage(chunks)  # the coordinator has read them; the workers are still starting
+
+    def all_wait(status: dict[str, Any]) -> bool:
+        pages = [page for page in status["pages"].values() if page["worker"] in status["members"]]
+        return len(pages) == 2 and all(page["phase"] == "storage" for page in pages)
+
+    second.until(all_wait)
+    time.sleep(20.0)
+    assert all_wait(second.look()), second.log()
+    mend_storage(chunks)
+    summary = second.finish()
+    assert (summary["status"], summary["failures"]) == ("finished", []), second.log()
+    assert [entry["start_step"] for entry in summary["generations"]] == [stopped["steps"]]
     check_ledger(job)

@@ -113,8 +113,7 @@ def restore(state: Sequence[StateTensor], source: ShardSource) -> None:
     _check(wanted, stored)
     planner, reader = _BoxPlanner(wanted), _PieceReader(source, stored)
     metadata = reader.read_metadata()
-    planner.set_up_planner({}, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
+    planner.set_up_planner({}, metadata)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     reader.read_data(plan, planner).wait()
     source.finish()
@@ -176,7 +175,7 @@ class _BoxPlanner(DefaultLoadPlanner):
     """
 
     def __init__(self, wanted: dict[str, list[StateTensor]]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__()
         self._wanted = wanted
         self._gathered: dict[tuple[str, int], torch.Tensor] = {}
         self._missing: Counter[tuple[str, int]] = Counter()
@@ -221,7 +220,7 @@ class _PieceReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
+        raise NotImplementedError("the pieces of a source have no checkpoint id")
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return Metadata(

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import OpType, Work  # type: ignore[attr-defined
 from picotron_ray.comm.group_release import leave, park_at_exit
 from picotron_ray.errors import PeerLostError
 
-POLL = timedelta(milliseconds=50)
+POLL = timedelta(seconds=0.05)
 GRACE_S = 0.15  # after an abort, operations end by themselves within this, all but the forgotten ones
 _plain_wait: Callable[..., bool] = Work.wait
 # gloo waits for these in the calling thread, and wakes them reliably. They must not be polled: a wait

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 POLL_S = 0.2
+CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 def wait_for_exit(pid: int) -> None:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here: importing takes a second
 
-    server = TCPStore(options.host, options.port, is_master=True, timeout=timedelta(seconds=60))
+    server = TCPStore(options.host, options.port, is_master=True, timeout=CONNECT_TIMEOUT)
     print(json.dumps({"host": options.host, "port": server.port}), flush=True)
     wait_for_exit(options.parent_pid)
     return 0

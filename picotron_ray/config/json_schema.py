@@ -71,7 +71,7 @@ def _walk(
         key = prefix + name
         target = schema.get("items", schema)
         section = defs[target["$ref"].rsplit("/", 1)[1]] if "$ref" in target else None
-        found[key] = {"type": "object", **schema} if section and target is schema else schema
+        found[key] = schema
         if section:
             _walk(section, defs, key + (".*." if target is not schema else "."), found)
 

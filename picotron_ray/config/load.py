@@ -107,8 +107,7 @@ def _yaml_value(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f" line {mark.line + 1}" if mark else ""
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{where}{line}: {error.problem}; fix the YAML") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}; fix the YAML") from None
@@ -181,7 +180,7 @@ def _key_path(detail: ErrorDetails) -> Place:
     if detail["type"] == "extra_forbidden":
         return place
     known = key_schemas()
-    while len(place) > 1 and not isinstance(place[-1], int) and schema_key(place) not in known:
+    while not isinstance(place[-1], int) and schema_key(place) not in known:
         place = place[:-1]
     return place
 

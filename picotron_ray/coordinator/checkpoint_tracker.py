@@ -108,8 +108,7 @@ class CheckpointTracker:
             self.pending = None
         self.seals = {key: held for key, held in self.seals.items() if key > state}
         self.layouts = {key: layout for key, layout in self.layouts.items() if key > state}
-        if self.released is None or state > self.released:
-            self.released = state
+        self.released = state if self.released is None else max(self.released, state)
         return [self._release(node, state) for node in nodes]
 
     def outdated(self, state: StateKey) -> bool:

@@ -104,7 +104,7 @@ def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
             memory.refused[event.node] = event.refused
             memory.alert("warning", "refused", f"node {event.node} may not take part: {event.refused}")
         return
-    if not memory.roster.join(event.node, event.capacity, memory.now):
+    if not memory.roster.join(event.node, event.capacity, memory.now, event.device_bytes):
         return
     take_up(memory, event.kept, event.kept_by)
     _release_committed(memory, event.node)
@@ -155,8 +155,8 @@ def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
         silent = memory.roster.silent.get(event.node)
         if silent is None:
             return
-        capacity, workers = silent
-        node_joined(memory, m.NodeJoined(event.node, capacity))
+        lost, workers = silent
+        node_joined(memory, m.NodeJoined(event.node, lost.capacity, device_bytes=lost.device_bytes))
         for name in workers:
             memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)
             kill(memory, name, "its node was counted as lost")
@@ -245,8 +245,7 @@ def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
     if not on_lineage(memory.spec, event.generation, event.step):
         memory.checkpoints.voided(event.node, state)
         return
-    if memory.spec is not None and event.generation == memory.spec.id:
-        progress(memory, event.step)
+    progress(memory, event.step)  # of an earlier generation no step after the resumed one is on the lineage
     memory.emit(*memory.checkpoints.sealed(state, event.node, event.slots, memory.layouts[event.generation]))
 
 

@@ -56,10 +56,10 @@ def start_failed(memory: MachineMemory, node: str, text: str) -> None:
     memory.alert(
         "warning", "failure", text, cause=FailureKind.START_FAILED.value, target=node, step=memory.seen_step
     )
-    worst = max((n.failed_starts for n in memory.roster.nodes.values()), default=0)
     limit = memory.job.elastic.max_failures_without_progress
+    hopeless = any(n.failed_starts > limit for n in memory.roster.nodes.values())
     idle = memory.state in (MachineState.STARTING, MachineState.WAITING)
-    if idle and worst > limit and not memory.roster.in_state("idle", "starting"):
+    if idle and hopeless and not memory.roster.in_state("idle", "starting"):
         memory.finish("failed", f"workers do not start: {text}")
 
 
@@ -114,8 +114,10 @@ def _drains(memory: MachineMemory) -> str | None:
     leaving = [member for member in memory.spec.members if member.node in draining]
     if not leaving:
         return None
-    staying = len(memory.spec.members) - len(leaving) + len(memory.roster.usable())
-    if staying < memory.job.cluster.min_workers or memory.choice(staying) is None:
+    staying = [worker for worker in memory.living_members() if worker.node not in draining]
+    staying += memory.roster.usable()
+    most = min(len(staying), memory.job.cluster.max_workers)
+    if most < memory.job.cluster.min_workers or memory.choice(staying, most) is None:
         return None
     return f"node {leaving[0].node} is draining"
 
@@ -125,10 +127,11 @@ def _grows(memory: MachineMemory) -> str | None:
     spares = memory.roster.usable() if memory.roster.in_state("idle") else []
     if not spares or memory.cap is not None:
         return None
-    size = len(memory.spec.members)
+    members = memory.living_members()
+    size, most = len(members), min(len(members) + len(spares), memory.job.cluster.max_workers)
     present, bigger = (
-        memory.choice(size),
-        memory.choice(min(size + len(spares), memory.job.cluster.max_workers)),
+        found and found[0]
+        for found in (memory.choice(members, size), memory.choice([*members, *spares], most))
     )
     fits = bigger is not None and bigger.layout.world_size > size
     view = scale_up.GrowthView(

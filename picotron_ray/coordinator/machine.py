@@ -83,8 +83,8 @@ class Machine:
 
     def _clock(self, now: float) -> float:
         """Return ``now`` without the time that the coordinator itself slept through."""
-        if self._last is not None and now - self._last > LONGEST_GAP_S:
-            self._slept_s += now - self._last - LONGEST_GAP_S
+        if self._last is not None:
+            self._slept_s += max(0.0, now - self._last - LONGEST_GAP_S)
         self._last = now if self._last is None else max(now, self._last)
         return self._last - self._slept_s
 
@@ -96,7 +96,7 @@ class Machine:
             memory.deadline,
             memory.failing_until,
             memory.appends.wake_at,
-            memory.checkpoints.wake_at if memory.checkpoints.pending else None,
+            memory.checkpoints.wake_at,
         ]
         if memory.state in (MachineState.LEAVING, MachineState.ABORTING):
             times.append(memory.remind_at)

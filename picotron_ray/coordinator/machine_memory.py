@@ -27,7 +27,7 @@ from picotron_ray.coordinator.messages import (
     Source,
 )
 from picotron_ray.coordinator.policies.failure import Breaker
-from picotron_ray.coordinator.policies.membership import Roster
+from picotron_ray.coordinator.policies.membership import Question, Roster, RosterWorker
 from picotron_ray.coordinator.states import TRANSITIONS, MachineState
 from picotron_ray.errors import LayoutError
 from picotron_ray.failures import FailureKind, Remedy
@@ -45,7 +45,9 @@ class LayoutProposal(Protocol):
     def reason(self) -> str: ...
 
 
-Choose = Callable[[int], LayoutProposal]
+Choose = Callable[[int, tuple[int, ...], int], LayoutProposal]
+"""The planner. It answers a `Question`, and raises LayoutError where no layout fits."""
+Workers = list[RosterWorker]
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class MachineMemory:
     roster: Roster = field(default_factory=Roster)
     refused: dict[str, str] = field(default_factory=dict)  # node: why it may not take part
     deaths: int = 0  # workers lost without their node
-    choices: dict[int, LayoutProposal | None] = field(default_factory=dict)  # what `choose` said, by workers
+    choices: dict[Question, LayoutProposal | None] = field(default_factory=dict)  # what `choose` said
     # the newest generation known; it is running, leaving or over, as `state` says
     spec: GenerationSpec | None = None
     layouts: dict[GenerationId, Layout] = field(default_factory=dict)
@@ -163,19 +165,35 @@ class MachineMemory:
     def is_member(self, worker: str) -> bool:
         return self.spec is not None and any(member.worker == worker for member in self.spec.members)
 
+    def living_members(self) -> Workers:
+        """Members of ``spec`` that live, as far as is known."""
+        members = () if self.spec is None else self.spec.members
+        return [self.roster.workers[m.worker] for m in members if m.worker in self.roster.workers]
+
     def unsettled(self) -> list[Member]:
         """Members that live and have not said how their generation ended."""
         members = () if self.spec is None else self.spec.members
         return [m for m in members if m.worker not in self.outcomes and m.worker in self.roster.workers]
 
-    def choice(self, workers: int) -> LayoutProposal | None:
-        """Ask for the planner's proposal for up to ``workers`` workers; None where no layout fits."""
-        if workers not in self.choices:
+    def choice(self, workers: Workers, most: int) -> tuple[LayoutProposal, Workers] | None:
+        """The planner's cheapest proposal for up to ``most`` of these workers, and those it may be run on.
+
+        Every worker of a layout has the same share of the model, so the smallest device counts. Where devices
+        differ in size, doing without those of the smallest nodes is looked at too. None where no layout fits.
+        """
+        found: tuple[LayoutProposal, Workers] | None = None
+        for group in self.roster.by_device(workers):
+            proposal = self._proposed(self.roster.question(group, most))
+            if proposal is not None and (found is None or proposal.cost_s < found[0].cost_s):
+                found = proposal, group
+        return found
+
+    def _proposed(self, question: Question) -> LayoutProposal | None:
+        if question not in self.choices:
             try:
-                self.choices[workers] = self.choose(workers)
+                self.choices[question] = self.choose(*question)
             except LayoutError as error:
-                self.choices[workers] = None
-                self.alert(
-                    "warning", "layout", f"no layout for {workers} workers: {str(error).splitlines()[0]}"
-                )
-        return self.choices[workers]
+                self.choices[question] = None
+                why = str(error).splitlines()[0]
+                self.alert("warning", "layout", f"no layout for {question[0]} workers: {why}")
+        return self.choices[question]

@@ -113,7 +113,6 @@ def _restore_point(memory: MachineMemory) -> tuple[Source, str]:
     slots = [
         slot
         for node, held in memory.inventory.items()
-        if node in memory.roster.nodes
         for slot in held
         if (node, slot.slot) not in memory.bad_slots
     ]
@@ -164,15 +163,16 @@ def pick(memory: MachineMemory) -> tuple[LayoutProposal, tuple[Member, ...]] | N
     least, most = memory.job.cluster.min_workers, min(len(usable), memory.job.cluster.max_workers)
     if most < least:
         return None
-    choice = None
+    found = None
     if memory.cap is not None:
-        choice = memory.choice(min(most, memory.cap))
-    if choice is None:
-        choice = memory.choice(most)
-    if choice is None:
+        found = memory.choice(usable, min(most, memory.cap))
+    if found is None:
+        found = memory.choice(usable, most)
+    if found is None:
         return None
+    choice, able = found
     previous = () if memory.spec is None else memory.spec.members
-    return choice, choose_members(usable, choice.layout.world_size, previous)
+    return choice, choose_members(able, choice.layout.world_size, previous)
 
 
 def _launch(
@@ -240,14 +240,13 @@ def _finalise(memory: MachineMemory, point: Source) -> None:
     memory.go(MachineState.FINALISING)
     memory.final = (status, point.step)  # type: ignore[assignment]
     memory.incident = None
-    if point.kind == "slots" and point.generation is not None:
+    if point.kind == "slots":  # else it is the newest commit, or nothing was trained
+        assert point.generation is not None
         state = (point.step, point.generation)
         if memory.checkpoints.pending is not None and memory.checkpoints.pending.state != state:
             memory.checkpoints.pending = None
             memory.appends.drop_commits()
         memory.checkpoints.start(state, point.slots)
-    else:
-        memory.checkpoints.committed = point.step
 
 
 def step_finalising(memory: MachineMemory) -> None:

@@ -174,7 +174,7 @@ def _write(data: DataConfig, files: list[SourceFile], folder: Path) -> None:
         os.replace(full, paths[0])
     with paths[0].open("r+b") as train, paths[1].open("wb") as held:
         train.seek((tokens - tail) * _TOKEN.itemsize)
-        shutil.copyfileobj(train, held, 16 << 20)
+        shutil.copyfileobj(train, held)
         train.truncate((tokens - tail) * _TOKEN.itemsize)
 
 

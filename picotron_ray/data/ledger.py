@@ -176,7 +176,8 @@ def _missing_steps(by_step: Mapping[int, Any], steps: int, wrong: list[str]) -> 
     """One finding per run of steps without a line."""
     present = [0, *sorted(step for step in by_step if step <= steps), steps + 1]
     for before, after in pairwise(present):
-        if after - before == 2:
-            wrong.append(f"no line for step {before + 1}")
-        elif after - before > 2:
-            wrong.append(f"no line for steps {before + 1} to {after - 1}")
+        missing = range(before + 1, after)
+        if len(missing) == 1:
+            wrong.append(f"no line for step {missing[0]}")
+        elif missing:
+            wrong.append(f"no line for steps {missing[0]} to {missing[-1]}")

@@ -37,8 +37,6 @@ def memmap_splits(data: DataConfig, vocabulary: int, folder: Path) -> TokenSplit
     if data.path is None:
         raise DataError("data.path: missing, but data.source memmap needs a file or folder of token ids")
     path = os.path.expanduser(data.path)
-    if not os.path.isdir(path):
-        require_file(path)
     paths = _split_files(Path(path)) if os.path.isdir(path) else [Path(path)]
     streams = [_map(p, data.memmap_dtype) for p in paths]
     digests = []

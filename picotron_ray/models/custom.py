@@ -197,8 +197,8 @@ class CustomDefinition(ModelDefinition):
         return [modules[name] for name in self._built.blocks if name in modules]
 
     def tie(self, module: nn.Module) -> None:
+        names = {name for name, _ in module.named_parameters()}
         for first, *others in ties_of(_prototype(self.config, self._seed)):
-            names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
             for other in others:
                 if first in names:  # a stage holds all of them or none
                     set_parameter(module, other, module.get_parameter(first))

@@ -10,6 +10,7 @@ other files of the folder say of that step and later ones, then scalars.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import time
 from pathlib import Path
@@ -79,7 +80,7 @@ def scalars(figures: dict[str, float]) -> bytes:
 
 def _single(value: float) -> float:
     """Round to single precision, as the format has it; larger values become infinite."""
-    return value if abs(value) < 3.4e38 or value != value else float("inf") * (1 if value > 0 else -1)
+    return ctypes.c_float(value).value
 
 
 class EventFile:

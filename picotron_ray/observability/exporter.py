@@ -106,7 +106,7 @@ class Exporter:
 
     def __init__(self, server: Server, labels: Mapping[str, str], read: Read, host: str, port: int) -> None:
         """Listen at ``port`` (0: one that is free). Raises PortTakenError where that cannot be had."""
-        registry = CollectorRegistry(auto_describe=False)
+        registry = CollectorRegistry()
         registry.register(SampleCollector(server, labels, read))
         try:
             self._httpd, self._thread = start_http_server(port, host, registry)

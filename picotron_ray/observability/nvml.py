@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from picotron_ray.observability.exporter import Sample
 
 log = logging.getLogger(__name__)
+
+
+class Card(NamedTuple):
+    """One GPU: its product name, CUDA compute capability (major, minor), and memory."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
 
 
 class Gpus:
@@ -34,18 +42,20 @@ class Gpus:
                 else:
                     yield Sample(name, value, {"gpu": uuid})
 
-    def capabilities(self) -> list[tuple[int, int]]:
-        """CUDA compute capability of each GPU: major, minor."""
+    def cards(self) -> list[Card]:
+        """Describe each GPU that tells what it is."""
         import pynvml
 
         found = []
         for uuid, handle in self._open().items():
             try:
                 major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+                memory_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+                name = _text(pynvml.nvmlDeviceGetName(handle))
             except pynvml.NVMLError as error:
-                log.debug("compute capability of GPU %s: %s", uuid, error)
+                log.debug("GPU %s does not tell what it is: %s", uuid, error)
             else:
-                found.append((int(major), int(minor)))
+                found.append(Card(name, (int(major), int(minor)), int(memory_bytes)))
         return found
 
     def _open(self) -> dict[str, Any]:

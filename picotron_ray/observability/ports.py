@@ -44,7 +44,7 @@ def port_taken(host: str, port: int) -> str:
     """Reason that nothing can listen there now; empty where something can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the endpoint does
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)  # as the endpoint does
         try:
             probe.bind((host, port))
         except OSError as error:

@@ -175,9 +175,9 @@ def axis_ranks(layout: Layout, rank: int, axis: str) -> list[int]:
     return [layout.rank(at._replace(**{axis: index})) for index in range(getattr(layout, axis))]
 
 
-def _copy(layout: Layout, rank: int) -> int:
-    """Return the number of the copy of the state that ``rank`` holds part of; 0 without ZeRO."""
-    return layout.replica(rank) // layout.shards if layout.zero else 0
+def _copy(layout: Layout, rank: int) -> int | None:
+    """Return the number of the copy of the state that ``rank`` holds part of; None without ZeRO."""
+    return layout.replica(rank) // layout.shards if layout.zero else None
 
 
 def group_name(axis: str, ranks: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,15 @@ GPU = DeviceProfile(
 )
 
 
-def profile_of(device: str) -> DeviceProfile:
-    """The assumed profile of ``"cuda"`` or ``"cpu"`` workers, until measured ones replace it."""
-    return GPU if device == "cuda" else CPU
+RESERVED = 0.1
+"""Share of a card's memory that training does not get: CUDA's context, the buffers of NCCL and cuBLAS."""
+
+
+def profile_of(device: str, device_bytes: int = 0) -> DeviceProfile:
+    """The assumed profile of ``"cuda"`` or ``"cpu"`` workers, until measured ones replace it.
+
+    Args:
+        device_bytes: memory of the smallest of the devices, as its driver tells; 0: not known.
+    """
+    profile = GPU if device == "cuda" else CPU
+    return replace(profile, memory_bytes=(1 - RESERVED) * device_bytes) if device_bytes else profile

@@ -52,12 +52,12 @@ def partition(costs: Sequence[float], first: float, last: float, stages: int) ->
         return found, -end
 
     # worst[start]: the costliest stage of the best cut of layers start.. into the stages left
-    worst = [cost(start, layers) if start < layers else float("inf") for start in range(layers + 1)]
+    worst = [cost(start, layers) for start in range(layers)]
     cuts: list[list[int]] = []
     for left in range(2, stages + 1):
         latest = layers - left + 1
         best = [cut(start, latest) for start in range(latest)]
-        worst = [found for found, _ in best] + [float("inf")] * left
+        worst = [found for found, _ in best]
         cuts.append([end for _, end in best])
     bounds, start = [], 0
     for chosen in reversed(cuts):

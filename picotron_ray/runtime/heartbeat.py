@@ -200,8 +200,8 @@ class Page:
     def _learn(self, name: str, seconds: float) -> None:
         history = self._durations[name]
         history.append(seconds)
-        if len(history) >= ENOUGH and (len(history) < 20 or self._count % 16 == 0):
-            p99 = sorted(history)[min(len(history) - 1, int(0.99 * len(history)))]
+        if len(history) >= ENOUGH:
+            p99 = sorted(history)[int(0.99 * len(history))]
             self._limits[name] = max(self._elastic.hang_factor * p99, self._elastic.hang_floor_s)
 
     def _limit(self, name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from picotron_ray.parallel.local_shards import LocalParameter, local_gradient
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
 
-NEVER = 2**62
+NEVER = sys.maxsize
 """Micro-batches that the sums over replicas wait for where no hook runs: more than any step has."""
 
 

@@ -16,7 +16,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -198,14 +198,13 @@ class Loop:
         """Measure the held-out loss, summed over all ranks."""
         self.page.phase("evaluate")
         loss_sum, tokens = self.engine.evaluate(self.eval_batches)
-        agreement = self._exchange_apart(loss_sum, float(tokens), sealed=-1)
+        agreement = self._exchange_apart(Contribution(loss_sum, float(tokens)))
         total = sum(batch.global_tokens for batch in self.eval_batches)
         self.page.put(eval_loss=agreement.loss_sum / total, eval_step=step)
 
-    def _exchange_apart(self, loss_sum: float, tokens: float, sealed: int) -> Agreement:
+    def _exchange_apart(self, mine: Contribution) -> Agreement:
         """Exchange figures between steps; flags are not acted on, but raised again for the next step's."""
-        mine = Contribution(loss_sum, tokens, (0, 0), self.requests.take(), bytes(16), 0.0, 0.0, sealed)
-        agreement = exchange(mine, self.layout, self.device)
+        agreement = exchange(replace(mine, flags=self.requests.take()), self.layout, self.device)
         self.requests.add(agreement.flags)
         return agreement
 
@@ -217,5 +216,6 @@ class Loop:
         """
         self.page.phase("flush")
         self.snapshots.wait_copied()
-        self.snapshots.observe(self._exchange_apart(0.0, 0.0, self.snapshots.sealed_step).sealed)
+        mine = Contribution(0.0, 0.0, sealed=self.snapshots.sealed_step)
+        self.snapshots.observe(self._exchange_apart(mine).sealed)
         self.snapshots.flush(step, self.tail, pinned=True)

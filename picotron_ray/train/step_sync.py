@@ -43,12 +43,12 @@ class Contribution:
 
     loss_sum: float
     grad_norm: float
-    rows: tuple[int, int]
-    flags: int
-    digest: bytes
-    snapshot_cost_s: float
-    step_time_s: float
-    sealed: int
+    rows: tuple[int, int] = (0, 0)
+    flags: int = 0
+    digest: bytes = bytes(16)
+    snapshot_cost_s: float = 0.0
+    step_time_s: float = 0.0
+    sealed: int = -1
     imbalance: float = 0.0
     dropped: int = 0
 

@@ -77,7 +77,7 @@ class _AbsentModule(ModuleType):
 class _Absent(type):
     """Stand-in for anything that such a module would have under a name."""
 
-    importing = False
+    importing: bool
     """whether a checkout is being imported now"""
     peer: str
     whole: str

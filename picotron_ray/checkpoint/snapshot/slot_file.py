@@ -180,7 +180,6 @@ class SlotFile:
             return
         capacity = align(needed + SLACK_BYTES, PAGE)
         _allocate(self.path, self._descriptor, capacity)
-        self._map.close()
         self._map = mmap.mmap(self._descriptor, capacity)
 
     def _copy_body(

@@ -73,7 +73,8 @@ class SlotPool:
 
 
 def _age(slot: SlotFile) -> SlotKey:
-    return slot.key or (0, 0, 0)
+    assert slot.key is not None  # an unsealed one was chosen before any is compared
+    return slot.key
 
 
 def list_slots(folder: str | os.PathLike[str]) -> list[tuple[Path, SlotHeader]]:

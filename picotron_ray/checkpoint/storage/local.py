@@ -163,7 +163,7 @@ def _remove_stale(folder: Path) -> None:
     for left in folder.iterdir():
         try:
             if left.stat().st_mtime < time.time() - _STALE_TMP_S:
-                left.unlink(missing_ok=True)
+                left.unlink()
         except FileNotFoundError:  # published by its writer since the listing
             continue
 

@@ -49,7 +49,7 @@ def address_of(stored: bytes) -> str:
 def encode(raw: Any, codec: str) -> bytes:
     """Encode raw bytes as they are stored; lossless."""
     if codec == "zstd":
-        return zstandard.ZstdCompressor(level=3).compress(raw)
+        return zstandard.ZstdCompressor().compress(raw)
     return bytes(raw)
 
 

@@ -135,13 +135,14 @@ def ledger_lines(parts: Sequence[UploadPart], parent: Manifest | None) -> list[s
     for part in parts:
         for line in part.ledger:
             by_step.setdefault(int(json.loads(line)["step"]), line)
-    missing = [step for step in range(begin, end + 1) if step not in by_step]
+    steps = range(begin, end + 1)
+    missing = [step for step in steps if step not in by_step]
     if missing:
         raise StorageError(
             f"checkpoint of step {end}: the slots carry no ledger line of step {missing[0]}, expected"
             f" {begin}..{end}"
         )
-    return [by_step[step] for step in range(begin, end + 1)]
+    return [by_step[step] for step in steps]
 
 
 def parent_of(storage: Storage, log: RunLog, term: int, n: int) -> Manifest | None:
@@ -240,7 +241,7 @@ def _store_segment(storage: Storage, manifest: Manifest, lines: Sequence[str]) -
 def put_fresh(storage: Storage, key: str, data: bytes) -> str:
     """Put under ``key`` or, where an abandoned attempt left other bytes there, ``key`` with a number."""
     stem, dot, suffix = key.rpartition(".")
-    for attempt in range(1, 1000):
+    for attempt in range(1, 1001):
         name = key if attempt == 1 else f"{stem}.{attempt}{dot}{suffix}"
         try:
             storage.put_if_absent(name, data)

@@ -41,9 +41,10 @@ def lineage(entries: Sequence[Entry], generation: Id) -> list[tuple[Id, int | No
 def commits_on(entries: Sequence[Entry], commits: Sequence[Entry], generation: Id) -> list[Entry]:
     """Select those of ``commits`` (in log order) that lie on the lineage of the generation."""
     limits = dict(lineage(entries, generation))
-    return [
-        commit
-        for commit in commits
-        if (at := (commit.body["term"], commit.body["n"])) in limits
-        and (limits[at] is None or commit.body["step"] <= (limits[at] or 0))
-    ]
+
+    def counts(commit: Entry) -> bool:
+        at = commit.body["term"], commit.body["n"]
+        limit = limits.get(at)
+        return at in limits and (limit is None or commit.body["step"] <= limit)
+
+    return [commit for commit in commits if counts(commit)]

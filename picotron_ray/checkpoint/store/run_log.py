@@ -107,7 +107,7 @@ class RunLog:
         self._writer = uuid.uuid4().hex
         self._read: dict[int, Entry | CorruptError] = {}
         self._last = 0
-        self._claimed = 0  # number of this writer's term entry
+        self._claimed: int  # number of this writer's term entry, once it has a term
         self.term = 0
 
     # --- reading -----------------------------------------------------------------------------------
@@ -147,15 +147,14 @@ class RunLog:
 
     def claim_term(self, owner: str) -> int:
         """Claim the next term and fence every older writer; returns the term."""
-        self.refresh()
         while True:
+            self.refresh()
             damaged = sum(isinstance(entry, CorruptError) for entry in self._read.values())
             term = max((e.term for e in self.entries()), default=0) + 1 + damaged + self._gaps()
             entry = self._entry("term", term, {"owner": owner})
             if self._put(entry):
                 self.term, self._claimed = term, entry.seq
                 return term
-            self.refresh()
 
     def append(self, kind: Kind, body: dict[str, Any]) -> int:
         """Append an entry; returns its number once it is durable.

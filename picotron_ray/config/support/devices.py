@@ -30,7 +30,7 @@ def graph_problems(job: JobConfig) -> Iterator[Problem]:
     reasons = {
         "model.builder": (model.builder is not None, "a model of your own, which may do anything"),
         "model.moe.experts": (
-            model.moe.experts > 0,
+            bool(model.moe.experts),
             f"model.moe.experts={model.moe.experts}, which get other numbers of rows each time",
         ),
         "data.document_masks": (

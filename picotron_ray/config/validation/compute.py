@@ -175,7 +175,7 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
     copies = 1 if asked.replicate == "auto" else asked.replicate
     if asked.dp == "auto":  # as few replicas as experts and copies need
         ep = 1 if asked.ep == "auto" else asked.ep
-        least = copies * (ep if ep > 1 or copies == 1 else 2)
+        least = copies * max(ep, 1 if copies == 1 else 2)
         degrees = degrees._replace(dp=_least_dp(job, math.lcm(least, degrees.cp) // degrees.cp))
     layout = Layout(
         **degrees._asdict(),

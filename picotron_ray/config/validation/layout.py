@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
@@ -117,7 +118,7 @@ def _recompute_problems(layout: Layout) -> Iterator[LayoutProblem]:
     if listed_stages not in (1, layout.stages):
         text = f"saw a list of {listed_stages}, expected one word, or one for each of {layout.stages} stages"
         yield LayoutProblem("layout.recompute", ("layout.pp", "layout.virtual_stages"), text)
-    gathered_inside = layout.zero > 0 and layout.ep > 1 and layout.expert_shards > 1
+    gathered_inside = layout.ep > 1 and layout.expert_shards > 1
     if is_selective(policy) and gathered_inside:
         text = (
             f"saw {policy} with zero={layout.zero} and ep={layout.ep} over {layout.replicas} replicas, where"
@@ -330,17 +331,18 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
     """
     experts = 1 if job.layout.ep == "auto" else job.layout.ep
     found = []
-    most = workers if job.model.builder is not None else job.model.kv_heads
-    for tp in range(1, min(workers, most) + 1):
-        for pp in range(1, min(workers // tp, job.model.depth or workers) + 1):
-            if any(_stage_problems(job, pp, virtual_stages(job, pp))) or any(_tensor_problems(job, tp)):
+    for tp in _up_to(workers):
+        if any(_tensor_problems(job, tp)) or any(_grouped_problems(job, tp)):
+            continue
+        groups = workers // tp
+        for pp in _up_to(groups):
+            if any(_stage_problems(job, pp, virtual_stages(job, pp))):
                 continue
-            if any(_grouped_problems(job, tp)):
-                continue
-            for cp in range(1, workers // (tp * pp) + 1 if job.layout.cp != 1 else 2):
+            pipelines = groups // pp
+            for cp in _up_to(pipelines) if job.layout.cp != 1 else (1,):
                 if any(_context_problems(job, cp, tp)) or any(_fp8_problems(job, cp, tp)):
                     continue
-                for dp in range(1, min(workers // (tp * pp * cp), job.data.global_batch) + 1):
+                for dp in _up_to(min(pipelines // cp, job.data.global_batch)):
                     layout = Layout(
                         dp=dp,
                         tp=tp,
@@ -357,15 +359,21 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
     return found
 
 
+def _up_to(most: int) -> range:
+    return range(1, most + 1)
+
+
 def nearest_layouts(job: JobConfig, asked: Degrees, workers: int, count: int = 3) -> list[str]:
     """The ``count`` fitting layouts nearest to the degrees asked for, as ``dp=2 tp=1 pp=2``.
 
-    Distance is the sum of |log2| ratios of the degrees; among equals those with the most workers come first.
+    Distance is the product of the ratios of the degrees, each above 1; among equals those with the most
+    workers come first.
     """
 
-    def distance(degrees: Degrees) -> tuple[float, int, Degrees]:
-        apart = sum(abs(math.log2(a / b)) for a, b in zip(degrees, asked, strict=True))
-        return (round(apart, 9), -math.prod(degrees), degrees)
+    def distance(degrees: Degrees) -> tuple[Fraction, int, Degrees]:
+        pairs = zip(degrees, asked, strict=True)
+        apart = math.prod((Fraction(max(pair), min(pair)) for pair in pairs), start=Fraction(1))
+        return apart, -math.prod(degrees), degrees
 
     best = sorted(fitting_degrees(job, workers), key=distance)[:count]
     return [str(degrees) for degrees in best]

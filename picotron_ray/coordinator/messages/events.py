@@ -48,6 +48,7 @@ class NodeJoined:
     node: str
     capacity: int  # workers that it can host
     refused: str = ""  # why it may not take part (version mismatch); empty: it may
+    device_bytes: int = 0  # memory of its smallest device; 0: not known, or a CPU's share of its host's
     kept: tuple[SlotInfo, ...] = ()
     kept_by: GenerationSpec | None = None
 

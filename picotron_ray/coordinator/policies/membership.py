@@ -6,12 +6,16 @@ policies: they decide on which nodes workers start and which of them take part, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from picotron_ray.coordinator.messages import Member
 
+Question = tuple[int, tuple[int, ...], int]
+"""What the planner is asked: most workers, how many stand on each node in rank order, and the bytes of the
+smallest device among theirs (0: not known)."""
 START_BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 15.0, 30.0)  # after the n-th failed start in a row on one node
 
 
@@ -20,6 +24,7 @@ class RosterNode:
     name: str
     capacity: int
     last_seen: float
+    device_bytes: int = 0  # memory of its smallest device; 0: not known
     draining: bool = False
     failed_starts: int = 0
     start_after: float = 0.0  # no worker is started here before this time
@@ -41,16 +46,16 @@ class Roster:
 
     nodes: dict[str, RosterNode] = field(default_factory=dict)
     workers: dict[str, RosterWorker] = field(default_factory=dict)
-    silent: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # lost by silence alone
+    silent: dict[str, tuple[RosterNode, tuple[str, ...]]] = field(default_factory=dict)  # lost by that alone
 
-    def join(self, name: str, capacity: int, now: float) -> bool:
+    def join(self, name: str, capacity: int, now: float, device_bytes: int = 0) -> bool:
         """Add a node or refresh it; True where it is new."""
         known = self.nodes.get(name)
         if known is not None:
             known.capacity, known.last_seen = capacity, now
+            known.device_bytes = device_bytes or known.device_bytes
             return False
-        self.nodes[name] = RosterNode(name, capacity, now)
-        self.silent.pop(name, None)
+        self.nodes[name] = RosterNode(name, capacity, now, device_bytes)
         return True
 
     def lose(self, name: str, *, silent: bool) -> list[RosterWorker]:
@@ -60,7 +65,7 @@ class Roster:
         for worker in gone:
             del self.workers[worker.name]
         if silent and node is not None:
-            self.silent[name] = (node.capacity, tuple(worker.name for worker in gone))
+            self.silent[name] = (node, tuple(worker.name for worker in gone))
         else:
             self.silent.pop(name, None)
         return gone
@@ -93,13 +98,29 @@ class Roster:
             and not node.draining
         ]
 
+    def by_device(self, workers: list[RosterWorker]) -> list[list[RosterWorker]]:
+        """All of the workers, then without those of the smallest devices, and so on; [] of none."""
+        least = sorted(self._device_sizes(workers)) or [0] * bool(workers)
+        return [[w for w in workers if self._device_bytes(w) in (0, *least[at:])] for at in range(len(least))]
+
+    def question(self, workers: list[RosterWorker], most: int) -> Question:
+        """Put the question for up to ``most`` of these workers, as `choose_members` picks them."""
+        taken = choose_members(workers, most)
+        sizes = Counter(member.node for member in taken)
+        return len(taken), tuple(sizes.values()), min(self._device_sizes(workers), default=0)
+
+    def _device_sizes(self, workers: list[RosterWorker]) -> set[int]:
+        return {self._device_bytes(worker) for worker in workers} - {0}
+
+    def _device_bytes(self, worker: RosterWorker) -> int:
+        node = self.nodes.get(worker.node)
+        return 0 if node is None else node.device_bytes
+
 
 def starts(roster: Roster, wanted: int, now: float) -> list[str]:
     """Nodes on which to start a worker now (one entry each) so that ``wanted`` live: biggest node first."""
     missing = wanted - len(roster.alive())
     found: list[str] = []
-    if missing <= 0:
-        return found
     for node in sorted(roster.nodes.values(), key=lambda node: (-node.capacity, node.name)):
         if node.draining or now < node.start_after:
             continue

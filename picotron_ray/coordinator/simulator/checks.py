@@ -119,7 +119,7 @@ class Checks:
         if spec is None or self.stepped_at < self.sim.quiet_at + CALM_S:
             return
         room = sum(node.capacity for node in self.sim.nodes.values())
-        wanted = self.sim.choose(min(room, job.cluster.max_workers)).layout.world_size
+        wanted = self.sim.choose(min(room, job.cluster.max_workers), (), 0).layout.world_size
         if len(spec.members) < wanted:
             self.sim.violation(f"ended on {len(spec.members)} workers, {wanted} were to be had")
 

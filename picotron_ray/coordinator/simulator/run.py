@@ -44,7 +44,7 @@ class SimChoice:
 def _family(kind: int) -> Choose:
     """A way to lay out n workers: replicated, sharded, tensor x data, pipeline x data, or exactly two."""
 
-    def choose(workers: int) -> SimChoice:
+    def choose(workers: int, node_sizes: tuple[int, ...] = (), device_bytes: int = 0) -> SimChoice:
         if kind == 0 or (workers == 1 and kind in (2, 3)):
             return SimChoice(Layout(dp=workers), 1.0 / workers)
         if kind == 1:

@@ -174,7 +174,7 @@ class SimGeneration:
             return
         self.broken = True
         rng, resume = self.sim.rng, self.spec.resume_step
-        share = 0.0 if self.step_s == 0 else (self.sim.now - self.began_at) / self.step_s
+        share = (self.sim.now - self.began_at) / self.step_s
         inside_optimizer = bool(self.began_at) and share > 0.8
         for worker in self.members():
             if self.step - 1 > resume:

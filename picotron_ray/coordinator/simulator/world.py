@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ class Sim:
         self.step_s = 1.0  # of a step, however many do it
         self.start_failures = 0.0  # share of worker starts that fail
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
-        self._count = 0
+        self._count = itertools.count()  # calls of one time come in the order of their planning
         self.events = 0  # handled by machines
         self.nodes: dict[str, SimNode] = {}
         self.ghosts: set[str] = set()  # nodes that are gone and nobody was told
@@ -53,8 +54,7 @@ class Sim:
     # --- clock --------------------------------------------------------------------------------------
 
     def after(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
-        self._count += 1
-        heapq.heappush(self._heap, (self.now + delay_s, self._count, call, args))
+        heapq.heappush(self._heap, (self.now + delay_s, next(self._count), call, args))
 
     def run(self, limit_s: float) -> None:
         """Run until the run is over, an invariant is broken, or ``limit_s`` after the last fault."""

@@ -38,15 +38,16 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, laid: Tensor | None, *parts: Tensor) -> Tensor:
-        ctx.dim = _output_dim(parts[0])
-        ctx.sizes, ctx.dtype = [part.size(ctx.dim) for part in parts], parts[0].dtype
+        first, *_ = parts  # all are alike but for the number of their outputs
+        ctx.dim, ctx.dtype = _output_dim(first), first.dtype
+        ctx.sizes = [part.size(ctx.dim) for part in parts]
         if laid is not None:
-            return laid.to(dtype) if laid.dtype != dtype else laid.detach()
-        if parts[0].dtype == dtype:
+            return laid.detach().to(dtype)
+        if first.dtype == dtype:
             return torch.cat(parts, dim=ctx.dim)
-        shape = list(parts[0].shape)
+        shape = list(first.shape)
         shape[ctx.dim] = sum(ctx.sizes)
-        whole = parts[0].new_empty(shape, dtype=dtype)
+        whole = first.new_empty(shape, dtype=dtype)
         for piece, part in zip(whole.split(ctx.sizes, dim=ctx.dim), parts, strict=True):
             piece.copy_(part)
         return whole

@@ -179,7 +179,7 @@ class Router(nn.Module):
             gates = scores.gather(-1, experts)
             if config.normalize:
                 gates = gates / gates.sum(dim=-1, keepdim=True)
-            live = torch.ones_like(x[:, 0, 0], dtype=torch.bool) if weights is None else weights > 0
+            live = x.new_ones(len(x), dtype=torch.bool) if weights is None else weights > 0
             chosen = F.one_hot(experts, config.experts).sum(dim=2) * live[:, None, None]
             kept = self._within_capacity(experts, chosen) & live[:, None, None]
             loss = self._loss(logits, scores, chosen, live) if torch.is_grad_enabled() else None

@@ -28,13 +28,11 @@ class AttentionTile(NamedTuple):
 def ring_tile(mine: int, theirs: int, length: int) -> AttentionTile:
     """Tile of rank ``mine`` with the keys of rank ``theirs``; both hold ``length`` tokens."""
     half = length // 2
-    if mine == theirs:
-        return AttentionTile(ALL, ALL, True)
-    return (
-        AttentionTile(ALL, slice(0, half), False)
-        if theirs < mine
-        else AttentionTile(slice(half, None), ALL, False)
-    )
+    if theirs < mine:
+        return AttentionTile(ALL, slice(0, half), False)
+    if theirs > mine:
+        return AttentionTile(slice(half, None), ALL, False)
+    return AttentionTile(ALL, ALL, True)
 
 
 def gathered_tiles(mine: int, ranks: int, length: int) -> list[AttentionTile]:
@@ -74,8 +72,9 @@ class DocumentNumbers(NamedTuple):
 
     def key_mask(self, tile: AttentionTile) -> KeyMask:
         """Mask of a tile."""
-        if self.queries is None or self.keys is None:
+        if self.queries is None:
             return KeyMask(tile.causal)
+        assert self.keys is not None, "both or none"
         mask = same_document(self.queries[:, tile.queries], self.keys[:, tile.keys])
         return KeyMask(False, mask.tril() if tile.causal else mask)
 

@@ -36,7 +36,7 @@ class _CutNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         x, weight, root = ctx.saved_tensors
-        of_weight = (gradient * x).mul_(root).flatten(0, -2).sum(dim=0)
+        of_weight = (gradient * x).mul_(root).sum_to_size(weight.shape)
         scaled = gradient * weight
         turned = all_sum((scaled * x).sum(dim=-1, keepdim=True), ctx.group)
         turned.mul_(root).mul_(root).div_(-ctx.width)

@@ -30,8 +30,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.replay import event_line, header_line
 from picotron_ray.errors import PicotronError, StorageError
-from picotron_ray.planner.device_profile import profile_of
-from picotron_ray.planner.search import choose_layout
+from picotron_ray.planner.search import planner
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
@@ -60,15 +59,14 @@ class Coordinator:
         self._job = JobConfig.model_validate(job)
         self._options = options
         self._store = RunStore(self._job, lambda step: self._chaos.committing(step), options.get("origin"))
-        self._cluster = Cluster(self._job)
+        self._cluster = Cluster(self._job, options.get("slot_bytes", 0))
         self._record = RunRecord(self._job)
         self._followers = Followers()
         if options.get("submission"):
             self._record.attached(options["submission"])
         gpus = worker_needs(self._job.cluster, living_nodes()).gpus
         self._device = "cuda" if gpus else "cpu"
-        choose = partial(choose_layout, self._job, profile=profile_of(self._device))
-        self._machine = Machine(self._job, choose)
+        self._machine = Machine(self._job, planner(self._job, self._device))
         self._event_log: Path | None = None
         self._tracking: Tracking | None = None
         self._loop = asyncio.new_event_loop()
@@ -167,8 +165,7 @@ class Coordinator:
             file.write(event_line(now, event, commands) + "\n")
 
     async def _begin(self) -> None:
-        restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        patience = StoragePatience(self._job, restarted, self._cluster.trains, self._record.note)
+        patience = StoragePatience(self._job, self._cluster.activity, self._record.note)
         try:
             self._executor.term = await patience.call(self._store.claim)
             found = await self._cluster.hello(self._executor.term)

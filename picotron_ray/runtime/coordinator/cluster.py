@@ -23,8 +23,10 @@ from picotron_ray.coordinator.messages import (
     WorkerReady,
 )
 from picotron_ray.runtime.coordinator.start_actors import start_agent, start_worker
+from picotron_ray.runtime.coordinator.storage_patience import Activity
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, worker_actor_name
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, snapshot_problem
 from picotron_ray.runtime.ray_cluster.placement import (
     NodeView,
     WorkerNeeds,
@@ -50,8 +52,9 @@ class Cluster:
     All methods run on the coordinator's loop; each may be called again after a lost reply.
     """
 
-    def __init__(self, job: JobConfig) -> None:
-        self._job = job
+    def __init__(self, job: JobConfig, slot_bytes: int = 0) -> None:
+        """``slot_bytes``: of one snapshot slot of one worker, as the driver planned it; 0: not known."""
+        self._job, self._slot_bytes = job, slot_bytes
         self._agents: dict[str, ActorHandle] = {}
         self._workers: dict[str, ActorHandle] = {}
         self._node_of: dict[str, str] = {}
@@ -63,6 +66,7 @@ class Cluster:
         self.metrics: dict[str, dict[str, str]] = {}  # what each agent says of its metrics endpoint
         self._placed: dict[str, str] = {}  # ready worker: its node, where it holds resources
         self._capacity: dict[str, int] = {}  # as last told, of the nodes that may take part
+        self._device_bytes: dict[str, int] = {}  # memory of each node's smallest device; 0: not known
         self._versions = node_versions(job)
 
     # --- nodes -------------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ class Cluster:
             capacity = self._room(views[node])
             if capacity != told:
                 self._capacity[node] = capacity
-                events.append(NodeJoined(node, capacity))
+                events.append(NodeJoined(node, capacity, device_bytes=self._device_bytes[node]))
         return events
 
     def _room(self, view: NodeView) -> int:
@@ -168,20 +172,25 @@ class Cluster:
             return []
         strangers = [Member(worker, view.id) for worker in hello["workers"] if worker not in self._workers]
         self.adopt_workers(tuple(strangers))  # known now; the machine judges what becomes of them
-        capacity, mismatch = self._room(view), self._mismatch(hello)
+        capacity = self._room(view)
+        mismatch = self._mismatch(hello, capacity)
         if not mismatch:
             self._capacity[view.id] = capacity
-        kept, kept_by = hello.get("kept", ()), hello.get("kept_by")  # another version's agent says neither
-        joined = NodeJoined(view.id, capacity, mismatch, kept, kept_by)
+        facts: NodeFacts = hello["facts"]
+        self._device_bytes[view.id] = facts.device_bytes if self._needs.gpus else 0
+        kept, kept_by = hello.get("kept", ()), hello.get("kept_by")
+        joined = NodeJoined(view.id, capacity, mismatch, self._device_bytes[view.id], kept, kept_by)
         return [joined, *(WorkerReady(member.worker, member.node) for member in strangers)]
 
-    def _mismatch(self, hello: dict[str, Any]) -> str:
+    def _mismatch(self, hello: dict[str, Any], workers: int) -> str:
         """Reason for which a node may not take part, from what its agent says; empty: it may."""
         theirs = hello["versions"]
         seen = [f"{k} {theirs[k]} (expected {v})" for k, v in self._versions.items() if theirs[k] != v]
         device = "cuda" if self.needs.gpus else "cpu"
-        problem = precision_problem(self._job, device, hello["capabilities"])
-        return "; ".join([*seen, f"precision: {problem}"] if problem else seen)
+        facts: NodeFacts = hello["facts"]
+        problem = precision_problem(self._job, device, facts.capabilities)
+        room = snapshot_problem(self._job, facts.snapshot_bytes, self._slot_bytes, workers)
+        return "; ".join([*seen, *([f"precision: {problem}"] if problem else []), *filter(None, [room])])
 
     def _forget(self, node: str) -> None:
         self._order.remove(node)
@@ -272,14 +281,17 @@ class Cluster:
                 log.debug("no figures from node %s: %s", node[:8], error)
         return found
 
-    async def trains(self) -> bool:
-        """Whether a worker is in a generation, as far as agents answer; needs no term."""
+    async def activity(self) -> Activity:
+        """Say whether the run has agents, and whether a worker is in a generation; needs no term."""
         for view in await asyncio.to_thread(living_nodes):
             try:
                 self._agents[view.id] = ray.get_actor(agent_name(self._job.name, view.id), NAMESPACE)
             except ValueError:
                 continue
-        return any(page["phase"] != "idle" for pages in (await self.figures()).values() for page in pages)
+        if not self._agents:
+            return "none"
+        pages = [page for pages in (await self.figures()).values() for page in pages]
+        return "training" if any(page["phase"] != "idle" for page in pages) else "idle"
 
     async def close(self, term: int, keep: Source | None = None) -> None:
         """End every worker and agent of the run, and remove the nodes' folders, but the slots of ``keep``."""

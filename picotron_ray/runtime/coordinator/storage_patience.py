@@ -1,7 +1,7 @@
 """Patience of a restarted coordinator with storage: without a term it can decide nothing, so it ends nothing.
 
 While workers train it tries for ever. Once nobody trains, it tries for ``storage.final_wait_s`` more, as the
-machine does at the end of a run. A first launch, which has nothing to lose, fails at once.
+machine does at the end of a run. A first launch, which has no agent and nothing to lose, fails at once.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.append_queue import backoff
 from picotron_ray.coordinator.final_wait import TELL_S
 from picotron_ray.errors import CorruptError, StorageError
 
+Activity = Literal["none", "idle", "training"]
 T = TypeVar("T")
 
 
@@ -25,17 +26,16 @@ class StoragePatience:
     def __init__(
         self,
         job: JobConfig,
-        restarted: bool,
-        trains: Callable[[], Awaitable[bool]],
+        activity: Callable[[], Awaitable[Activity]],
         note: Callable[[str, str, str], None],
     ) -> None:
         """
         Args:
-            trains: whether any worker is in a generation.
+            activity: what the run's agents and workers do.
             note: takes level, kind and text of an event.
         """
         self._wait_s = job.storage.final_wait_s
-        self._restarted, self._trains, self._note = restarted, trains, note
+        self._activity, self._note = activity, note
         self._until_s = time.monotonic() + self._wait_s
         self._told_s = 0.0
 
@@ -51,11 +51,12 @@ class StoragePatience:
         raise AssertionError("unreachable")
 
     async def _wait(self, attempt: int, error: StorageError) -> None:
+        activity = await self._activity()
         now = time.monotonic()
-        if self._restarted and await self._trains():
+        if activity == "training":
             self._until_s = now + self._wait_s
         left_s = self._until_s - now
-        if not self._restarted or left_s <= 0:
+        if activity == "none" or left_s <= 0:
             raise error
         if now >= self._told_s:
             self._told_s = now + TELL_S

@@ -116,12 +116,12 @@ def prepare(job: JobConfig, console: Console) -> LocalRay | None:
             found = local_ray.find(job.name)
             if found is None or not found.alive:
                 cleanup.clear(job, found)
-                _check(job, console)
+                _check(job, console, own_ray=True)
     return connect.connect(job)
 
 
-def _check(job: JobConfig, console: Console) -> None:
-    for warning in check_machine(job):
+def _check(job: JobConfig, console: Console, own_ray: bool) -> None:
+    for warning in check_machine(job, own_ray):
         console.print(f"note: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
@@ -144,7 +144,7 @@ def _start(
 ) -> Any:
     try:
         if local is None:
-            _check(job, console)
+            _check(job, console, own_ray=False)
         if signals.asked:
             raise StoppedEarlyError(f"run {job.name}: stopped by request before anything was started")
         coordinator, _ = ensure_coordinator(job, local is not None, ray_job)
@@ -238,5 +238,6 @@ def ensure_coordinator(
         "submission": submission.plain() if submission else None,
         "tied_to": tied_to,
         "notes": list(resolved.notes),
+        "slot_bytes": resolved.slot_bytes,
     }
     return actor.remote(resolved.job.model_dump(mode="json"), settings), False

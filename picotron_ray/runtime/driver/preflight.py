@@ -6,6 +6,7 @@ Each answers a question of one of ``resolve_job``'s steps, which say the order a
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,13 +20,16 @@ from picotron_ray.config.support.extras import needed_extras
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
 from picotron_ray.errors import ConfigError, NotFoundError, SlotError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.observability.nvml import Gpus
 from picotron_ray.observability.ports import check_ports
 from picotron_ray.observability.trackers import check_trackers
 from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.runtime.driver.inventory import InventoryNode, Plan, plan, with_those_to_come
 from picotron_ray.runtime.driver.resolve_precision import able_nodes
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.kept_slots import kept_bytes
-from picotron_ray.runtime.ray_cluster.placement import living_nodes, worker_needs
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
+from picotron_ray.runtime.ray_cluster.placement import facts_of, living_nodes, worker_needs
 
 
 def snapshot_note(job: JobConfig, layout: Layout) -> str | None:
@@ -75,16 +79,23 @@ def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
     return check_resume(saved, job)
 
 
-def check_cluster(job: JobConfig) -> None:
-    """Check that the connected cluster can host ``min_workers``, with the kernels and precision asked for.
+def check_cluster(job: JobConfig, own_ray: bool = False) -> Plan | None:
+    """Check that the connected cluster can host ``min_workers``, with the kernels and precision asked for,
+    and that a layout and its snapshots fit on its nodes; returns what would run there.
 
-    Raises ConfigError where not.
+    Args:
+        own_ray: it was started for this run, on this machine, which was looked at before. None is returned
+            then, and where nodes are still to come (``cluster.autoscale``) and none is there yet.
+
+    Raises:
+        ConfigError: where not.
     """
     nodes = living_nodes()
     needs = worker_needs(job.cluster, nodes)
     cp = 1 if job.layout.cp == "auto" else job.layout.cp
     device = "cuda" if needs.gpus else "cpu"
-    able, unable = able_nodes(job, nodes, device)
+    facts = {} if own_ray and device == "cpu" else facts_of(nodes, job)
+    able, unable = able_nodes(job, nodes, device, facts)
     total = sum(node.capacity(needs) for node in able)
     short = total < job.cluster.min_workers
     waits = job.cluster.autoscale and device == "cuda"  # nodes that have it may come
@@ -106,6 +117,28 @@ def check_cluster(job: JobConfig) -> None:
             f"cluster.min_workers: the cluster has room for {total} workers of {what} each, expected at least"
             f" {job.cluster.min_workers}; add nodes, lower it, or let Ray add nodes (cluster.autoscale)"
         )
+    if own_ray:
+        return None
+    offered = [InventoryNode(n.host, n.capacity(needs), _of(device, facts[n.id])) for n in able]
+    hosts = [node for node in offered if node.workers]
+    return plan(job, device, with_those_to_come(job, hosts)) if hosts else None
+
+
+def _of(device: str, facts: NodeFacts) -> NodeFacts:
+    """The facts that count for workers on this kind of device."""
+    return facts if device == "cuda" else replace(facts, cards=[])
+
+
+def plan_here(job: JobConfig) -> Plan:
+    """Plan for a Ray of the run's own, on this machine; room for slots is `snapshot_note`'s to judge.
+
+    Raises:
+        ConfigError: no layout fits.
+    """
+    cards = [] if job.cluster.device == "cpu" else Gpus().cards()
+    workers = min(job.cluster.max_workers, len(cards) or job.cluster.max_workers)
+    here = InventoryNode(os.uname().nodename, workers, NodeFacts(cards))
+    return plan(job, "cuda" if cards else "cpu", [here], slots=False)
 
 
 def _missing_extras(job: JobConfig) -> dict[str, str]:

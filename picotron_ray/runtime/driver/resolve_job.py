@@ -49,7 +49,8 @@ class ResolvedJob:
         say: told one line per fact that the user may want to see.
         storage: the run's, once a step opened it.
         data: the opened dataset.
-        layout: the cheapest one on ``cluster.max_workers`` workers.
+        layout: the cheapest one on the machines that the run may use.
+        slot_bytes: of one snapshot slot of a worker in that layout; 0: not looked at.
         start: record of the commit that ``init_from`` names, for a new run's run.json.
         notes: lines about what was settled, or differs from an earlier launch.
     """
@@ -61,6 +62,7 @@ class ResolvedJob:
     storage: Storage | None = None
     data: DataSplits | None = None
     layout: Layout | None = None
+    slot_bytes: int = 0
     start: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
@@ -121,13 +123,16 @@ def resolve_words(
     return resolve(ResolvedJob(job, submission, say=say), steps)
 
 
-def check_machine(job: JobConfig) -> list[str]:
+def check_machine(job: JobConfig, own_ray: bool) -> list[str]:
     """Take the steps that need no cluster; returns the notes.
+
+    Args:
+        own_ray: the run gets a Ray of its own on this machine, so that it has to have room for all workers.
 
     Raises:
         ConfigError, StorageError: one line per problem; only the token cache was changed.
     """
-    return list(resolve(ResolvedJob(job), ON_THE_MACHINE).notes)
+    return list(resolve(ResolvedJob(job, owns_ray=own_ray), ON_THE_MACHINE).notes)
 
 
 # --- the words ---------------------------------------------------------------------------------------------
@@ -208,18 +213,17 @@ def _data(at: ResolvedJob) -> ResolvedJob:
 
 
 def _layout(at: ResolvedJob) -> ResolvedJob:
-    """Choose the layout that all workers would run."""
-    from picotron_ray.planner.search import choose_layout
+    """Choose the layout of a run with a Ray of its own. Touches: asks NVML for this machine's GPUs."""
+    from picotron_ray.runtime.driver.preflight import plan_here
 
-    return replace(at, layout=choose_layout(at.job, at.job.cluster.max_workers).layout)
+    return replace(at, layout=plan_here(at.job).planned.layout) if at.owns_ray else at
 
 
 def _snapshot_room(at: ResolvedJob) -> ResolvedJob:
-    """Find room for the snapshot slots. Touches: looks at the free space of their folders."""
+    """Find room for that layout's snapshot slots. Touches: looks at the free space of their folders."""
     from picotron_ray.runtime.driver.preflight import snapshot_note
 
-    assert at.layout is not None
-    return at.noting(snapshot_note(at.job, at.layout))
+    return at.noting(snapshot_note(at.job, at.layout)) if at.layout is not None else at
 
 
 def _services(at: ResolvedJob) -> ResolvedJob:
@@ -305,8 +309,10 @@ def _room(at: ResolvedJob) -> ResolvedJob:
     """Check room, kernels and precision of the connected cluster. Touches: asks its nodes."""
     from picotron_ray.runtime.driver.preflight import check_cluster
 
-    check_cluster(at.job)
-    return at
+    plan = check_cluster(at.job, at.owns_ray)
+    if plan is None:
+        return at
+    return replace(at, layout=plan.planned.layout, slot_bytes=plan.slot_bytes).noting(*plan.left_out)
 
 
 def _init_from(at: ResolvedJob) -> ResolvedJob:

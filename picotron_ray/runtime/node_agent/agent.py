@@ -42,6 +42,7 @@ from picotron_ray.runtime.node_agent.metrics import AgentFigures
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
+from picotron_ray.runtime.ray_cluster.node_facts import look
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.08
@@ -103,7 +104,7 @@ class Agent:
             "spec": spec,
             **self._kept(),
             "metrics": self._metrics,
-            "capabilities": self._gpus.capabilities(),
+            "facts": look(self._job.snapshot.folder, self._job.name, self._gpus),
         }
 
     def _newest_spec(self) -> GenerationSpec | None:

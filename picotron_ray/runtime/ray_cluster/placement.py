@@ -1,18 +1,24 @@
-"""Ray's knowledge of nodes, behind one adapter: capacity, addresses, drain notices."""
+"""Ray's knowledge of nodes, behind one adapter: capacity, addresses, drain notices, and what they tell."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray._private import state as ray_state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ClusterConfig
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, look
 
 # a sliver of what only the head has: a soft node affinity would be ignored by an actor that needs no CPU,
 # a hard one would forbid a restarted head, whose id is new
 ON_HEAD = {"node:__internal_head__": 0.001}
+LOOK_S = 60.0
+"""Longest wait for a node to say what it has; a task on it starts a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +90,13 @@ def draining_nodes() -> dict[str, float]:
 def on_node(node: str) -> NodeAffinitySchedulingStrategy:
     """Scheduling on this node or nowhere."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def facts_of(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, NodeFacts]:
+    """Ask nodes for their facts, all at once; by node."""
+    task: Any = ray.remote(look)
+    asked = {}
+    for node in nodes:
+        here = task.options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node.id))
+        asked[node.id] = here.remote(job.snapshot.folder, job.name)
+    return dict(zip(asked, ray.get(list(asked.values()), timeout=LOOK_S), strict=True))

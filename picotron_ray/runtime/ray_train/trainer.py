@@ -134,7 +134,7 @@ class ElasticTrainer:
             ray.kill(found)
             time.sleep(follow_run.POLL_S)
         if local is None:
-            check_machine(self.job)
+            check_machine(self.job, own_ray=False)
         return driver.ensure_coordinator(
             self.job, owns_ray=local is not None, tied_to=owner_process.this_process()
         )

@@ -163,8 +163,8 @@ def _run(module: nn.Module, tokens: Tensor, what: str) -> Tensor:
 def _check_forward(job: JobConfig, module: nn.Module) -> Trial:
     """Run the module in every way that training relies on."""
     vocabulary, length = job.model.vocab_size, min(LENGTH, job.data.sequence_length)
-    generator = torch.Generator().manual_seed(0)
-    long = torch.randint(0, vocabulary, (1, job.data.sequence_length), generator=generator)
+    generator = torch.Generator().manual_seed(job.seed)
+    long = torch.randint(vocabulary, (1, job.data.sequence_length), generator=generator)
     with torch.no_grad():
         logits = _run(module, long, "data.sequence_length")
     expected = (*long.shape, vocabulary)
@@ -173,7 +173,7 @@ def _check_forward(job: JobConfig, module: nn.Module) -> Trial:
             f"{KEY}: forward gives {list(logits.shape)}, expected logits [batch, seq, model.vocab_size]"
             f" = {list(expected)}"
         )
-    trial = Trial(module, torch.randint(0, vocabulary, (2, length), generator=generator))
+    trial = Trial(module, torch.randint(vocabulary, (2, length), generator=generator))
     before = {name: value.clone() for name, value in trial.module.named_buffers()}
     with torch.no_grad():
         base = _run(trial.module, trial.tokens, "in fp64")
@@ -188,10 +188,11 @@ def _check_forward(job: JobConfig, module: nn.Module) -> Trial:
                     " running statistics"
                 )
         other = trial.tokens.clone()
-        other[0, -1] = (other[0, -1] + 1) % vocabulary
-        other[1] = (other[1] + 1) % vocabulary
+        other[0, -1] += 1
+        other[1] += 1
+        other %= vocabulary
         changed = _run(trial.module, other, "changed")
-    if length > 1 and not trial.close(changed[0, :-1], base[0, :-1]):
+    if not trial.close(changed[0, :-1], base[0, :-1]):
         raise ConfigError(
             f"{KEY}: logits depend on later tokens, or on other rows of the batch: the loss would mean"
             " nothing; use a causal mask and no batch statistics"

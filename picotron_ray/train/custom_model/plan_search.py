@@ -82,7 +82,7 @@ def find_blocks(module: nn.Module, plan: PlanConfig) -> tuple[str, ...]:
     for name, container in module.named_modules():
         if isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             runs += _runs(name, container)
-    return max(runs, default=(0, ()), key=lambda run: run[0])[1]
+    return max(runs, key=lambda run: run[0])[1] if runs else ()
 
 
 def _runs(name: str, container: nn.Module) -> list[tuple[int, tuple[str, ...]]]:
@@ -291,7 +291,6 @@ def _replica(module: nn.Module, styles: dict[str, str], group: ThreadGroup) -> n
             whole = module.get_parameter(name)
             part = whole.narrow(dim, *chunk(whole.size(dim), group.size(), group.rank()))
             replica.get_parameter(name).copy_(part)
-    replica.zero_grad()
     return replica
 
 

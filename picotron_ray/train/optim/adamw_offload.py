@@ -24,12 +24,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from picotron_ray.comm.all_reduce import buckets
+from picotron_ray.comm.all_reduce import BUCKET_BYTES, buckets
 from picotron_ray.comm.copy_stream import CopyStream, host_zeros
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 
-BUCKET_BYTES = 32 * 2**20
-"""Gradients that travel together. A larger tensor travels in slices."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SLOTS = 2
 """Staging buffers: one for the bucket on the wire, one for the bucket at the host's cores."""
@@ -68,7 +66,7 @@ def slices(run: ParameterGroup, most: int) -> Iterator[tuple[slice, list[Paramet
         most: elements of a bucket.
     """
     first, total = run.weights[0].view(-1), sum(weight.numel() for weight in run.weights)
-    if len(run.weights) > 1 or total <= most:
+    if len(run.weights) > 1:
         yield (
             slice(0, total),
             [ParameterSlice(n, 0, w.view(-1)) for n, w in zip(run.indices, run.weights, strict=True)],
@@ -122,6 +120,7 @@ class OffloadedAdamW:
     Args:
         groups: the parameters; each group has buckets of its own.
         threads: of the host that the update may use.
+        bucket_bytes: gradients that travel together; a larger tensor travels in slices.
 
     Fields:
         moments: per moment name, a tensor in host memory by the name of each parameter, in its box.
@@ -142,9 +141,8 @@ class OffloadedAdamW:
         for group in groups:
             for run in bucketed(group, bucket_bytes):
                 self._add(run, bucket_bytes)
-        most = max((bucket.elements for bucket in self._buckets), default=0)
-        count = min(SLOTS, len(self._buckets))
-        self._slots = [Staging(self._buckets[0].weights[0], most) for _ in range(count)]
+        sizes = [bucket.elements for bucket in self._buckets]
+        self._slots = [Staging(bucket.weights[0], max(sizes)) for bucket in self._buckets[:SLOTS]]
 
     def _add(self, group: ParameterGroup, bucket_bytes: int) -> None:
         """Add moments of parameters that fit one bucket, or of a single one that is cut into several."""
@@ -154,7 +152,7 @@ class OffloadedAdamW:
         for moment, flat in zip(MOMENTS, flats, strict=True):
             views = [p.view(w.shape) for p, w in zip(flat.split(sizes), group.weights, strict=True)]
             self.moments[moment] |= zip(group.names, views, strict=True)
-        for where, parts in slices(group, max(1, bucket_bytes // dtype.itemsize)):
+        for where, parts in slices(group, bucket_bytes // dtype.itemsize):
             self._buckets.append(OffloadBucket(parts, group.decay, *(flat[where] for flat in flats)))
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:

@@ -10,6 +10,7 @@ The plan is a function of table and layout, so that all ranks agree on it withou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,7 +113,8 @@ def assign_owners(
             held = [(other, box_of(spec, layout, other)) for other in ranks]
             alike[kind] = [_held(spec.name, box, held) for box in _boxes(spec)]
         matrices += [(spec.name, found) for found in alike[kind]]
-    work, taken = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+    work: Counter[int] = Counter()
+    taken: Counter[int] = Counter()
     rounds: list[list[Matrix]] = []
     for name, found in sorted(matrices, key=lambda named: -named[1].cost):
         owner = min((other for other, _ in found.holders), key=lambda other: (work[other], other))

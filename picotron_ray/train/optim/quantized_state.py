@@ -72,7 +72,7 @@ def codebook_of(signed: bool, device: torch.device) -> Codebook:
     heads = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cpu") << 16
     smallest = torch.minimum(heads.view(torch.float32), (heads + 0xFFFF).view(torch.float32))
     first = torch.bucketize(smallest.nan_to_num(0.0), middles, right=True).to(torch.uint8)
-    borders = torch.cat([middles, middles.new_full((1,), math.inf)])
+    borders = torch.cat([middles, middles.new_tensor([math.inf])])
     return Codebook(numbers.to(device), borders.to(device), first.roll(2**15).to(device), signed)
 
 

@@ -12,9 +12,11 @@ from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.commit_source import CommitSource
 from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.checkpoint.torch_state import StateTensor, copy_to_device, restore
+from picotron_ray.checkpoint.store.shard_sources import Piece
+from picotron_ray.checkpoint.torch_state import StateTensor, _copy, copy_to_device, restore
 from picotron_ray.errors import CorruptError, StorageError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Box, Shard
 from tests.support.checkpoint.checkpoint_kit import LAYOUT, held, make_state, save
 
 
@@ -79,3 +81,47 @@ def test_copy_to_device_keeps_bits(dtype: torch.dtype, shape: tuple[int, ...]) -
     target = torch.zeros(wanted.shape, dtype=dtype)
     copy_to_device(target.view(bits[target.element_size()]), elements)
     assert torch.equal(target, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8"])
+def test_every_dtype_is_copied_bit_for_bit(dtype: str) -> None:
+    wanted = torch.arange(6).reshape(2, 3).to(getattr(torch, dtype))
+    bits = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}[wanted.element_size()]
+    raw = np.frombuffer(wanted.view(torch.uint8).numpy().tobytes(), bits).reshape(2, 3)
+    target = torch.zeros_like(wanted)
+    _copy(target, raw)
+    assert torch.equal(target, wanted)
+
+
+def test_a_part_is_taken_from_every_piece_that_has_some_of_it() -> None:
+    """Rows 1 to 5 of pieces of rows 0 to 2 and 3 to 5: read in order, each once, and then finished."""
+    whole = torch.arange(12, dtype=torch.float32).reshape(6, 2)
+    pieces = [Piece(shard(first), whole[first : first + 3]) for first in (3, 0)]
+    told: list[object] = []
+
+    class Source:
+        def pieces(self, names: dict[str, object]) -> dict[str, list[Piece]]:
+            return dict.fromkeys(names, pieces)
+
+        def prepare(self, needed: list[Piece]) -> None:
+            told.append(needed)
+
+        def read(self, piece: Piece) -> memoryview:
+            told.append(piece)
+            return piece.handle.contiguous().view(torch.uint8).reshape(-1).numpy().data
+
+        def finish(self) -> None:
+            told.append("finished")
+
+    boxes = [Box((1, 0), (4, 2)), Box((0, 1), (6, 1)), Box((0, 0), (0, 2))]
+    state = [
+        StateTensor(Shard("w", "float32", (6, 2), box), torch.full(box.size, float("nan"))) for box in boxes
+    ]
+    restore(state, Source())
+    assert torch.equal(state[0].tensor, whole[1:5])  # type: ignore[arg-type]
+    assert torch.equal(state[1].tensor, whole[:, 1:])  # type: ignore[arg-type]
+    assert told == [pieces, *pieces, "finished"]
+
+
+def shard(first: int) -> Shard:
+    return Shard("w", "float32", (6, 2), Box((first, 0), (3, 2)))

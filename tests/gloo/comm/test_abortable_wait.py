@@ -42,8 +42,14 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def aborted() -> threading.Event:
-    return threading.Event()
+def aborted() -> Iterator[threading.Event]:
+    """Set by itself after 5 s, so that a wait that nobody ends is given up."""
+    event = threading.Event()
+    end = threading.Timer(5, event.set)
+    end.daemon = True
+    end.start()
+    yield event
+    end.cancel()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from picotron_ray.comm import p2p, sequence_collectives
@@ -115,6 +116,8 @@ def test_the_parts_of_a_sequence_come_in_order(monkeypatch: pytest.MonkeyPatch, 
         work = Pending(lambda: room.copy_(torch.cat(parts)))
         return work if ahead else work.wait()
 
+    newest = getattr(dist, "all_gather_single", None)
+    assert sequence_collectives._all_gather is (newest or dist.all_gather_into_tensor)
     monkeypatch.setattr(sequence_collectives, "_all_gather", gather)
     mine = parts[1].transpose(0, 1).contiguous().transpose(0, 1)
     if ahead:
@@ -143,6 +146,8 @@ def test_each_rank_gets_its_part_of_the_sum(monkeypatch: pytest.MonkeyPatch, bac
     def unexpected(*arguments: object, **named: object) -> None:
         raise AssertionError("the other backend's way")
 
+    newest = getattr(dist, "reduce_scatter_single", None)
+    assert sequence_collectives._reduce_scatter is (newest or dist.reduce_scatter_tensor)
     monkeypatch.setattr(sequence_collectives.dist, "get_backend", lambda group: backend)
     monkeypatch.setattr(
         sequence_collectives.dist, "all_to_all_single", exchanged if backend == "gloo" else unexpected
@@ -151,3 +156,13 @@ def test_each_rank_gets_its_part_of_the_sum(monkeypatch: pytest.MonkeyPatch, bac
         sequence_collectives, "_reduce_scatter", scattered if backend == "nccl" else unexpected
     )
     assert torch.equal(reduce_scatter_sequence(x, group), sums[1])  # type: ignore[arg-type]
+
+
+def test_a_rank_alone_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scattered(result: Tensor, flat: Tensor, group: Group) -> None:
+        result.copy_(flat)
+
+    monkeypatch.setattr(sequence_collectives.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(sequence_collectives, "_reduce_scatter", scattered)
+    x = torch.arange(12.0).view(2, 3, 2)
+    assert torch.equal(reduce_scatter_sequence(x, Group(0, 1)), x)  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from picotron_ray.errors import PeerLostError
 
 @pytest.fixture(scope="module")
 def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True)
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
 
 
 @pytest.fixture
@@ -136,12 +138,26 @@ def test_an_abort_shuts_what_is_there(
         assert len(shut) == 1, "what was opened meanwhile"
 
 
-def test_a_sweep_ends_where_nobody_comes_out(alone: ProcessGroups) -> None:
-    alone._rendezvous_s, alone._forming = 0.02, True
-    sweep = threading.Thread(target=alone._sweep, daemon=True)
-    sweep.start()
-    sweep.join(5)
-    assert not sweep.is_alive()
+def test_a_sweep_ends_where_nobody_comes_out(alone: ProcessGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks whenever its clock has gone on, until the time of the rendezvous is over."""
+    clock, shut = [100.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        assert seconds == process_groups.SWEEP_S
+        clock.append(clock[-1] + 2)
+
+    def look(wanted: object) -> None:
+        shut.append(clock[-1])
+        assert len(shut) < 9, "for ever"
+
+    monkeypatch.setattr(process_groups, "time", SimpleNamespace(monotonic=lambda: clock[-1], sleep=sleep))
+    monkeypatch.setattr(process_groups, "shut_connections", look)
+    alone._rendezvous_s, alone._forming = 6, True
+    alone._sweep()
+    assert shut == [100.0, 102.0, 104.0]
+    alone._forming = False
+    alone._sweep()
+    assert len(shut) == 3
 
 
 def test_an_aborted_generation_forms_no_more(alone: ProcessGroups) -> None:
@@ -166,8 +182,8 @@ def test_an_aborted_rendezvous_says_so(alone: ProcessGroups) -> None:
 
 
 def test_a_rank_that_does_not_come_is_missed(store: TCPStore) -> None:
-    groups = ProcessGroups("127.0.0.1", store.port, "one of two", 1, 2, rendezvous_s=0.2)
-    with pytest.raises(PeerLostError, match=r"^rank 1 lost a peer during rendezvous: "):
+    groups = ProcessGroups("127.0.0.1", store.port, "one of two", 1, 2, timeout_s=1, rendezvous_s=0.2)
+    with pytest.raises(PeerLostError, match=r"^rank 1 lost a peer during rendezvous: .* 200ms.*all-arrived"):
         groups.connect()
     groups.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import gc
 import signal
 import sys
@@ -87,5 +89,31 @@ def test_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     old = signal.getsignal(signal.SIGRTMAX)
     monkeypatch.setattr(group_release, "_inside_torch", {ended, alive})
     group_release._at_exit()
+    assert handler_of(signal.SIGRTMAX) == ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p).value
     signal.signal(signal.SIGRTMAX, old or signal.SIG_DFL)
     assert calls == [(alive.ident, signal.SIGRTMAX)]
+
+
+def handler_of(number: int) -> int | None:
+    """Address of what C has been told to call; takes it away."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    found: int | None = libc.signal(number, None)
+    return found
+
+
+class Seen(list[object]):
+    """Equal to nothing; holds what it was compared with."""
+
+    def __eq__(self, other: object) -> bool:
+        self.append(other)
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_the_end_of_the_process_calls_it() -> None:
+    assert not group_release._inside_torch
+    registered = Seen()
+    atexit.unregister(registered)
+    assert group_release._at_exit in list(registered)

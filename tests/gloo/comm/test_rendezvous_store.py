@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -32,6 +33,18 @@ def test_it_serves_at_the_address_that_it_prints(
     monkeypatch.setattr(rendezvous_store, "wait_for_exit", use)
     assert main(["--parent-pid", "7"]) == 0
     assert asked == [7]
+
+
+def test_it_ends_with_the_process_that_it_was_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as gone:
+        gone.wait()
+    monkeypatch.setattr(sys, "argv", ["rendezvous_store", "--parent-pid", str(gone.pid)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(rendezvous_store.__file__, run_name="__main__")
+    assert end.value.code == 0
+    assert json.loads(capsys.readouterr().out).keys() == {"host", "port"}
 
 
 def test_it_is_told_whose_end_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,8 @@ def test_threads_meet_before_and_after_they_add() -> None:
 def test_threads_know_their_places_and_leave() -> None:
     groups = ThreadGroup.make(3)
     assert [(group.rank(), group.size()) for group in groups] == [(0, 3), (1, 3), (2, 3)]
+    assert not groups[0]._barrier.broken
     groups[2].leave()
+    assert groups[0]._barrier.broken, "nobody waits for it"
     with pytest.raises(threading.BrokenBarrierError):
         groups[0].sum(torch.zeros(1))

@@ -259,14 +259,14 @@ def test_a_run_from_an_import_keeps_it_and_takes_no_bytes(copy: Path) -> None:
     told = "data.source: saw text, whose ids are bytes, but the weights come from Hugging Face checkpoint"
     fresh = parse_job({**plain, "data": fed})
     with pytest.raises(ConfigError, match=f"^{told}.* up to 95; .*data.source=memmap$"):
-        check_machine(fresh)
+        check_machine(fresh, own_ray=True)
     with pytest.raises(ConfigError, match=told):
         import_hf(parse_job({**public_dict(job), "name": "bytes", "data": fed}), copy)
     tokens = copy.parent / "tokens.bin"
     tokens.write_bytes(bytes(range(96)) * 200)
     held = {**fed, "source": "memmap", "path": str(tokens), "memmap_dtype": "uint8"}
     good = parse_job({**plain, "init_from": {"run": "origin", "step": 0}, "data": held})
-    check_machine(good)
+    check_machine(good, own_ray=True)
     storage = open_storage(good.storage, good.name)
     assert not list(storage.list("")), "a check leaves nothing"
     store = RunStore(good, lambda _: None, settle_start(good, storage)[1])
@@ -286,11 +286,11 @@ def test_an_import_that_was_cut_off_is_no_run_of_random_weights(copy: Path) -> N
     log.refresh()
     storage.delete(f"log/{log.commits()[0].seq:08d}.json")
     with pytest.raises(ConfigError, match=r"^name: the import into run 'cut' .* was cut off"):
-        check_machine(job)
+        check_machine(job, own_ray=True)
 
 
 def test_a_checkpoint_without_a_tokenizer_is_said_to_be_one(copy: Path) -> None:
     make("llama", copy, {"vocab_size": 300})
     job = job_for(copy, copy.parent / "runs", "bare", data={"sequence_length": 24, "global_batch": 2})
     assert "had no tokenizer" in import_hf(job, copy)["note"]
-    assert any("had no tokenizer" in line for line in check_machine(job))
+    assert any("had no tokenizer" in line for line in check_machine(job, own_ray=True))

@@ -178,6 +178,74 @@ def test_only_the_excess_is_dropped_and_counted() -> None:
     assert (routing.gates[0, 2:] == 0).all()
 
 
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("balance", "even", "z"), [("loss", 0.5, 0.0), ("loss", 0.5, 0.25), ("none", 0.5, 0.25)]
+)
+def test_the_auxiliary_loss_is_the_formula_written_out(
+    scores: Any, balance: Any, even: float, z: float
+) -> None:
+    """Over the tokens of rows that weigh something; every expert's share times what it was likely to get."""
+    router = router_of(
+        MoeConfig(experts=3, top_k=2, router=scores, balance=balance, loss_coefficient=even, z_coefficient=z)
+    )
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+    found = router(x, torch.tensor([1.0, 0.0, 0.5])).loss
+    expected = torch.zeros((), dtype=torch.float64)
+    for row in (0, 2):
+        logits = [router.weight @ token for token in x[row]]
+        given = [logit.softmax(0) if scores == "softmax" else logit.sigmoid() for logit in logits]
+        chosen = [set(score.topk(2).indices.tolist()) for score in given]
+        for e in range(3) if balance == "loss" else ():
+            share = 3 * sum(e in ids for ids in chosen) / (4 * 2)
+            expected = expected + even * share * sum(score[e] / score.sum() for score in given)
+        expected = expected + z * sum(logit.exp().sum().log() ** 2 for logit in logits)
+    torch.testing.assert_close(found, expected)
+    router.shares = 2
+    torch.testing.assert_close(router(x, torch.tensor([1.0, 0.0, 0.5])).loss, expected / 2)
+
+
+def test_steps_without_gradients_have_no_loss_and_are_not_counted() -> None:
+    router = router_of(MoeConfig(experts=3, top_k=2))
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    with torch.no_grad():
+        assert router(x, None).loss is None
+    router.counting = False
+    assert router(x, None).loss is not None
+    assert router.load is None
+    router.counting = True
+    for passes in (1, 2):
+        router(x, None)
+        assert router.load is not None
+        assert (router.load[:3].sum(), router.load[3]) == (passes * 2 * 4 * 2, 0)
+    assert router_of(MoeConfig(experts=3, top_k=2, balance="none"))(x, None).loss is None
+
+
+def test_only_a_balance_by_bias_has_one_which_no_gradient_moves() -> None:
+    router = Router(MoeConfig(experts=3, balance="bias"), 6)
+    assert router.bias is not None
+    assert (router.bias.requires_grad, router.weight.requires_grad) == (False, True)
+    assert Router(MoeConfig(experts=3), 6).bias is None
+    with torch.no_grad():
+        router.weight.zero_()
+        router.bias.copy_(torch.tensor([0.0, 0.2, 0.1]))
+    routing = router(torch.ones(1, 1, 6), None)
+    assert routing.experts.tolist() == [[[1, 2]]]
+    assert routing.gates.tolist() == [[[0.5, 0.5]]], "the choice alone"
+
+
+@pytest.mark.parametrize(("factor", "fits"), [(0.25, 1), (0.5, 2), (0.51, 3), (2.0, 8), (9.0, 8)])
+def test_as_many_fit_as_the_factor_says(factor: float, fits: int) -> None:
+    """Of eight tokens that all want the first of two experts, an even share being four."""
+    router = router_of(MoeConfig(experts=2, top_k=1, capacity_factor=factor, balance="none"))
+    with torch.no_grad():
+        router.weight.zero_()
+        router.weight[0, 0] = 1.0
+    x = torch.zeros(1, 8, 6, dtype=torch.float64)
+    x[:, :, 0] = 1.0
+    assert router(x, None).kept.flatten().tolist() == [True] * fits + [False] * (8 - fits)
+
+
 def test_a_token_is_the_gated_sum_of_its_experts() -> None:
     """Against the formula written out, token by token."""
     config = MoeConfig(experts=4, top_k=2, intermediate_size=5, shared_intermediate_size=3, balance="none")

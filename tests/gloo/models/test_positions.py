@@ -133,3 +133,12 @@ def test_a_window_that_hides_nothing_is_none(tokens: int, passed: int | None) ->
     config = ModelConfig(hidden_size=8, heads=2, kv_heads=2, sliding_window=5)
     Attention(config, kernel)(torch.randn(1, tokens, 8))
     assert asked == [passed]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("shared", [1, 2, 4])
+def test_keys_are_shared_whatever_the_length_of_a_row(tokens: int, shared: int) -> None:
+    """Also where a row is as long as there are heads of queries or of keys."""
+    q, k, v = (torch.randn(1, heads, tokens, 3) for heads in (4, shared, shared))
+    each = [x.repeat_interleave(4 // shared, dim=1) for x in (k, v)]
+    assert torch.allclose(sdpa(q, k, v), sdpa(q, *each), atol=1e-6)

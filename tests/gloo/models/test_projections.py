@@ -156,6 +156,23 @@ def test_a_joint_gives_what_its_layers_give(laid: bool, low: torch.dtype | None)
     assert not torch.equal(found[0][0], found[2][0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_parts_are_joined_in_the_type_that_is_asked_for(dtype: torch.dtype) -> None:
+    """Stacks of matrices, and biases; copied, or read where they lie together."""
+    for shapes in ([(2, 3, 5), (2, 1, 5)], [(3,), (2,)]):
+        parts = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        dim = max(0, len(shapes[0]) - 2)
+        whole = torch.cat(parts, dim=dim).detach()
+        for laid in (None, whole):
+            found = fused_linear.joined(parts, dtype, laid)
+            assert found.dtype == dtype
+            assert torch.equal(found, whole.to(dtype))
+            gradients = torch.autograd.grad((found * found.detach()).sum(), parts)
+            assert [gradient.dtype for gradient in gradients] == [torch.float64] * 2
+            expected = whole.to(dtype).double().split([part.size(dim) for part in parts], dim=dim)
+            assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+
+
 def test_projections_are_one_product_unless_said() -> None:
     attention, hidden = Attention(MODEL, sdpa), SwiGLU(4, 6)
     for module, count in ((attention, 3), (hidden, 2)):

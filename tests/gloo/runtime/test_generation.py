@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from picotron_ray.checkpoint.snapshot.slot_format import slot_bytes
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.coordinator.messages import GenerationId, Source
-from picotron_ray.errors import CorruptError
-from picotron_ray.runtime.worker.generation import GenerationRun
+from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Outcome, SlotInfo, Source
+from picotron_ray.errors import CorruptError, StorageError
+from picotron_ray.failures import FailureKind
+from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.heartbeat import Page, read_page
+from picotron_ray.runtime.worker import generation
+from picotron_ray.runtime.worker.generation import GenerationRun, WorkerResources
+from picotron_ray.train.step_sync import STOP
 from tests.support.checkpoint.checkpoint_kit import make_state, save
+from tests.support.runs.coordinator_world import job
 
 
 def test_it_reads_the_manifest_that_the_log_names_and_no_other(tmp_path: Path) -> None:
@@ -25,9 +34,9 @@ def test_it_reads_the_manifest_that_the_log_names_and_no_other(tmp_path: Path) -
     named = Source("commit", 5, GenerationId(1, 2), manifest=done.manifest, digest=done.digest)
 
     def read(source: Source) -> Any:
-        generation = GenerationRun.__new__(GenerationRun)
-        generation.spec = SimpleNamespace(source=source)  # type: ignore[assignment]
-        return generation._manifest(storage)
+        run = GenerationRun.__new__(GenerationRun)
+        run.spec = SimpleNamespace(source=source)  # type: ignore[assignment]
+        return run._manifest(storage)
 
     assert read(named).step == 5
     assert read(replace(named, digest="")).step == 5, "as an older version's log names it"
@@ -39,3 +48,322 @@ def test_it_reads_the_manifest_that_the_log_names_and_no_other(tmp_path: Path) -
     storage.delete(done.manifest)
     with pytest.raises(CorruptError, match="is missing"):
         read(named)
+
+
+# --- its parts are fakes from here on ------------------------------------------------------------------
+
+SELF, OTHER = GenerationId(2, 3), GenerationId(2, 2)
+MEMBERS = (Member("w0", "n0"), Member("w1", "n1"))
+SPEC = GenerationSpec(SELF, MEMBERS, Layout(dp=2), Source("init", 4), "test")
+
+
+class Bench:
+    """A generation whose parts note what they are told; ``told`` holds it in order."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[Any] = []
+        self.page = Page(folder / "w1.page", job().elastic, lambda step, phase: self.note("phase", phase))
+        self.ends: Any = "finished"
+        self.policy: Any = None
+        self.state: list[Any] = []
+        data = SimpleNamespace(train="tokens", eval_batches=lambda *words: self.note("eval batches", *words))
+        self.resources = WorkerResources(
+            job=job(cluster__worker_memory_bytes=None),
+            worker="w1",
+            node="n1",
+            folder=folder,
+            device=torch.device("cpu"),
+            data=data,  # type: ignore[arg-type]
+            page=self.page,
+            storage=lambda: "storage",  # type: ignore[arg-type, return-value]
+            fetch_slot=lambda info: self.note("fetch", info.slot),
+        )
+        self.engine = SimpleNamespace(
+            applied=(),
+            adapt=lambda batches: self.policy,
+            state=lambda: self.state,
+            weights=lambda: "weights",
+            initialise=partial(self.note, "initialise"),
+            set_step=partial(self.note, "set step"),
+            close=partial(self.note, "close engine"),
+        )
+        self.patch = monkeypatch
+        self.set("ProcessGroups", self.groups)
+        self.set("build_engine", lambda *words: self.engine)
+        self.set("BatchLoader", self.loader)
+        self.set("Loop", self.loop)
+        self.set("SlotPool", lambda *words: self.note("pool", *words) or "pool")
+        self.set("Snapshotter", lambda **words: words)
+        self.set("SnapshotWriter", SimpleNamespace(of=lambda *words: words))
+        self.set("limit_memory", partial(self.note, "limit"))
+        self.set("restore", partial(self.note, "restore"))
+        self.set("gc", SimpleNamespace(collect=partial(self.note, "collect garbage")))
+        self.set("time", SimpleNamespace(time=lambda: 77.0))
+
+    def set(self, name: str, value: Any) -> None:
+        self.patch.setattr(generation, name, value)
+
+    def note(self, *words: Any, **named: Any) -> None:
+        self.told.append((*words, *named.items()))
+
+    def groups(self, **named: Any) -> Any:
+        self.grouped = named
+        return SimpleNamespace(
+            connect=partial(self.note, "connect"),
+            abort=partial(self.note, "abort"),
+            close=partial(self.note, "close groups"),
+            lost_peer=lambda error: "peer" in str(error),
+        )
+
+    def loader(self, data: Any, **named: Any) -> Any:
+        self.loaded = named
+        return SimpleNamespace(close=partial(self.note, "close loader"))
+
+    def loop(self, **named: Any) -> Any:
+        self.looped = named
+
+        def run() -> Any:
+            self.note("loop", self.page.value("clean"), self.page.value("restored_at_s"))
+            if isinstance(self.ends, Exception):
+                raise self.ends
+            return self.ends
+
+        return SimpleNamespace(run=run)
+
+    def make(self, spec: GenerationSpec = SPEC) -> GenerationRun:
+        self.told.clear()
+        return GenerationRun(self.resources, spec, ("host", 5))
+
+    def outcome(self, run: GenerationRun) -> Any:
+        self.set("Snapshotter", self.snapshotter)
+        run.run()
+        assert run.done.is_set()
+        assert run.outcome is not None
+        return run.outcome
+
+    def snapshotter(self, **named: Any) -> Any:
+        self.snapshots = named
+        return SimpleNamespace(
+            skipped=2,
+            flush=lambda step, tail, pinned: self.note("flush", step, pinned),
+            close=partial(self.note, "close snapshots"),
+        )
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
+
+
+def test_a_generation_goes_through_all_its_phases_and_leaves_nothing(bench: Bench) -> None:
+    run = bench.make()
+    assert run.rank == 1
+    assert bench.grouped == {
+        "host": "host", "port": 5, "prefix": "2.3", "rank": 1, "world_size": 2, "backend": "gloo"
+    }  # fmt: skip
+    assert not run.done.is_set()
+    bench.page.put(first_step_at_s=5.0)
+    found = bench.outcome(run)
+    assert found == Outcome("w1", SELF, "finished", 4, "", 0.0)
+    assert bench.told == [
+        ("phase", "rendezvous"),
+        ("connect",),
+        ("phase", "build"),
+        ("phase", "restore"),
+        ("initialise", bench.resources.job.seed),
+        ("set step", 4),
+        ("eval batches", SPEC.layout, 1, bench.resources.job.evaluate.samples),
+        ("pool", bench.resources.folder, "w1", bench.resources.job.snapshot.slots, slot_bytes([])),
+        ("loop", 4, 77.0),
+        ("phase", "flush"),
+        ("flush", 4, False),
+        ("close snapshots",),
+        ("close loader",),
+        ("close engine",),
+        ("collect garbage",),
+        ("close groups",),
+        ("phase", "idle"),
+    ]
+    seen = read_page(bench.resources.folder / "w1.page")
+    assert seen is not None
+    assert (seen.term, seen.n, seen.rank, seen.step, seen.clean) == (2, 3, 1, 4, -1)
+    assert (seen.built_at_s, seen.restored_at_s, seen.phase) == (77.0, 77.0, "idle")
+    assert (bench.loaded["dp_index"], bench.loaded["start_step"], bench.looped["start_step"]) == (1, 4, 4)
+    assert (bench.looped["rank"], bench.looped["identity"]) == (1, {"term": 2, "n": 3})
+    assert bench.snapshots["writer"][:2] == ((2, 3), 1)
+    assert bench.snapshots["writer"][3] == ["n0", "n1"]
+    assert (run._engine, run._snapshots, run._loader) == (None, None, None)
+    bench.told.clear()
+    assert bench.outcome(bench.make()).kind == "finished"
+    assert "pool" not in [words[0] for words in bench.told], "it is kept"
+
+
+def test_the_limits_of_phases_are_forgotten_with_the_generation(bench: Bench) -> None:
+    bench.page._limits["forward"] = 1.0
+    bench.outcome(bench.make())
+    assert bench.page._limits == {}
+
+
+@pytest.mark.parametrize(
+    ("limit", "limited", "told"),
+    [(None, False, []), (1 << 20, False, [("limit", 1 << 20)]), (1 << 20, True, [])],
+)
+def test_memory_is_limited_once_where_that_was_asked_for(
+    bench: Bench, limit: int | None, limited: bool, told: list[Any]
+) -> None:
+    bench.resources.job = job(cluster__worker_memory_bytes=limit)
+    bench.resources.limited = limited
+    bench.outcome(bench.make())
+    assert [words for words in bench.told if words[0] == "limit"] == told
+    assert bench.resources.limited == (limited or bool(told))
+
+
+def corrupt() -> CorruptError:
+    return CorruptError("a.slot", "torn")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "detail"),
+    [
+        (corrupt(), FailureKind.FAILED, "corrupt:"),
+        (torch.OutOfMemoryError("x"), FailureKind.FAILED, "oom: x"),
+        (MemoryError("x"), FailureKind.FAILED, "oom: x"),
+        (RuntimeError("can't allocate memory: x"), FailureKind.FAILED, "oom: can't allocate memory: x"),
+        (RuntimeError("peer " + "x" * 300), FailureKind.PEER_LOST, "peer " + "x" * 195),
+        (ValueError("boom"), FailureKind.FAILED, "error: ValueError: boom"),
+    ],
+)
+def test_errors_are_outcomes(
+    bench: Bench, error: Exception, kind: Any, detail: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.ends = error
+    found = bench.outcome(bench.make())
+    assert (found.kind, found.detail, found.step) == (kind, detail, 4)
+    assert ("generation 2.3 failed on rank 1" in caplog.text) == (kind is FailureKind.FAILED)
+    assert error.__traceback__ is None
+
+
+def test_corrupt_data_is_named_by_its_slot_or_manifest(bench: Bench) -> None:
+    bench.ends = corrupt()
+    spec = replace(SPEC, source=Source("commit", 4, OTHER, manifest="m4"))
+    run = bench.make(spec)
+    assert run._judge(corrupt()) == (FailureKind.FAILED, "corrupt:m4")
+    run = bench.make(replace(SPEC, source=Source("slots", 4, OTHER)))
+    assert run._judge(corrupt()) == (FailureKind.FAILED, f"corrupt:{corrupt().where}")
+    run._interrupted = True
+    assert run._judge(corrupt())[0] is FailureKind.FAILED
+    assert run._judge(RuntimeError("peer")) == ("interrupted", "")
+
+
+def test_an_interrupt_strikes_at_once_or_at_the_next_step(bench: Bench) -> None:
+    run = bench.make()
+    run.interrupt(STOP)
+    assert (bench.told, run._interrupted) == ([], False)
+    assert run._requests.take() == STOP
+    run.interrupt(None)
+    assert (bench.told, run._interrupted) == ([("abort",)], True)
+    found = bench.outcome(run)
+    assert (found.kind, found.detail, found.step) == ("interrupted", "", 4)
+    assert "loop" not in [words[0] for words in bench.told], "before its first step"
+    assert ("flush", 4, False) not in bench.told, "there are no snapshots yet"
+    assert bench.page.value("clean") == -1
+
+
+def test_a_state_that_is_not_clean_is_not_flushed(bench: Bench) -> None:
+    def spoil(**named: Any) -> Any:
+        loop = Bench.loop(bench, **named)
+        bench.page.put(clean=-1)
+        return loop
+
+    bench.set("Loop", spoil)
+    assert bench.outcome(bench.make()).step == -1
+    assert [words[0] for words in bench.told if "flush" in words[0]] == []
+    bench.set("Loop", lambda **named: bench.page.put(clean=0) or Bench.loop(bench, **named))
+    assert bench.outcome(bench.make()).step == 0
+    assert ("flush", 0, False) in bench.told
+
+
+def test_lines_of_the_ledger_are_dropped_up_to_the_commit(bench: Bench) -> None:
+    run = bench.make()
+    run._tail.extend(f'{{"step": {step}}}' for step in (3, 4, 6))
+    for step, left in ((2, 3), (4, 1), (5, 1), (6, 0)):
+        run.committed(step)
+        assert len(run._tail) == left
+
+
+def test_each_source_is_restored_in_its_own_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    views = [SimpleNamespace(header=SimpleNamespace(ledger=["line"])), None]
+    bench.set("SlotSource", lambda slots: SimpleNamespace(views=views, slots=slots))
+    bench.set("CommitSource", lambda storage, manifest: (storage, manifest))
+    infos = tuple(SlotInfo(node, f"{node}.slot", OTHER, 4, 0, ()) for node in ("n1", "n0"))
+    run = bench.make(replace(SPEC, source=Source("slots", 4, OTHER, infos)))
+    run._restore(bench.engine)  # type: ignore[arg-type]
+    fetched, (_, state, source), step = bench.told
+    assert (fetched, state, step) == (("fetch", "n0.slot"), [], ("set step", 4))
+    assert source.slots == [("n1.slot", bench.resources.folder / "n1.slot"), ("n0.slot", None)]
+    assert run._tail == ["line"]
+    monkeypatch.setattr(GenerationRun, "_manifest", lambda self, storage: "manifest")
+    seed = bench.resources.job.seed
+    for only, before, what in ((True, [("initialise", seed)], "weights"), (False, [], [])):
+        bench.set("weights_only", lambda manifest, only=only: only)
+        run = bench.make(replace(SPEC, source=Source("commit", 6, OTHER, manifest="m6")))
+        run._restore(bench.engine)  # type: ignore[arg-type]
+        assert bench.told == [*before, ("restore", what, ("storage", "manifest")), ("set step", 6)]
+    bench.resources.job = job(init_from__run="other")
+    run = bench.make()
+    with pytest.raises(StorageError, match="the commit of run other to start from is gone"):
+        run._restore(bench.engine)  # type: ignore[arg-type]
+
+
+def test_the_state_that_a_generation_came_from_is_protected(bench: Bench) -> None:
+    assert bench.make()._protected() == (2, 3, -1)
+    assert bench.make(replace(SPEC, source=Source("slots", 4, OTHER)))._protected() == (2, 2, 4)
+    assert bench.make(replace(SPEC, source=Source("commit", 4, OTHER)))._protected() == (2, 3, -1)
+    assert bench.make(replace(SPEC, source=Source("slots", 4)))._protected() == (2, 3, -1)
+
+
+def test_seals_are_published_with_the_memory_that_is_used(bench: Bench) -> None:
+    def seen() -> tuple[float, ...]:
+        names = ("sealed", "pinned", "snapshot_s", "skipped", "cuda_allocated_bytes", "cuda_reserved_bytes")
+        return tuple(bench.page.value(name) for name in names)
+
+    run = bench.make()
+    run._snapshots = SimpleNamespace(skipped=2)  # type: ignore[assignment]
+    run._sealed(7, False, 0.5)
+    assert seen() == (7, -1, 0.5, 2, -1, -1)
+    cuda = SimpleNamespace(memory_allocated=lambda: 10, memory_reserved=lambda: 20)
+    bench.set("torch", SimpleNamespace(cuda=cuda))
+    bench.resources.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    run._sealed(8, True, 0.25)
+    assert seen() == (8, 8, 0.25, 2, 10, 20)
+    bench.make()
+    assert bench.grouped["backend"] == "nccl"
+
+
+def test_a_fault_may_strike_while_a_slot_is_written(bench: Bench) -> None:
+    run = bench.make()
+    before = bench.page.value("phase_count")
+    run._copying("copy")
+    assert bench.told == [("phase", "copy")]
+    assert bench.page.value("phase_count") == before, "the loop's own phase stays"
+    bench.page.on_phase = None
+    run._copying("copy")
+    assert len(bench.told) == 1
+
+
+def test_what_runs_is_said(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.outcome(bench.make())
+    bench.engine.applied = ("zero", "tensor")
+    bench.policy = SimpleNamespace(sensitivity={"a": 1, "b": 2, "c": 3}, low={"b"}, error=0.00012)
+    bench.outcome(bench.make())
+    bench.policy.low = {"a", "b", "c"}
+    bench.outcome(bench.make())
+    who = "generation 2.3 rank 1:"
+    adds = f"{who} {bench.resources.job.precision} adds 1.2e-04 to the loss; in full precision:"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{who} {SPEC.layout}: one process",
+        f"{who} {SPEC.layout}: zero; tensor",
+        f"{adds} a, c",
+        f"{who} {SPEC.layout}: zero; tensor",
+        f"{adds} nothing",
+    ]

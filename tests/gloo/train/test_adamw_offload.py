@@ -6,6 +6,7 @@ Here the device is a CPU, so that everything runs but streams; what goes where i
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim import adamw_offload
 from picotron_ray.train.optim.adamw_offload import OffloadedAdamW, ParameterGroup
+from tests.gloo.train.test_engine import Operators
 from tests.support.gloo.late_copies import LateCopyStream
 from tests.support.gloo.parallel_jobs.matrix_jobs import (
     CPU,
@@ -33,6 +35,7 @@ from tests.support.gloo.parity import WEIGHTS_TOLERANCE, compare, reference, thi
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.train_jobs.muon_jobs import leg
 
+THREADS = 1
 SIZES = [(3, 5), (7,), (40,), (2, 2), (6, 9), (1,)]
 # fmt: off
 LAYOUTS = [
@@ -99,7 +102,7 @@ def made(bucket_bytes: int) -> tuple[OffloadedAdamW, list[Tensor]]:
     group = [
         ParameterGroup([f"w{i}" for i in ns], [weights[i] for i in ns], ns, decay) for ns, decay in groups
     ]
-    return OffloadedAdamW(OptimizerConfig(offload=True), group, CPU, 1, bucket_bytes), weights
+    return OffloadedAdamW(OptimizerConfig(offload=True), group, CPU, THREADS, bucket_bytes), weights
 
 
 @pytest.mark.parametrize("stream", [CopyStream, LateCopyStream], ids=["prompt", "late"])
@@ -168,6 +171,49 @@ def test_gradients_go_down_and_updates_come_back_once(
     assert sum(down) == sum(up) == total
     assert len(down) + len(up) == len(crossed)
     assert max(down) <= bucket_bytes
+
+
+def test_the_host_works_on_what_has_come_and_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a bucket's update it waits for its gradients, and for the buffer's update before to be sent.
+
+    One fused kernel updates each bucket, with the threads that the host may use; then it has its own again.
+    """
+
+    class Event:
+        waited = False
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+    class Stream(CopyStream):
+        def copy(self, target: Tensor, source: Tensor) -> Event:
+            target.copy_(source)
+            return Event()
+
+        def follow(self, event: object) -> None:
+            pass
+
+    monkeypatch.setattr(adamw_offload, "CopyStream", Stream)
+    ours, _ = made(8 * 20)
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    returned: list[object] = []
+    plain = OffloadedAdamW._update
+
+    def update(self: OffloadedAdamW, bucket: Any, slot: Any, rate: float, step: int) -> None:
+        assert slot.arrived.waited
+        assert slot.returned is None or slot.returned.waited
+        returned.append(slot.returned)
+        plain(self, bucket, slot, rate, step)
+
+    monkeypatch.setattr(OffloadedAdamW, "_update", update)
+    with Operators() as seen:
+        for step in (1, 2):
+            ours.step(tensors(step), 0.1, step)
+    count = len(ours._buckets)
+    assert seen.names.count("_fused_adamw_") == 2 * count
+    assert [event is None for event in returned] == [True, True, *[False] * (2 * count - 2)]
+    assert threads == [THREADS, torch.get_num_threads()] * (2 * count)
 
 
 @pytest.mark.usefixtures("small_buckets")

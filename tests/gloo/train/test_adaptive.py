@@ -14,9 +14,13 @@ from picotron_ray.config.schema.compute import AdaptivePrecisionConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Box
 from picotron_ray.models.families.registry import parameter_table
+from picotron_ray.models.parameters import ParameterSpec
+from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.train.engine import Engine, build_engine
-from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose, parts_of
+from picotron_ray.train.precision import adaptive
+from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose, choose_adaptation, parts_of
 from picotron_ray.train.precision.gradient_variability import MEMORY_STEPS, GradientVariability
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, MIXTURE, MODEL, batch, make_job
 from tests.support.gloo.pool import Job, Pool
@@ -49,6 +53,40 @@ def test_what_is_worse_together_is_taken_back() -> None:
     policy = choose(PARTS, synthetic({"a": 0.004, "b": 0.001, "c": 0.006}, together=3.0), 0.02)
     assert policy.low == {"a", "b"}
     assert policy.error == pytest.approx(0.015)
+
+
+def test_an_error_of_just_the_bound_is_allowed() -> None:
+    """Halves and quarters, which no rounding moves."""
+
+    def losses(low: frozenset[str]) -> Sequence[float]:
+        return [1.0 + 0.25 * len(low)]
+
+    assert choose({"a": 1, "b": 1}, losses, 0.5).low == {"a", "b"}
+    assert choose({"a": 1}, losses, 0.25).low == {"a"}
+    assert choose({"a": 1}, losses, 0.2499).low == frozenset()
+    none = choose({"a": 1}, lambda low: [1.0], 0.25)
+    assert (none.low, none.error) == ({"a"}, 0.0)
+    errors = {"a": 0.25, "b": 0.5, "c": 9.0}
+    assert adaptive._margin(["a", "b"], errors, {"a": 0.5, "b": 2.0, "c": 9.0}) == 2.5 / 0.75
+    assert adaptive._margin(["a"], {"a": 0.0}, {"a": 0.0}) == 1.0
+
+
+def test_a_step_counts_the_norms_that_were_seen_last() -> None:
+    spec = ParameterSpec("a.weight", (2,), 0, "block", None, True, 1.0)
+    local = LocalParameter(spec, Box((0,), (2,)), True, True, torch.nn.Parameter(torch.zeros(2)))
+    variability = GradientVariability()
+    switches: Any = None
+    config = AdaptivePrecisionConfig(error_bound=0.1)
+    found = choose_adaptation(config, {"a": 2}, switches, [local], Layout(), CPU, variability)
+    for size in (1.0, 8.0):
+        found.observe([size * torch.tensor([0.6, 0.8])])
+        assert variability._steps == (size > 1.0), "not before the weights have moved"
+        found.step()
+    expected = GradientVariability()
+    for norm in (1.0, 8.0):
+        expected.observe([norm])
+    assert variability.margins(1) == pytest.approx(expected.margins(1))
+    assert variability.margins(1)[0] > 2.0
 
 
 def test_nothing_that_is_no_number_is_let_down() -> None:

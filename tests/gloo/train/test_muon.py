@@ -21,7 +21,8 @@ from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.train.engine import build_engine
-from picotron_ray.train.optim.matrix_exchange import assign_owners
+from picotron_ray.train.optim import matrix_exchange
+from picotron_ray.train.optim.matrix_exchange import Matrix, assign_owners, routes
 from picotron_ray.train.optim.muon import COEFFICIENTS, STEPS, Muon, newton_schulz
 from picotron_ray.train.optim.optimizer import decays
 from picotron_ray.train.precision.precision import orthogonalization_dtype
@@ -237,6 +238,49 @@ def test_rounds_bound_what_an_owner_holds() -> None:
         for rank in (0, 1):
             assert sum(m.box.numel for m in matrices if m.owner == rank) < 500 + largest
     assert sum(len(matrices) for matrices in rounds) == len(specs)
+
+
+def matrix(name: str, rows: int, columns: int) -> ParameterSpec:
+    return ParameterSpec(name, (rows, columns), 0, "block", None, True, 1.0)
+
+
+def test_owners_and_rounds_by_hand() -> None:
+    """m x n costs m²(2n + m): 192, 81, 40 and 40; the owner with less work takes the next, b before c."""
+    specs = [matrix("b", 4, 2), matrix("a", 4, 4), matrix("c", 2, 4), matrix("d", 3, 3)]
+    for most, expected in ((17, ["adb", "c"]), (18, ["adbc"])):
+        rounds = assign_owners(specs, Layout(dp=2), 0, most=most)
+        assert ["".join(m.name for m in found) for found in rounds] == expected
+        assert {m.name: m.owner for found in rounds for m in found} == {"a": 0, "d": 1, "b": 1, "c": 1}
+    assert matrix_exchange._held("x", Box((0, 0), (5, 3)), [(0, Box((0, 0), (5, 3)))]).cost == 117
+    assert Matrix("x", Box((2, 0, 0), (1, 5, 3)), 0, (), ()).shape == (5, 3)
+
+
+def test_the_nearest_holder_is_asked() -> None:
+    layout = Layout(dp=2, tp=2, pp=2)
+    places = {rank: layout.coordinates(rank) for rank in range(8)}
+    for owner, ranks, nearest in ((0, [0, 1], 0), (0, [3, 1], 1), (3, [0, 2], 2), (1, [6], 6)):
+        assert matrix_exchange._nearest(owner, ranks, places) == nearest
+
+
+def test_messages_of_a_round_by_hand() -> None:
+    first, second = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
+    parts = ((0, first), (1, second))
+    matrices = [
+        Matrix("a", Box((0, 0), (4, 4)), 1, parts, parts),
+        Matrix("b", first, 0, ((0, first),), parts[:1]),
+    ]
+    there, back = routes(matrices, 0)
+    assert (there.outgoing, there.incoming) == ({1: [(0, first)], 0: [(1, first)]}, {0: [(1, first)]})
+    assert (back.outgoing, back.incoming) == ({0: [(1, first)]}, {1: [(0, first)], 0: [(1, first)]})
+    there, back = routes(matrices, 1)
+    assert (there.outgoing, there.incoming) == ({1: [(0, second)]}, {0: [(0, first)], 1: [(0, second)]})
+    assert (back.outgoing, back.incoming) == ({0: [(0, first)], 1: [(0, second)]}, {1: [(0, second)]})
+
+
+def test_experts_are_a_matrix_each() -> None:
+    boxes = matrix_exchange._boxes(ParameterSpec("e", (2, 3, 5), 0, "block", None, True, 1.0, expert=True))
+    assert list(boxes) == [Box((0, 0, 0), (1, 3, 5)), Box((1, 0, 0), (1, 3, 5))]
+    assert list(matrix_exchange._boxes(matrix("w", 3, 5))) == [Box((0, 0), (3, 5))]
 
 
 def test_boxes_that_leave_holes_are_refused() -> None:

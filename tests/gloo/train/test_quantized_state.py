@@ -17,7 +17,14 @@ from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim import adamw
 from picotron_ray.train.optim.adamw import AdamW, QuantizedAdamW
 from picotron_ray.train.optim.adamw_offload import ParameterGroup
-from picotron_ray.train.optim.quantized_state import BLOCK, QuantizedTensor, codebook_of, decode, encode
+from picotron_ray.train.optim.quantized_state import (
+    BLOCK,
+    QuantizedTensor,
+    codebook_of,
+    decode,
+    encode,
+    is_quantizable,
+)
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
 from tests.support.gloo.parity import distance
 from tests.support.gloo.train_jobs.quantized_jobs import job_of, with_zeros
@@ -79,6 +86,11 @@ def test_there_and_back_changes_no_bit(kind: str, signed: bool) -> None:
     assert torch.equal(scales_again, scales)
     if signed and kind == "group":  # else the scale of a block with a negative largest value shrinks
         assert not torch.equal(encode(values, codebook)[1], scales)
+
+
+def test_which_tensors_are_kept_in_8_bits() -> None:
+    sizes = (4096 - BLOCK, 4096, 4096 + 1, 4096 + BLOCK)
+    assert [is_quantizable(torch.empty(size)) for size in sizes] == [False, True, False, True]
 
 
 def test_squares_of_small_gradients_are_kept() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from picotron_ray.bench.mfu.checkout import import_checkout
+from picotron_ray.bench.mfu.checkout import _stand_ins, import_checkout
 from picotron_ray.errors import PicotronError
 
 MODEL = """
@@ -44,6 +46,7 @@ def test_what_is_not_called_may_be_missing_and_refuses_to_be_called(checkout: Pa
     not_called = {"gone.language": "gone", "rival.kernels": "gone"}
     theirs = import_checkout("rival", checkout, {"model": "rival.model"}, not_called).model
     assert theirs.train() == "trained"
+    assert sys.path[0] == str(checkout)  # it goes before what is installed
     for call, name in ((theirs.kernel, "gone.language.jit"), (theirs.load, "gone.Base")):
         with pytest.raises(PicotronError, match=rf"^rival: calls {name}, which is not installed$"):
             call()
@@ -51,6 +54,25 @@ def test_what_is_not_called_may_be_missing_and_refuses_to_be_called(checkout: Pa
         theirs.run()
     assert not {"gone", "gone.language", "rival.kernels"} & set(sys.modules)
     assert importlib.util.find_spec("gone") is None
+
+
+def test_a_stand_in_is_there_during_the_import_alone(checkout: Path) -> None:
+    sys.path.insert(0, str(checkout))
+    before = dict(sys.modules)
+    not_called = {"gone.a.b": "gone", "gone.a.c": "gone", "rival.x.y": "gone", "json.tool": "json"}
+    with _stand_ins("peer", not_called):
+        added = {name: module for name, module in sys.modules.items() if name not in before}
+        assert importlib.import_module("gone.a.b") is added["gone.a.b"]
+    assert set(added) == {"gone", "gone.a", "gone.a.b", "gone.a.c", "rival.x.y"}
+    assert not added.keys() & sys.modules.keys()
+
+
+def test_a_module_that_is_there_is_not_replaced(checkout: Path) -> None:
+    sys.path.insert(0, str(checkout))
+    standing = sys.modules["rival.kernels"] = ModuleType("rival.kernels")  # taken away with the checkout
+    with _stand_ins("peer", {"rival.kernels": "gone"}):
+        assert sys.modules["rival.kernels"] is standing
+    assert sys.modules["rival.kernels"] is standing
 
 
 def test_a_package_that_is_there_is_not_replaced(checkout: Path) -> None:

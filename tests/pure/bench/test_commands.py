@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from picotron_ray import cli
+from picotron_ray.bench.common.statistics import KillFigures, summary
 from picotron_ray.bench.recovery import bench as recovery
 from picotron_ray.bench.recovery.peers import torchft
 from picotron_ray.bench.throughput import bench as throughput
@@ -26,6 +30,30 @@ def test_recovery_job_is_what_the_peers_can_train(tmp_path: Path) -> None:
     assert job.data.global_batch % workers == 0  # Replica feeds equal shares
     assert job.data.global_batch % (workers - 1) == 0
     assert (job.layout.tp, job.layout.pp, job.layout.zero) == (1, 1, 0)
+
+
+def test_all_frameworks_settle_and_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them trains two intervals between checkpoints, and draws moments and victims by the seed."""
+    asked: list[tuple[Any, ...]] = []
+    kills = [KillFigures(0.1, 0.1, 0.1, 2.0, 1.0, 0, 0, 7)]
+
+    def measured(subject: Any, runs: int, settle_steps: int, draw: Any, say: Any) -> tuple[Any, float]:
+        asked.append((runs, settle_steps, draw.random(), say))
+        return kills, 0.5
+
+    class RayTrain:
+        def __init__(self, folder: Path, job: Any, step_s: float) -> None:
+            assert (folder.name, job.name, step_s) == ("ray_train", "bench-recovery", 0.5)
+
+    ours = SimpleNamespace(kill_run_workers=measured)
+    monkeypatch.setitem(sys.modules, "picotron_ray.bench.recovery.picotron_ray", ours)
+    monkeypatch.setattr(recovery, "kill_workers", measured)
+    monkeypatch.setitem(recovery.PEERS, "ray_train", RayTrain)
+    found = recovery.bench(1, 3, ["ray_train"], print)
+    assert asked == [(1, 40, random.Random(3).random(), print)] * 2
+    assert found["ours"] == found["ray_train"] == summary(kills, 0.5)
+    assert (found["torchft"], found["ratio_total"]) == (None, 1.0)
+    assert (found["job"]["workers"], list(found["job"]["settings"])) == (4, ["ray_train"])
 
 
 def test_throughput_jobs_differ_in_snapshots_alone(tmp_path: Path) -> None:
@@ -169,5 +197,5 @@ def test_the_throughput_job_has_no_end_and_sixteen_rows_a_worker(tmp_path: Path)
     assert (job.layout.micro_batch, job.data.global_batch, job.snapshot.interval_steps) == (16, 48, 7)
     assert (job.layout.tp, job.layout.pp, job.layout.zero, job.cluster.device) == (1, 1, 0, "cpu")
     assert (job.cluster.min_workers, job.cluster.max_workers) == (3, 3)
-    assert min(job.steps, job.checkpoint.interval_steps, job.evaluate.interval_steps) >= 1_000_000
+    assert job.steps == job.checkpoint.interval_steps == job.evaluate.interval_steps == 1_000_000
     assert (job.chaos, job.storage.url) == ((), str(tmp_path))

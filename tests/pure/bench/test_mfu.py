@@ -30,9 +30,11 @@ from picotron_ray.bench.mfu.settings import (
     Refusal,
     Setting,
     base_setting,
+    changed,
     switched,
 )
 from picotron_ray.config.load import load_job
+from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.errors import ConfigError, PicotronError
 
 SMOLLM = (  # SmolLM-1.7B
@@ -374,8 +376,18 @@ def test_a_kernel_that_is_named_stays_and_auto_is_settled() -> None:
     base = base_setting("tiny", [], 2, "cpu")
     assert base.job.kernels.attention != "auto"
     assert (base.job.cluster.min_workers, base.job.cluster.max_workers, base.job.chaos) == (2, 2, ())
-    assert base.job.steps >= 1_000_000
+    assert base.job.steps == 1_000_000
     assert base.job.layout.dp == base.layout.dp == 2
+
+
+def test_a_switch_leaves_what_launch_found_in_a_model_of_your_own() -> None:
+    built = BuiltModel(
+        parameters=(), blocks=(), pipeline=(), tensor={}, cuts={}, tensor_degrees=(), hidden_size=8,
+        activations=1,
+    )  # fmt: skip
+    own = load_job("tiny", ["model={vocab_size: 264, builder: 'mine:build'}"])
+    job = own.model_copy(update={"model": own.model.model_copy(update={"built": built})})
+    assert changed(job, ["steps=7"]) == job.model_copy(update={"steps": 7})
 
 
 OPTIONS = MfuOptions(1, 2, 0, 1, False, "plain", None, None, None)
@@ -430,6 +442,7 @@ def test_progress_is_told_once() -> None:
         for rank in (0, 1)
     ]
     said: list[str] = []
+    assert _tell([events[1]], 0, [base], 3, said.append) == 0  # rank 0 is under way
     told = _tell([{"what": "place", "rank": 0}, *events[:2]], 0, [base], 3, said.append)
     assert (told, _tell(events, told, [base], 3, said.append)) == (1, 3)
     assert said == ["1 of 3: base: 0.75 s a step", "2 of 3: base: phase by phase", "3 of 3: base: no room"]

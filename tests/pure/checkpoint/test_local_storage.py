@@ -8,15 +8,24 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from picotron_ray.checkpoint.storage import local
-from picotron_ray.checkpoint.storage.base import Storage, probe
+from picotron_ray.checkpoint.storage.base import (
+    Storage,
+    StoredObject,
+    encode_json,
+    get_json,
+    get_or_none,
+    probe,
+)
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.config.schema.service import StorageConfig
-from picotron_ray.errors import StorageError, StorageUnavailableError
+from picotron_ray.errors import AlreadyExistsError, CorruptError, StorageError, StorageUnavailableError
 from tests.support.checkpoint.checkpoint_kit import memory_folder
 from tests.support.checkpoint.storage_suite import StorageConformance
 
@@ -164,3 +173,149 @@ def test_left_over_temporary_files_are_cleaned(tmp_path: Path) -> None:
     assert not old.exists()
     assert new.exists()
     assert [entry.key for entry in storage.list("")] == ["a"]
+
+
+def test_an_object_is_durable_before_it_is_published_and_so_is_its_name(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of it stays open or in .tmp."""
+    storage.put("a/first", b"")
+    folder, open_before = Path(storage.where), len(os.listdir("/proc/self/fd"))
+    seen: list[tuple[bool, list[str]]] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        seen.append((name == folder / "a", sorted(os.listdir(folder / "a"))))
+        fsync(descriptor)
+
+    monkeypatch.setattr(local.os, "fsync", noted)
+    storage.put("a/second", b"x")
+    storage.put_if_absent("a/third", b"x")
+    names = ["first", "second", "third"]
+    assert seen == [(False, names[:1]), (True, names[:2]), (False, names[:2]), (True, names)]
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert list((folder / ".tmp").iterdir()) == []
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert (folder / "a" / "second").stat().st_mode & 0o777 == 0o644 & ~umask
+
+
+class Odd:
+    """Storage whose reads, listings or conditional puts are wrong."""
+
+    where = "there"
+
+    def __init__(self, read: bool = True, listed: bool = True, conditional: bool = True) -> None:
+        self.read, self.listed, self.conditional = read, listed, conditional
+        self.objects: dict[str, bytes] = {}
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        if self.conditional and key in self.objects:
+            raise AlreadyExistsError(key)
+        self.objects[key] = data
+
+    def get(self, key: str) -> bytes:
+        return self.objects[key] if self.read else b""
+
+    def list(self, prefix: str) -> list[StoredObject]:
+        return [StoredObject(key, 0, 0.0) for key in self.objects if self.listed]
+
+    def delete(self, key: str) -> None:
+        del self.objects[key]
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        ("read", "an object just written does not read back; use another storage"),
+        ("listed", "an object just written does not read back; use another storage"),
+        (
+            "conditional",
+            "conditional writes are not honoured (If-None-Match), so two coordinators could both commit;"
+            " use a storage that supports them",
+        ),
+    ],
+)
+def test_a_storage_that_cannot_be_relied_on_is_refused(odd: str, why: str) -> None:
+    probe(Odd())  # type: ignore[arg-type]
+    storage = Odd(**{odd: False})
+    with pytest.raises(StorageError) as caught:
+        probe(storage)  # type: ignore[arg-type]
+    assert str(caught.value) == f"there: {why}"
+    assert storage.objects == {}
+
+
+def test_json_is_canonical_and_bounded() -> None:
+    assert encode_json({"b": [1, 2], "a": {}}) == b'{"a":{},"b":[1,2]}'
+    asked: list[tuple[str, int, int]] = []
+
+    class Recording:
+        where = "there"
+
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            asked.append((key, start, length))
+            return b"{}"
+
+    storage: Any = Recording()
+    assert (get_json(storage, "a"), get_or_none(storage, "b")) == ({}, b"{}")
+    with pytest.raises(CorruptError, match="schema None"):
+        load_manifest(storage, "c")
+    assert asked == [("a", 0, 2**26 + 1), ("b", 0, 2**26 + 1), ("c", 0, 2**30 + 1)]
+
+
+def test_a_read_takes_no_more_memory_than_there_are_bytes(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    pread = os.pread
+
+    def noted(descriptor: int, length: int, start: int) -> bytes:
+        asked.append((length, start))
+        return pread(descriptor, length, start)
+
+    storage.put("r", bytes(range(100)))
+    monkeypatch.setattr(local.os, "pread", noted)
+    assert storage.get_range("r", 95, 1 << 40) == bytes(range(95, 100))
+    assert storage.get_range("r", 0, 3) == bytes(range(3))
+    assert storage.get_range("r", 101, 3) == b""
+    assert asked == [(5, 95), (3, 0), (0, 101)]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.EFBIG, "File too large"),
+            "there is full (File too large) while writing k; free space or lower checkpoint.keep_last",
+        ),
+        (
+            OSError(errno.EPERM, "Not permitted"),
+            "there cannot be written (Not permitted); make it writable or set another storage.url",
+        ),
+        (
+            OSError(errno.ENOTDIR, "Not a directory"),
+            "there: Not a directory on the way to k; storage.url must name a folder",
+        ),
+        (
+            OSError(errno.EISDIR, "Is a directory"),
+            "there: Is a directory on the way to k; storage.url must name a folder",
+        ),
+        (
+            OSError(errno.EMLINK, "Too many links"),
+            "there: the file system has no hard links (Too many links); use another storage.url",
+        ),
+        (OSError("odd"), "there: odd at k; check the disk or mount"),
+    ],
+)
+def test_a_system_error_in_one_line(error: OSError, line: str) -> None:
+    assert str(local._explained("there", "k", error)) == line
+
+
+def test_temporary_files_are_kept_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age_s in (86_399, 86_400, 86_401):
+        (tmp_path / str(age_s)).touch()
+        os.utime(tmp_path / str(age_s), (1e9 - age_s, 1e9 - age_s))
+    monkeypatch.setattr(local.time, "time", lambda: 1e9)
+    local._remove_stale(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["86399", "86400"]

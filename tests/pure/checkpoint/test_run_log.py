@@ -11,7 +11,7 @@ import pytest
 from picotron_ray.checkpoint.storage.base import StoredObject
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.lineage import commits_on, lineage
-from picotron_ray.checkpoint.store.run_log import RunLog, entry_key
+from picotron_ray.checkpoint.store.run_log import Entry, RunLog, encode_entry, entry_key
 from picotron_ray.errors import FencedError, StorageError, StorageUnavailableError
 from tests.support.checkpoint.checkpoint_kit import generation, memory_folder
 
@@ -62,6 +62,16 @@ def test_a_newer_term_fences_the_older_writer_for_good(storage: LocalStorage) ->
         old.append("generation", generation(1, 2))
     new.append("commit", commit_body(6))  # adopted: the older term's generation, this term's writer
     assert [e.body["step"] for e in new.commits()] == [6]
+
+
+def test_another_writer_of_the_same_term_is_a_fence_too(storage: LocalStorage) -> None:
+    """Two claims that each saw a log without the other's entry."""
+    log = claimed(storage)
+    for seq, term in ((2, 0), (3, 1)):
+        entry = Entry(seq, "generation", term, "other", "", generation(1, seq))
+        storage.put(entry_key(seq), encode_entry(entry))
+    with pytest.raises(FencedError, match="log entry 3 holds term 1, this writer has term 1"):
+        log.append("retire", {"manifests": []})
 
 
 def test_commit_needs_its_generation(storage: LocalStorage) -> None:
@@ -176,6 +186,11 @@ def test_missing_entry_in_the_middle_is_reported(storage: LocalStorage) -> None:
     reader = RunLog(storage)
     reader.refresh()
     assert reader.complaints() == ["log entry log/00000002.json is missing"]
+    (Path(storage.where) / entry_key(1)).unlink()
+    after = claimed(storage, "b")
+    assert [entry.seq for entry in after.entries()] == [3, 4]
+    assert after.term == 4, "each of the missing two may have been a newer claim"
+    assert after.complaints() == [f"log entry {entry_key(seq)} is missing" for seq in (1, 2)]
 
 
 def test_foreign_objects_in_the_log_folder_are_ignored(storage: LocalStorage) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import xxhash
 
+from picotron_ray.checkpoint.snapshot import slot_file, slot_pool
 from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, encode_table, slot_bytes
@@ -50,8 +54,155 @@ def slot(tmp_path: Path) -> SlotFile:
 def test_a_slot_has_room_for_all_its_parts() -> None:
     assert slot_bytes(SHARDS) == 66 * 4096, "4096 + 148 of the table + 384 + 3 digests + 256 KiB, in pages"
     many = [replace(SHARDS[1], name=f"n{index}") for index in range(1000)]
+    bare = Shard("", "uint8", (64,), whole((64,)))
+    full = replace(bare, name="n" * (4016 - len(encode_table([bare]))))
+    assert slot_bytes([full]) == 66 * 4096 == 4096 + 4016 + 64 + 16 + 256 * 1024, "not a byte is left"
     needed = 4096 + len(encode_table(many)) + 1000 * (64 + 16) + 256 * 1024
     assert needed <= slot_bytes(many) < needed + 4096
+
+
+def test_the_places_in_a_file(slot: SlotFile) -> None:
+    """As slot_file.py lays them out: other processes, and later versions, look there."""
+    slot.write(HEADER, SHARDS, contents(), pinned=True)
+    raw = slot.path.read_bytes()
+    table, header = encode_table(SHARDS), raw[raw.index(b'{"term":2') : raw.index(b'{"step": 16}')]
+    ledger = "\n".join(HEADER.ledger).encode()
+    body = -(-(4096 + len(table)) // 64) * 64
+    places = [(4096, len(table)), (body, 384), (body + 384, 48), (body + 432, len(header))]
+    places.append((body + 432 + len(header), len(ledger)))
+    assert struct.unpack("<10Q", raw[16:96]) == tuple(number for place in places for number in place)
+    assert (raw[:8], raw[8]) == (b"PRSLOT01", 1)
+    parts = [raw[at : at + length] for at, length in places]
+    assert [parts[0], parts[3], parts[4]] == [table, header, ledger]
+    assert [
+        parts[1][at : at + len(data)] for at, data in zip((0, 128, 192), contents(), strict=True)
+    ] == contents()
+    assert parts[2] == b"".join(xxhash.xxh3_128_digest(data) for data in contents())
+    sealed = b"".join([raw[16:96], parts[0], *parts[2:]])
+    assert raw[96:112] == xxhash.xxh3_128_digest(sealed)
+    set_pinned(slot.path, True, reading=True)
+    assert slot.path.read_bytes()[8] == 2
+    slot.unseal()
+    assert slot.path.read_bytes()[96:113] == bytes(16) + raw[112:113]
+    assert slot.path.stat().st_mode & 0o777 == 0o600, "nobody else's"
+
+
+@pytest.mark.parametrize(("asked", "made"), [(1, 8192), (8192, 8192), (8193, 12288)])
+def test_a_slot_has_whole_pages(asked: int, made: int, tmp_path: Path) -> None:
+    slot = SlotFile.create(tmp_path / "x.slot", asked)
+    assert slot.capacity == slot.path.stat().st_size == made
+    slot.close()
+    assert slot.path.exists()
+
+
+def test_a_slot_grows_by_a_slack_where_it_is_full(slot: SlotFile) -> None:
+    before = slot.capacity
+    slot.write(HEADER, SHARDS, contents())
+    room = before - sum(struct.unpack("<2Q", slot.path.read_bytes()[80:96]))
+    whole_file = len("\n".join(HEADER.ledger)) + room
+    slot.write(replace(HEADER, ledger=("x" * whole_file,)), SHARDS, contents())
+    assert slot.capacity == before
+    assert verify(slot.path).header.ledger == ("x" * whole_file,)
+    slot.write(replace(HEADER, ledger=("x" * (whole_file + 1),)), SHARDS, contents())
+    assert slot.capacity == before + 256 * 1024 + 4096
+    assert verify(slot.path).header.ledger == ("x" * (whole_file + 1),)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_phase_is_told_at_half_of_the_body(count: int, slot: SlotFile) -> None:
+    shards = [Shard(str(number), "uint8", (64,), whole((64,))) for number in range(count)]
+    written = [bytes([number + 1]) * 64 for number in range(count)]
+    seen: list[list[bool]] = []
+
+    def look(phase: str) -> None:
+        raw = slot.path.read_bytes()
+        seen.append([data in raw for data in written])
+
+    slot.write(HEADER, shards, written, on_phase=look)
+    half = (count + 1) // 2
+    assert seen == [[number < half for number in range(count)]]
+
+
+def test_a_slot_that_does_not_fit_leaves_nothing_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(SlotError):
+            SlotFile.create(tmp_path / "x.slot", 1 << 60)
+    assert len(os.listdir("/proc/self/fd")) == before
+    slot = SlotFile.create(tmp_path / "y.slot", 1)
+    slot.close(unlink=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slot_that_was_removed_meanwhile_does_not_fit_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, descriptor: int, capacity: int) -> None:
+        path.unlink()
+        raise SlotError("no room")
+
+    monkeypatch.setattr(slot_file, "_allocate", full)
+    with pytest.raises(SlotError, match="no room"):
+        SlotFile.create(tmp_path / "x.slot", 1)
+
+
+def test_slots_that_do_not_all_fit_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = slot_file._allocate
+
+    def second_fails(path: Path, descriptor: int, capacity: int) -> None:
+        if path.name == "w.1.slot":
+            raise SlotError("no room")
+        allocate(path, descriptor, capacity)
+
+    pool = SlotPool(tmp_path, "v", 2, 1)
+    pool.close()
+    assert pool.slots == []
+    monkeypatch.setattr(slot_file, "_allocate", second_fails)
+    with pytest.raises(SlotError):
+        SlotPool(tmp_path, "w", 3, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v.0.slot", "v.1.slot"]
+
+
+@pytest.mark.parametrize(("name", "said"), [("", "<bytes>"), ("mine", "mine")])
+def test_bytes_that_are_no_slot_are_named(name: str, said: str) -> None:
+    with pytest.raises(CorruptError, match=f"^slot {said} is not sealed; use an older snapshot$") as caught:
+        open_slot(bytes(5000), name)
+    assert caught.value.where == said
+
+
+def test_room_is_what_users_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=3, f_frsize=5, f_bfree=9))
+    assert slot_file.free_bytes(tmp_path) == 15
+
+
+def test_a_slot_that_is_gone_can_be_closed(slot: SlotFile) -> None:
+    slot.path.unlink()
+    slot.close(unlink=True)
+
+
+def test_a_slot_of_nothing(slot: SlotFile) -> None:
+    assert slot.path.read_bytes().strip(b"\0") == b"PRSLOT01"
+    slot.write(HEADER, (), [])
+    assert struct.unpack("<6Q", slot.path.read_bytes()[16:64]) == (4096, 2, 4160, 0, 4160, 0)
+    assert verify(slot.path).shards == ()
+    assert not slot.pinned
+    assert not is_pinned(slot.path)
+
+
+def test_slots_lie_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_pool, "free_bytes", {"memory": 99, "disk": 100}.__getitem__)
+    seen = "memory has 99 bytes free and the snapshot slots need"
+    assert choose_folder("memory", None, 99) == ("memory", "")
+    assert choose_folder("memory", "disk", 100) == ("disk", f"{seen} 100; using disk instead (slower)")
+    with pytest.raises(SlotError) as caught:
+        choose_folder("memory", None, 100)
+    advice = "enlarge it, lower snapshot.slots, or set snapshot.overflow_folder"
+    assert str(caught.value) == f"{seen} 100; {advice}"
+    with pytest.raises(
+        SlotError, match=rf"^{seen} 101; snapshot.overflow_folder disk has 100 free too little"
+    ):
+        choose_folder("memory", "disk", 101)
 
 
 def test_round_trip(slot: SlotFile) -> None:
@@ -114,7 +265,7 @@ def test_every_flipped_bit_is_noticed(slot: SlotFile) -> None:
     assert refused > 400
 
 
-@pytest.mark.parametrize("length", [0, 100, 4095, 4096, 4200, 4500])
+@pytest.mark.parametrize("length", [0, 50, 100, 4095, 4096, 4200, 4500])
 def test_truncated_slot_is_not_offered(slot: SlotFile, length: int) -> None:
     slot.write(HEADER, SHARDS, contents())
     os.truncate(slot.path, length)
@@ -240,6 +391,28 @@ def test_shares_are_disjoint_complete_and_balanced(count: int) -> None:
         assert all(part.tensor.shape == part.shard.box.size for part in parts)
     sizes = [sum(part.shard.nbytes for part in member) for member in shares]
     assert max(sizes) - min(sizes) <= 2 * 81 * 4, "at most a row of the largest tensor at either end"
+
+
+def shares(count: int, *shards: Shard) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
+    tensors = [Held(shard, np.zeros(shard.box.size)) for shard in shards]
+    return [
+        [(part.shard.name, part.shard.box.offset, part.shard.box.size) for part in member]
+        for member in (split_for_replica(tensors, index, count) for index in range(count))
+    ]
+
+
+def test_shares_by_hand() -> None:
+    ten = Shard("a", "uint8", (10,), whole((10,)))
+    assert shares(2, ten) == [[("a", (0,), (5,))], [("a", (5,), (5,))]]
+    assert shares(3, ten) == [[("a", (0,), (3,))], [("a", (3,), (3,))], [("a", (6,), (4,))]]
+    cut = Shard("b", "float32", (9, 9), Box((3, 2), (4, 5)))
+    assert shares(2, cut) == [[("b", (3, 2), (2, 5))], [("b", (5, 2), (2, 5))]]
+    assert shares(2, ten, cut) == [  # 90 bytes: 45 are a and 35 of b, which end in its second row
+        [("a", (0,), (10,)), ("b", (3, 2), (2, 5))],
+        [("b", (5, 2), (2, 5))],
+    ]
+    scalars = [Shard(name, "float32", (), Box((), ())) for name in "cd"]
+    assert shares(4, *scalars) == [[("c", (), ())], [], [("d", (), ())], []]
 
 
 def test_box_subtraction_against_counting() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from picotron_ray.config.resume import markdown, table
 from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.observability.catalogue import CATALOGUE
 from picotron_ray.observability.dashboard import dashboard
+from picotron_ray.runtime.driver.resolve_job import FROM_WORDS
 
 TINY = load_job("tiny")
 DRIVER = "picotron_ray.runtime.driver"
@@ -202,6 +205,14 @@ def test_validate_names_the_step_that_refused(asked: Callable[[str, Any], Asked]
     assert found == {"error": "steps: saw 0", "exit_code": 2, "step": "data"}
 
 
+def test_validate_takes_the_steps_of_a_launch(asked: Callable[[str, Any], Asked]) -> None:
+    written = SimpleNamespace(job=TINY)
+    asked(f"{DRIVER}.resolve_job.resolve_words", written)
+    taken = asked(f"{DRIVER}.resolve_job.resolve", None)
+    assert out("validate", "tiny").startswith("name: tiny\n")
+    assert taken.calls == [(written, FROM_WORDS)]
+
+
 def test_schema_and_resume_rules() -> None:
     assert out("config-schema") == json.dumps(job_schema(), indent=2) + "\n"
     assert out("config-schema", "--json") == json.dumps(job_schema()) + "\n"
@@ -247,14 +258,16 @@ def test_train_ends_with_the_drivers_code(asked: Callable[[str, Any], Asked]) ->
     }
 
 
-@pytest.mark.parametrize("main", [cli.main, launch.main])
+@pytest.mark.parametrize("module", [cli, launch], ids=["cli", "launch"])
 def test_entry_points_take_the_command_line(
-    main: Callable[[], None], asked: Callable[[str, Any], Asked], monkeypatch: pytest.MonkeyPatch
+    module: Any, asked: Callable[[str, Any], Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The function of the console script, and the module that is run."""
     drive = asked(f"{DRIVER}.driver.drive", 1)
-    command = ["train"] if main is cli.main else []
+    command = ["train"] if module is cli else []
     monkeypatch.setattr("sys.argv", ["program", *command, "tiny", "--detach"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 1
-    assert drive.calls == [("tiny", [], {"as_json": False, "detach": True})]
+    for run in (module.main, lambda: runpy.run_path(module.__file__, run_name="__main__")):
+        with pytest.raises(SystemExit) as end:
+            run()
+        assert end.value.code == 1
+    assert drive.calls == [("tiny", [], {"as_json": False, "detach": True})] * 2

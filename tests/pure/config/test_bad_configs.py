@@ -37,7 +37,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     ),
     "section is a number": ("data: 3", "data", "expected a mapping of keys"),
     "section is empty": ("optimizer:", "optimizer", "saw null"),
-    "key given twice": ("steps: 5\nsteps: 6", "", "key 'steps' is given twice"),
+    "key given twice": ("steps: 5\nsteps: 6", "", " line 2: key 'steps' is given twice; fix the YAML"),
     # types and bounds
     "integer as text": ('steps: "5"', "steps", "saw '5', expected an integer >= 1 and"),
     "fraction of a step": ("steps: 2.5", "steps", "saw 2.5, expected an integer"),
@@ -73,6 +73,12 @@ BAD: dict[str, tuple[str, str, str]] = {
         "precision: fp8\ndata: {sequence_length: 24}",
         "precision",
         "tokens of a row: 24",
+    ),
+    "fp8 and the widths of heads": (
+        "precision: fp8\nmodel: {hidden_size: 48, heads: 6, kv_heads: 3, intermediate_size: 336}\n"
+        "layout: {cp: 2, tp: 3}\ndata: {sequence_length: 96}\ncluster: {max_workers: 6}",
+        "precision",
+        "saw fp8 with tp=3 cp=2, which multiplies multiples of 16, but key heads: 8; use bf16",
     ),
     "fp8 of a model of your own": (
         "precision: fp8\nmodel: {builder: 'a:b'}",
@@ -135,6 +141,16 @@ BAD: dict[str, tuple[str, str, str]] = {
         "model: {family: gpt2, kv_heads: 4, max_positions: 64}",
         "model.max_positions",
         "saw 64 with model.family=gpt2, expected at least data.sequence_length=128",
+    ),
+    "arguments that are no plain data": (
+        "model: {builder: 'a:b', arguments: {scale: .nan}}",
+        "model.arguments",
+        "saw something other than finite plain data: Out of range float values are not JSON compliant",
+    ),
+    "a ramp of frequencies without a length": (
+        "model: {rope_scaling: {low_frequency_factor: 4.0}}",
+        "model.rope_scaling.high_frequency_factor",
+        "saw 4, expected more than low_frequency_factor=4",
     ),
     "learned positions in Llama": (
         "model: {max_positions: 128}",
@@ -235,11 +251,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "layout.cp",
         "saw 2 with tp=4, which does not divide 6 tokens per rank",
     ),
-    "tp and the vocabulary": (  # 5 ids in parts of 2: three ranks have them all
-        "data: {source: memmap, path: made-up, end_token: 1}\nmodel: {vocab_size: 5, kv_heads: 4}\n"
+    "tp and the vocabulary": (  # 6 ids in parts of 2: three ranks have them all
+        "data: {source: memmap, path: made-up, end_token: 1}\nmodel: {vocab_size: 6, kv_heads: 4}\n"
         "layout: {tp: 4}",
         "layout.tp",
-        "saw 4 with model.vocab_size=5, which leaves the last rank without a row",
+        "saw 4 with model.vocab_size=6, which leaves the last rank without a row",
     ),
     "pp and layers": (
         "cluster: {max_workers: 6}\nlayout: {pp: 6}",
@@ -247,9 +263,9 @@ BAD: dict[str, tuple[str, str, str]] = {
         "saw 6, more than model.layers=4; every stage needs a layer; nearest layouts that fit: dp=1",
     ),
     "virtual stages and layers": (
-        "layout: {pp: 2, schedule: looped-bfs, virtual_stages: 3}",
+        "model: {layers: 3}\nlayout: {pp: 2, schedule: looped-bfs, virtual_stages: 2}",
         "layout.pp",
-        "saw 2 x 3 stages each, more than model.layers=4",
+        "saw 2 x 2 stages each, more than model.layers=3; every stage needs a layer",
     ),
     "virtual stages of a schedule": (
         "model: {layers: 6}\nlayout: {pp: 2, schedule: zbv, virtual_stages: 3}",
@@ -378,7 +394,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "a compiled gate of GPT-2": (
         "kernels: {activation: compiled}\nmodel: {family: gpt2, kv_heads: 4, max_positions: 128}",
         "kernels.activation",
-        "saw compiled with model.family=gpt2, which has no SwiGLU",
+        "saw compiled with model.family=gpt2, which has no SwiGLU; leave it at eager",
     ),
     "a compiled gate of experts": (
         "kernels: {activation: compiled}\nmodel: {moe: {experts: 4}}",
@@ -388,7 +404,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "a compiled norm of a model of your own": (
         "kernels: {norm: compiled}\nmodel: {builder: 'a:b'}",
         "kernels.norm",
-        "saw compiled; a model of your own",
+        "saw compiled; a model of your own computes as it was built: leave it at auto",
     ),
     "a closed form of a model of your own": (
         "kernels: {norm: closed-form}\nmodel: {builder: 'a:b'}",
@@ -413,7 +429,8 @@ BAD: dict[str, tuple[str, str, str]] = {
     "a compiled norm and a split backward pass": (
         "kernels: {norm: compiled}\nlayout: {schedule: zbv, pp: 2, tp: 1}\nmodel: {layers: 4}",
         "kernels.norm",
-        "saw compiled with layout.schedule=zbv",
+        "saw compiled with layout.schedule=zbv, which splits the backward pass, and that of a compiled norm"
+        " runs once; use another schedule or auto",
     ),
     "a chunk of a loss that is not cut": (
         "kernels: {loss_chunk: 64}",
@@ -447,6 +464,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "model: {moe: {experts: 2, intermediate_size: 9}}\nlayout: {tp: 2}",
         "layout.tp",
         "model.moe.intermediate_size=9",
+    ),
+    "tp and the expert of all tokens": (
+        "model: {moe: {experts: 2, shared_intermediate_size: 9}}\nlayout: {tp: 2}",
+        "layout.tp",
+        "saw 2, which does not divide model.moe.shared_intermediate_size=9; nearest",
     ),
     "world": (
         "cluster: {max_workers: 3}\nlayout: {pp: 2}",

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -15,13 +16,15 @@ from hypothesis import strategies as st
 
 from picotron_ray.config.export import flatten, public_dict, to_yaml
 from picotron_ray.config.json_schema import allowed, job_schema, key_schemas, nearest_key
-from picotron_ray.config.load import load_job, parse_job, read_source
+from picotron_ray.config.load import _overlap, load_job, parse_job, read_source
 from picotron_ray.config.resume import check_resume, compare, fingerprint, markdown, table, verdict
+from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.config.storage_urls import redact
 from picotron_ray.errors import ConfigError
 
+SOURCES: tuple[Literal["stdlib", "text", "jsonl", "memmap"], ...] = ("stdlib", "text", "jsonl", "memmap")
 FAULT = 'chaos=[{fault: kill, target: "worker:0", step: 1}]'
 
 
@@ -90,7 +93,9 @@ def test_bad_overrides() -> None:
         "steps: expected an override of the form key=value, such as steps=200",
     )
     assert "form key=value" in problems("tiny", "model..layers=3")[0]
-    assert "it has no x to set" in problems("tiny", "steps.x=3")[0]
+    assert problems("tiny", "steps.x=3")[0] == "steps.x: steps is a single value, it has no x to set"
+    deep = problems("tiny", "model.moe.top_k=2", "model.moe.top_k.x=3")[0]
+    assert deep == "model.moe.top_k.x: model.moe.top_k is a single value, it has no x to set"
     assert "a list of 1, it has no 2 to set" in problems("tiny", FAULT, "chaos.2.step=3")[0]
     assert "fix the YAML" in problems("tiny", "steps=[1")[0]
     assert "did you mean optimizer.learning_rate?" in problems("tiny", "lr=1")[0]
@@ -111,6 +116,17 @@ def test_mistakes_are_reported_together() -> None:
         "chaos.0.fault",
         "layout.tp",
     ]
+
+
+def test_a_key_overlaps_what_it_holds_and_what_holds_it() -> None:
+    pairs = {
+        ("a", "a"): True,
+        ("a", "a.b"): True,
+        ("a.b", "a"): True,
+        ("a", "ab"): False,
+        ("a.b", "a.c"): False,
+    }
+    assert {pair: _overlap(*pair) for pair in pairs} == pairs
 
 
 def test_a_rule_is_silent_about_a_broken_value() -> None:
@@ -151,6 +167,12 @@ def test_bounds_are_inclusive() -> None:
     assert load_job("tiny", ["optimizer.schedule.warmup_steps=8"]).optimizer.schedule.warmup_steps == 8
 
 
+def test_the_end_of_a_document_is_told_by_token_files_alone() -> None:
+    ends = {source: DataConfig(source=source, path="x", end_token=5).document_end for source in SOURCES}
+    assert ends == {"stdlib": 256, "text": 256, "jsonl": 256, "memmap": 5}
+    assert DataConfig(source="memmap", path="x").document_end is None
+
+
 def test_plain_data_round_trips() -> None:
     job = load_job("quickstart")
     assert parse_job(public_dict(job)) == job
@@ -179,6 +201,12 @@ def test_to_yaml_reads_back_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "out.yaml").write_text(to_yaml(job))
     assert load_job(str(tmp_path / "out.yaml")) == job
     assert read_source(str(tmp_path / "out.yaml"))["name"] == "1e3x"
+
+
+def test_yaml_keeps_the_order_of_keys_and_the_letters_of_values() -> None:
+    text = to_yaml(JobConfig(storage=StorageConfig(url="/läufe")))
+    assert list(yaml.safe_load(text)) == list(public_dict(JobConfig())) != sorted(public_dict(JobConfig()))
+    assert "url: /läufe\n" in text
 
 
 # --- schema ------------------------------------------------------------------------------------------
@@ -225,6 +253,7 @@ def test_nearest_key(key: str, meant: str | None) -> None:
         ("s3://key:secret@bucket/p", "s3://bucket/p"),
         ("/data/file@v1?x", "/data/file@v1?x"),
         ("worker:2", "worker:2"),
+        ("note:of?what#now", "note:of?what#now"),
         ("http://[::1/secret", "http://..."),
         ("a[b", "a[b"),
     ],
@@ -307,6 +336,14 @@ def test_a_key_of_an_older_version_counts_as_its_default() -> None:
     assert compare(old, load_job("tiny")) == []
     assert compare(old, load_job("tiny", ["precision=fp64"])) == [("precision", "refuse")]
     assert verdict("elastic.grow") == "may"
+
+
+def test_a_schedule_may_have_been_called_by_an_alias_or_a_name_that_is_gone() -> None:
+    new = load_job("tiny", ["layout.schedule=gpipe"])
+    for was, changed in (("afab", []), ("gpipe", []), ("gone", [("layout.schedule", "may")])):
+        old = public_dict(new)
+        old["layout"]["schedule"] = was
+        assert compare(old, new) == changed
 
 
 def test_every_key_has_a_verdict_and_the_docs_hold_the_table() -> None:

@@ -85,6 +85,28 @@ def test_bad_keys(override: str, start: str) -> None:
     assert any(line.startswith(start) for line in caught.value.problems), caught.value.problems
 
 
+def test_parameters_lie_before_in_or_after_the_blocks() -> None:
+    """One block in a chain of four modules, of which two follow it; and the same with no chain known."""
+    parameters = (("embed.weight", (5, 2)), ("block.up", (3, 2)), ("block.norm", (2,)), ("norm.weight", (2,)),
+                  ("head.weight", (5, 2)))  # fmt: skip
+    chain = ("embed", "block", "norm", "head")
+    facts = {"parameters": parameters, "blocks": ("block",), "pipeline": chain, "cuts": {"block.up": 0}}
+    built = BuiltModel.model_validate({**BUILT.model_dump(), **facts})
+    places = [("embed", None), ("block", 0), ("block", 0), ("head", None), ("head", None)]
+    assert [built.part_of(name) for name, _ in parameters] == places
+    assert built.elements == {"embed": (10, 10), "block": (8, 2), "head": (12, 12)}
+    assert built.matrices == 6
+    unchained = BuiltModel.model_validate({**built.model_dump(), "pipeline": (), "embeddings": ("block.up",)})
+    assert unchained.elements == {"embed": (22, 22), "block": (8, 2), "head": (0, 0)}
+    assert unchained.matrices == 0
+    bare = BuiltModel.model_validate({**built.model_dump(), "parameters": (), "blocks": (), "pipeline": ()})
+    assert bare.elements == {"embed": (0, 0), "block": (0, 0), "head": (0, 0)}
+
+
+def test_depth_is_known_once_launch_has_looked() -> None:
+    assert (own().model.depth, looked_into().model.depth, JobConfig().model.depth) == (0, 2, 4)
+
+
 def test_the_config_reads_back(tmp_path: Path) -> None:
     job = own("layout.tp=2")  # whether the model allows it is known once launch has built it
     path = tmp_path / "job.yaml"

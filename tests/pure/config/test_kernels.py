@@ -93,6 +93,14 @@ def test_attention_on_cuda(config: JobConfig, cp: int, expected: str) -> None:
             1,
             "auto or one of flash, math on cpu with precision fp32",
         ),
+        (
+            "cudnn",
+            job(model={"head_dim": 9}),
+            "cuda",
+            1,
+            "auto or one of math on cuda with precision bf16 and heads of 9",
+        ),
+        ("flash-attn", job("fp32"), "cuda", 1, "auto or one of efficient, math on cuda with precision fp32"),
     ],
 )
 def test_what_attention_cannot_do(
@@ -130,6 +138,7 @@ def test_why_flash_attn_cannot_work_on_a_part_of_a_row() -> None:
         ({"data": DOCUMENTS}, "bf16", "auto", "auto", 1, True),
         ({"data": DOCUMENTS}, "bf16", "auto", "cuda", 1, False),  # flash
         ({"data": DOCUMENTS}, "fp32", "auto", "cuda", 1, True),  # efficient
+        ({"data": DOCUMENTS}, "fp64", "auto", "cuda", 1, True),  # math, the only one
         ({"data": DOCUMENTS}, "bf16", "flash", "cuda", 1, False),
         ({"data": DOCUMENTS}, "bf16", "flash", "cpu", 1, True),
         ({"data": DOCUMENTS}, "bf16", "flash-attn", "auto", 1, False),

@@ -6,8 +6,9 @@ import pytest
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import TRANSITIONS, MachineState, terminal
+from picotron_ray.errors import LayoutError
 from picotron_ray.failures import FailureKind
-from tests.support.runs.coordinator_world import World, flush, job, of, outcomes, snapshot
+from tests.support.runs.coordinator_world import Choice, World, flush, job, of, outcomes, snapshot, spec
 
 
 def test_start_runs_all_workers_at_once_and_logs_the_generation_meanwhile() -> None:
@@ -152,7 +153,7 @@ def test_stop_before_anything_ran_ends_at_once() -> None:
 
 
 def test_node_loss_falls_back_to_the_commit_and_says_what_it_cost() -> None:
-    def tp2(workers: int):  # type: ignore[no-untyped-def]
+    def tp2(workers: int, *_: object):  # type: ignore[no-untyped-def]
         from tests.support.runs.coordinator_world import Choice, Layout
 
         return Choice(Layout(tp=2, dp=workers // 2) if workers > 1 else Layout(), 1.0 / workers)
@@ -262,3 +263,86 @@ def test_adoption_gives_a_node_that_was_not_heard_its_time() -> None:
     alone.begin(("a", 2), term=2, running=spec, workers=here, generations=(spec,))
     commands = alone.wait(10, but=("b",))
     assert {c.worker for c in of(commands, m.Interrupt)} == {member.worker for member in here}
+
+
+@pytest.mark.parametrize(("gap_s", "slept_s"), [(1.0, 0.0), (2.0, 0.0), (2.5, 0.5), (9.0, 7.0)])
+def test_time_that_the_coordinator_sleeps_through_does_not_pass(gap_s: float, slept_s: float) -> None:
+    world = World()
+    world.begin(("a", 4))
+    world.now = gap_s
+    world.send(m.Tick())
+    assert world.machine.memory.now == gap_s - slept_s
+    world.now += 1.0
+    world.send(m.Tick())
+    assert world.machine.memory.now == gap_s + 1.0 - slept_s
+    assert world.machine.wake_at == 120.0 + slept_s, "the start's end, on the clock outside"
+    world.now -= 0.5
+    world.send(m.Tick())
+    assert world.machine.memory.now == gap_s + 1.0 - slept_s, "it never goes back"
+
+
+def test_the_next_tick_is_due_with_the_first_thing_that_is() -> None:
+    world = World(job(elastic__interrupt_timeout_s=10, elastic__node_timeout_s=100))
+    assert world.machine.wake_at is None
+    one = world.up(("a", 4))
+    memory = world.machine.memory
+    assert memory.appends.entries
+    assert world.machine.wake_at == memory.appends.due
+    world.log_appends()
+    assert world.machine.wake_at is None, "nothing is waited for"
+    world.send(m.SnapshotSealed("a", one.id, 3, snapshot(one, 3)))
+    world.send(m.Uploaded("a", one.id, 3, "down"))
+    assert world.machine.wake_at == 0.5
+    world.wait(0.5)
+    world.send(m.UserRequest("stop"))
+    assert world.machine.wake_at == 10.5, "the reminder"
+    world.send(*outcomes(one, FailureKind.PEER_LOST, 5, but=(one.members[0].worker,)))
+    assert world.machine.wake_at == 5.5, "half of the time to leave"
+    world.wait(5.0)
+    assert world.machine.wake_at == 10.5, "all of it"
+    world.send(m.Outcome(one.members[0].worker, one.id, FailureKind.PEER_LOST, 5))
+    assert (world.state, world.machine.wake_at) == (MachineState.COLLECTING, 10.5)
+    assert memory.patient_until == 10.5
+    memory.deadline = 12.0
+    assert world.machine.wake_at == 10.5
+    memory.patient_until = world.now
+    assert world.machine.wake_at == 12.0, "what is past is not due any more"
+
+
+def test_a_view_counts_the_workers_that_are_ready_and_missing() -> None:
+    world = World()
+    started = of(world.begin(("a", 3)), m.StartWorker)
+    world.send(m.WorkerReady(started[0].worker, "a"))
+    view = world.machine.view
+    assert (view.ready, view.missing, view.nodes, view.failures, view.result) == (1, 1, ("a",), 0, None)
+    world.send(m.NodeJoined("b", 9))
+    assert world.machine.view.missing == 0
+    world.send(m.WorkerExited(started[1].worker, "x"))
+    assert world.machine.view.missing == 0, "it was started anew on the other node"
+
+
+def test_a_stop_before_the_first_workers_are_there() -> None:
+    world = World()
+    world.begin(term=2, generations=(spec(1, m.Source("init"), None),))
+    (end,) = of(world.send(m.UserRequest("stop")), m.Finish)
+    assert end == m.Finish("stopped", "before training started")
+    world = World()
+    world.begin(("a", 4), term=2, generations=(spec(1, m.Source("init"), None),))
+    commands = world.send(m.UserRequest("stop"))
+    assert (of(commands, m.Finish), world.state) == ([], MachineState.COLLECTING), "it may hold a state"
+    assert world.send(m.UserRequest("stop")) == []
+
+
+@pytest.mark.parametrize(("ready", "why"), [(1, "cluster.min_workers=2"), (2, "no layout fits")])
+def test_a_start_that_is_given_up_says_what_was_missing(ready: int, why: str) -> None:
+    def choose(workers: int, *_: object) -> Choice:
+        raise LayoutError("none")
+
+    world = World(
+        job(cluster__min_workers=2, cluster__start_timeout_s=30, elastic__node_timeout_s=99), choose
+    )
+    started = of(world.begin(("a", 4)), m.StartWorker)
+    world.send(*(m.WorkerReady(c.worker, "a") for c in started[:ready]))
+    assert of(world.wait(29.5), m.Finish) == []
+    (end,) = of(world.wait(0.5), m.Finish)
+    assert end == m.Finish("failed", f"too few workers: {ready} ready after 30 s, {why}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.errors import LayoutError
 from picotron_ray.failures import FailureKind
 from tests.support.runs.coordinator_world import (
+    Choice,
     World,
     choose_dp,
     flush,
@@ -279,6 +281,32 @@ def test_a_commit_on_its_way_is_awaited_rather_than_voided() -> None:
     assert not of(world.answer(commands), m.RunGeneration)
     commands = world.send(m.Appended("commit", one.id, 50, 9, "m50"))
     assert world.run(commands).source.manifest == "m50"
+
+
+def test_a_node_with_cards_too_small_for_any_layout_does_not_shrink_the_run() -> None:
+    """Two workers with 80 GB fit; with a third of 16 GB no layout does, and the run goes on with the two."""
+    asked: list[tuple[int, tuple[int, ...], int]] = []
+
+    def choose(workers: int, node_sizes: tuple[int, ...], device_bytes: int) -> Choice:
+        asked.append((workers, node_sizes, device_bytes))
+        if device_bytes < 80:
+            raise LayoutError("too small")
+        return choose_dp(workers)
+
+    world = World(job(cluster__max_workers=3), choose=choose)
+    started = world.send(m.Begin(1), m.NodeJoined("big", 2, "", 80), m.NodeJoined("small", 1, "", 16))
+    one = world.run(world.answer(world.ready(started)))
+    assert [member.node for member in one.members] == ["big", "big"]
+    assert asked == [(3, (2, 1), 16), (2, (2,), 80)]
+    commands = world.wait(20)
+    assert not of(commands, m.Interrupt)
+    assert len(asked) == len(set(asked))  # the planner is asked once for one and the same
+
+
+def test_of_large_and_many_cards_the_faster_layout_is_taken() -> None:
+    world = World(job(cluster__max_workers=3), choose=lambda n, sizes, least: choose_dp(n))
+    started = world.send(m.Begin(1), m.NodeJoined("big", 2, "", 80), m.NodeJoined("small", 1, "", 16))
+    assert len(world.run(world.answer(world.ready(started))).members) == 3
 
 
 def test_without_replacement_the_dead_are_not_replaced() -> None:

@@ -13,7 +13,13 @@ from picotron_ray.coordinator.append_queue import BACKOFF_S, AppendQueue
 from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker, known_layouts
 from picotron_ray.coordinator.lineage import descend, on_lineage
 from picotron_ray.coordinator.policies.failure import Breaker
-from picotron_ray.coordinator.policies.membership import Roster, RosterWorker, choose_members, starts
+from picotron_ray.coordinator.policies.membership import (
+    START_BACKOFF_S,
+    Roster,
+    RosterWorker,
+    choose_members,
+    starts,
+)
 from picotron_ray.coordinator.policies.restore_point import cover, newest_slots, restore_point
 from picotron_ray.coordinator.policies.scale_up import GrowthView, decide
 from picotron_ray.failures import FailureKind, Remedy
@@ -188,7 +194,14 @@ def test_growth_needs_every_condition(change: dict[str, object], words: str) -> 
 
 
 def test_growth_does_not_wait_for_ever_for_workers_on_their_way() -> None:
-    assert decide(11.0, GrowthView(**{**GROW, "starting": 2}))[0]  # type: ignore[arg-type]
+    late = GrowthView(**{**GROW, "starting": 2})  # type: ignore[arg-type]
+    assert [decide(now, late)[0] for now in (9.9, 10.0, 11.0)] == [False, True, True]
+
+
+@pytest.mark.parametrize("change", [{"steps_left": 2}, {"bigger_cost_s": 0.99}])
+def test_growth_just_pays(change: dict[str, object]) -> None:
+    why = f"{change.get('bigger_cost_s', 0.5)} s against 1 s per step"
+    assert decide(1.0, GrowthView(**{**GROW, **change})) == (True, why)  # type: ignore[arg-type]
 
 
 # --- membership -----------------------------------------------------------------------------------
@@ -227,12 +240,68 @@ def test_a_failed_start_holds_back_its_node_for_longer_each_time_but_once_per_ba
     here.start_failed("gone", 1.0)
 
 
+def test_the_waits_after_failed_starts_grow_to_the_last_one() -> None:
+    here, now, waits = roster(("a", 2)), 0.0, []
+    for _ in range(len(START_BACKOFF_S) + 2):
+        here.start_failed("a", now)
+        waits.append(here.nodes["a"].start_after - now)
+        now = here.nodes["a"].start_after
+    assert waits == [*START_BACKOFF_S, START_BACKOFF_S[-1], START_BACKOFF_S[-1]]
+    assert (starts(here, 2, now - 0.1), starts(here, 2, now)) == ([], ["a", "a"])
+
+
+def test_no_worker_starts_where_enough_live_and_the_dying_take_their_room() -> None:
+    here = roster(("a", 3), ("b", 1), workers="a a b")
+    assert [starts(here, wanted, 0.0) for wanted in (1, 2, 3, 4, 5)] == [[], [], [], ["a"], ["a"]]
+    here.workers["w0"].state = "dying"
+    assert [starts(here, wanted, 0.0) for wanted in (2, 3, 4)] == [[], ["a"], ["a"]]
+    assert [worker.name for worker in here.usable()] == ["w1", "w2"]
+    assert [node for node in ("a", "b", "c") if here.join(node, 9, 7.0)] == ["c"]
+    assert [(node.capacity, node.last_seen) for node in here.nodes.values()] == [(9, 7.0)] * 3
+    assert here.silent_nodes(12.0, 5.0) == []
+    assert here.silent_nodes(12.1, 5.0) == ["a", "b", "c"]
+
+
+def test_a_node_that_is_lost_takes_its_workers_and_may_speak_again_where_it_was_only_silent() -> None:
+    here = roster(("a", 3), ("b", 1), workers="a a b")
+    here.join("a", 3, 0.0, 16)
+    assert [worker.name for worker in here.lose("a", silent=True)] == ["w0", "w1"]
+    assert (list(here.nodes), list(here.workers)) == (["b"], ["w2"])
+    [(lost, names)] = here.silent.values()
+    assert (lost.name, lost.capacity, lost.device_bytes, names) == ("a", 3, 16, ("w0", "w1"))
+    assert here.lose("c", silent=True) == []
+    assert here.lose("a", silent=False) == []
+    assert here.silent == {}
+    here.lose("b", silent=False)
+    assert (here.silent, here.workers) == ({}, {})
+
+
 def test_members_sit_together_and_keep_their_order() -> None:
     workers = list(roster(("a", 2), ("b", 3), workers="a b a b b").workers.values())
     chosen = choose_members(workers, 4)
     assert [member.node for member in chosen] == ["b", "b", "b", "a"]
     again = choose_members(reversed(workers), 4, chosen)
     assert again == chosen
+
+
+def test_the_planner_is_told_where_the_workers_stand_and_their_smallest_device() -> None:
+    here = roster(("a", 2), ("b", 3), ("c", 1), workers="a b a b b c")
+    workers = list(here.workers.values())
+    assert here.question(workers, 9) == (6, (3, 2, 1), 0)
+    for node, device_bytes in (("a", 16), ("b", 80), ("c", 16)):
+        assert not here.join(node, here.nodes[node].capacity, 1.0, device_bytes)
+    assert here.question(workers, 4) == (4, (3, 1), 16)
+    assert here.join("d", 4, 1.0, 24)
+    assert here.nodes["d"].device_bytes == 24
+    everyone, large = here.by_device(workers)
+    assert everyone == workers
+    assert here.question(large, 9) == (3, (3,), 80)
+    assert not here.join("b", 3, 2.0)  # a node whose room changed says nothing of its devices
+    assert here.nodes["b"].device_bytes == 80
+    del here.nodes["a"]
+    assert here.question(workers, 9)[2] == 16  # not known of one node: those of the others count
+    assert here.by_device(workers[1:5]) == [workers[1:5]]
+    assert here.by_device([]) == []
 
 
 # --- the log's queue ------------------------------------------------------------------------------

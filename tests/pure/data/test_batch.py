@@ -36,8 +36,8 @@ def test_samples_share_one_token_and_cover_the_stream() -> None:
     assert np.array_equal(rows[:-1, -1], rows[1:, 0])
     assert np.array_equal(rows[:, 1:].ravel(), DATA.tokens[1 : 40 * SEQ + 1])
     assert rows.dtype == np.int64
-    assert Dataset(DATA.tokens[:SEQ], SEQ).samples == 0
-    assert Dataset(DATA.tokens[:0], SEQ).samples == 0
+    for tokens, samples in ((0, 0), (SEQ, 0), (SEQ + 1, 1), (2 * SEQ, 1), (2 * SEQ + 1, 2)):
+        assert Dataset(DATA.tokens[:tokens], SEQ).samples == samples
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -70,6 +70,7 @@ def test_evaluation_samples_do_not_depend_on_the_layout(layout: Layout, samples:
     wanted = min(samples, 40)
     assert np.array_equal(fed, DATA.rows(samples_between(0, 0, wanted, 40)))
     assert sum(batch.global_tokens for batch in replicas[0]) == wanted * SEQ
+    assert {batch.step for batches in replicas for batch in batches} == {0}
     spans = [batch.rows for group in zip(*replicas, strict=True) for batch in group]
     ends = [0, *(last for _, last in spans)]
     assert spans == list(itertools.pairwise(ends))
@@ -94,6 +95,7 @@ def loader(start: int = 0, depth: int = 2, **more: object) -> BatchLoader:
 
 def test_loader_goes_on_after_the_step_it_starts_from() -> None:
     ahead = loader(start=10)
+    assert ahead._thread.daemon  # a worker that ends without closing it is not held up
     for step in range(11, 20):
         batch, wanted = ahead.next(), make_batch(DATA, 1, Layout(dp=2), 1, 6, step)
         assert batch.step == step

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from picotron_ray.data import ledger_diagnosis
 from picotron_ray.data.batch import make_batch, token_digest
 from picotron_ray.data.ledger import LedgerReport, check
+from picotron_ray.data.ledger_diagnosis import _deviations, diagnose
 from picotron_ray.data.samples import Dataset
 from picotron_ray.data.shuffle import samples_between
 from picotron_ray.layout.layout import Layout
@@ -93,6 +95,37 @@ def test_planted_slips_of_one_rank_are_named(
     assert report.wrong == (f"step 5 of generation 1.1, replica 1 {words}",)
     assert (report.lost, report.repeated, report.samples) == (lost, repeated, STEPS * BATCH - lost)
     assert not report.ok
+
+
+def test_the_first_sample_of_all_is_looked_for_too(ledger: list[dict[str, Any]]) -> None:
+    ledger[0]["rows"][1][2] = fed([4, 0, 6])
+    assert run(ledger).wrong == ("step 1 of generation 1.1, replica 1 fed sample 0 in the place of 5",)
+
+
+def test_every_single_deviation_is_tried() -> None:
+    """Of rows 1 and 2, in a window of rows 0 to 3."""
+    tried = [(each.kind, each.row, each.other, each.fed.tolist()) for each in _deviations(1, 3, 4)]
+    assert tried == [
+        ("skipped", 1, 1, [2, 3]),
+        ("skipped", 1, 1, [2]),
+        ("repeated", 1, 1, [1, 1]),
+        ("repeated", 1, 1, [1, 1, 2]),
+        ("skipped", 2, 2, [1, 3]),
+        ("skipped", 2, 2, [1]),
+        ("repeated", 2, 2, [1, 2]),
+        ("repeated", 2, 2, [1, 2, 2]),
+        ("swapped", 1, 2, [2, 1]),
+        *(("replaced", 1, other, [other, 2]) for other in range(4)),
+        *(("replaced", 2, other, [1, other]) for other in range(4)),
+    ]
+    assert diagnose(DATA.rows(np.arange(2)), 0, 2, b"of no rows") is None  # no row comes after the last
+
+
+def test_a_wrong_digest_costs_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = iter(range(30_000))
+    monkeypatch.setattr(ledger_diagnosis, "token_digest", lambda rows: next(tried))
+    assert diagnose(np.zeros((200, 1), np.int64), 0, 200, b"of no rows") is None
+    assert next(tried) == 20_000
 
 
 def test_swap_between_two_ranks_loses_nothing_and_is_found(ledger: list[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from picotron_ray.data.shuffle import sample_index, samples_between
+from picotron_ray.data.shuffle import ORDER_VERSION, sample_index, samples_between
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 64, 65, 1000, 4097, 78925])
@@ -17,10 +17,20 @@ def test_every_epoch_is_a_permutation(n: int, seed: int, epoch: int) -> None:
 
 def test_recorded_order() -> None:
     """Any change of the order changes every run of the same seed: it needs a new ORDER_VERSION."""
+    assert ORDER_VERSION == 1
     assert sample_index(7, 2, np.arange(10), 100).tolist() == RECORDED
+    for order in RECORDED_SMALL:
+        assert sample_index(7, 2, np.arange(len(order)), len(order)).tolist() == order
 
 
 RECORDED = [44, 68, 99, 65, 37, 0, 5, 9, 36, 75]
+RECORDED_SMALL = [  # on both sides of 4 and 16, where the network gets wider
+    [1, 2, 0],
+    [1, 3, 0, 2],
+    [0, 3, 1, 2, 4],
+    [5, 7, 1, 2, 10, 11, 13, 3, 14, 9, 4, 6, 8, 15, 0, 12],
+    [4, 0, 1, 6, 16, 3, 15, 11, 12, 10, 14, 13, 5, 8, 7, 9, 2],
+]
 
 
 def test_seeds_and_epochs_differ() -> None:

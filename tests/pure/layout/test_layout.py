@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from picotron_ray.layout.layout import Coordinates, Layout, current_names
+from picotron_ray.config.load import parse_job
+from picotron_ray.errors import ConfigError
+from picotron_ray.layout.layout import Coordinates, Layout, Zero, current_names
 from picotron_ray.layout.schedules import PipelineShape
 
 
@@ -71,6 +75,11 @@ def test_zero_cuts_what_expert_parallelism_left() -> None:
             [(1, 2, 5), (0, 3, 4)],
             2,
         ),
+        (
+            Layout(pp=2, schedule="custom", virtual_stages=3, placement=((0, 4, 5), (1, 2, 3))),
+            [(0, 4, 5), (1, 2, 3)],
+            1,
+        ),
     ],
     ids=str,
 )
@@ -79,6 +88,33 @@ def test_stages_of_ranks_and_their_hops(layout: Layout, stages: list[tuple[int, 
     assert layout.stages == sum(map(len, stages))
     assert [layout.rank_stages(rank) for rank in range(layout.pp)] == stages
     assert layout.hops == hops
+
+
+@pytest.mark.parametrize(
+    ("layout", "first", "last"),
+    [
+        (Layout(), 0, 0),
+        (Layout(pp=3), 0, 2),
+        (Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2), 0, 1),
+        (Layout(pp=3, schedule="zbv", virtual_stages=2), 0, 0),
+        (Layout(pp=3, schedule="custom", placement=((1,), (2,), (0,))), 2, 1),
+        (Layout(pp=3, schedule="custom", virtual_stages=2, placement=((1, 2), (0, 3), (4, 5))), 1, 2),
+        (Layout(pp=2, schedule="custom", virtual_stages=2, placement=((1, 2), (0, 3))), 1, 1),
+    ],
+    ids=str,
+)
+def test_both_ends_of_the_pipeline(layout: Layout, first: int, last: int) -> None:
+    assert (layout.first_stage_rank, layout.last_stage_rank) == (first, last)
+    ends = {} if first == last else {first: last, last: first}
+    assert [layout.other_end(rank) for rank in range(layout.pp)] == [ends.get(r) for r in range(layout.pp)]
+
+
+def test_zero_has_four_levels() -> None:
+    for zero in get_args(Zero):
+        assert parse_job({"layout": {"dp": 2, "zero": zero}}).layout.zero == Layout(dp=2, zero=zero).zero
+    assert get_args(Zero) == (0, 1, 2, 3)
+    with pytest.raises(ConfigError, match=r"^layout\.zero: saw 4"):
+        parse_job({"layout": {"zero": 4}})
 
 
 def test_rows_and_micro_batches() -> None:

@@ -53,6 +53,59 @@ def test_what_an_entry_says_is_what_its_rows_come_to(entry: PipelineSchedule, sh
     assert entry.waiting(shape) == pytest.approx(listed.waits)
 
 
+SPLITTING = ("interleaved-zero-bubble", "zbv", "dualpipev")
+# name → (stages per rank that it takes, of 1 to 4; by PipelineShape(4, 2, 8): waiting, in flight; stages of
+# the ranks; rank of the last stage). Sources: the module's docstring.
+LOOP, V = [(0, 4), (1, 5), (2, 6), (3, 7)], [(0, 7), (1, 6), (2, 5), (3, 4)]
+OF_TORCH = {
+    "looped-bfs": ([2, 3, 4], 3 / 2, 8, LOOP, 3),
+    "interleaved-1f1b": ([2, 3, 4], 3 / 2, 4 + 3 / 2, LOOP, 3),
+    "interleaved-zero-bubble": ([2, 3, 4], 1 / 2, 4 + 3 / 2, LOOP, 3),
+    "zbv": ([2], 1 / 2, 4, V, 0),
+    "dualpipev": ([2], 1 / 2, 4.5, V, 0),
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_an_entry_of_torchs_says_what_its_paper_says(name: str) -> None:
+    taken, waiting, in_flight, stages, last = OF_TORCH[name]
+    entry, shape = SCHEDULES[name], PipelineShape(ranks=4, stages_per_rank=2, micro_batches=8)
+    assert shape.stages == 8
+    assert entry.waiting(shape) == pytest.approx(waiting)
+    assert [entry.in_flight(shape, rank) for rank in range(4)] == [in_flight] * 4
+    assert [entry.in_flight(shape._replace(micro_batches=2), rank) for rank in range(4)] == [2] * 4
+    assert [entry.rank_stages(4, 2, rank) for rank in range(4)] == stages
+    assert entry.last_stage_rank(4, 2) == last
+    assert [entry.rank_stages(3, 1, rank) for rank in range(3)] == [(0,), (1,), (2,)]
+    assert entry.last_stage_rank(3, 1) == 2
+    least, most = entry.stages_per_rank
+    assert [number for number in range(1, 5) if least <= number <= most] == taken
+
+
+def test_backward_passes_are_split_by_the_zero_bubble_alone() -> None:
+    assert tuple(name for name, entry in SCHEDULES.items() if entry.splits_backward) == SPLITTING
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipev"])
+def test_some_need_one_micro_batch_per_stage(name: str) -> None:
+    problem = SCHEDULES[name].problem
+    assert [problem(PipelineShape(3, 2, count)) for count in (5, 6, 7)] == [
+        "needs one micro-batch per stage, 6 or more", "", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zero-bubble"])
+def test_interleaving_needs_whole_rounds(name: str) -> None:
+    """As many rounds as fit: 1 of 3 to 7 micro-batches over 4 ranks, 2 of 8 to 11, 3 of 12 to 15."""
+    problem = SCHEDULES[name].problem
+    found = {count: problem(PipelineShape(4, 2, count)) for count in (1, 3, 7, 8, 9, 10, 11, 12, 13, 14, 15)}
+    text = "needs a multiple of {} micro-batches (4 or a little more per round)"
+    refused = {9: 2, 11: 2, 13: 3, 14: 3}
+    assert {count: said for count, said in found.items() if said} == {
+        count: text.format(rounds) for count, rounds in refused.items()
+    }
+
+
 def test_an_entry_runs_in_one_way() -> None:
     with pytest.raises(LayoutError, match="schedule none: saw 0 of rows, torch_class and with_actions"):
         PipelineSchedule("none")
@@ -145,7 +198,7 @@ def test_an_event_log_of_the_former_name_replays() -> None:
                 out += commands
             return out
 
-    Recorder(config=job, choose=lambda workers: choice).up(("a", 4))
+    Recorder(config=job, choose=lambda *question: choice).up(("a", 4))
     former = [line.replace("gpipe", "afab") for line in lines]
     assert any("-afab-mb1" in line for line in former)
-    assert replay(former, lambda job, header: lambda workers: choice).difference is None
+    assert replay(former, lambda job, header: lambda *question: choice).difference is None

@@ -9,12 +9,14 @@ import pytest
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.models.huggingface.config import model_keys
-from picotron_ray.models.huggingface.names import architecture_of, hf_config, ignored
+from picotron_ray.models.huggingface.config_reader import show
+from picotron_ray.models.huggingface.names import architecture_of, hf_config, ignored, tensors
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
+OLMO2 = {"architectures": ["Olmo2ForCausalLM"]}
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -28,6 +30,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"vocab_size": [1]}, r"vocab_size: saw \[1\], expected a whole number"),
     (LLAMA, {"max_position_embeddings": "long"}, "max_position_embeddings: saw long, expected a whole"),
     (LLAMA, {"rms_norm_eps": "1e-5"}, "rms_norm_eps: saw 1e-5, expected a number above 0"),
+    (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps: saw 0, expected a number above 0"),
     (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps: saw NaN, expected a number above 0"),
     (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings: saw yes, expected true or false"),
     (LLAMA, {"architectures": 5}, "architectures: saw 5, expected a list of one of LlamaForCausalLM"),
@@ -142,3 +145,123 @@ def test_a_model_of_random_weights_has_no_ids_of_another_tokenizer() -> None:
 def test_a_mistral_without_its_window_stays_one() -> None:
     assert architecture_of(ModelConfig()) == "LlamaForCausalLM"
     assert architecture_of(ModelConfig(), MISTRAL) == "MistralForCausalLM"
+
+
+EXPERTS = {"experts": 3, "top_k": 1, "intermediate_size": 24, "loss_coefficient": 0.5}
+WIDTHS = {"vocab_size": 300, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "norm_eps": 1e-4}
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"rope_scaling": {"factor": 2.0, "original_length": 64}, "head_dim": 10},
+    "MistralForCausalLM": {"sliding_window": 7, "tie_embeddings": True, "rope_theta": 5.0},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "intermediate_size": 40},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+    "MixtralForCausalLM": {"sliding_window": 9, "moe": EXPERTS},
+    "Qwen3MoeForCausalLM": {"qk_norm": True, "moe": {**EXPERTS, "normalize": False}},
+    "Olmo2ForCausalLM": {"family": "olmo2"},
+    "GPT2LMHeadModel": {"family": "gpt2", "kv_heads": 4, "max_positions": 50, "intermediate_size": 33},
+}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_what_is_written_is_read_back(architecture: str) -> None:
+    model = ModelConfig.model_validate({**WIDTHS, **MODELS[architecture]})
+    written = hf_config(model, 50, "bfloat16")
+    assert written["architectures"] == [architecture]
+    assert written["dtype"] == "bfloat16"
+    read = model_keys(written)
+    if "moe" not in MODELS[architecture]:
+        assert read["intermediate_size"] == model.intermediate_size
+    assert ModelConfig.model_validate({**read, "intermediate_size": model.intermediate_size}) == model
+
+
+def test_keys_of_one_architecture_alone() -> None:
+    said = {name: hf_config(ModelConfig.model_validate({**WIDTHS, **keys}), 50, "float32")
+            for name, keys in MODELS.items()}  # fmt: skip
+    assert {name for name, found in said.items() if "use_sliding_window" in found} == {
+        "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}  # fmt: skip
+    assert not any(found.get("use_sliding_window") for found in said.values())
+    assert {name for name, found in said.items() if "num_local_experts" in found} == {"MixtralForCausalLM"}
+    mixture = said["Qwen3MoeForCausalLM"]
+    names = ("num_experts", "num_experts_per_tok", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob")
+    assert [mixture[name] for name in names] == [3, 1, 1, [], False]
+    llama = said["LlamaForCausalLM"]
+    assert (llama["attention_bias"], llama["head_dim"], llama["hidden_act"]) == (False, 10, "silu")
+    assert said["MistralForCausalLM"]["rope_scaling"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"moe": {**EXPERTS, "shared_intermediate_size": 4}}, "moe.shared_intermediate_size: saw 4, which"),
+        ({"moe": {**EXPERTS, "router": "sigmoid"}}, "moe.router: saw sigmoid, which none of"),
+        ({"moe": {**EXPERTS, "balance": "bias"}}, "moe.balance: saw bias, which none of"),
+        ({"moe": {**EXPERTS, "normalize": False}}, "moe.normalize: saw false, which Mixtral cannot express"),
+        ({"qk_norm": True, "qkv_bias": True}, "qkv_bias: saw true, which Qwen3ForCausalLM does not have"),
+        ({"qkv_bias": True, "moe": EXPERTS}, "qkv_bias: saw true, which MixtralForCausalLM does not have"),
+        ({"qk_norm": True, "sliding_window": 4}, "sliding_window: saw 4, expected null for Qwen3ForCausalLM"),
+        ({"qkv_bias": True, "sliding_window": 4}, "sliding_window: saw 4, expected null for Qwen2"),
+    ],
+)  # fmt: skip
+def test_what_no_architecture_has_is_not_exported(change: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model.{line}"):
+        architecture_of(ModelConfig.model_validate(change))
+    dense = {"shared_intermediate_size": 4, "router": "sigmoid", "balance": "bias", "normalize": False}
+    assert architecture_of(ModelConfig.model_validate({"moe": dense})) == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "taken", "refused"),
+    [
+        (LLAMA, "mlp_bias", [False], True),
+        (LLAMA, "attention_bias", [False, None], True),
+        (LLAMA, "attention_dropout", [0.0, 0], 0.1),
+        (LLAMA, "pretraining_tp", [1, None], 2),
+        (MIXTRAL, "decoder_sparse_step", [1], 2),
+        (MIXTRAL, "mlp_only_layers", [[], None], [1]),
+        (MIXTRAL, "router_jitter_noise", [0.0], 0.1),
+        (QWEN, "use_sliding_window", [False], True),
+        (GPT2, "activation_function", ["gelu_new", "gelu_pytorch_tanh"], "gelu"),
+        (GPT2, "scale_attn_weights", [True], False),
+        (GPT2, "scale_attn_by_inverse_layer_idx", [False], True),
+        (GPT2, "reorder_and_upcast_attn", [False], True),
+        (GPT2, "add_cross_attention", [False], True),
+        (OLMO2, "attention_bias", [False], True),
+        (OLMO2, "attention_dropout", [0.0], 0.1),
+    ],
+)
+def test_keys_that_must_say_what_is_built(
+    base: dict[str, Any], key: str, taken: list[Any], refused: Any
+) -> None:
+    for value in taken:
+        assert model_keys({**base, key: value}) == model_keys(base)
+    with pytest.raises(ConfigError, match=f"^config.json: {key}: saw "):
+        model_keys({**base, key: refused})
+
+
+def test_bounds_of_numbers_are_taken() -> None:
+    assert model_keys({**MIXTRAL, "router_aux_loss_coef": 0})["moe"]["loss_coefficient"] == 0.0
+    scaled = model_keys({**LLAMA, "rope_scaling": {**LLAMA3, "factor": 1}})
+    assert scaled["rope_scaling"]["factor"] == 1.0
+    assert model_keys({**GPT2, "n_embd": 12, "n_head": 1})["intermediate_size"] == 4 * 12
+
+
+def test_biases_are_qwen2s() -> None:
+    assert model_keys({**QWEN, "attention_bias": True})["qkv_bias"] is True
+    assert "qkv_bias" not in model_keys(LLAMA)
+
+
+def test_a_long_value_is_cut_to_sixty() -> None:
+    assert [len(show("x" * length)) for length in (59, 60, 61, 99)] == [59, 60, 60, 60]
+    assert show("x" * 61) == "x" * 57 + "..."
+    assert (show("a  b"), show([1, "a"]), show(True)) == ("a b", '[1, "a"]', "true")
+
+
+def test_linear_weights_of_gpt2_are_transposed_and_nothing_else() -> None:
+    model = ModelConfig(family="gpt2", layers=1, heads=4, kv_heads=4, max_positions=8, tie_embeddings=True)
+    held = list(tensors(model, "GPT2LMHeadModel"))
+    assert {name for one in held if one.transposed for name in one.theirs} == {
+        f"transformer.h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+    assert sum(len(one.ours) for one in held) == len({name for one in held for name in one.ours})
+    assert len(held) == 2 + 6 * 2 + 2
+    untied = model.model_copy(update={"tie_embeddings": False})
+    assert [one.theirs for one in tensors(untied, "GPT2LMHeadModel")][len(held) :] == [("lm_head.weight",)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,11 +179,34 @@ def test_what_the_catalogue_does_not_know_is_refused(sample: Sample) -> None:
         exposed("coordinator", RUN, lambda: [sample])
 
 
-@pytest.fixture
+def closed(exporter: Exporter) -> bool:
+    """Whether it closes; one that does not is left to its thread."""
+    closing = threading.Thread(target=exporter.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    return not closing.is_alive()
+
+
+@pytest.fixture(scope="module")
 def exporter() -> Iterator[Exporter]:
     made = Exporter("coordinator", RUN, lambda: [Sample("picotron_training_steps", 3.0)], "127.0.0.1", 0)
     yield made
-    made.close()
+    assert closed(made)
+
+
+def test_an_endpoint_that_is_closed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Exporter("coordinator", RUN, list, "127.0.0.1", 0)
+    joined: list[bool] = []
+    thread = made._thread
+
+    def join() -> None:
+        thread.join(5)
+        joined.append(not thread.is_alive())
+
+    monkeypatch.setattr(made, "_thread", SimpleNamespace(join=join))
+    assert closed(made)
+    assert joined == [True]
+    assert port_taken("127.0.0.1", made.port) == ""
 
 
 def test_an_endpoint_serves_only_the_catalogue(exporter: Exporter) -> None:
@@ -197,13 +222,24 @@ def test_a_port_that_is_taken_is_named(exporter: Exporter) -> None:
 
 def test_a_port_that_is_taken_is_refused_before_anything_starts(exporter: Exporter) -> None:
     taken = MetricsConfig(port=exporter.port)
-    with pytest.raises(ConfigError, match=f"metrics.port: cannot listen at 127.0.0.1 port {exporter.port}"):
-        check_ports(taken, local=True)
+    end = "Address already in use; choose another, or 0 for a free one"
+    at = f"127.0.0.1 port {exporter.port}"
+    assert refusal(taken, local=True) == f"metrics.port: cannot listen at {at}: {end}"
     check_ports(taken, local=False)  # agents are elsewhere
     check_ports(taken.model_copy(update={"enabled": False}), local=True)
-    with pytest.raises(ConfigError, match="coordinator_port"):
-        check_ports(MetricsConfig(coordinator_port=exporter.port), local=False)
+    own = MetricsConfig(coordinator_port=exporter.port)
+    at = f"any address port {exporter.port}"
+    assert refusal(own, local=False) == f"metrics.coordinator_port: cannot listen at {at}: {end}"
+    elsewhere = MetricsConfig(host="127.0.0.2", port=exporter.port)
+    check_ports(elsewhere, local=True)
     check_ports(MetricsConfig(), local=True)
+    check_ports(MetricsConfig(port=0, coordinator_port=0), local=True)
+
+
+def refusal(metrics: MetricsConfig, local: bool) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_ports(metrics, local)
+    return str(caught.value)
 
 
 def test_a_port_is_taken_while_something_listens_there() -> None:

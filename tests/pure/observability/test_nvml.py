@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from picotron_ray.observability.exporter import Sample
-from picotron_ray.observability.nvml import Gpus
+from picotron_ray.observability.nvml import Card, Gpus
 
 
 @pytest.fixture
@@ -36,6 +36,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         "nvmlDeviceGetTemperature": lambda gpu, sensor: 40 + gpu + sensor,
         "nvmlDeviceGetPowerUsage": power,
         "nvmlDeviceGetTotalEccErrors": errors,
+        "nvmlDeviceGetName": lambda gpu: (b"NVIDIA H100", "NVIDIA H100")[gpu],
         "nvmlDeviceGetCudaComputeCapability": lambda gpu: (9, gpu),
     }
     for name, call in found.items():
@@ -59,7 +60,7 @@ def test_each_gpu_shows_what_it_knows(opened: list[int]) -> None:
         return sample.name, sample.labels["gpu"]
 
     assert sorted(gpus.samples(), key=order) == sorted(wanted, key=order)
-    assert gpus.capabilities() == [(9, 0), (9, 1)]
+    assert gpus.cards() == [Card("NVIDIA H100", (9, 0), 80), Card("NVIDIA H100", (9, 1), 80)]
     assert len(opened) == 1
 
 
@@ -72,4 +73,4 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(pynvml, "nvmlInit", refuse)
     gpus = Gpus()
-    assert (list(gpus.samples()), gpus.capabilities(), len(tried)) == ([], [], 1)
+    assert (list(gpus.samples()), gpus.cards(), len(tried)) == ([], [], 1)

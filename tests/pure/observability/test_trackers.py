@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability import event_file, trackers
 from picotron_ray.observability.event_file import crc32c, event, record, scalars
-from picotron_ray.observability.remote_trackers import RemoteTracker, open_tracker
+from picotron_ray.observability.remote_trackers import RemoteTracker, TensorBoard, open_tracker
 from picotron_ray.observability.trackers import Row, Tracker, TrackerProgress, check_trackers, row_of
 
 
@@ -124,7 +126,7 @@ class Kept:
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, float], float | None]] = []
         self.rewound: list[int] = []
-        self.flushed = 0
+        self.flushed = self.closed = 0
 
     def log(self, step: int, figures: dict[str, float], at_s: float | None) -> None:
         self.logged.append((step, figures, at_s))
@@ -135,7 +137,8 @@ class Kept:
     def flush(self) -> None:
         self.flushed += 1
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed += 1
 
 
 def test_a_tracker_that_cannot_be_read_back_remembers_how_far_it_came(tmp_path: Path) -> None:
@@ -152,7 +155,88 @@ def test_a_tracker_that_cannot_be_read_back_remembers_how_far_it_came(tmp_path: 
     again = RemoteTracker(sink, TrackerProgress(tmp_path / "x.progress"))
     assert (again.last_step, again.last_eval_step) == (2, 4)
     again.rewind(1)
-    assert (again.last_step, sink.rewound) == (1, [1])
+    assert (again.last_step, again.last_eval_step, sink.rewound) == (1, 1, [1])
+    again.rewind(3)
+    assert (again.last_step, again.last_eval_step, sink.rewound) == (1, 1, [1, 3])
+    assert sink.closed == 0
+    again.close()
+    assert sink.closed == 1
+
+
+class Library:
+    """Stands in for a library: notes each call as (name, arguments, options), and answers as it was told."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.calls = answers, list[tuple[Any, ...]]()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls.append((name, arguments, options))
+            return self.answers.get(name, self)
+
+        return call
+
+
+FIGURES = {"train/loss": 2.0, "train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/tokens": 128}
+
+
+@pytest.mark.parametrize("given", [{}, {"project": "p", "url": "http://w"}], ids=["plain", "given"])
+def test_weights_and_biases_is_given_the_run_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str]
+) -> None:
+    library = Library(Settings="settings")
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    tracker = open_tracker(TrackerConfig(kind="wandb", **given), "night", {"steps": 10}, tmp_path)
+    tracker.write([row(1)], [evaluation(2)])
+    tracker.rewind(1)
+    tracker.close()
+    base = {"base_url": "http://w"} if given else {}
+    project = "p" if given else "picotron_ray"
+    options = {
+        "project": project, "id": "night", "name": "night", "resume": "allow", "config": {"steps": 10},
+        "dir": str(tmp_path), "settings": "settings",
+    }  # fmt: skip
+    assert library.calls == [
+        ("Settings", (), {"console": "off", **base}),
+        ("init", (), options),
+        ("log", (FIGURES,), {"step": 1}),
+        ("log", ({"eval/loss": 3.0},), {"step": 2}),
+        ("finish", (), {}),
+    ]
+    assert opened("wandb", tmp_path).last_step == 1
+
+
+@pytest.mark.parametrize("known", [None, SimpleNamespace(experiment_id="e")], ids=["new", "known"])
+@pytest.mark.parametrize("given", [{}, {"project": "p", "url": "http://m"}], ids=["plain", "given"])
+def test_mlflow_goes_on_with_the_run_whose_id_it_keeps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str], known: Any
+) -> None:
+    made = SimpleNamespace(info=SimpleNamespace(run_id="7"))
+    library = Library(get_experiment_by_name=known, create_experiment="e", create_run=made)
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    config = TrackerConfig(kind="mlflow", **given)
+    tracker = open_tracker(config, "night", {"steps": 10}, tmp_path)
+    tracker.write([{**row(1), "at_s": 2.5}], [evaluation(2)])
+    tracker.rewind(1)
+    tracker.close()
+    project, url = given.get("project", "picotron_ray"), given.get("url")
+    begin = [
+        ("MlflowClient", (), {"tracking_uri": url}),
+        ("get_experiment_by_name", (project,), {}),
+        *([] if known else [("create_experiment", (project,), {})]),
+        ("create_run", ("e",), {"run_name": "night"}),
+        ("log_param", ("7", "steps", 10), {}),
+    ]
+    assert library.calls == [
+        *begin,
+        ("update_run", ("7",), {"status": "RUNNING"}),
+        *(("log_metric", ("7", name, value, 2500, 1), {}) for name, value in FIGURES.items()),
+        ("log_metric", ("7", "eval/loss", 3.0, None, 2), {}),
+        ("set_terminated", ("7",), {}),
+    ]
+    library.calls.clear()
+    open_tracker(config, "night", {"steps": 10}, tmp_path)
+    assert library.calls == [begin[0], ("update_run", ("7",), {"status": "RUNNING"})]
 
 
 def fields(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -208,6 +292,16 @@ def test_tensorboard_shows_what_was_written_and_not_taken_back(tmp_path: Path) -
     assert seen["eval/loss"] == [(2, 3.0)]
 
 
+def test_each_event_file_is_closed_when_the_next_begins(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path, 0)
+    first = board._file._file
+    board.rewind(1)
+    second = board._file._file
+    assert (first.closed, second.closed) == (True, False)
+    board.close()
+    assert second.closed
+
+
 def test_event_files_have_the_checksums_of_their_format() -> None:
     assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
     assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
@@ -244,8 +338,10 @@ def test_events_are_encoded_as_their_schema_says() -> None:
     made = event(1.0, 300, scalars({"a": 1.5}))
     assert made == struct.pack("<Bd", 0x09, 1.0) + b"\x10\xac\x02" + b"*\n\n\x08\n\x01a\x15\x00\x00\xc0?"
     assert [event(0.0, step, b"")[10:] for step in (127, 128)] == [b"\x7f", b"\x80\x01"]
-    ends = {value: scalars({"a": value})[-4:] for value in (3.3e38, 1e39, -1e39)}
-    assert ends == {3.3e38: struct.pack("<f", 3.3e38), 1e39: b"\0\0\x80\x7f", -1e39: b"\0\0\x80\xff"}
+    largest = (2 - 2**-23) * 2.0**127
+    ends = {value: scalars({"a": value})[-4:] for value in (largest, 2 * largest, -2 * largest)}
+    inf, minus_inf = b"\0\0\x80\x7f", b"\0\0\x80\xff"
+    assert ends == {largest: b"\xff\xff\x7f\x7f", 2 * largest: inf, -2 * largest: minus_inf}
     (nan,) = struct.unpack("<f", scalars({"a": float("nan")})[-4:])
     assert nan != nan
 
@@ -254,9 +350,13 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         check_trackers([TrackerConfig(kind="csv"), TrackerConfig(kind="wandb"), TrackerConfig(kind="mlflow")])
-    assert len(caught.value.problems) == 2
-    assert caught.value.problems[0].startswith("trackers.1.kind: wandb is not installed; pip install")
-    assert "picotron-ray[wandb]" in caught.value.problems[0]
+    assert caught.value.problems == tuple(
+        f"trackers.{index}.kind: {kind} is not installed; pip install 'picotron-ray[{kind}]',"
+        " or leave this tracker out"
+        for index, kind in ((1, "wandb"), (2, "mlflow"))
+    )
+    monkeypatch.setattr(trackers, "find_spec", lambda name: name)
+    check_trackers([TrackerConfig(kind="wandb"), TrackerConfig(kind="mlflow")])
 
 
 def test_two_trackers_in_one_place_are_refused(tmp_path: Path) -> None:

@@ -443,6 +443,34 @@ def test_tensor_and_pipeline_share_the_hop() -> None:
         # The first stage has the embedding and three of the blocks, and keeps two micro-batches of them, and
         # of one block gradients and what goes with them: 6·8 + 10.
         ("fp32", Layout(micro_batch=2, pp=2), ((3 * 448 + 2400) * 16, 0, 12 * (96 * 3 * 4 * 2 + 58 * 4))),
+        # Autocast on the first stage: 120·2 + 2·16 bytes a block, and its matrices twice, no head.
+        (
+            "bf16",
+            Layout(micro_batch=2, pp=2),
+            ((3 * 448 + 2400) * 16, 0, 12 * (272 * 3 * 2 + 58 * 2) + 2 * 432 * 3 * 2),
+        ),
+        (
+            "bf16",
+            Layout(micro_batch=2, tp=2),
+            (6600 * 8, 0, 6 * (272 * 4 + 2 * 300 * 4) + 4 * 432 + 2400),
+        ),
+        # Recomputed blocks keep their input of 8, or 68 results of products, the residual in fp32 too.
+        (
+            "bf16",
+            Layout(micro_batch=2, recompute="full"),
+            (6600 * 16, 0, 12 * ((8 * 2 + 16) * 4 + 272 + 2 * 300 * 4) + 2 * (4 * 432 + 2400)),
+        ),
+        (
+            "bf16",
+            Layout(micro_batch=2, recompute="selective"),
+            (6600 * 16, 0, 12 * ((68 * 2 + 16) * 4 + 272 + 2 * 300 * 4) + 2 * (4 * 432 + 2400)),
+        ),
+        # Pipelines reduce once per step, so all gradients are whole until then.
+        (
+            "fp32",
+            Layout(dp=2, pp=2, zero=2, micro_batch=2),
+            ((3 * 448 + 2400) * 8, 2 * (3 * 448 + 2400) * 4, 12 * (96 * 3 * 4 * 2 + 58 * 4)),
+        ),
         # AFAB keeps all eight.
         (
             "fp32",

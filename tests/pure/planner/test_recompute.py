@@ -30,6 +30,7 @@ pytestmark = pytest.mark.pure
         ("every-4", 3, "..."),
         ("middle-50", 4, ".FF."),
         ("middle-50", 6, ".FFF.."),
+        ("middle-50", 3, "FF."),
         ("middle-0", 3, "..."),
         ("middle-100", 3, "FFF"),
         ("blocks-2", 5, "FF..."),
@@ -51,7 +52,8 @@ def test_a_list_has_a_word_per_stage() -> None:
     found = [recomputed("none,blocks-1-1,selective", 3, stage) for stage in range(3)]
     assert found == [recomputed(word, 3) for word in ("none", "blocks-1-1", "selective")]
     assert recomputed("full", 2, 7) == ("full", "full")
-    with pytest.raises(ValueError, match="saw a list of 2 stages"):
+    assert recomputed("none,full", 2) == ("kept", "kept")
+    with pytest.raises(ValueError, match=r"^recompute: saw a list of 2 stages, expected one with a stage 3$"):
         recomputed("none,full", 3, 2)
 
 

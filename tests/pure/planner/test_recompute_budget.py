@@ -86,8 +86,7 @@ def test_no_assignment_that_fits_is_cheaper(case: str, monkeypatch: pytest.Monke
     most, least = memory_estimate(config, layout).total_bytes, min(needs for needs, *_ in every)
     assert cheapest_recompute(config, layout, least - 1, profile) is None
     found_words = set()
-    for share in range(11):
-        budget = least + share / 10 * (most - least)
+    for budget in (*(least + share / 10 * (most - least) for share in range(11)), most - 1):
         found = cheapest_recompute(config, layout, budget, profile)
         assert found is not None
         assert memory_estimate(config, found).total_bytes <= budget

@@ -10,7 +10,7 @@ import pytest
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.planner import search
+from picotron_ray.planner import candidates
 from picotron_ray.planner.search import choose_layout
 
 
@@ -33,11 +33,11 @@ def job(global_batch: int = 16, **layout: Any) -> JobConfig:
     ],
 )  # fmt: skip
 def test_micro_batches(batch: int, dp: int, pp: int, sizes: list[int]) -> None:
-    assert search._micro_batches(job(batch), dp, pp) == sizes
+    assert candidates._micro_batches(job(batch), dp, pp) == sizes
 
 
 def test_a_micro_batch_that_is_asked_for_is_the_only_one() -> None:
-    assert search._micro_batches(job(micro_batch=5), 1, 1) == [5]
+    assert candidates._micro_batches(job(micro_batch=5), 1, 1) == [5]
 
 
 @pytest.mark.parametrize(
@@ -59,18 +59,18 @@ def test_shardings(
 ) -> None:
     config = job()
     asked = config.layout.model_copy(update={"zero": zero, "replicate": replicate})
-    assert search._shardings(config.model_copy(update={"layout": asked}), replicas) == expected
+    assert candidates._shardings(config.model_copy(update={"layout": asked}), replicas) == expected
 
 
 def test_expert_degrees() -> None:
     mixture = parse_job(
         {"model": {"moe": {"experts": 12, "intermediate_size": 16}}, "layout": {"ep": "auto"}}
     )
-    assert search._expert_degrees(mixture, 8) == [1, 2, 4]
-    assert search._expert_degrees(mixture, 5) == [1]
-    assert search._expert_degrees(job(ep="auto"), 8) == [1]
+    assert candidates._expert_degrees(mixture, 8) == [1, 2, 4]
+    assert candidates._expert_degrees(mixture, 5) == [1]
+    assert candidates._expert_degrees(job(ep="auto"), 8) == [1]
     named = mixture.layout.model_copy(update={"ep": 3})
-    assert search._expert_degrees(mixture.model_copy(update={"layout": named}), 8) == [3]
+    assert candidates._expert_degrees(mixture.model_copy(update={"layout": named}), 8) == [3]
 
 
 def test_the_reason_counts_candidates_and_idle_workers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -117,9 +118,17 @@ def seen(committed: int | None, done: bool = False) -> dict[str, Any]:
     return {"committed": committed, "done": done}
 
 
-def test_a_status_is_asked_for_until_it_comes(connected: list[Any]) -> None:
+def test_a_status_is_asked_for_until_it_comes(connected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     connected += [None, None, seen(3)]
+    naps: list[float] = []
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=naps.append)
+    monkeypatch.setattr(control, "time", clock)
     assert control.status("night") == seen(3)
+    assert naps == [0.0, 0.0], "it does not spin"
+    naps.clear()
+    connected[:] = [seen(1), seen(1), None, seen(2)]
+    assert control.checkpoint_now("night", 5.0) == 2
+    assert naps == [0.0, 0.0]
 
 
 def test_a_checkpoint_is_awaited(connected: list[Any], told: list[str]) -> None:
@@ -174,11 +183,14 @@ def test_logs_of_both_streams_are_read_and_once_without_follow(
         (tmp_path / "night" / name).write_text(f"{text}\n")
     assert list(control.log_lines("night")) == [("1", "err"), ("1", "out")]
     monkeypatch.setattr(follow_run, "POLL_S", 0.0)
+    naps: list[float] = []
+    monkeypatch.setattr(control, "time", SimpleNamespace(sleep=naps.append))
     lines = control.log_lines("night", follow=True)
     assert [next(lines), next(lines)] == [("1", "err"), ("1", "out")]
     with (tmp_path / "night" / "worker-a-1.err").open("a") as file:
         file.write("more\n")
     assert next(lines) == ("1", "more")
+    assert naps == [0.0]
 
 
 @pytest.fixture

@@ -61,6 +61,19 @@ def test_a_look_at_the_edge_of_what_is_recent(used: dict[int, float]) -> None:
     assert use.excuses(idle, [idle], 4.01)
 
 
+def test_a_judgement_needs_the_whole_window_and_more_than_the_least_share(used: dict[int, float]) -> None:
+    use, idle = CpuUse(), page(1)
+    used[1] = 0.0
+    use.look([idle], 0.0)
+    used[1] = 0.025
+    use.look([idle], 0.5)
+    assert not use.excuses(idle, [idle], 0.5), "a share of 0.05 is that of a collective's threads"
+    use, used[1] = CpuUse(), 0.0
+    use.look([idle], 0.0)
+    use.look([idle], 0.4)
+    assert not use.excuses(idle, [idle], 0.4), "0.4 s are enough"
+
+
 def test_patience_ends(used: dict[int, float]) -> None:
     use, busy = CpuUse(), page(1, since_s=5.0)
     assert use.excuses(busy, [busy], 25.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,3 +149,11 @@ def test_followers_forget_those_that_stopped_asking() -> None:
     assert followers.answered("a", True, 10.0) == 1
     assert followers.answered("b", True, 10.1) == 0
     assert followers.answered("a", True, 10.1) == 0
+
+
+def test_polls_are_paced(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr(follow_run, "POLL_S", 0.5)
+    monkeypatch.setattr(follow_run, "time", SimpleNamespace(monotonic=lambda: 1.0, sleep=naps.append))
+    shown(Coordinator(status(1, 1), None, status(1, 1, done=True)))
+    assert naps == [0.5, 0.5]

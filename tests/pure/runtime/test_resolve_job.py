@@ -28,7 +28,7 @@ from picotron_ray.runtime.driver.resolve_job import (
 )
 from picotron_ray.runtime.driver.submission import Submission
 
-PURE = ("layout", "metrics host")
+PURE = ("metrics host",)
 """Steps that look at nothing but the job."""
 
 

@@ -19,6 +19,7 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.trains_until, self.failures = 1000.0, 0.0, 0
         self.told: list[str] = []
+        self.agents = True
         monkeypatch.setattr(storage_patience, "time", self)
         monkeypatch.setattr(storage_patience.asyncio, "sleep", self._sleep)
 
@@ -28,8 +29,10 @@ class Bench:
     async def _sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    async def _trains(self) -> bool:
-        return self.now < self.trains_until
+    async def _activity(self) -> Any:
+        if not self.agents:
+            return "none"
+        return "training" if self.now < self.trains_until else "idle"
 
     def _work(self) -> str:
         self.failures -= 1
@@ -37,9 +40,9 @@ class Bench:
             raise StorageError("down")
         return "term"
 
-    def call(self, restarted: bool = True, work: Any = None) -> str:
+    def call(self, work: Any = None) -> str:
         config = job(storage__final_wait_s=100.0)
-        patience = StoragePatience(config, restarted, self._trains, lambda *words: self.told.append(words[2]))
+        patience = StoragePatience(config, self._activity, lambda *words: self.told.append(words[2]))
         return asyncio.run(patience.call(work or self._work))
 
 
@@ -71,9 +74,10 @@ def test_once_nobody_trains_the_patience_ends(bench: Bench) -> None:
 
 
 def test_a_first_launch_and_a_damaged_run_fail_at_once(bench: Bench) -> None:
-    bench.failures = 1
+    bench.failures, bench.agents = 1, False
     with pytest.raises(StorageError, match="down"):
-        bench.call(restarted=False)
+        bench.call()
+    bench.agents = True
 
     def damaged() -> str:
         raise CorruptError("bad")

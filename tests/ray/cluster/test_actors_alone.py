@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -12,14 +13,18 @@ import pytest
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode_spec
+from picotron_ray.errors import PicotronError, StorageError
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator import actor as actor_module
 from picotron_ray.runtime.coordinator.actor import Coordinator, event_log_lines
 from picotron_ray.runtime.coordinator.followers import Followers
+from picotron_ray.runtime.ray_cluster.connect import run_folders
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.worker import worker as worker_module
 from picotron_ray.runtime.worker.worker import Worker
 from picotron_ray.train.step_sync import SNAPSHOT, STOP
+from tests.support.runs.coordinator_world import job
 
 A, B, C = (m.GenerationId(1, n) for n in (1, 2, 3))
 
@@ -221,6 +226,252 @@ def test_a_status_says_how_many_others_wait(coordinator: Any, monkeypatch: pytes
     assert coordinator.status(6, "a") == {"since": 6, "done": True, "waiting": 1}
     coordinator.attached({"submission_id": "x"})
     assert coordinator.told == [("attached", {"submission_id": "x"})]
+
+
+# --- its begin and its end -------------------------------------------------------------------------
+
+
+class Store:
+    """A store that answers as it is told."""
+
+    commit_figures: Any = "figures of commits"
+
+    def __init__(self, told: list[Any]) -> None:
+        self.told, self.term, self.error = told, 2, None
+        self.news, self.complaints = ["started from x"], ["slow"]
+
+    def claim(self) -> int:
+        if self.error is not None:
+            raise self.error
+        return self.term
+
+    def state(self, read_generations: bool) -> Any:
+        self.told.append(("state", read_generations))
+        return (m.Commit(5, A, "five", 1),), (spec(A),)
+
+    def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {**summary, "kept": True}
+
+
+@pytest.fixture
+def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A coordinator with all that its begin and its end need."""
+    told = coordinator.told
+
+    def note(name: str, answer: Any = None) -> Any:
+        return lambda *words: told.append((name, *words)) or answer
+
+    def note_async(name: str, answer: Any = None) -> Any:
+        async def call(*words: Any) -> Any:
+            told.append((name, *words))
+            return answer
+
+        return call
+
+    coordinator.agents = {}
+    coordinator._job = job()
+    coordinator._options = {"event_folder": str(tmp_path / "run" / "events"), "owns_ray": True}
+    coordinator._device = "cpu"
+    coordinator._store = Store(told)
+    coordinator._executor.term = 0
+    for name, answer in {"summary": {"status": "s"}, "recall": None, "begin": None, "done": None}.items():
+        setattr(coordinator._record, name, note(name, answer))
+    coordinator._record.note = note("note")
+    coordinator._cluster.activity = note_async("activity", "none")
+    coordinator._cluster.hello = note_async("hello", coordinator.agents)
+    coordinator._cluster.close = note_async("close")
+    coordinator._cluster.figures = note_async("ask figures", {"n1": [1, 2]})
+    coordinator._cluster.adopt_workers = note("adopt")
+    tracking = SimpleNamespace(observe=lambda event, _: note("tracked")(event), finish=note_async("track"))
+    monkeypatch.setattr(actor_module, "Tracking", lambda *_: tracking)
+    monkeypatch.setattr(actor_module, "LINGER_S", 0.0)
+    monkeypatch.setattr(actor_module.local_ray, "announce_end", note("announce end"))
+    monkeypatch.setattr(actor_module.kept_slots, "discard", note("discard"))
+    monkeypatch.setattr(actor_module.ray, "get_actor", lambda name, namespace: (name, namespace))
+    monkeypatch.setattr(actor_module.ray, "kill", note("kill"))
+    return coordinator
+
+
+def begin(coordinator: Any) -> list[Any]:
+    coordinator.told.clear()
+    asyncio.run(coordinator._begin())
+    return list(coordinator.told)
+
+
+def test_a_first_coordinator_begins_with_nothing(whole: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "events"
+    folder.mkdir(parents=True)
+    for name in ("events-7.jsonl", "notes.txt"):
+        (folder / name).write_text("{}\n{}\n")
+    whole._store.term = 1
+    whole._options["notes"] = ["hint"]
+    begun = m.Begin(1, (m.Commit(5, A, "five", 1),), (spec(A),), None, (), ())
+    assert begin(whole) == [
+        ("hello", 1),
+        ("state", True),
+        ("recall", []),
+        ("begin", 1, "figures of commits"),
+        ("note", "info", "launch", "hint"),
+        ("note", "info", "init-from", "started from x"),
+        ("note", "warning", "storage", "slow"),
+        ("adopt", ()),
+        ("event", begun),
+        ("tracked", begun),
+        ("spawn", "_tick"),
+        ("spawn", "_watch_nodes"),
+        ("spawn", "_serve_metrics"),
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == ["events-1.jsonl", "notes.txt"]
+    head, line = (folder / "events-1.jsonl").read_text().splitlines()
+    assert json.loads(head)["planner"] == {"device": "cpu"}
+    assert json.loads(line)["event"]["type"] == "Begin"
+
+
+def test_a_later_coordinator_adopts_what_runs(whole: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "events"
+    folder.mkdir(parents=True)
+    (folder / "events-1.jsonl").write_text('{}\n{"old": 1}\n')
+    whole._job = job(metrics__enabled=False)
+    whole.agents.update(
+        n1={"spec": spec(A), "workers": ["w1", "w2"], "busy": [("w1", 1, 2)]},
+        n2={"spec": spec(B), "workers": ["w3"], "busy": []},
+        n3={"spec": None, "workers": [], "busy": []},
+    )
+    told = begin(whole)
+    workers = (m.Member("w1", "n1"), m.Member("w2", "n1"), m.Member("w3", "n2"))
+    begun = m.Begin(2, (m.Commit(5, A, "five", 1),), (spec(A),), spec(B), workers, (m.BusyWorker("w1", B),))
+    assert ("state", False) in told, "the agents know the generations"
+    assert ("recall", [{"old": 1}]) in told
+    assert ("adopt", workers) in told
+    assert ("event", begun) in told
+    assert told[-1] == ("spawn", "_watch_nodes"), "no metrics were asked for"
+    assert sorted(path.name for path in folder.iterdir()) == ["events-1.jsonl", "events-2.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(StorageError("down"), "storage"), (PicotronError("down"), "failed")]
+)
+def test_a_coordinator_that_cannot_begin_ends(whole: Any, error: Exception, status: str) -> None:
+    whole._store.error = error
+    ended: list[m.Finish] = []
+
+    async def end(finish: m.Finish) -> None:
+        ended.append(finish)
+
+    whole._end = end
+    begin(whole)
+    assert ended == [m.Finish(status, "down", m.Source("slots"))], "whatever a coordinator before it left"
+
+
+def end(coordinator: Any, status: Any) -> list[Any]:
+    coordinator.told.clear()
+    finish = m.Finish(status, "why")
+    asyncio.run(coordinator._end(finish))
+    assert coordinator._executor.ending
+    assert coordinator.told[:2] == [("ask figures",), ("figures", "n1", 2)]
+    return [words for words in coordinator.told[2:] if words != ("summary", finish)]
+
+
+def test_an_end_closes_all_and_is_kept(whole: Any, tmp_path: Path) -> None:
+    begin(whole)
+    file = tmp_path / "run" / "prometheus_targets.json"
+    file.write_text("[]")
+    finish = m.Finish("finished", "why")
+    assert end(whole, "finished") == [
+        ("close", 2, None), ("track",), ("done", finish, {"status": "s", "kept": True}),
+        ("discard", run_folders(whole._job)), ("announce end",)
+    ]  # fmt: skip
+    assert not file.exists()
+    whole._options["owns_ray"] = False
+    whole._tracking = None
+    assert end(whole, "finished") == [
+        ("close", 2, None),
+        ("done", finish, {"status": "s", "kept": True}),
+        ("kill", (coordinator_name(whole._job.name), NAMESPACE)),
+    ]
+
+
+@pytest.mark.parametrize(("status", "closed"), [("storage", [("close", 2, None)]), ("fenced", [])])
+def test_an_end_without_storage_leaves_the_record_to_others(
+    whole: Any, tmp_path: Path, status: Any, closed: list[Any]
+) -> None:
+    begin(whole)
+    file = tmp_path / "run" / "prometheus_targets.json"
+    file.write_text("[]")
+    done = ("done", m.Finish(status, "why"), {"status": "s"})
+    assert end(whole, status) == [*closed, done, ("announce end",)]
+    assert file.exists()
+
+
+def test_an_end_keeps_what_its_decision_says(whole: Any) -> None:
+    begin(whole)
+    whole.told.clear()
+    keep = m.Source("slots", 7, A)
+    asyncio.run(whole._end(m.Finish("storage", "why", keep)))
+    assert ("close", 2, keep) in whole.told
+    assert not [words for words in whole.told if words[0] == "discard"]
+
+
+def test_an_end_survives_that_its_summary_is_not_kept(whole: Any) -> None:
+    begin(whole)
+    whole._store.error = StorageError("down")
+    assert end(whole, "failed")[1:] == [
+        ("track",), ("done", m.Finish("failed", "why"), {"status": "s"}), ("announce end",)
+    ]  # fmt: skip
+
+
+def test_an_orphan_is_stopped_until_it_is_done(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(whole)
+    whole.told.clear()
+    gone, done = iter([False, False, True]), iter([False, False, True])
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        actor_module.owner_process, "is_gone", lambda process: asked.append(process) or next(gone)
+    )
+    monkeypatch.setattr(actor_module.owner_process, "POLL_S", 0.0)
+    whole._record.status = lambda since: asked.append(since) or {"done": next(done)}
+    asyncio.run(whole._end_with({"pid": 7}))
+    assert asked == [{"pid": 7}] * 3 + [0] * 3
+    reason = "the process that asked for this run is gone: stopping it"
+    assert whole.told[0] == ("note", "warning", "orphaned", reason)
+    assert events(whole) == [m.UserRequest("stop")] * 2
+
+
+def test_time_and_nodes_become_events_until_the_end(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(whole)
+    monkeypatch.setattr(actor_module, "TICK_S", 0.0)
+    monkeypatch.setattr(actor_module, "NODE_POLL_S", 0.0)
+    room: list[Any] = []
+    request = SimpleNamespace(
+        update=lambda missing, needs, now: room.append((missing, needs)), clear=lambda: room.append("clear")
+    )
+    monkeypatch.setattr(actor_module, "RoomRequest", lambda: request)
+    rounds = [0]
+
+    def count(limit: int) -> None:
+        rounds[0] += 1
+        whole._executor.ending = rounds[0] == limit
+
+    async def changes(term: int) -> list[m.Event]:
+        count(2)
+        return [m.NodeLost(f"n{term}{rounds[0]}", "gone")]
+
+    whole._cluster.changes, whole._cluster.needs = changes, "needs"
+    whole._machine.view = SimpleNamespace(missing=3)
+    for autoscale, asked in ((True, [(3, "needs"), (3, "needs"), "clear"]), (False, ["clear"])):
+        whole._job = job(cluster__autoscale=autoscale)
+        whole._executor.ending, rounds[0] = False, 0
+        whole.told.clear()
+        room.clear()
+        asyncio.run(whole._watch_nodes())
+        assert events(whole) == [m.NodeLost("n21", "gone")], "the second round comes too late to be handled"
+        assert room == asked
+    whole._executor.ending, rounds[0] = False, 0
+    whole._machine.handle = lambda event, now: whole.told.append(("event", event)) or count(3) or []
+    asyncio.run(whole._tick())
+    assert events(whole) == [m.Tick()] * 3
 
 
 def test_event_logs_are_read_in_the_order_of_their_terms(tmp_path: Path) -> None:

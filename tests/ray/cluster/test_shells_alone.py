@@ -35,6 +35,7 @@ from picotron_ray.runtime.node_agent import agent as agent_module
 from picotron_ray.runtime.node_agent.agent import Agent, owner
 from picotron_ray.runtime.ray_cluster import kept_slots
 from picotron_ray.runtime.ray_cluster.names import agent_name
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, worker_needs
 from tests.support.runs.coordinator_world import job
 
@@ -535,7 +536,12 @@ class Nodes:
 
     async def _answer(self, reference: Any, timeout_s: float | None = None) -> Any:
         node, name = reference
-        plain = {"workers": [], "metrics": {"address": node}, "versions": {"torch": "1"}, "capabilities": []}
+        plain = {
+            "workers": [],
+            "metrics": {"address": node},
+            "versions": {"torch": "1"},
+            "facts": NodeFacts(),
+        }
         found = self.hello.get(node, plain) if name == "hello" else [node]
         if isinstance(found, Exception):
             raise found
@@ -641,11 +647,26 @@ def test_an_end_closes_all_there_is(nodes: Nodes) -> None:
     assert nodes.seen[-2:] == [((),)] * 2
 
 
+def test_what_agents_and_workers_do_is_told_without_a_term(nodes: Nodes) -> None:
+    nodes.views = [view("ghost")]
+    assert asyncio.run(nodes.cluster.activity()) == "none"
+    nodes.views = [view("a")]
+    phases = [{"phase": "idle"}]
+
+    async def figures() -> Any:
+        return {"a": phases}
+
+    nodes.cluster.figures = figures  # type: ignore[method-assign]
+    assert asyncio.run(nodes.cluster.activity()) == "idle"
+    phases.append({"phase": "forward"})
+    assert asyncio.run(nodes.cluster.activity()) == "training"
+
+
 def test_slots_that_a_node_kept_are_told_when_it_joins(nodes: Nodes) -> None:
     nodes.views = [view("a")]
     info = m.SlotInfo("a", "s", A, 3, 0, ())
     nodes.hello["a"] = {"kept": (info,), "kept_by": SPEC}
-    assert nodes.changes() == [m.NodeJoined("a", 4, "", (info,), SPEC)]
+    assert nodes.changes() == [m.NodeJoined("a", 4, kept=(info,), kept_by=SPEC)]
 
 
 def test_a_node_that_is_gone_is_forgotten_as_a_whole(nodes: Nodes) -> None:

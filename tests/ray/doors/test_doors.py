@@ -85,7 +85,7 @@ def test_the_trainer_opens_the_dataset_once_and_chooses_the_layout_once(
 
 def test_a_checked_machine_is_asked_once(words: list[str], counted: dict[str, int]) -> None:
     """As ElasticTrainer does on the Ray that it is given."""
-    assert check_machine(resolve_words("tiny", words, (PATHS,)).job) == []
+    assert check_machine(resolve_words("tiny", words, (PATHS,)).job, own_ray=True) == []
     assert counted == {"datasets": 1, "layouts": 1}
 
 

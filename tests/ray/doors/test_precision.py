@@ -12,18 +12,28 @@ import pytest
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.observability.nvml import Card
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.driver import preflight as run_module
 from picotron_ray.runtime.driver import resolve_precision
 from picotron_ray.runtime.driver.follow_run import find_coordinator
 from picotron_ray.runtime.driver.preflight import check_cluster
-from picotron_ray.runtime.driver.resolve_job import settle_precision
+from picotron_ray.runtime.driver.resolve_job import (
+    ON_THE_CLUSTER,
+    ON_THE_MACHINE,
+    ResolvedJob,
+    resolve,
+    settle_precision,
+)
 from picotron_ray.runtime.driver.resolve_precision import able_nodes
+from picotron_ray.runtime.ray_cluster import placement
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
 from picotron_ray.runtime.run_storage.hf_import import import_hf
 from tests.support.runs.ray_runs import start, tiny_job
 
-CAPABILITIES = {"new": [(9, 0), (9, 0)], "old": [(7, 0)], "silent": []}
+H100, T4 = Card("NVIDIA H100", (9, 0), 80), Card("Tesla T4", (7, 5), 16)
+FACTS = {"new": NodeFacts([H100, H100]), "old": NodeFacts([T4]), "silent": NodeFacts()}
 
 
 def node(name: str) -> NodeView:
@@ -35,9 +45,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[NodeView]:
     """Living nodes with GPUs, of which a test chooses; no Ray is asked."""
     found: list[NodeView] = []
     monkeypatch.setattr(resolve_precision, "living_nodes", lambda: found)
-    monkeypatch.setattr(
-        resolve_precision, "capabilities", lambda seen: {n.id: CAPABILITIES[n.id] for n in seen}
-    )
+    monkeypatch.setattr(resolve_precision, "facts_of", lambda seen, job: {n.id: FACTS[n.id] for n in seen})
     return found
 
 
@@ -86,20 +94,40 @@ def test_the_config_is_judged_again(nodes: list[NodeView], tmp_path: Path) -> No
 def test_nodes_that_lack_it_do_not_count(nodes: list[NodeView], tmp_path: Path) -> None:
     job = tiny_job("named", tmp_path, precision="bf16", cluster={"device": "cuda"})
     new, old = node("new"), node("old")
-    assert able_nodes(job, [new, node("silent")], "cuda") == ([new, node("silent")], "")
-    able, why = able_nodes(job, [new, old], "cuda")
+    assert able_nodes(job, [new, node("silent")], "cuda", FACTS) == ([new, node("silent")], "")
+    able, why = able_nodes(job, [new, old], "cuda", FACTS)
     assert able == [new]
-    assert "on devices of 7.0" in why
-    assert able_nodes(tiny_job("x", tmp_path, precision="tf32", cluster={}), [new], "cpu")[0] == []
+    assert why.endswith("on devices of 7.5; use fp16 or fp32 (Tesla T4 on host-old)")
+    assert able_nodes(tiny_job("x", tmp_path, precision="tf32", cluster={}), [new], "cpu", {})[0] == []
 
 
 def test_a_node_that_joins_without_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     job = tiny_job("joins", tmp_path, precision="bf16", cluster={"device": "cuda"})
     cluster = object.__new__(Cluster)
     cluster._job, cluster._versions, cluster._needs = job, {"torch": "2"}, WorkerNeeds(1, 1)
-    hello = {"versions": {"torch": "2"}, "capabilities": [(8, 6)]}
-    assert cluster._mismatch(hello) == ""
-    assert "precision: saw bf16" in cluster._mismatch({**hello, "capabilities": [(7, 0)]})
+    cluster._slot_bytes = 10
+    card, room = Card("A40", (8, 6), 48), 3 * 10 * 2
+    hello = {"versions": {"torch": "2"}, "facts": NodeFacts([card], room)}
+    assert cluster._mismatch(hello, 2) == ""
+    old = NodeFacts([card._replace(capability=(7, 0))], room)
+    assert "precision: saw bf16" in cluster._mismatch({**hello, "facts": old}, 2)
+    full = cluster._mismatch({**hello, "facts": NodeFacts([card], room - 1)}, 2)
+    assert full.startswith("snapshot.folder: saw room for 5.9e-08 GB in ")
+
+
+def test_a_connected_cluster_is_asked_for_its_room_and_not_this_machine(
+    connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A door that is not on any node of the cluster has no say in what fits on them."""
+    job = tiny_job("elsewhere", tmp_path, cluster={"max_workers": 2})
+    monkeypatch.setattr(run_module, "snapshot_note", lambda *_: pytest.fail("looked at this machine"))
+    assert resolve(ResolvedJob(job), ON_THE_MACHINE).layout is None
+    resolved = resolve(ResolvedJob(job), ON_THE_CLUSTER)
+    assert (resolved.layout is not None, resolved.slot_bytes > 0, resolved.notes) == (True, True, ())
+    monkeypatch.setattr(placement, "look", lambda folder, run: NodeFacts([], 1000))
+    with pytest.raises(ConfigError, match=r"node .* is left out: snapshot.folder: saw room for 1e-06 GB in"):
+        check_cluster(job)
+    assert check_cluster(job, own_ray=True) is None
 
 
 def test_a_run_on_cpus_keeps_fp32_and_says_so(connected: None, tmp_path: Path) -> None:
@@ -151,7 +179,7 @@ def test_what_needs_an_extra_is_refused_without_it(
     connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setattr(run_module, "find_spec", lambda name: None)
-    monkeypatch.setattr(run_module, "able_nodes", lambda job, nodes, device: (nodes, ""))
+    monkeypatch.setattr(run_module, "able_nodes", lambda job, nodes, device, facts: (nodes, ""))
     job = tiny_job("needs-extra", tmp_path, **{"cluster": {"device": "auto"}, **sections})
     with pytest.raises(ConfigError, match=said):
         check_cluster(job)

@@ -79,5 +79,5 @@ def test_an_outage_while_restoring_from_a_commit_is_no_failure(tmp_path: Path) -
     mend_storage(chunks)
     summary = second.finish()
     assert (summary["status"], summary["failures"]) == ("finished", []), second.log()
-    assert [entry["start_step"] for entry in summary["generations"]] == [stopped["steps"]]
+    assert [entry["start_step"] for entry in summary["generations"]] == [0, stopped["steps"]]
     check_ledger(job)

@@ -10,10 +10,10 @@ class LateEvent:
     """Of one copy; in its stream, those before it are done first."""
 
     def __init__(self, stream: LateCopyStream, number: int) -> None:
-        self._stream, self._number = stream, number
+        self.stream, self._number = stream, number
 
     def synchronize(self) -> None:
-        self._stream.run(self._number)
+        self.stream.run(self._number)
 
 
 class LateCopyStream:
@@ -31,6 +31,7 @@ class LateCopyStream:
 
     def follow(self, event: LateEvent | None) -> None:
         if event is not None:
+            assert event.stream is self, "what follows a copy waits for the stream that made it"
             event.synchronize()
 
     def run(self, number: int) -> None:

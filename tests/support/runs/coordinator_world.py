@@ -23,7 +23,7 @@ class Choice:
     reason: str = "test"
 
 
-def choose_dp(workers: int) -> Choice:
+def choose_dp(workers: int, node_sizes: tuple[int, ...] = (), device_bytes: int = 0) -> Choice:
     """Plain data parallelism over all workers."""
     if workers < 1:
         raise LayoutError("no workers")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from picotron_ray.coordinator.codec import decode
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.machine_memory import Choose
 from picotron_ray.coordinator.replay import event_line, header_line, replay
-from picotron_ray.planner.device_profile import profile_of
-from picotron_ray.planner.search import choose_layout
+from picotron_ray.planner import search
 
 KEPT = Path(__file__).resolve().parents[2] / "pure" / "coordinator" / "event_logs"
 KEEP = bool(os.environ.get("PICOTRON_KEEP_LOGS"))
@@ -27,7 +25,7 @@ KEEP = bool(os.environ.get("PICOTRON_KEEP_LOGS"))
 
 def planner(job: JobConfig, facts: dict[str, Any]) -> Choose:
     """What the coordinator's shell gives its machine."""
-    return partial(choose_layout, job, profile=profile_of(facts.get("device", "cpu")))
+    return search.planner(job, facts.get("device", "cpu"))
 
 
 def check_replay(folder: Path) -> int:

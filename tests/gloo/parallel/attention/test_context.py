@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from picotron_ray.errors import LayoutError
+from picotron_ray.models.layers.attention import sdpa
 from picotron_ray.models.parameters import SequenceShard
 from picotron_ray.parallel.attention.backends import AttentionPlan, attention_kernel
 from picotron_ray.parallel.attention.lse_kernels import CpuFlash, KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaEfficient, CudaFlash, lse_kernel
+from picotron_ray.parallel.context import context_parallel
 from picotron_ray.parallel.context.context_parallel import ContextAttention, apply_context_parallel
+from picotron_ray.parallel.context.ring_attention import (
+    ALL,
+    AttentionTile,
+    DocumentNumbers,
+    gathered_tiles,
+    ring_tile,
+)
 from tests.support.gloo.pool import Job, Pool
 
 pytestmark = pytest.mark.gloo
@@ -104,9 +114,77 @@ def test_ranks_together_equal_one_process(
         assert np.linalg.norm(whole - wanted) <= tolerance * np.linalg.norm(wanted)
 
 
+def test_documents_and_tiles_make_a_mask() -> None:
+    assert DocumentNumbers().key_mask(AttentionTile(ALL, ALL, True)) == KeyMask(True)
+    assert DocumentNumbers().key_mask(AttentionTile(ALL, ALL, False)) == KeyMask(False)
+    numbers = DocumentNumbers(torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 1]]))
+    for causal, queries, expected in (
+        (False, ALL, [[1, 0, 0], [1, 0, 0], [0, 1, 1]]),
+        (True, ALL, [[1, 0, 0], [1, 0, 0], [0, 1, 1]]),
+        (True, slice(1, None), [[1, 0, 0], [0, 1, 0]]),
+    ):
+        causality, mask = numbers.key_mask(AttentionTile(queries, ALL, causal))
+        assert causality is False
+        assert mask is not None
+        assert mask.int().tolist() == [[expected]]
+
+
+def test_tiles_by_hand() -> None:
+    found = [ring_tile(1, theirs, 6) for theirs in range(3)]
+    first, last = slice(0, 3), slice(3, None)
+    assert found == [(ALL, first, False), (ALL, ALL, True), (last, ALL, False)]
+    own = (slice(6, 9), slice(15, 18))
+    assert gathered_tiles(2, 3, 6) == [
+        (first, slice(0, own[0].start), False),
+        (first, own[0], True),
+        (last, slice(0, 9), False),
+        (last, slice(9, 12), True),
+    ]
+    assert gathered_tiles(0, 3, 6)[0] == (first, slice(0, 3), True), "nothing lies before the first chunk"
+
+
+@pytest.mark.parametrize("variant", ["ring", "all-gather"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_one_rank_alone_attends_to_its_whole_row(
+    monkeypatch: pytest.MonkeyPatch, variant: Any, documents: bool
+) -> None:
+    """Without transfers, in both variants: the ring has one tile, the gathered row three."""
+    same: Any = lambda x, *_, **__: x  # noqa: E731
+    monkeypatch.setattr(context_parallel, "Shift", lambda x, *_, **__: SimpleNamespace(wait=lambda: x))
+    monkeypatch.setattr(context_parallel, "gather_sequence", same)
+    monkeypatch.setattr(context_parallel, "reduce_scatter_sequence", same)
+    q, k, v = (rows(i, n).requires_grad_() for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    numbers = (torch.arange(LENGTH) // 5).repeat(2, 1) if documents else None
+    group: Any = FakeGroup(1)
+    attention = ContextAttention(group, variant, LENGTH, "math")
+    out, wanted = attention(q, k, v, numbers), sdpa(q, k, v, numbers, None)
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    gradient = rows(9, HEADS)
+    found, expected = (torch.autograd.grad(y, (q, k, v), gradient) for y in (out, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    with pytest.raises(LayoutError) as caught:
+        attention(q, k, v, numbers, 5)
+    assert str(caught.value) == "layout.cp: saw a window of 5, which parts of rows do not know; use 1"
+
+
+def test_attention_modules_get_the_kernel_and_their_tokens() -> None:
+    group: Any = FakeGroup(3)
+    model = torch.nn.ModuleList([torch.nn.Identity() for _ in range(3)])
+    plan = AttentionPlan(("[01]",), "math", 12)
+    assert apply_context_parallel(model, group, plan, "ring") == 2
+    assert [list(module.shard.positions()) for module in model[:2]] == [[0, 1, 10, 11]] * 2
+    assert model[0].kernel is model[1].kernel
+    assert not hasattr(model[2], "kernel")
+    with pytest.raises(LayoutError, match="rows of 9 tokens for 2 x 3 chunks"):
+        apply_context_parallel(model, group, AttentionPlan(("*",), "math", 9), "ring")
+
+
 class FakeGroup:
+    def __init__(self, size: int = 2) -> None:
+        self._size = size
+
     def size(self) -> int:
-        return 2
+        return self._size
 
     def rank(self) -> int:
         return 0

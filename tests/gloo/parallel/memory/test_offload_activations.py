@@ -22,7 +22,8 @@ from picotron_ray.models.layers.fused_linear import lay_together
 from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.memory import activation_offload as offload_module
 from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
-from picotron_ray.parallel.memory.activation_offload import ActivationOffload
+from picotron_ray.parallel.memory.activation_offload import ActivationOffload, BlockPass
+from picotron_ray.parallel.memory.weight_casts import Recast
 from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 from picotron_ray.planner.model_sizes import sizes_of
 from tests.support.gloo.late_copies import LateCopyStream
@@ -186,6 +187,7 @@ def test_the_graph_keeps_offloaded_tensors_alive_and_drops_them() -> None:
     assert not any(each.fetched for each in passes)
     loss.backward()
     assert all(each.fetched and not each.sources for each in passes)
+    assert not offload._held, "sources are let go once"
     del loss
     gc.collect()
     assert all(reference() is None for reference in alive)
@@ -248,6 +250,17 @@ def test_a_tensor_of_64_kib_leaves_and_a_smaller_one_stays() -> None:
         offload.wrap(0, block)
         block(torch.ones(count, requires_grad=True))
         assert offload.moved_bytes == moved
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_casts_of_parameters_are_kept_or_repeated(repeated: bool) -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    cast = parameter.to(torch.bfloat16)
+    offload = ActivationOffload(0, recasts=repeated)
+    packed = offload._pack(BlockPass(None, cast.device))(cast)
+    assert isinstance(packed, Recast) is repeated
+    assert (packed is cast) is not repeated
+    assert torch.equal(offload._unpack(packed), cast)
 
 
 def test_evaluation_moves_nothing() -> None:

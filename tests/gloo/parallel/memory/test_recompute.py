@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
@@ -14,6 +15,7 @@ from picotron_ray.data.batch import StepBatch
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import is_selective
 from picotron_ray.parallel import parallelize
+from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.train.engine import build_engine
@@ -112,3 +114,38 @@ def test_a_policy_that_is_not_applied_is_noticed(share: float, monkeypatch: pyte
     chosen = choose_layout(config, 1).layout
     monkeypatch.setattr(parallelize, "apply_recompute", lambda blocks, kinds, routers: len(blocks))
     assert measured(config, chosen)[1] > limit(share)
+
+
+def test_a_second_pass_counts_no_tokens_and_copies_no_generators_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No block draws numbers, and a CUDA generator's state would be waited for."""
+
+    class Router:
+        counting = True
+
+    class Block(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name, self.router = name, Router()
+
+        def forward(self, x: Tensor) -> Tensor:
+            passes.append((self.name, self.router.counting))
+            return x.sin().cos()
+
+    def drawn() -> None:
+        raise AssertionError("the state of a generator was copied")
+
+    passes: list[tuple[str, bool]] = []
+    blocks = [Block(kind) for kind in ("full", "kept", "selective")]
+    routers = [[block.router] for block in blocks]
+    assert apply_recompute(blocks, ("full", "kept", "selective"), routers) == 2
+    monkeypatch.setattr(torch, "get_rng_state", drawn)
+    x = torch.ones(3, requires_grad=True)
+    y = x
+    for block in blocks:
+        y = block(y)
+    y.sum().backward()
+    assert passes[:3] == [("full", True), ("kept", True), ("selective", True)]
+    assert passes[3:] == [("selective", False), ("full", False)]
+    assert all(block.router.counting for block in blocks)

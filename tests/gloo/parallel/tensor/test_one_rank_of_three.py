@@ -19,6 +19,7 @@ from picotron_ray.parallel.loss import cross_entropy, linear_cross_entropy
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
 from picotron_ray.parallel.tensor import ring_overlap, tensor_parallel
+from picotron_ray.parallel.tensor.overlap import OverlappedProducts, overlapped_products
 from picotron_ray.parallel.tensor.ring_overlap import RingOverlap
 from picotron_ray.parallel.tensor.tensor_parallel import apply_tensor_parallel, linear_dims, matches
 
@@ -100,6 +101,8 @@ def test_what_is_cut_of_other_modules() -> None:
     assert norm.weight.shape == (2,)
     uneven = [applied(nn.Embedding(7, 4), "vocab_embed", Group(rank)).weight.size(0) for rank in range(3)]
     assert uneven == [3, 3, 1]
+    heads = [applied(nn.Linear(4, 7, bias=False), "vocab_head", Group(rank)) for rank in range(3)]
+    assert [head.weight.size(0) for head in heads] == [3, 3, 1]
     conv = applied(Conv1D(4, 6), "copy_colwise")
     assert (conv.weight.shape, conv.bias.shape, conv.nf) == ((4, 2), (2,), 2)
     conv = applied(Conv1D(6, 4), "sum_rowwise")
@@ -123,6 +126,8 @@ def test_what_each_style_computes() -> None:
     found = embed(torch.tensor([[0, 1, 2, 3, 6, 5], [3, 4, 5, 6, 2, 0]]))
     expected = [[0 * embed.weight[0], embed.weight[0]], [embed.weight[2], 0 * embed.weight[0]]]
     torch.testing.assert_close(found, 3 * torch.stack([torch.stack(rows) for rows in expected]))
+    last = applied(nn.Embedding(7, 4), "vocab_embed", Group(2))  # id 6 alone
+    torch.testing.assert_close(last(torch.tensor([[0, 5, 6]])), 3 * last.weight.unsqueeze(0))
     copied = applied(nn.Linear(6, 9), "copy_colwise")
     out = copied(x)
     torch.testing.assert_close(out, F.linear(x, copied.weight, copied.bias))
@@ -131,6 +136,100 @@ def test_what_each_style_computes() -> None:
     summed = applied(nn.Linear(18, 9), "sum_rowwise")
     (slope,) = torch.autograd.grad(summed(x).sum(), x)
     torch.testing.assert_close(slope, summed.weight.sum(dim=0).expand_as(x))
+
+
+class Block(nn.Module):
+    """Takes a second input, as mixtures take rows' weights; remembers how it was fused."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.fuses: list[bool] = []
+        self.fused_linear = SimpleNamespace(products=None) if fused else None
+
+    def fuse(self, as_one: bool = True) -> None:
+        self.fuses.append(as_one)
+        self.fused_linear = SimpleNamespace(products=None)
+
+    def forward(self, x: Tensor, more: Tensor, most: Tensor) -> Tensor:
+        return 2 * x + more * most
+
+
+@pytest.mark.parametrize("style", ["gather_input", "mixture"])
+def test_what_stands_around_a_module(style: str) -> None:
+    """Rank 1's second of three parts; the gradient goes the way back."""
+    x, more = torch.randn(1, 2, 3, requires_grad=True), torch.randn(1, 6, 3)
+    out = applied(Block(), style)(x, more, more)
+    whole = 2 * torch.cat([x] * 3, dim=1) + more * more
+    torch.testing.assert_close(out, whole if style == "gather_input" else 3 * whole[:, 2:4])
+    scale = torch.arange(1.0, 1 + out.size(1)).view(1, -1, 1).expand_as(out)
+    (slope,) = torch.autograd.grad((out * scale).sum(), x)
+    middle = 2 * (scale if style == "gather_input" else torch.cat([scale] * 3, dim=1))
+    torch.testing.assert_close(slope, 3 * middle[:, 2:4])
+
+
+def test_overlap_where_it_is_asked_for() -> None:
+    def products(x: Tensor, weights: Any, biases: Any) -> tuple[Tensor, ...]:
+        raise AssertionError("not here")
+
+    means = OverlappedProducts(products, lambda x, weight: 5 * F.linear(x, weight))
+    plan: Any = [
+        ("a", "gather_input"),
+        ("b", "gather_input"),
+        ("c", "rowwise"),
+        ("d", "rowwise"),
+        ("e", "whole"),
+    ]
+    modules = [Block(), Block(fused=True), nn.Linear(6, 9), nn.Linear(6, 9, bias=False), nn.ReLU()]
+    model = nn.ModuleDict(dict(zip("abcde", modules, strict=True)))
+    assert apply_tensor_parallel(model, GROUP, plan, means) == (5, 4)
+    plain, fused, row, bare, _ = modules
+    assert (plain.fuses, fused.fuses) == ([False], [])
+    for block in (plain, fused):
+        assert block.fused_linear.products is products  # type: ignore[union-attr]
+        assert not block._forward_pre_hooks
+    for linear in (row, bare):
+        for parameter in linear.parameters():
+            nn.init.normal_(parameter)
+        x = torch.randn(1, 2, 2)
+        expected = 5 * F.linear(x, linear.weight)  # type: ignore[arg-type]
+        torch.testing.assert_close(linear(x), expected if linear is bare else expected + linear.bias)
+
+
+class Alone:
+    """An overlap of one rank: what it gathers is what it has."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def gather(self, x: Tensor, factors: Any, keep: bool) -> tuple[list[Tensor], Tensor | None]:
+        self.seen.append(("gather", len(factors), keep, x.dtype))
+        return [x @ factor for factor in factors], x if keep else None
+
+    def scatter(self, xs: Any, factors: Any, gathered: Tensor | None) -> Any:
+        self.seen.append(("scatter", len(xs), gathered is not None, xs[0].dtype))
+        total = sum(x @ factor for x, factor in zip(xs, factors, strict=True))
+        return lambda: total, gathered
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("low", [True, False])
+def test_what_an_overlap_is_asked_for(biased: bool, low: bool) -> None:
+    """No pass gathers what it does not need, and nothing is wider than autocast says."""
+    alone = Alone()
+    means = overlapped_products(alone, compiled=False)
+    x, down = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 5, requires_grad=True)
+    weights = [torch.randn(5, 4, requires_grad=True) for _ in range(2)]
+    biases = [torch.randn(5, requires_grad=True) if biased else None for _ in range(2)]
+    inputs = [x, down, *weights, *(bias for bias in biases if bias is not None)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        out = means.scattered(sum(means.products(x, weights, biases)), down)  # type: ignore[arg-type]
+        wanted = F.linear(sum(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)), down)  # type: ignore[arg-type]
+    found, expected = (torch.autograd.grad(y.float().square().sum(), inputs) for y in (out, wanted))
+    for a, b in zip((out, *found), (wanted, *expected), strict=True):
+        torch.testing.assert_close(a, b, **({"rtol": 0.1, "atol": 2.0} if low else {}))  # type: ignore[arg-type]
+    dtype = torch.bfloat16 if low else torch.float32
+    asked = [("gather", 2, False), ("scatter", 1, False), ("gather", 1, True), ("scatter", 2, True)]
+    assert alone.seen == [(*each, dtype) for each in asked]
 
 
 def test_names_fit_part_by_part() -> None:
@@ -242,6 +341,8 @@ def test_products_on_a_ring_by_hand(monkeypatch: pytest.MonkeyPatch, rank: int) 
     assert [tag for tag, _ in arrivals] == [1, 1]
     assert torch.equal(arrivals[0][1], 3 * parts[(rank - 1) % 3]), "of the next rank's neighbour first"
     assert torch.equal(arrivals[1][1], 3 * parts[(rank - 2) % 3] + 0.25)
+    incoming[:] = [torch.zeros(2, 1, 2)] * 2
+    assert torch.equal(ring.scatter(xs[:1], factors[1:], None)[0](), 2 * parts[rank])
 
 
 def test_kernels_are_compiled_as_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,87 @@
+"""Reasons for which no layout fits, and the number of workers on which one would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.layout import Degrees
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.candidates import asked_degrees, candidates
+from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.memory import budget_bytes, memory_estimate
+
+MOST = 512
+
+
+def leanest_bytes(job: JobConfig, workers: int, enough: float = 0.0) -> float:
+    """Estimated bytes per worker of the leanest layout on at most ``workers``; infinite where none fits.
+
+    Args:
+        enough: stop at the first layout that needs no more.
+    """
+    leanest, least = "full" if job.layout.recompute == "auto" else job.layout.recompute, float("inf")
+    for layout in _lean(candidates(job, workers)):
+        least = min(least, memory_estimate(job, replace(layout, recompute=leanest)).total_bytes)
+        if least <= enough:
+            break
+    return least
+
+
+def _lean(layouts: Iterable[Layout]) -> list[Layout]:
+    """Of the layouts that share degrees and ZeRO stage, the one with the fewest copies and rows: the others
+    keep no less.
+    """
+    found: dict[tuple[int, ...], Layout] = {}
+    for one in layouts:
+        key = (one.dp, one.tp, one.pp, one.cp, one.ep, one.zero)
+        if key not in found or (one.replicate, one.micro_batch) < (
+            found[key].replicate, found[key].micro_batch
+        ):  # fmt: skip
+            found[key] = one
+    return list(found.values())
+
+
+def workers_that_do(job: JobConfig, workers: int, profile: DeviceProfile, node_size: int = 1) -> int | None:
+    """The fewest workers above ``workers``, of those looked at, on which a layout fits; None: none up to 512.
+
+    Looked at are ``workers`` doubled again and again, rounded up to whole nodes. Sizes on which even an equal
+    share of what ``workers`` need together would not fit are passed over.
+    """
+    room = budget_bytes(job, profile.memory_bytes)
+    total = leanest_bytes(job, workers) * workers
+    count = max(1, workers)
+    while (count := 2 * count) <= MOST:
+        whole = -(-count // node_size) * node_size
+        if total / whole <= room and leanest_bytes(job, whole, room) <= room:
+            return whole
+    return None
+
+
+def why_none(job: JobConfig, workers: int, profile: DeviceProfile) -> str:
+    """Explain in a line why no layout fits on these workers, and what to do."""
+    if workers < 1:
+        return "layout: saw no worker, expected at least 1; wait for one to join"
+    need = leanest_bytes(job, workers)
+    if math.isfinite(need):
+        room = budget_bytes(job, profile.memory_bytes) / 1e9
+        return (
+            f"layout: saw room for {room:.3g} GB per worker, expected at least {need / 1e9:.3g} GB for"
+            f" the leanest layout on {workers} workers; add workers, raise layout.memory_budget_gib where it"
+            " is set, or make the model smaller"
+        )
+    asked = job.layout
+    named = zip(Degrees._fields, asked_degrees(job), strict=True)
+    fixed = [f"{axis}={degree}" for axis, degree in named if degree != "auto" and (axis, degree) != ("cp", 1)]
+    least = math.prod(degree for degree in asked_degrees(job) if isinstance(degree, int))
+    if least > workers:
+        return (
+            f"layout: saw {workers} workers, expected at least {least} for {' '.join(fixed)}; add workers or"
+            " set those degrees to auto"
+        )
+    return (
+        f"layout: saw {' '.join(fixed) or 'auto degrees'} with micro_batch={asked.micro_batch} on {workers}"
+        f" workers, which fits no split of model and batch; set degrees to auto"
+    )

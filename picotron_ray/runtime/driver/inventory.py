@@ -1,0 +1,117 @@
+"""Inventory of the machines that a run may use: what would run there, and which of them have room for it.
+
+Pure: the nodes' facts come in as values, from the connected cluster or from this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import ConfigError, LayoutError
+from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.refusal import workers_that_do
+from picotron_ray.planner.search import PlannedLayout, choose_layout
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, snapshot_problem
+
+
+@dataclass(frozen=True, slots=True)
+class InventoryNode:
+    """One node: its host's name, the workers that it can hold, and its facts."""
+
+    host: str
+    workers: int
+    facts: NodeFacts
+
+    @property
+    def cards(self) -> str:
+        """Product names of its cards."""
+        return " and ".join(sorted({card.name for card in self.facts.cards}))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Layout that would run, and the room that it needs.
+
+    Fields:
+        planned: the layout and its cost.
+        slot_bytes: of one snapshot slot of the worker with the largest state.
+        left_out: a line for each node that has no room for its workers' slots.
+    """
+
+    planned: PlannedLayout
+    slot_bytes: int
+    left_out: tuple[str, ...] = ()
+
+
+def with_those_to_come(job: JobConfig, nodes: list[InventoryNode]) -> list[InventoryNode]:
+    """The nodes, and as many more like the largest of them as Ray may add."""
+    missing = job.cluster.max_workers - sum(node.workers for node in nodes)
+    if not job.cluster.autoscale or missing <= 0:
+        return nodes
+    like = max(nodes, key=lambda node: (node.facts.device_bytes, node.workers))
+    return nodes + [like] * -(-missing // like.workers)
+
+
+def plan(job: JobConfig, device: str, nodes: Sequence[InventoryNode], slots: bool = True) -> Plan:
+    """Plan a job for these nodes; with ``slots``, without those that have no room for snapshots.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+
+    Raises:
+        ConfigError: no layout fits, and how many such workers would do; or too few nodes have room.
+    """
+    left_out: list[str] = []
+    staying = list(nodes)
+    while True:
+        planned = _planned(job, device, staying)
+        estimate = memory_estimate(job, planned.layout)
+        slot_bytes = int(estimate.state_bytes + estimate.host_state_bytes)
+        short = [node for node in staying if slots and _problem(job, node, slot_bytes)]
+        if not short:
+            return Plan(planned, slot_bytes, tuple(left_out))
+        left_out += [f"node {node.host} is left out: {_problem(job, node, slot_bytes)}" for node in short]
+        staying = [node for node in staying if node not in short]
+        if sum(node.workers for node in staying) < job.cluster.min_workers:
+            raise ConfigError(*left_out[:3])
+
+
+def _problem(job: JobConfig, node: InventoryNode, slot_bytes: int) -> str | None:
+    return snapshot_problem(job, node.facts.snapshot_bytes, slot_bytes, node.workers)
+
+
+def _planned(job: JobConfig, device: str, nodes: list[InventoryNode]) -> PlannedLayout:
+    """The cheapest of the layouts on all nodes, on those but the ones with the smallest cards, and so on."""
+    found: list[PlannedLayout] = []
+    for least in sorted({node.facts.device_bytes for node in nodes}):
+        group = [node for node in nodes if node.facts.device_bytes >= least]
+        sizes = _taken(group, job.cluster.max_workers)
+        try:
+            found.append(choose_layout(job, sum(sizes), profile_of(device, least), sizes))
+        except LayoutError as error:
+            why = str(error)
+    if not found:
+        raise ConfigError(f"{why}{_what_would_do(job, device, nodes)}")
+    return min(found, key=lambda planned: planned.cost_s)
+
+
+def _taken(nodes: list[InventoryNode], most: int) -> tuple[int, ...]:
+    """Workers per node, the fullest first, of at most ``most``."""
+    sizes: list[int] = []
+    for node in sorted(nodes, key=lambda node: (-node.workers, node.host)):
+        sizes.append(min(node.workers, most - sum(sizes)))
+    return tuple(size for size in sizes if size)
+
+
+def _what_would_do(job: JobConfig, device: str, nodes: list[InventoryNode]) -> str:
+    """Name the number of workers with the largest of these cards that would do, where memory is missing."""
+    best = max(nodes, key=lambda node: node.facts.device_bytes)
+    workers, most = sum(_taken(nodes, job.cluster.max_workers)), job.cluster.max_workers
+    enough = workers_that_do(job, workers, profile_of(device, best.facts.device_bytes), best.workers)
+    if enough is None:
+        return ""
+    raised = f" (raise cluster.max_workers={most} too)" if enough > most else ""
+    return f"; {enough} workers{f' with {best.cards}' if best.cards else ''} would do{raised}"

@@ -1,0 +1,104 @@
+"""What FSDP is told of a model's units and of every pass; torch's side is made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from picotron_ray.parallel.data import fsdp
+from picotron_ray.parallel.data.fsdp import (
+    FsdpUnits,
+    apply_fsdp,
+    clone_output_views,
+    free_gathered_weights,
+    pad_shards,
+    prepare_backward,
+)
+
+
+class Sharded(nn.Linear):
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.log: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("set_") or name in ("reshard", "_get_fsdp_state", "_lazy_init"):
+
+            def note(*given: Any) -> Any:
+                self.log.append((name, *given))
+                return self
+
+            return note
+        return super().__getattr__(name)
+
+
+@pytest.fixture(autouse=True)
+def shards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+    monkeypatch.setattr(fsdp, "FSDPModule", Sharded)
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, **options: calls.append((module, options)))
+    return calls
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("expert_mesh", [None, "experts"])
+def test_units_and_what_stays_whole(shards: list[Any], zero: int, expert_mesh: Any) -> None:
+    blocks, experts, mesh = [Sharded(), Sharded()], nn.Linear(1, 1), Any
+    model = nn.Sequential(*blocks, nn.Linear(1, 1))
+    kept = model[2].bias
+    apply_fsdp(model, FsdpUnits(blocks, [experts], expert_mesh, frozenset({kept})), mesh, zero)  # type: ignore[arg-type]
+    own = {"reshard_after_forward": zero == 3}
+    whole = {kept} if expert_mesh else {kept, *experts.parameters()}
+    expected = [(unit, {"mesh": mesh, **own, "ignored_params": whole}) for unit in (*blocks, model)]
+    assert shards == ([(experts, {"mesh": "experts", **own})] if expert_mesh else []) + expected
+    for block in blocks:
+        assert block.log == [
+            ("set_gradient_divide_factor", 1.0),
+            ("set_force_sum_reduction_for_comms", True),
+        ]
+
+
+def test_views_are_cloned_where_a_gradient_passes() -> None:
+    base = torch.ones(2, 2, requires_grad=True) * 1
+    outputs = [base.view(4), base, torch.ones(4).view(2, 2), "text"]
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor, *, more: int) -> Any:
+            return {"all": outputs, "inputs": (x, more)}
+
+    block = Block()
+    clone_output_views(block)
+    x = torch.ones(1)
+    found = block(x, more=3)
+    view, *others = found["all"]
+    assert not view._is_view()
+    assert torch.equal(view, outputs[0])  # type: ignore[arg-type]
+    assert all(a is b for a, b in zip(others, outputs[1:], strict=True))
+    assert found["inputs"][0] is x
+    assert found["inputs"][1] == 3
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_every_kind_of_zero_before_a_backward_pass(last: bool) -> None:
+    """Copies are summed in the last pass; 1 and 2 free weights there, 1 reduces there."""
+    every = ("set_requires_all_reduce", "set_reshard_after_backward", "set_requires_gradient_sync")
+    for zero, names in ((1, (*every, "set_is_last_backward")), (2, every[:2]), (3, every[:1])):
+        model = Sharded()
+        prepare_backward(model, zero, last)
+        assert model.log == [(name, last) for name in names]
+    prepare_backward(nn.Linear(1, 1), 1, last)
+
+
+def test_weights_are_freed_in_all_units_and_shards_padded_at_once() -> None:
+    units = [Sharded(), Sharded()]
+    free_gathered_weights(nn.Sequential(*units, nn.Linear(1, 1)))
+    assert [unit.log for unit in units] == [[("reshard",)]] * 2
+    model = Sharded()
+    pad_shards(model)
+    assert model.log == [("_get_fsdp_state",), ("_lazy_init",)]
+    pad_shards(nn.Linear(1, 1))

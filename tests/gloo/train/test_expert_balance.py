@@ -1,0 +1,56 @@
+"""Loads of experts and their biases, by hand on mixtures that are made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from picotron_ray.train import expert_balance
+from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
+
+LOAD = [4.0, 2.0, 0.0, 5.0]
+"""Assignments of three experts, and those over capacity."""
+
+
+def mixture(*, biased: bool) -> Any:
+    bias = torch.zeros(3, dtype=torch.float64) if biased else None
+    config = SimpleNamespace(bias_rate=0.25)
+    return SimpleNamespace(scale=0.0, router=SimpleNamespace(load="old", bias=bias, config=config))
+
+
+def test_biases_move_against_the_load() -> None:
+    first, second = mixture(biased=True), mixture(biased=False)
+    balance = ExpertBalance([(3, first), (5, second)], None)
+    balance.begin(0.5)
+    assert [(m.scale, m.router.load) for m in (first, second)] == [(0.5, None)] * 2
+    first.router.load, second.router.load = torch.tensor(LOAD), torch.tensor([1.0, 1.0, 4.0, 0.0])
+    balance.reduce()
+    assert balance.loads() == {3: ExpertLoad((2.0, 1.0, 0.0), 5), 5: ExpertLoad((0.5, 0.5, 2.0), 0)}
+    for moved in ([-0.25, 0.0, 0.25], [-0.5, 0.0, 0.5]):
+        balance.step()
+        assert first.router.bias.tolist() == moved
+    assert second.router.bias is None
+
+
+def test_loads_are_those_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = object()
+
+    def reduce(loads: torch.Tensor, group: Any) -> None:
+        asked.append(group)
+        loads += torch.tensor([0.0, 0.0, 6.0, 1.0])
+
+    asked: list[Any] = []
+    monkeypatch.setattr(expert_balance.dist, "all_reduce", reduce)
+    one = mixture(biased=True)
+    balance = ExpertBalance([(0, one)], group)
+    one.router.load = torch.tensor(LOAD)
+    balance.reduce()
+    assert balance.loads() == {0: ExpertLoad((1.0, 0.5, 1.5), 6)}
+    none = ExpertBalance([], group)
+    none.reduce()
+    none.step()
+    assert none.loads() == {}
+    assert asked == [group], "a stage without mixtures exchanges nothing"

@@ -1,0 +1,212 @@
+"""A loop over parts that are made up: what is done when, told to the page and written into the ledger."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.optimizer import ScheduleConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.train import loop as module
+from picotron_ray.train.expert_balance import ExpertLoad
+from picotron_ray.train.loop import Loop, Requests
+from picotron_ray.train.step_sync import SNAPSHOT, STOP
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, make_job
+
+DIGEST = bytes(range(16))
+
+
+class Parts:
+    """Engine, loader, snapshots and page of a loop, which keep one log."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.requests = Requests()
+        self.loads: dict[int, ExpertLoad] = {}
+        self.in_evaluation = 0  # flag that is raised meanwhile
+        self.cost_s = self.waited_s = self.pinned_wait_s = 0.25
+        self.sealed_step, self.computing_step = 1, 0
+
+    def next(self) -> Any:
+        return SimpleNamespace(rows=(0, 4), digest=DIGEST, global_tokens=32)
+
+    def gradients_of(self, batch: Any, on_phase: Callable[[str], None]) -> tuple[float, float]:
+        on_phase("forward")
+        return 64.0, 1.5
+
+    def optimizer_step(self, rate: float) -> None:
+        self.log.append(("update", rate))
+
+    def expert_loads(self) -> dict[int, ExpertLoad]:
+        return self.loads
+
+    def evaluate(self, batches: Sequence[Any]) -> tuple[float, int]:
+        self.requests.add(self.in_evaluation)
+        return 10.0, 7
+
+    def wait_copied(self) -> None:
+        self.log.append("wait_copied")
+
+    def observe(self, sealed: int) -> None:
+        self.log.append(("observe", sealed))
+
+    def begin(self, step: int, tail: Sequence[str], pinned: bool) -> None:
+        self.log.append(("begin", step, len(tail), pinned))
+
+    def flush(self, step: int, tail: Sequence[str], pinned: bool) -> None:
+        self.log.append(("flush", step, len(tail), pinned))
+
+    def phase(self, name: str) -> None:
+        self.log.append(name)
+
+    def put(self, **values: float) -> None:
+        self.log.append(values)
+
+    def count_step(self, seconds: float) -> None:
+        self.log.append(("count", seconds))
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    """A step takes 0.5 s by the clock: it is read at its beginning and end."""
+    ticks = itertools.count()
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(ticks) * 0.5)
+    monkeypatch.setattr(module.time, "time", lambda: 1234.56789)
+    return Parts()
+
+
+def job_of(steps: int, **intervals: Any) -> JobConfig:
+    job = make_job("sgd", 4)
+    optimizer = job.optimizer.model_copy(update={"schedule": ScheduleConfig(kind="constant")})
+    sections = {"evaluate": 100, "checkpoint": 100, "snapshot": 100} | intervals
+    update: dict[str, Any] = {"steps": steps, "optimizer": optimizer}
+    for name, interval in sections.items():
+        update[name] = getattr(job, name).model_copy(update={"interval_steps": interval})
+    return job.model_copy(update=update)
+
+
+def loop(parts: Any, job: JobConfig, start: int) -> Loop:
+    held_out: Any = [SimpleNamespace(global_tokens=16), SimpleNamespace(global_tokens=4)]
+    identity = {"term": 3, "n": 7}
+    tail = ["old"]
+    return Loop(
+        job, Layout(), identity, 0, CPU, parts, parts, held_out, parts, parts, parts.requests, tail, start
+    )
+
+
+def told(parts: Parts, *kinds: str) -> list[Any]:
+    return [entry for entry in parts.log if isinstance(entry, tuple) and entry[0] in kinds]
+
+
+def evaluated(parts: Parts) -> list[int]:
+    return [entry["eval_step"] for entry in parts.log if isinstance(entry, dict) and "eval_step" in entry]
+
+
+STEP = [
+    "data",
+    "forward",
+    "sync",
+    "wait_copied",
+    {"clean": -1},
+    "optimizer",
+    ("update", 0.05),
+    ("observe", 1),
+]
+
+
+def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
+    made = loop(parts, job_of(4), 2)
+    assert made.run() == "finished"
+    figures = {
+        "loss": 2.0,
+        "grad_norm": 1.5,
+        "learning_rate": 0.05,
+        "sealed": 1,
+        "wait_s": 0.25,
+        "pinned_wait_s": 0.25,
+    }
+    first = [
+        {"tokens": 96, **figures},
+        {"clean": 3},
+        {"first_step_at_s": 1234.56789},
+        ("count", 0.5),
+        {"step": 3},
+    ]
+    second = [{"tokens": 128, **figures}, {"clean": 4}, ("count", 0.5), {"step": 4}]
+    end = ["evaluate", {"eval_loss": 0.5, "eval_step": 4}]
+    flush = ["flush", "wait_copied", ("observe", 1), ("flush", 4, 3, True)]
+    assert parts.log == [*STEP, *first, *STEP, *second, *end, *flush]
+    assert parts.computing_step == 4
+    assert made.tail[0] == "old"
+    assert json.loads(made.tail[1]) == {
+        "step": 3,
+        "term": 3,
+        "n": 7,
+        "samples": [8, 12],
+        "rows": [[0, 4, DIGEST.hex()]],
+        "tokens": 32,
+        "loss": 2.0,
+        "grad_norm": 1.5,
+        "learning_rate": 0.05,
+        "at_s": 1234.568,
+    }
+    assert " " not in made.tail[1]
+
+
+def test_experts_are_told_of_where_there_are_any(parts: Parts) -> None:
+    parts.loads = {0: ExpertLoad((1.0, 1.0), 4), 1: ExpertLoad((0.5, 2.5), 3)}
+    made = loop(parts, job_of(3), 2)
+    made.run()
+    line = json.loads(made.tail[1])
+    assert (line["expert_imbalance"], line["dropped"]) == (2.5, 7)
+
+
+def test_snapshots_checkpoints_and_evaluations_at_their_steps(parts: Parts) -> None:
+    assert loop(parts, job_of(8, evaluate=2, checkpoint=5, snapshot=2), 2).run() == "finished"
+    assert told(parts, "begin") == [("begin", 4, 3, False), ("begin", 5, 4, True), ("begin", 7, 6, False)]
+    assert evaluated(parts) == [4, 6, 8]
+    assert told(parts, "flush") == [("flush", 8, 7, True)], "the last step has no other snapshot"
+
+
+def test_the_interval_of_snapshots_follows_their_cost(parts: Parts) -> None:
+    """The first step knows no time; then 1 s beside steps of 0.5 s is one in four."""
+    parts.cost_s = 1.0
+    loop(parts, job_of(9, snapshot="auto"), 2).run()
+    assert [step for _, step, *_ in told(parts, "begin")] == [3, 7]
+
+
+def test_a_request_to_stop_ends_with_a_snapshot(parts: Parts) -> None:
+    parts.requests.add(STOP)
+    assert loop(parts, job_of(9, evaluate=1, snapshot=1), 2).run() == "interrupted"
+    assert told(parts, "begin", "flush") == [("flush", 3, 2, True)]
+    assert evaluated(parts) == []
+    assert parts.requests.take() == 0
+
+
+def test_a_request_during_an_evaluation_is_for_the_next_step(parts: Parts) -> None:
+    parts.in_evaluation = SNAPSHOT
+    loop(parts, job_of(6, evaluate=4), 2).run()
+    assert told(parts, "begin") == [("begin", 5, 4, True)]
+
+
+@pytest.mark.parametrize("start", [2, 5])
+def test_nothing_is_left_to_train(parts: Parts, start: int) -> None:
+    parts.sealed_step = 9
+    made = loop(parts, job_of(2), start)
+    assert made.run() == "finished"
+    assert told(parts, "update", "begin", "flush", "observe") == [("observe", 9), ("flush", start, 1, True)]
+    assert evaluated(parts) == [start]
+
+
+def test_flags_are_raised_together_and_taken_once() -> None:
+    requests = Requests()
+    requests.add(STOP)
+    requests.add(SNAPSHOT)
+    requests.add(STOP)
+    assert [requests.take(), requests.take()] == [STOP | SNAPSHOT, 0]

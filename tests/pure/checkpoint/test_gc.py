@@ -1,0 +1,157 @@
+"""Collection at its borders: what retention keeps, and when a list or an intent is old enough."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from picotron_ray.checkpoint.storage.base import StoredObject, encode_json, get_json
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.store import gc
+from picotron_ray.checkpoint.store.chunks import chunk_key
+from picotron_ray.checkpoint.store.gc import GcReport, collect, retained
+from picotron_ray.checkpoint.store.run_log import Entry, RunLog
+from picotron_ray.config.schema.service import CheckpointConfig
+from picotron_ray.errors import FencedError, StorageUnavailableError
+from tests.support.checkpoint.checkpoint_kit import generation, make_state, memory_folder, save
+
+memory_path = pytest.fixture(memory_folder)
+NOW_S = 1_000_000.0
+
+
+@pytest.fixture
+def storage(memory_path: Path) -> LocalStorage:
+    return LocalStorage(str(memory_path / "runs"), "r1")
+
+
+@pytest.fixture
+def log(storage: LocalStorage, memory_path: Path) -> RunLog:
+    """The log of a run with commits of steps 1 to 3, of which retention keeps one."""
+    log = RunLog(storage)
+    log.claim_term("test")
+    for step in (1, 2, 3):
+        save(storage, log, memory_path / str(step), make_state(step), (1, 1, step))
+    return log
+
+
+def config(**values: Any) -> CheckpointConfig:
+    return CheckpointConfig(**{"keep_last": 1, "gc_grace_s": 100.0, **values})
+
+
+def age(storage: LocalStorage, age_s: float, prefix: str = "") -> None:
+    for path in (Path(storage.where) / entry.key for entry in storage.list(prefix)):
+        os.utime(path, (NOW_S - age_s, NOW_S - age_s))
+
+
+def test_retention() -> None:
+    """Generation 1 went to step 6; 2 resumed at 4 and has two commits."""
+    entries: list[Entry] = []
+
+    def add(kind: Any, **body: Any) -> None:
+        entries.append(Entry(len(entries) + 1, kind, 1, "w", "", body))
+
+    add("generation", **generation(1, 1))
+    for step in range(1, 7):
+        add("commit", term=1, n=1, step=step, manifest=f"1-{step}")
+    add("generation", **generation(1, 2, step=4, parent=(1, 1)))
+    log: Any = SimpleNamespace(
+        entries=lambda: entries, commits=lambda: [entry for entry in entries if entry.kind == "commit"]
+    )
+
+    def kept(**values: Any) -> list[int]:
+        damaged = values.pop("damaged", ())
+        return [entry.body["step"] for entry in retained(log, config(**values), damaged)]
+
+    assert kept() == [4, 6]
+    assert kept(keep_last=2) == [4, 5, 6]
+    assert kept(keep_last=9) == [1, 2, 3, 4, 5, 6]
+    assert kept(keep_every_steps=3) == [3, 4, 6]
+    assert kept(damaged=(5, 7)) == [3, 5], "entries 5 and 7 are the commits of steps 4 and 6"
+    del entries[-1]
+    assert kept() == [6]
+
+
+def test_a_list_is_due_when_the_grace_time_is_over(
+    storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    age(storage, 500.0)
+    report = collect(storage, log, config())
+    assert report == GcReport(("manifests/1-1-1.json", "manifests/2-1-1.json"), condemned=4)
+    monkeypatch.setattr(gc, "_now", lambda storage: NOW_S)
+    age(storage, 99.5, "condemned/")
+    assert collect(storage, log, config()) == GcReport()
+    age(storage, 100.0, "condemned/")
+    age(storage, 100.0, "manifests/")  # written at the very time of the list: left for the next one
+    sizes = [entry.size for entry in storage.list("chunks/")]
+    assert collect(storage, log, config()) == GcReport(deleted=2, deleted_bytes=2 * sizes[0])
+    assert len(list(storage.list("manifests/"))) == 3
+    assert list(storage.list("condemned/")) == []
+
+
+def test_where_all_is_needed_nothing_happens(storage: LocalStorage, log: RunLog) -> None:
+    age(storage, 500.0)
+    assert collect(storage, log, config(keep_last=3)) == GcReport()
+
+
+def test_what_a_save_under_way_counts_on_stays(
+    storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where it was not written again: the intent lists it."""
+    age(storage, 500.0)
+    collect(storage, log, config())
+    monkeypatch.setattr(gc, "_now", lambda storage: NOW_S)
+    age(storage, 200.0, "condemned/")
+    (listed,) = storage.list("condemned/")
+    first, second = get_json(storage, listed.key)["chunks"]
+    storage.put("intents/4-1-1-n0.json", encode_json({"chunks": [first]}))
+    age(storage, 10.0, "intents/")
+    assert collect(storage, log, config()).deleted == 3, "the other chunk, and both manifests"
+    assert storage.size(chunk_key(first)) is not None
+    assert storage.size(chunk_key(second)) is None
+
+
+def test_an_intent_lives_as_long_as_the_grace_time_and_a_minute_at_least() -> None:
+    listed = [
+        StoredObject(f"intents/{age_s}", 0, NOW_S - age_s) for age_s in (59.0, 60.0, 61.0, 100.0, 101.0)
+    ]
+    storage: Any = SimpleNamespace(list=lambda prefix: iter(listed))
+    for grace_s, live in ((0.0, 2), (60.0, 2), (100.0, 4)):
+        assert gc._intents(storage, NOW_S, grace_s, dead=False) == listed[:live]
+        assert gc._intents(storage, NOW_S, grace_s, dead=True) == listed[live:]
+
+
+def test_the_clock_is_that_of_a_put(storage: LocalStorage) -> None:
+    storage.put("clock/now", b"")
+    age(storage, 0.0)
+    assert gc._now(storage) > 1_500_000_000.0
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+def test_nothing_is_deleted_late(
+    claimed: bool, storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a collector that slept, or that was replaced between its look and its deletion."""
+    age(storage, 500.0)
+    collect(storage, log, config())
+    monkeypatch.setattr(gc, "_now", lambda storage: NOW_S)
+    age(storage, 200.0, "condemned/")
+    there = {entry.key for entry in storage.list("chunks/")}
+    look = gc._live_unlisted
+
+    def claim(*arguments: Any) -> str:
+        RunLog(storage).claim_term("newer")
+        return look(*arguments)
+
+    if claimed:
+        monkeypatch.setattr(gc, "_live_unlisted", claim)
+    else:
+        moments = iter([10.0, 70.0, 70.5])
+        monkeypatch.setattr(gc.time, "monotonic", lambda: next(moments))
+    with pytest.raises(FencedError if claimed else StorageUnavailableError):
+        collect(storage, log, config())
+    gone = there - {entry.key for entry in storage.list("chunks/")}
+    assert len(gone) == (0 if claimed else 1), "after a minute to the second it goes on, and then no more"

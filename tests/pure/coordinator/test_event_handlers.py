@@ -1,0 +1,342 @@
+"""Handlers of events, one by one: what each changes, and what it leaves alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
+from tests.support.runs.coordinator_world import World, flush, gid, job, of, outcomes, snapshot, spec
+
+ONE = spec(1, m.Source("init"), None)  # w0 on n0, w1 on n1
+
+
+def commit(step: int) -> m.Commit:
+    return m.Commit(step, ONE.id, f"m{step}", step)
+
+
+def failures(commands: list[m.Command]) -> list[tuple[object, object, object]]:
+    """(cause, target, culprit) of each failure that is told."""
+    told = [c.data for c in of(commands, m.Alert) if c.kind == "failure"]
+    return [(data["cause"], data["target"], data.get("culprit")) for data in told]
+
+
+# --- begin -----------------------------------------------------------------------------------------
+
+
+def test_a_first_term_begins_with_nothing_committed() -> None:
+    world = World()
+    world.begin(("a", 4))
+    assert (world.machine.view.committed, world.machine.view.term, world.state) == (
+        0, 1, MachineState.STARTING
+    )  # fmt: skip
+    assert world.send(m.Begin(9)) == []
+    assert world.machine.view.term == 1, "it has begun before"
+
+
+def test_workers_of_a_past_generation_are_killed_and_the_idle_ones_kept() -> None:
+    world = World()
+    workers = (m.Member("x", "n0"), m.Member("y", "n0"), m.Member("z", "n1"))
+    commands = world.send(m.Begin(2, workers=workers, busy=(m.BusyWorker("y", gid(7)),)))
+    assert of(commands, m.KillWorker) == [m.KillWorker("y", "still in generation 1.7, which is over")]
+    roster = world.machine.memory.roster
+    assert {node.name: node.capacity for node in roster.nodes.values()} == {"n0": 2, "n1": 1}
+    assert {worker.name: (worker.state, worker.writing) for worker in roster.workers.values()} == {
+        "x": ("idle", False), "y": ("dying", True), "z": ("idle", False)
+    }  # fmt: skip
+
+
+def test_a_running_generation_is_adopted_with_those_that_were_not_heard() -> None:
+    world = World()
+    four = replace(ONE, members=tuple(m.Member(f"w{i}", "n1" if i else "n0") for i in range(4)))
+    commands = world.send(
+        m.Begin(
+            2, running=four, workers=(m.Member("w0", "n0"), m.Member("s", "n0")),
+            busy=(m.BusyWorker("w0", four.id),),
+        )
+    )  # fmt: skip
+    assert of(commands, m.RunGeneration) == [m.RunGeneration(four, adopt=True)]
+    assert of(commands, m.AppendGeneration) == [m.AppendGeneration(four)]
+    assert (of(commands, m.KillWorker), failures(commands)) == ([], [])
+    roster = world.machine.memory.roster
+    assert {node.name: node.capacity for node in roster.nodes.values()} == {"n0": 2, "n1": 3}
+    assert {worker.name: worker.state for worker in roster.workers.values()} == {
+        "w0": "busy", "s": "idle", "w1": "busy", "w2": "busy", "w3": "busy"
+    }  # fmt: skip
+
+
+def test_a_member_that_is_gone_from_a_node_that_was_heard_is_a_failure() -> None:
+    world = World()
+    pair = replace(ONE, members=(m.Member("w0", "n0"), m.Member("w1", "n0")))
+    commands = world.send(m.Begin(2, generations=(pair,), running=pair, workers=(m.Member("w0", "n0"),)))
+    assert failures(commands) == [("killed", "w1", True)]
+    assert of(commands, m.AppendGeneration) == [], "it is in the log"
+    assert world.state is MachineState.ABORTING
+
+
+@pytest.mark.parametrize(
+    ("source", "step", "obeyed"),
+    [
+        (m.Source("commit", 5, gid(1), manifest="m5"), 10, False),
+        (m.Source("slots", 10, gid(1)), 10, False),
+        (m.Source("commit", 10, gid(1), manifest="m10"), 10, True),
+        (m.Source("commit", 10, gid(1), manifest="m10"), None, True),
+    ],
+)
+def test_a_rewind_was_obeyed_by_a_restore_of_that_very_commit(
+    source: m.Source, step: int | None, obeyed: bool
+) -> None:
+    world = World(job(checkpoint__resume_step=step))
+    world.begin(("a", 4), term=2, generations=(ONE, spec(2, source, ONE)))
+    assert world.machine.memory.rewind == (None if obeyed else step)
+
+
+@pytest.mark.parametrize(("step", "ended"), [(99, False), (100, True), (101, True)])
+def test_a_run_that_is_committed_to_its_end_is_over(step: int, ended: bool) -> None:
+    world = World()
+    commands = world.begin(("a", 4), term=2, generations=(ONE,), commits=(commit(step),))
+    text = f"step {step}: all 100 steps were committed before"
+    assert of(commands, m.Finish) == ([m.Finish("finished", text)] if ended else [])
+    other = World(job(checkpoint__resume_step=3))
+    assert of(other.begin(("a", 4), term=2, generations=(ONE,), commits=(commit(step),)), m.Finish) == []
+
+
+# --- nodes and workers -----------------------------------------------------------------------------
+
+
+def test_a_refused_node_is_told_once_for_each_reason() -> None:
+    world = World()
+    world.begin(("a", 4))
+    told = [[c.text for c in of(world.send(m.NodeJoined("b", 4, why)), m.Alert)] for why in ("x", "x", "y")]
+    texts = [f"node b may not take part: {why}" for why in "xy"]
+    assert told == [texts[:1], [], texts[1:]]
+    assert world.machine.view.nodes == ("a",)
+
+
+def test_a_node_that_joins_is_freed_of_old_pins_and_asked_where_inventories_are_taken() -> None:
+    world = World()
+    world.begin(("a", 2), term=2, generations=(ONE,), commits=(commit(5),))
+    assert of(world.send(m.NodeJoined("b", 1)), m.Release) == [m.Release("b", ONE.id, 5, 5)]
+    assert world.send(m.NodeJoined("b", 1)) == [], "known"
+    world = World()
+    one = world.up(("a", 4))
+    world.send(*outcomes(one, FailureKind.PEER_LOST, 5))
+    assert world.state is MachineState.COLLECTING
+    joined = world.send(m.NodeJoined("b", 1))
+    assert [c.node for c in of(joined, m.CollectInventory)] == ["b"]
+
+
+def test_an_unknown_worker_is_killed_and_a_known_one_ready_once() -> None:
+    world = World()
+    started = of(world.begin(("a", 4)), m.StartWorker)
+    assert world.send(m.WorkerReady("x", "a")) == [m.KillWorker("x", "not known to this coordinator")]
+    world.send(m.WorkerExited(started[0].worker, "start_failed"))
+    assert world.machine.memory.roster.nodes["a"].failed_starts == 1
+    world.now = 0.25
+    world.send(m.WorkerReady(started[1].worker, "a"))
+    world.now = 0.5
+    world.send(m.WorkerReady(started[1].worker, "a"))
+    worker = world.machine.memory.roster.workers[started[1].worker]
+    assert (worker.state, worker.since) == ("idle", 0.25)
+    assert world.machine.memory.roster.nodes["a"].failed_starts == 0
+    assert world.send(m.WorkerExited("x", "killed")) == []
+
+
+def test_the_end_of_a_worker_that_was_writing_asks_its_node_anew() -> None:
+    world = World()
+    one = world.up(("a", 2), ("b", 2))
+    stuck = one.members[0]
+    world.send(*outcomes(one, FailureKind.PEER_LOST, 5, but=(stuck.worker,)))
+    killed = world.wait(world.config.elastic.interrupt_timeout_s + 0.5)
+    assert [c.worker for c in of(killed, m.KillWorker)] == [stuck.worker]
+    world.send(m.NodeJoined("c", 1))
+    assert world.state is MachineState.ABORTING
+    asked = world.send(m.WorkerExited(stuck.worker, "killed"))
+    assert [c.node for c in of(asked, m.CollectInventory)] == ["a", "b", "c"]
+
+
+def test_heartbeats_tell_the_progress_of_the_present_generation_alone() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    beat = {one.members[0].worker: 7, one.members[1].worker: 8}
+    for generation, steps in ((gid(9), beat), (None, beat), (one.id, {})):
+        world.send(m.Heartbeat("a", generation, steps))
+        assert (world.machine.view.step, world.machine.memory.quiet) == (0, True)
+    world.send(m.Heartbeat("a", one.id, beat))
+    assert (world.machine.view.step, world.machine.memory.quiet) == (8, False)
+    world.send(m.Heartbeat("a", one.id, beat))
+    assert (world.machine.view.step, world.machine.memory.quiet) == (8, True)
+    assert world.send(m.Heartbeat("nobody", None)) == []
+
+
+def test_a_node_lost_by_silence_comes_back_without_its_workers_and_one_that_ray_lost_does_not() -> None:
+    world = World()
+    one = world.up(("a", 2), ("b", 2))
+    mine = [member.worker for member in one.members if member.node == "b"]
+    world.wait(world.config.elastic.node_timeout_s + 1.0, but=("b",))
+    assert world.machine.view.nodes == ("a",)
+    back = world.send(m.Heartbeat("b", None))
+    assert [(c.worker, c.reason) for c in of(back, m.KillWorker)] == [
+        (worker, "its node was counted as lost") for worker in mine
+    ]
+    assert world.machine.memory.roster.nodes["b"].capacity == 2
+    world.send(m.NodeLost("b", "gone"))
+    assert world.send(m.Heartbeat("b", None)) == []
+    world.send(m.NodeJoined("b", 2))
+    world.wait(world.config.elastic.node_timeout_s + 1.0, but=("b",))
+    assert world.machine.view.nodes == ("a",)
+    world.send(m.NodeLost("b", "gone"))
+    assert world.send(m.Heartbeat("b", None)) == [], "its silence was death"
+
+
+# --- the generation --------------------------------------------------------------------------------
+
+
+def test_outcomes_count_once_from_living_members_of_the_present_generation() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    first = one.members[0].worker
+    for event in (
+        m.Outcome(first, gid(9), FailureKind.FAILED, 3, "nan"),
+        m.Outcome("stranger", one.id, FailureKind.FAILED, 3, "nan"),
+        m.Stalled(first, gid(9), "reduce", 2.0),
+        m.Stalled("stranger", one.id, "reduce", 2.0),
+    ):
+        assert (world.send(event), world.state) == ([], MachineState.RUNNING)
+    commands = world.send(m.Outcome(first, one.id, FailureKind.FAILED, 3, "nan: at layer 2"))
+    assert failures(commands) == [("nan", first, True)]
+    assert world.machine.view.step == 3
+    assert world.send(m.Outcome(first, one.id, FailureKind.FAILED, 9, "again")) == []
+    assert world.send(m.Stalled(one.members[1].worker, one.id, "reduce", 2.0)) == [], "all leave already"
+    assert world.machine.view.step == 3
+
+
+@pytest.mark.parametrize(("kind", "detail"), [("finished", ""), ("interrupted", "by hand")])
+def test_a_member_that_leaves_in_order_takes_the_others_along(kind: m.OutcomeKind, detail: str) -> None:
+    world = World()
+    one = world.up(("a", 4))
+    world.now = 1.5
+    world.send(m.Outcome(one.members[0].worker, one.id, kind, 3, detail))
+    assert (world.state, world.machine.memory.reason) == (
+        MachineState.LEAVING, f"members left: {kind} {detail}".strip()
+    )  # fmt: skip
+    worker = world.machine.memory.roster.workers[one.members[0].worker]
+    assert (worker.state, worker.since) == ("idle", 1.5)
+
+
+def test_a_stall_is_told_with_its_phase_and_blames_nobody_yet() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    commands = world.send(m.Stalled(one.members[1].worker, one.id, "reduce", 2.04))
+    text = f"worker {one.members[1].worker} has been in phase reduce for 2.0 s"
+    assert text in [c.text for c in of(commands, m.Alert)]
+    assert failures(commands) == [("hang", one.members[1].worker, False)]
+
+
+def test_corrupt_data_explains_itself_and_unknown_names_do_not() -> None:
+    for name, cause in (("m20", "corrupt"), ("other", "failed")):
+        world = World()
+        started = world.begin(("a", 4), term=2, commits=(commit(20),), generations=(ONE,))
+        two = world.run(world.answer(world.ready(started)))
+        told = world.send(
+            m.Outcome(two.members[0].worker, two.id, FailureKind.FAILED, 20, f"corrupt: {name}")
+        )
+        assert failures(told) == [(cause, two.members[0].worker, True)]
+        assert world.machine.memory.bad_manifests == ({"m20"} if name == "m20" else set())
+
+
+# --- checkpoints -----------------------------------------------------------------------------------
+
+
+def test_seals_of_unknown_nodes_and_generations_are_left_alone() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    slots = snapshot(one, 5)
+    assert world.send(m.SnapshotSealed("b", one.id, 5, slots)) == []
+    assert world.send(m.SnapshotSealed("a", gid(9), 5, slots)) == []
+    assert world.machine.view.step == 0
+    assert of(world.send(m.SnapshotSealed("a", one.id, 5, slots)), m.Upload)
+    assert world.machine.view.step == 5
+
+
+def test_a_late_seal_of_the_lineage_is_no_progress() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    dead = one.members[0].worker
+    commands = world.send(
+        m.WorkerExited(dead, "killed"), *outcomes(one, FailureKind.PEER_LOST, 5, but=(dead,))
+    )
+    two = world.run(world.answer(commands, flush(one, 5, [1, 2, 3])))
+    assert (two.resume_step, world.machine.memory.progressed) == (5, False)
+    for step in (4, 5):
+        world.send(m.SnapshotSealed("a", one.id, step, snapshot(one, step)))
+    assert (world.machine.view.step, world.machine.memory.progressed) == (5, False)
+    world.send(m.SnapshotSealed("a", one.id, 6, snapshot(one, 6)))
+    assert (world.machine.view.step, world.machine.memory.progressed) == (5, False), "void"
+    world.send(m.SnapshotSealed("a", two.id, 6, ()))
+    assert (world.machine.view.step, world.machine.memory.progressed) == (6, True)
+
+
+def test_a_slot_that_its_upload_found_corrupt_is_not_used_again() -> None:
+    world = World()
+    one = world.up(("a", 2), ("b", 2))
+    sealed = snapshot(one, 5)
+    world.send(m.SnapshotSealed("a", one.id, 5, tuple(s for s in sealed if s.node == "a")))
+    bad = sealed[0].slot
+    commands = world.send(m.Uploaded("a", one.id, 5, f"corrupt: {bad}"))
+    assert [c.text for c in of(commands, m.Alert)] == [f"upload of step 5 on a failed: corrupt: {bad}"]
+    assert of(commands, m.Quarantine) == [m.Quarantine("a", bad)]
+    assert world.machine.memory.bad_slots == {("a", bad)}
+
+
+def test_a_commit_that_fails_gives_way_to_a_newer_checkpoint() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    world.log_appends()
+
+    def seal(step: int) -> list[m.Command]:
+        return world.send(m.SnapshotSealed("a", one.id, step, snapshot(one, step)))
+
+    seal(5)
+    assert of(world.send(m.Uploaded("a", one.id, 5)), m.AppendCommit) == [m.AppendCommit(one.id, 5, ("a",))]
+    failed = m.Appended("commit", one.id, 5, error="down")
+    (alert,) = of(world.send(failed), m.Alert)
+    assert (alert.level, alert.text) == ("warning", "log entry (commit) failed: down")
+    assert list(world.machine.memory.appends.entries) == [m.AppendCommit(one.id, 5, ("a",))], "tried again"
+    seal(10)
+    other = m.Appended("generation", one.id, 5, error="down")
+    world.send(other)
+    assert list(world.machine.memory.appends.entries) == [m.AppendCommit(one.id, 5, ("a",))]
+    world.now = 1.0
+    assert of(world.send(m.Tick()), m.AppendCommit) == [m.AppendCommit(one.id, 5, ("a",))]
+    commands = world.send(failed)
+    assert list(world.machine.memory.appends.entries) == []
+    assert of(commands, m.Release) == [m.Release("a", one.id, 5, 0)]
+    assert [c.step for c in of(commands, m.Upload)] == [10]
+    assert world.machine.memory.appends.attempt == 2
+
+
+def test_a_drain_is_heeded_once_with_a_snapshot() -> None:
+    world = World()
+    one = world.up(("a", 2), ("b", 2))
+    assert world.send(m.DrainNotice("c", 9.0)) == []
+    commands = world.send(m.DrainNotice("b", 9.0))
+    snapshots = of(commands, m.TakeSnapshot)
+    assert snapshots == [m.TakeSnapshot(one.id, tuple(member.worker for member in one.members))]
+    assert [c.data for c in of(commands, m.Alert) if c.kind == "drain"] == [{"node": "b", "deadline": 9.0}]
+    assert world.send(m.DrainNotice("b", 9.0)) == []
+
+
+def test_requests_before_training_take_no_snapshot() -> None:
+    world = World()
+    world.begin(("a", 4))
+    assert of(world.send(m.UserRequest("checkpoint"), m.DrainNotice("a", 9.0)), m.TakeSnapshot) == []
+    world = World()
+    one = world.up(("a", 4))
+    assert of(world.send(m.UserRequest("checkpoint")), m.TakeSnapshot) == [
+        m.TakeSnapshot(one.id, tuple(member.worker for member in one.members))
+    ]
+    assert not world.machine.memory.stop_requested

@@ -164,9 +164,14 @@ def logs(
 def stop(
     run: Run,
     now: Annotated[bool, typer.Option("--now", help="kill it, without a commit")] = False,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="as --now, and delete what storage could not take yet")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Stop a run with a commit; also removes whatever a killed run left on this machine.
+
+    What storage could not take is kept for the next launch, unless --discard says otherwise.
 
     Example: picotron-ray stop quickstart
     """
@@ -174,7 +179,7 @@ def stop(
         from picotron_ray.runtime.driver import control
         from picotron_ray.runtime.driver.console import console, summary_lines
 
-        summary = control.stop(run, now, console(as_json))
+        summary = control.stop(run, now, console(as_json), discard)
         if as_json:
             _emit(summary or {"run": run, "status": "ended"})
         elif summary:

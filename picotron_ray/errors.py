@@ -55,6 +55,10 @@ class AlreadyExistsError(StorageError):
     """A conditional put was refused: the key exists already, with other content."""
 
 
+class PartsGoneError(StorageError):
+    """Parts of a commit were uploaded and are not there any more; they must be uploaded again."""
+
+
 class CorruptError(StorageError):
     """Bytes do not match the digest that was recorded for them.
 

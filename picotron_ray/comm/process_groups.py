@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -36,6 +36,7 @@ from picotron_ray.errors import PeerLostError
 
 NCCL_ABORT_S = 5.0
 SWEEP_S = 0.002
+MEET_POLL_S = 0.05
 # Texts by which gloo reports a lost peer; torch raises them as bare RuntimeError.
 LOST_PEER_TEXTS = (
     "gloo",
@@ -152,6 +153,25 @@ class ProcessGroups:
             self._store.set("all-arrived", "1")
         self._store.wait(["all-arrived"], timedelta(seconds=self._rendezvous_s))
         self._check()
+
+    def wait_for_all(self, what: str, meanwhile: Callable[[], None]) -> None:
+        """Wait in the store, for as long as it takes, until every rank has called this for ``what``.
+
+        Args:
+            meanwhile: called again and again; what it raises ends the wait.
+
+        Raises PeerLostError if the generation was aborted or the store is gone.
+        """
+        with self.guard(what):
+            self._check()
+            assert self._store is not None
+            if self._store.add(f"count/{what}", 1) == self.world_size:
+                self._store.set(f"all/{what}", "1")
+            while not self._store.check([f"all/{what}"]):
+                self._check()
+                meanwhile()
+                time.sleep(MEET_POLL_S)
+            self._check()
 
     @contextlib.contextmanager
     def forming(self, publish: bool = True) -> Iterator[None]:

@@ -34,11 +34,13 @@ class AppendQueue:
     in_flight: bool = False
     due: float = 0.0  # in flight: when to ask again; else: not to be tried before
     attempt: int = 0
+    failing: bool = False  # the newest answer was an error, or none came in time
 
     def pump(self, now: float) -> list[PendingAppend]:
         """Return the entry to write now, if any."""
         if not self.entries or now < self.due:
             return []
+        self.failing = self.failing or self.in_flight
         self.in_flight, self.due = True, now + self.reply_timeout_s
         return [self.entries[0]]
 
@@ -73,9 +75,10 @@ class AppendQueue:
         if event.seq <= 0:
             self.in_flight, self.due = False, now + backoff(self.attempt)
             self.attempt += 1
+            self.failing = True
             return None
         self.entries.popleft()
-        self.in_flight, self.due, self.attempt = False, 0.0, 0
+        self.in_flight, self.due, self.attempt, self.failing = False, 0.0, 0, False
         return head
 
     @property

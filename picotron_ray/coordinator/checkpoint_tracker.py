@@ -38,6 +38,8 @@ class PendingCheckpoint:
     done: set[str] = field(default_factory=set)
     errors: int = 0  # failed uploads, over all nodes
     due: dict[str, float] = field(default_factory=dict)  # node not done: when to ask (again)
+    asked: set[str] = field(default_factory=set)  # nodes that owe an answer
+    failing: set[str] = field(default_factory=set)  # nodes whose newest answer was an error, or did not come
 
     @property
     def uploaded(self) -> bool:
@@ -79,12 +81,26 @@ class CheckpointTracker:
             return False
         if event.node in pending.done:
             return False
+        pending.asked.discard(event.node)
         if event.error:
             pending.due[event.node] = now + backoff(pending.errors)
             pending.errors += 1
+            pending.failing.add(event.node)
             return False
+        pending.failing.discard(event.node)
         pending.done.add(event.node)
         return pending.uploaded
+
+    def parts_gone(self, state: StateKey, now: float) -> bool:
+        """Have all nodes upload again what storage has lost; False: no checkpoint of it is under way."""
+        pending = self.pending
+        if pending is None or pending.state != state:
+            return False
+        pending.done.clear()
+        pending.failing.update(pending.parts)
+        pending.due = dict.fromkeys(pending.parts, now + backoff(pending.errors))
+        pending.errors += 1
+        return True
 
     def settled(self, state: StateKey, nodes: Iterable[str]) -> list[Command]:
         """Free a checkpoint that became durable, or was given up, and everything older on ``nodes``."""
@@ -191,6 +207,9 @@ class CheckpointTracker:
         commands: list[Command] = []
         for node, slots in pending.parts.items():
             if node not in pending.done and now >= pending.due[node]:
+                if node in pending.asked:
+                    pending.failing.add(node)
+                pending.asked.add(node)
                 pending.due[node] = now + self.reply_timeout_s
                 commands.append(Upload(node, pending.state[1], pending.state[0], slots))
         return commands

@@ -10,6 +10,7 @@ from typing import Any
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.checkpoint_tracker import known_layouts
+from picotron_ray.coordinator.final_wait import enter, take_up
 from picotron_ray.coordinator.generation_stop import blame, kill
 from picotron_ray.coordinator.housekeeping import lose_node, worker_gone
 from picotron_ray.coordinator.lineage import on_lineage
@@ -29,12 +30,13 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     memory.term, memory.commits = event.term, list(event.commits)
     memory.spec = max(specs, key=lambda spec: spec.id, default=None)
     memory.layouts.update(known_layouts(specs))
+    memory.logged = {spec.id for spec in event.generations}
     commit = newest_commit(memory.commits, memory.spec)
     memory.checkpoints.committed = 0 if commit is None else commit.step
     adopted = event.running if event.running == memory.spec else None
     _take_over(memory, event, adopted)
     if adopted is not None:
-        _adopt(memory, adopted, logged={spec.id for spec in event.generations})
+        _adopt(memory, adopted)
         return
     _plan_rewind(memory, event)
     if commit is not None and commit.step >= memory.job.steps and memory.rewind is None:
@@ -42,6 +44,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
         return
     memory.go(MachineState.STARTING)
     memory.deadline = memory.now + memory.job.cluster.start_timeout_s
+    take_up(memory, event.kept, event.kept_by)
 
 
 def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec | None) -> None:
@@ -70,7 +73,7 @@ def _plan_rewind(memory: MachineMemory, event: m.Begin) -> None:
         memory.rewind = step
 
 
-def _adopt(memory: MachineMemory, spec: m.GenerationSpec, logged: set[m.GenerationId]) -> None:
+def _adopt(memory: MachineMemory, spec: m.GenerationSpec) -> None:
     """Carry on with a generation of the term before; it is entered in the log where it is missing."""
     memory.go(MachineState.RUNNING)
     memory.seen_step, memory.launched_at = spec.resume_step, memory.now
@@ -79,8 +82,7 @@ def _adopt(memory: MachineMemory, spec: m.GenerationSpec, logged: set[m.Generati
     memory.alert(
         "info", "adopted", f"adopted generation {spec.id}: {len(spec.members)} workers, {spec.layout}"
     )
-    if spec.id not in logged:
-        memory.appends.push(m.AppendGeneration(spec))
+    enter(memory, spec)
     for member in spec.members:
         if member.worker in memory.roster.workers:
             continue
@@ -104,6 +106,7 @@ def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
         return
     if not memory.roster.join(event.node, event.capacity, memory.now, event.device_bytes):
         return
+    take_up(memory, event.kept, event.kept_by)
     _release_committed(memory, event.node)
     memory.alert(
         "info", "join", f"node {event.node} joined with room for {event.capacity} workers", node=event.node
@@ -257,6 +260,7 @@ def inventory(memory: MachineMemory, event: m.Inventory) -> None:
 
 def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:
     if event.error:
+        memory.storage_problem = event.error
         memory.alert(
             "warning", "storage", f"upload of step {event.step} on {event.node} failed: {event.error}"
         )
@@ -274,7 +278,13 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
         memory.finish("fenced", "a newer coordinator has taken over; this one stops")
         return
     if event.error:
+        memory.storage_problem = event.error
         memory.alert("warning", "storage", f"log entry ({event.kind}) failed: {event.error}")
+        state = (event.step, event.generation)
+        if event.parts_gone and memory.checkpoints.parts_gone(state, memory.now):
+            memory.appends.settle(event, memory.now)  # no longer on its way ...
+            memory.appends.drop_commits()  # ... and made anew once all is uploaded again
+            return
         if event.kind == "commit" and memory.checkpoints.outdated((event.step, event.generation)):
             memory.appends.settle(event, memory.now)  # no longer on its way ...
             memory.appends.drop_commits()  # ... and not to be tried again: a newer checkpoint takes its place

@@ -8,6 +8,7 @@ the order in which messages arrive nor a missing log entry can change the verdic
 from __future__ import annotations
 
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Link, Source
+from picotron_ray.layout.layout import Layout
 
 
 def on_lineage(newest: GenerationSpec | None, generation: GenerationId, step: int) -> bool:
@@ -33,3 +34,18 @@ def descend(parent: GenerationSpec | None, source: Source) -> tuple[Link, ...]:
         if link.generation < source.generation
     )
     return (*kept, Link(source.generation, source.step))
+
+
+def ancestors(spec: GenerationSpec) -> list[GenerationSpec]:
+    """Stand-ins for the ancestors of a generation, oldest first, for a log that lacks their entries.
+
+    A commit's ledger continues that of the commit before it, which the log finds by the sources of all
+    generations in between. Those are true; members and layout are not known any more.
+    """
+    found = []
+    for at, link in enumerate(spec.lineage):
+        older = spec.lineage[at - 1] if at else None
+        source = Source("init") if older is None else Source("slots", older.through, older.generation)
+        reason = "entered later: storage was out"
+        found.append(GenerationSpec(link.generation, (), Layout(), source, reason, spec.lineage[:at]))
+    return found

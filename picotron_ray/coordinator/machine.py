@@ -18,6 +18,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.append_queue import AppendQueue
 from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker
 from picotron_ray.coordinator.event_handlers import HANDLERS
+from picotron_ray.coordinator.final_wait import step_kept
 from picotron_ray.coordinator.generation_stop import step_aborting, step_leaving
 from picotron_ray.coordinator.housekeeping import keep_house, start_workers, step_running, wanted
 from picotron_ray.coordinator.machine_memory import Choose, MachineMemory
@@ -93,6 +94,7 @@ class Machine:
         memory = self.memory
         times = [
             memory.deadline,
+            memory.failing_until,
             memory.appends.wake_at,
             memory.checkpoints.wake_at,
         ]
@@ -129,14 +131,20 @@ def advance(memory: MachineMemory) -> None:
 
 
 def _step_starting(memory: MachineMemory) -> None:
-    """Wait for the term's first members: all workers, and after a while the least number of them."""
+    """Wait for the term's first members: all workers, and after a while the least number of them.
+
+    What an earlier launch had to leave uncommitted is committed before.
+    """
+    timed_out = memory.deadline is not None and memory.now >= memory.deadline
+    if step_kept(memory, timed_out):
+        return
+    if memory.checkpoints.committed >= memory.job.steps and memory.rewind is None:
+        collect(memory)
+        return
     if memory.stop_requested and (memory.spec is None or not memory.roster.nodes):
         memory.finish("stopped", "before training started")
         return
-    ready, timed_out = (
-        len(memory.roster.usable()),
-        memory.deadline is not None and memory.now >= memory.deadline,
-    )
+    ready = len(memory.roster.usable())
     enough = ready >= memory.job.cluster.max_workers or (timed_out and pick(memory) is not None)
     resumed = timed_out and memory.spec is not None  # a run that trained before waits for its workers
     if memory.stop_requested or enough or resumed:

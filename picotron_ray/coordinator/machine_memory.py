@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.append_queue import AppendQueue
-from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker
+from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker, StateKey
 from picotron_ray.coordinator.messages import (
     Alert,
     Command,
@@ -24,6 +24,7 @@ from picotron_ray.coordinator.messages import (
     Member,
     Outcome,
     SlotInfo,
+    Source,
 )
 from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.policies.membership import Question, Roster, RosterWorker
@@ -108,6 +109,12 @@ class MachineMemory:
     commits: list[Commit] = field(default_factory=list)
     bad_slots: set[tuple[str, str]] = field(default_factory=set)
     bad_manifests: set[str] = field(default_factory=set)
+    logged: set[GenerationId] = field(default_factory=set)  # generations that the log held at the beginning
+    kept: StateKey | None = None  # newest state that an earlier launch left in slots, until it is committed
+    storage_problem: str = ""  # words of the newest failure of storage
+    failing_until: float | None = None  # nothing but storage is waited for: when that is given up
+    marked: StateKey | None = None  # state whose slots are marked to outlive the run's processes
+    told_wait_at: float = 0.0  # when the wait is told again
     rewind: int | None = None  # checkpoint.resume_step, until it has been obeyed
     # the end
     stop_requested: bool = False
@@ -131,9 +138,15 @@ class MachineMemory:
         self.state, self.deadline = state, None
 
     def finish(
-        self, status: Literal["finished", "failed", "stopped", "storage", "fenced"], detail: str
+        self,
+        status: Literal["finished", "failed", "stopped", "storage", "fenced"],
+        detail: str,
+        keep: Source | None = None,
     ) -> None:
-        self.result = Finish(status, detail)
+        uncommitted = status == "failed" or self.seen_step > self.checkpoints.committed
+        if self.kept is not None or (status != "finished" and self.storage_fails and uncommitted):
+            keep = keep or Source("slots")  # whatever could not be committed
+        self.result = Finish(status, detail, keep)
         self.emit(self.result)
         self.go(MachineState.DONE)
 
@@ -143,6 +156,12 @@ class MachineMemory:
     def in_generation(self) -> bool:
         """Whether members of ``spec`` may still be at work."""
         return self.state in (MachineState.RUNNING, MachineState.LEAVING, MachineState.ABORTING)
+
+    @property
+    def storage_fails(self) -> bool:
+        """Whether the newest that was heard of storage is that it fails, or that it does not answer."""
+        pending = self.checkpoints.pending
+        return self.appends.failing or (pending is not None and bool(pending.failing))
 
     def is_member(self, worker: str) -> bool:
         return self.spec is not None and any(member.worker == worker for member in self.spec.members)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from picotron_ray.coordinator.final_wait import out_of_patience
 from picotron_ray.coordinator.generation_stop import kill
 from picotron_ray.coordinator.lineage import descend, on_lineage
 from picotron_ray.coordinator.machine_memory import LayoutProposal, MachineMemory
@@ -26,7 +27,6 @@ from picotron_ray.failures import FailureKind, Remedy
 
 MOST_ASKED = 3  # rounds after which a node's inventory is done without
 COMMIT_PATIENCE_S = 5.0  # longest wait for the reply to a commit that would save steps
-FINAL_PATIENCE_S = 60.0  # least time for which storage may fail before a run ends with "storage"
 
 
 def collect(memory: MachineMemory) -> None:
@@ -153,7 +153,8 @@ def _apply_remedy(memory: MachineMemory, point: Source) -> bool:
     suspect = incident.culprit and worker is not None and worker.state == "idle"
     if memory.remedy is Remedy.EXCLUDE and suspect and worker is not None:
         kill(memory, worker.name, f"suspect: {why}")
-    memory.distrust_slots = memory.remedy is Remedy.COMMIT
+    # a commit that storage does not hand out is no remedy
+    memory.distrust_slots = memory.remedy is Remedy.COMMIT and not memory.storage_fails
     if memory.remedy is Remedy.SHRINK:
         memory.cap = max(memory.job.cluster.min_workers, len(memory.roster.usable()) // 2)
     if memory.remedy is not Remedy.RETRY:
@@ -202,6 +203,7 @@ def _launch(
     memory.seen_step, memory.launched_at, memory.progressed = spec.resume_step, memory.now, False
     memory.verdict = ""
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
+    memory.failing_until = None
     memory.checkpoints.rewound(spec)
     if memory.checkpoints.pending is None:
         memory.appends.drop_commits()
@@ -241,7 +243,6 @@ def _report(memory: MachineMemory, spec: GenerationSpec, why: str) -> None:
 def _finalise(memory: MachineMemory, point: Source, status: Literal["finished", "stopped", "failed"]) -> None:
     """Commit the last state; what is already committed, or was never trained, needs no commit."""
     memory.go(MachineState.FINALISING)
-    memory.deadline = memory.now + max(FINAL_PATIENCE_S, 2 * memory.job.storage.retry_deadline_s)
     memory.final = (status, point.step)
     memory.incident = None
     if point.kind == "slots":  # else it is the newest commit, or nothing was trained
@@ -263,6 +264,5 @@ def step_finalising(memory: MachineMemory) -> None:
     elif job is None:
         memory.reason = "the last state was lost before it was committed"
         collect(memory)
-    elif memory.now >= (memory.deadline or 0.0) and (job.errors or memory.appends.attempt):
-        why = f"; it was to be the end: {memory.verdict}" if memory.verdict else ""
-        memory.finish("storage", f"step {step} could not be committed: storage kept failing{why}")
+    else:
+        out_of_patience(memory, job.state)

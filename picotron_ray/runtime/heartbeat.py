@@ -178,17 +178,26 @@ class Page:
         self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1)
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
 
-    def phase(self, name: str) -> None:
-        """Enter a phase: learn how long the last one took and publish the limit of this one."""
+    def phase(self, name: str, limit_s: float | None = None) -> None:
+        """Enter a phase: learn how long the last one took and publish the limit of this one.
+
+        Args:
+            limit_s: limit of this one, where its own history says nothing.
+        """
         now = time.monotonic()
         if name != self._phase:
             self._learn(self._phase, now - self._since)
             self._phase, self._since = name, now
         self._count += 1
-        limit = 1e9 if name == "idle" else self._limit(name)
+        limit = 1e9 if name == "idle" else limit_s or self._limit(name)
         self.put(phase_limit_s=limit, phase_since_s=now, phase=PHASES.index(name), phase_count=self._count)
         if self.on_phase is not None:
             self.on_phase(self.computing_step, name)
+
+    def storage_answered(self) -> None:
+        """Start the limit of the phase ``storage`` anew; any thread may call this."""
+        if self._phase == "storage":
+            self.put(phase_since_s=time.monotonic())
 
     def _learn(self, name: str, seconds: float) -> None:
         history = self._durations[name]

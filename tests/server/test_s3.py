@@ -27,6 +27,7 @@ from tests.support.checkpoint.checkpoint_kit import generation, load, make_state
 from tests.support.checkpoint.fencing import check_stopped_writer_is_refused
 from tests.support.checkpoint.s3_kit import Settings, environment, new_bucket, script, settings_of
 from tests.support.checkpoint.storage_suite import StorageConformance
+from tests.support.checkpoint.tcp_proxy import tcp_proxy
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,28 @@ def test_a_lost_reply_is_settled(config: StorageConfig, monkeypatch: pytest.Monk
     assert storage.get("log/1") == b"mine"
     with pytest.raises(AlreadyExistsError):
         storage.put_if_absent("log/1", b"other")
+
+
+def test_a_server_that_stops_answering_in_the_middle_is_given_up_and_taken_again(
+    config: StorageConfig, s3_server: Settings, tmp_path: Path
+) -> None:
+    """A save through a proxy that swallows everything from one moment on; later it goes through."""
+    host, port = s3_server["S3_ENDPOINT"].removeprefix("http://").split(":")
+    with tcp_proxy((host, int(port))) as proxy:
+        changes = {"endpoint_url": proxy.url, "retry_deadline_s": 0.5, "call_timeout_s": 1.5}
+        storage = open_storage(config.model_copy(update=changes), "swallowed")
+        log = RunLog(storage)
+        log.claim_term("test")
+        proxy.mode = "swallow"
+        began = time.monotonic()
+        with pytest.raises(StorageUnavailableError, match=r"gave no answer at \S+ for 1\.5 s"):
+            save(storage, log, tmp_path / "a", make_state(1), (1, 1, 5))
+        assert time.monotonic() - began < 20
+        proxy.mode = "pass"
+        save(storage, log, tmp_path / "b", make_state(1), (1, 1, 5))
+    good = latest_good(open_storage(config, "swallowed"), log)
+    assert good is not None
+    assert good.manifest.step == 5
 
 
 # --- TLS, and a server that dies -------------------------------------------------------------------

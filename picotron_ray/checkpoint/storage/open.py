@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.deadline import DeadlineStorage
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import StorageError
 
+LEAST_CALL_S = 60.0
 
-def open_storage(config: StorageConfig, run: str) -> Storage:
+
+def open_storage(config: StorageConfig, run: str, on_answer: Callable[[], None] | None = None) -> Storage:
     """Open the storage of one run. Nothing is contacted or created yet: see ``probe``.
+
+    Each of its calls ends after ``storage.call_timeout_s``, also where what lies below hangs.
 
     Args:
         config: the config's ``storage`` section; ``url`` is a folder or ``s3://bucket/prefix``.
         run: name of the run, which is appended to the URL.
+        on_answer: called, from any thread, whenever a call has succeeded.
 
     Example:
         >>> import tempfile
@@ -25,6 +33,15 @@ def open_storage(config: StorageConfig, run: str) -> Storage:
     Raises:
         StorageError: the URL is of no kind that is known.
     """
+    return DeadlineStorage(_open(config, run), call_limit_s(config), on_answer)
+
+
+def call_limit_s(config: StorageConfig) -> float:
+    """Longest that one call may take: as configured, else twice the wait for an outage, at least a minute."""
+    return config.call_timeout_s or max(LEAST_CALL_S, 2 * config.retry_deadline_s)
+
+
+def _open(config: StorageConfig, run: str) -> Storage:
     kind, separator, rest = config.url.partition("://")
     if not separator:
         kind, rest = "file", config.url

@@ -28,7 +28,7 @@ from picotron_ray.checkpoint.store.manifest import (
 )
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.upload import UploadPart
-from picotron_ray.errors import AlreadyExistsError, CorruptError, StorageError
+from picotron_ray.errors import AlreadyExistsError, CorruptError, PartsGoneError, StorageError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, uncovered, whole
 
@@ -65,7 +65,7 @@ def commit(
     manifest, lines = assemble(parts, parent_of(storage, log, first.term, first.n))
     gone = missing_chunks(storage, manifest.chunks)
     if gone:
-        raise StorageError(
+        raise PartsGoneError(
             f"{len(gone)} chunks of step {manifest.step} are gone, first {gone[0]}; upload it again"
         )
     manifest = _store_segment(storage, manifest, lines)

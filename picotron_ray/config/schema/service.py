@@ -148,6 +148,18 @@ class StorageConfig(Section):
     retry_deadline_s: float = Field(
         default=60.0, gt=0, description="how long an outage of storage is waited out"
     )
+    call_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="longest that one call may take, its retries included; then it counts as failed, even"
+        " where it hangs; null: twice retry_deadline_s, at least 60",
+    )
+    final_wait_s: float = Field(
+        default=3600.0,
+        ge=0,
+        description="how long a run that has nothing else left to do waits for storage that keeps failing,"
+        " before it ends with exit 4 and keeps its snapshots for the next launch",
+    )
 
 
 class CheckpointConfig(Section):
@@ -307,7 +319,8 @@ PHASES = (
     "idle",
     "rendezvous",  # joining the generation's process groups
     "build",  # model, mesh, optimizer
-    "restore",  # reading state from slots or storage
+    "restore",  # reading state from slots
+    "storage",  # reading state from a commit, and waiting for storage or for members that do
     "data",  # waiting for the prefetched batch
     "forward",  # forward pass; under a pipeline schedule the whole of forward and backward
     "backward",

@@ -77,6 +77,13 @@ def _checkpoint(job: JobConfig) -> Iterator[Problem]:
 def _storage(job: JobConfig) -> Iterator[Problem]:
     for key, text in url_problems(job.storage):
         yield Problem(f"storage.{key}", text, ("storage.url",))
+    limit, retries = job.storage.call_timeout_s, job.storage.retry_deadline_s
+    if limit is not None and limit <= retries:
+        yield Problem(
+            "storage.call_timeout_s",
+            f"saw {limit:g}, expected more than storage.retry_deadline_s={retries:g}, which it cuts off",
+            ("storage.retry_deadline_s",),
+        )
 
 
 def _init_from(job: JobConfig) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from picotron_ray.coordinator.messages.values import GenerationId, GenerationSpec
+from picotron_ray.coordinator.messages.values import GenerationId, GenerationSpec, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,15 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepSlots:
+    """Mark slots so that they outlive the node's processes, however they end, until they are released."""
+
+    node: str
+    generation: GenerationId
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Ask the members for a pinned checkpoint snapshot at the next step boundary."""
 
@@ -116,10 +125,15 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End the run: stop every worker (fenced: touch nothing, a newer coordinator has them)."""
+    """End the run: stop every worker (fenced: touch nothing, a newer coordinator has them).
+
+    ``keep`` is a state that could not be committed: its slots stay for the next launch, the others go. A
+    source without a generation stands for all slots; None: nothing is kept.
+    """
 
     status: Literal["finished", "failed", "stopped", "storage", "fenced"]
     detail: str = ""
+    keep: Source | None = None
 
 
 Command = (
@@ -133,6 +147,7 @@ Command = (
     | AppendGeneration
     | AppendCommit
     | Release
+    | KeepSlots
     | TakeSnapshot
     | Quarantine
     | Alert

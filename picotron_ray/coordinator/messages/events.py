@@ -30,6 +30,8 @@ class Begin:
     running: GenerationSpec | None = None
     workers: tuple[Member, ...] = ()  # living workers that agents reported
     busy: tuple[BusyWorker, ...] = ()  # those of them that are in a generation now, as their pages say
+    kept: tuple[SlotInfo, ...] = ()  # as in NodeJoined, of the agents that live already
+    kept_by: GenerationSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,17 @@ class NodeJoined:
 
     Workers that it has already, but that ``Begin`` did not name (it could not be reached then), are reported
     by ``WorkerReady`` right after. The machine does not know them and kills them.
+
+    ``kept`` are slots that an earlier launch could not commit and left there, and ``kept_by`` the newest
+    generation that their node knew of then; its log entry may be missing.
     """
 
     node: str
     capacity: int  # workers that it can host
     refused: str = ""  # why it may not take part (version mismatch); empty: it may
     device_bytes: int = 0  # memory of its smallest device; 0: not known, or a CPU's share of its host's
+    kept: tuple[SlotInfo, ...] = ()
+    kept_by: GenerationSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +158,7 @@ class Appended:
     error: str = ""
     fenced: bool = False
     digest: str = ""  # commit: blake3 of the manifest
+    parts_gone: bool = False  # commit: what was uploaded is not there any more; trying again needs it anew
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class Checks:
         self.specs: dict[m.GenerationId, m.GenerationSpec] = {}  # all that were launched
         self.slots: dict[tuple[str, str], SimSlot] = {}  # all that were ever sealed
         self.started: set[str] = set()
+        self.blackout = False  # storage is down for good: a run may end with "storage", and keeps its slots
         self.stepped_at = 0.0  # when the last step was finished
         self.entered: Callable[[MachineState], None] = lambda state: None  # told of every state that begins
 
@@ -74,7 +75,7 @@ class Checks:
 
     def _finished(self, shell: CoordinatorProtocol, command: m.Finish) -> None:
         """Check an end: the present coordinator may end only a finished run; a replaced one is fenced."""
-        if self.sim.shell is not shell:
+        if self.sim.shell is not shell or (self.blackout and command.status == "storage"):
             return
         allowed = {
             "finished",

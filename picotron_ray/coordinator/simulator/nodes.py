@@ -81,6 +81,8 @@ class SimNode:
         self.workers: dict[str, SimWorker] = {}
         self.slots: dict[str, SimSlot] = {}
         self.spec: m.GenerationSpec | None = None  # newest generation heard of
+        self.kept: set[str] = set()  # slots that are marked to outlive all processes
+        self.kept_by: m.GenerationSpec | None = None  # newest generation that an earlier launch knew of here
         self.cut_until = 0.0  # no messages between here and any coordinator before this time
 
     @property
@@ -92,10 +94,17 @@ class SimNode:
 
     def hello(self) -> None:
         """Introduce itself to a coordinator that does not know it, with what lives on it."""
-        self.report(m.NodeJoined(self.name, self.capacity), reliable=True)
+        self.report(self.joined(), reliable=True)
         for worker in self.workers.values():
             if worker.ready:
                 self.report(m.WorkerReady(worker.name, self.name), reliable=True)
+
+    def joined(self) -> m.NodeJoined:
+        """Return what a coordinator hears when it meets this node."""
+        kept = tuple(held.info for name, held in self.slots.items() if name in self.kept)
+        return m.NodeJoined(
+            self.name, self.capacity, kept=kept, kept_by=(self.kept_by or self.spec) if kept else None
+        )
 
     def keep(self, held: SimSlot) -> None:
         """Keep a sealed slot; there is one file per name."""
@@ -153,11 +162,21 @@ class SimNode:
         """Unpin up to a state; delete what dead workers left behind from before it."""
         for held in list(self.slots.values()):
             key = (held.info.generation, held.info.step)
-            if key < (generation, step) and held.info.slot.split(".")[0] not in self.workers:
+            kept = held.info.slot in self.kept and key <= (generation, step)
+            if kept:
+                self.kept.discard(held.info.slot)
+            if (kept or key < (generation, step)) and held.info.slot.split(".")[0] not in self.workers:
                 self.sim.checks.deleted(held.info)
                 del self.slots[held.info.slot]
             elif key <= (generation, step):
                 held.pinned = False
+
+    def mark(self, generation: m.GenerationId, step: int) -> None:
+        """Mark the slots of a state as ones that the next launch must find."""
+        state = (generation, step)
+        self.kept |= {
+            name for name, held in self.slots.items() if (held.info.generation, held.info.step) == state
+        }
 
     def upload(self, command: m.Upload) -> None:
         self.sim.after(self.sim.rng.uniform(0.1, 1.5), self._uploaded, command)

@@ -62,18 +62,19 @@ def _family(kind: int) -> Choose:
 
 
 FAMILIES = tuple(_family(kind) for kind in range(5))
-JOBS: dict[tuple[int, int], JobConfig] = {}
+JOBS: dict[tuple[int, int, float], JobConfig] = {}
 
 
-def _job(workers: int, interval: int) -> JobConfig:
-    key = workers, interval
+def draw_job(workers: int, interval: int, final_wait_s: float = 3600.0) -> JobConfig:
+    """Return the job of so many workers; each is made once."""
+    key = workers, interval, final_wait_s
     if key not in JOBS:
         tree: dict[str, Any] = {
             "steps": 60,
             "cluster": {"max_workers": workers, "start_timeout_s": 60},
             "elastic": {"max_failures": 1000, "max_failures_without_progress": 20},
             "checkpoint": {"interval_steps": interval},
-            "storage": {"retry_deadline_s": 5},
+            "storage": {"retry_deadline_s": 5, "final_wait_s": final_wait_s},
         }
         JOBS[key] = JobConfig.model_validate(tree)
     return JOBS[key]
@@ -91,7 +92,7 @@ def simulate(seed: int, coverage: Coverage | None = None, bad_step: int = 0) -> 
     choose = FAMILIES[draw.below(len(FAMILIES))]
     coverage = Coverage() if coverage is None else coverage
     checks = Checks(coverage)
-    sim = Sim(draw.bits(), _job(workers, 5 + draw.below(10)), choose, checks)
+    sim = Sim(draw.bits(), draw_job(workers, 5 + draw.below(10)), choose, checks)
     checks.sim, sim.bad_step = sim, bad_step
     sim.step_s = EVENTS / (nodes + 1) / sim.job.steps
     if draw.chance(0.2):

@@ -66,9 +66,13 @@ class Shell:
         self.commits = list(self.sim.storage.commits())
         self.newest = max([*known, *specs], key=lambda spec: spec.id, default=None)
         waiting, self._queue = self._queue, []
-        self.deliver(m.Begin(self.term, tuple(self.commits), known, running, workers, busy))
+        said = [node.joined() for node in living]
+        kept = tuple(slot for each in said for slot in each.kept)
+        kept_by = max((each.kept_by for each in said if each.kept_by), key=lambda spec: spec.id, default=None)
+        self.newest = max(filter(None, (self.newest, kept_by)), key=lambda spec: spec.id, default=None)
+        self.deliver(m.Begin(self.term, tuple(self.commits), known, running, workers, busy, kept, kept_by))
         for node in living:
-            self.deliver(m.NodeJoined(node.name, node.capacity))
+            self.deliver(node.joined())
         for node in self.sim.nodes.values():
             if node not in living:
                 node.hello()
@@ -94,6 +98,8 @@ class Shell:
             return
         if isinstance(event, m.Inventory):
             self.heard.add(event.node)
+        elif isinstance(event, m.NodeJoined) and event.kept_by is not None:
+            self.newest = max(self.newest or event.kept_by, event.kept_by, key=lambda spec: spec.id)
         elif isinstance(event, m.Appended) and event.kind == "commit" and event.seq > 0:
             self.commits.append(
                 m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest)
@@ -184,6 +190,12 @@ class Shell:
             command.node, self.term, lambda node: node.release(command.generation, command.step), retry=False
         )
 
+    def keep_slots(self, command: m.KeepSlots) -> None:
+        """Mark slots on a node, which may die with all of its processes."""
+        self.sim.to_node(
+            command.node, self.term, lambda node: node.mark(command.generation, command.step), retry=False
+        )
+
     def quarantine(self, command: m.Quarantine) -> None:
         self.sim.to_node(command.node, self.term, lambda node: node.quarantine(command.slot), retry=True)
 
@@ -244,6 +256,7 @@ EXECUTE: dict[type[Any], Callable[[Shell, Any], None]] = {
     m.AppendGeneration: Shell.append,
     m.AppendCommit: Shell.append,
     m.Release: Shell.release,
+    m.KeepSlots: Shell.keep_slots,
     m.TakeSnapshot: Shell.snapshot,
     m.Quarantine: Shell.quarantine,
     m.Alert: Shell.alert,

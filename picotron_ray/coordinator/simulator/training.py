@@ -13,6 +13,7 @@ from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory
 from picotron_ray.failures import FailureKind
 
 LONGEST_RENDEZVOUS_S = 5.0
+OUTAGE_POLL_S = 1.0
 
 
 class SimGeneration:
@@ -47,11 +48,23 @@ class SimGeneration:
     def _start(self) -> None:
         if self.broken or self._stuck():
             return
+        if self.spec.source.kind == "commit" and self.sim.now < self.sim.storage.down_until:
+            self.sim.after(OUTAGE_POLL_S, self._wait_for_storage)
+            return
         detail = self.sim.unreadable(self.spec.source)
         if detail:
             self._fail(detail)
         else:
             self._next()
+
+    def _wait_for_storage(self) -> None:
+        """Sit out an outage; a member that is asked to stop leaves instead."""
+        if self.boundary and not self.broken:
+            self.ended = True
+            for worker in self.members():
+                worker.leave(self, "interrupted")
+        else:
+            self._start()
 
     def _fail(self, detail: str) -> None:
         """Some members find it; the others wait for them until they are told to leave."""

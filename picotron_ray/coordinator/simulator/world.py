@@ -67,16 +67,23 @@ class Sim:
             self.now = at
             call(*args)
 
+    def restart_clock(self) -> None:
+        """Forget everything that is under way: all processes are gone, and storage is up again."""
+        self._heap.clear()
+        self.over = self.stop_asked = False
+        self.shell, self.storage.down_until, self.noise_until = None, 0.0, 0.0
+
     def violation(self, text: str) -> None:
         self.failures.append(f"at {self.now:.3f} s: {text}")
 
     # --- cluster --------------------------------------------------------------------------------------
 
-    def add_node(self, capacity: int) -> SimNode:
-        """Add a node; the coordinator hears of it a little later."""
+    def add_node(self, capacity: int, told: bool = True) -> SimNode:
+        """Add a node; the coordinator hears of it a little later, where it is ``told``."""
         self.names += 1
         node = self.nodes[f"n{self.names}"] = SimNode(self, f"n{self.names}", capacity)
-        node.report(m.NodeJoined(node.name, capacity), reliable=True)
+        if told:
+            node.report(node.joined(), reliable=True)
         self.after(self.rng.random(), self._beat, node)
         return node
 

@@ -17,6 +17,7 @@ import logging
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
 from picotron_ray.runtime.coordinator.trackers import Tracking
-from picotron_ray.runtime.ray_cluster import local_ray, owner_process
+from picotron_ray.runtime.ray_cluster import kept_slots, local_ray, owner_process
+from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.ray_cluster.placement import living_nodes, worker_needs
 from picotron_ray.runtime.ray_cluster.supervisor import LINGER_S
@@ -162,14 +165,15 @@ class Coordinator:
             file.write(event_line(now, event, commands) + "\n")
 
     async def _begin(self) -> None:
+        patience = StoragePatience(self._job, self._cluster.activity, self._record.note)
         try:
-            self._executor.term = await asyncio.to_thread(self._store.claim)
+            self._executor.term = await patience.call(self._store.claim)
             found = await self._cluster.hello(self._executor.term)
             specs = [agent["spec"] for agent in found.values() if agent["spec"]]
-            commits, generations = await asyncio.to_thread(self._store.state, not specs)
+            commits, generations = await patience.call(partial(self._store.state, not specs))
         except PicotronError as error:
             failed = isinstance(error, StorageError)
-            await self._end(m.Finish("storage" if failed else "failed", str(error)))
+            await self._end(m.Finish("storage" if failed else "failed", str(error), m.Source("slots")))
             return
         folder = Path(self._options["event_folder"])
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,6 +204,12 @@ class Coordinator:
                     m.BusyWorker(worker, m.GenerationId(term, n))
                     for agent in found.values()
                     for worker, term, n in agent["busy"]
+                ),
+                kept=tuple(slot for agent in found.values() for slot in agent.get("kept", ())),
+                kept_by=max(
+                    (agent["kept_by"] for agent in found.values() if agent.get("kept_by")),
+                    key=lambda spec: spec.id,
+                    default=None,
                 ),
             )
         )
@@ -239,7 +249,7 @@ class Coordinator:
         for node, figures in (await self._cluster.figures()).items():
             self._record.figures(node, figures)  # the last evaluation may be younger than a heartbeat
         if finish.status != "fenced":  # else all of it belongs to the coordinator that took over
-            await self._cluster.close(self._executor.term)
+            await self._cluster.close(self._executor.term, finish.keep)
         summary = self._record.summary(finish)
         if finish.status not in ("fenced", "storage"):
             try:
@@ -251,6 +261,8 @@ class Coordinator:
             targets_file(Path(self._options["event_folder"])).unlink(missing_ok=True)
         self._record.done(finish, summary)
         if self._options["owns_ray"]:
+            if finish.status in ("finished", "stopped") and finish.keep is None:
+                kept_slots.discard(run_folders(self._job))  # committed, though nobody lived to note it
             local_ray.announce_end()  # its supervisor takes it down a little later
         else:
             await asyncio.sleep(LINGER_S)  # drivers that are attached read the result meanwhile

@@ -19,9 +19,11 @@ from picotron_ray.coordinator.messages import (
     Member,
     NodeJoined,
     NodeLost,
+    Source,
     WorkerReady,
 )
 from picotron_ray.runtime.coordinator.start_actors import start_agent, start_worker
+from picotron_ray.runtime.coordinator.storage_patience import Activity
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, snapshot_problem
@@ -176,7 +178,8 @@ class Cluster:
             self._capacity[view.id] = capacity
         facts: NodeFacts = hello["facts"]
         self._device_bytes[view.id] = facts.device_bytes if self._needs.gpus else 0
-        joined = NodeJoined(view.id, capacity, mismatch, self._device_bytes[view.id])
+        kept, kept_by = hello.get("kept", ()), hello.get("kept_by")
+        joined = NodeJoined(view.id, capacity, mismatch, self._device_bytes[view.id], kept, kept_by)
         return [joined, *(WorkerReady(member.worker, member.node) for member in strangers)]
 
     def _mismatch(self, hello: dict[str, Any], workers: int) -> str:
@@ -278,13 +281,29 @@ class Cluster:
                 log.debug("no figures from node %s: %s", node[:8], error)
         return found
 
-    async def close(self, term: int) -> None:
-        """End every worker and agent of the run, and remove the nodes' folders."""
+    async def activity(self) -> Activity:
+        """Say whether the run has agents, and whether a worker is in a generation; needs no term."""
+        for view in await asyncio.to_thread(living_nodes):
+            try:
+                self._agents[view.id] = ray.get_actor(agent_name(self._job.name, view.id), NAMESPACE)
+            except ValueError:
+                continue
+        if not self._agents:
+            return "none"
+        pages = [page for pages in (await self.figures()).values() for page in pages]
+        return "training" if any(page["phase"] != "idle" for page in pages) else "idle"
+
+    async def close(self, term: int, keep: Source | None = None) -> None:
+        """End every worker and agent of the run, and remove the nodes' folders, but the slots of ``keep``."""
+        key: tuple[int, ...] | None = None
+        if keep is not None:
+            writer = keep.generation
+            key = () if writer is None else (writer.term, writer.n, keep.step)
         for handle in self._workers.values():
             ray.kill(handle)
         for handle in self._agents.values():
             try:
-                await answer(handle.close.remote(), CLOSE_TIMEOUT_S)
+                await answer(handle.close.remote(key), CLOSE_TIMEOUT_S)
             except (RayError, TimeoutError) as error:
                 log.debug("agent: %s", error)
             ray.kill(handle)

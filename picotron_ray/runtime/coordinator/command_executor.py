@@ -204,6 +204,16 @@ class CommandExecutor:
         for worker in self._cluster.workers_on(command.node):
             self._tell(worker, "committed", self.term, generation, command.committed)
 
+    def _keep_slots(self, command: m.KeepSlots) -> None:
+        async def mark() -> None:
+            key = (*_pair(command.generation), command.step)
+            try:
+                await self._cluster.call_agent(command.node, "keep", self.term, key)
+            except RayError as error:
+                log.warning("slots on node %s are not marked: %s", command.node[:8], _line(error))
+
+        self.spawn(mark())
+
     def _quarantine(self, command: m.Quarantine) -> None:
         self.spawn(self._quarantined(command))
 
@@ -227,6 +237,7 @@ class CommandExecutor:
         m.AppendGeneration: _append_generation,
         m.AppendCommit: _append_commit,
         m.Release: _release,
+        m.KeepSlots: _keep_slots,
         m.TakeSnapshot: _take_snapshot,
         m.Quarantine: _quarantine,
         m.Alert: _alert,

@@ -46,6 +46,7 @@ class RunRecord:
         self._running = False  # a generation of this term, or one that it adopted
         self._open: list[FailureRecord] = []  # no step has gone on since
         self._metrics: dict[str, Any] | None = None
+        self._uncommitted = False  # storage fails, or something that was kept is still to be committed
 
     def begin(self, term: int, commit_figures: Mapping[int, dict[str, Any]]) -> None:
         """Take over as the coordinator of ``term``.
@@ -67,6 +68,8 @@ class RunRecord:
             event = {"seq": self._seq, "t": time.time(), "level": level, "kind": kind, "text": text}
             self._facts.events.append({**event, "data": data or {}})
             self._facts.noted[level] += 1
+            if kind == "storage-wait" or (kind, level) == ("kept", "info"):
+                self._uncommitted = True
 
     def attached(self, submission: dict[str, Any]) -> None:
         """Note a Ray job whose driver started or follows the run; known ones are not told again."""
@@ -133,8 +136,11 @@ class RunRecord:
                     self._judged(command.data, at_s)
 
     def _observe_event(self, event: m.Event, at_s: float) -> None:
+        if isinstance(event, m.Uploaded | m.Appended) and event.error:
+            self._uncommitted = True
         if isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self._committed(event)
+            self._uncommitted = False
             self._facts.committed_at_s = at_s
         record = self._facts.generations[-1] if self._facts.generations else None
         if record is None:
@@ -243,6 +249,7 @@ class RunRecord:
                 "eval_loss": self._eval_loss(),
                 "eval_step": self._eval_step(),
                 "baseline_loss": self._baseline(),
+                "uncommitted": self._uncommitted,
                 "committed": max((entry["step"] for entry in self._facts.checkpoints), default=None),
                 "pages": dict(self._facts.pages),
                 "metrics": self._metrics,

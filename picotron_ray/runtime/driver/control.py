@@ -13,7 +13,7 @@ from rich.console import Console
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver import follow_run
 from picotron_ray.runtime.driver.console import ProgressView
-from picotron_ray.runtime.ray_cluster import connect, local_ray
+from picotron_ray.runtime.ray_cluster import connect, kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordinator_name
 
@@ -57,12 +57,20 @@ def status(run: str) -> dict[str, Any]:
     )
 
 
-def stop(run: str, now: bool, console: Console) -> dict[str, Any] | None:
+def stop(run: str, now: bool, console: Console, discard: bool = False) -> dict[str, Any] | None:
     """Stop a run with a commit, or ``now`` without one; remove everything of it that is left.
 
+    What storage could not take yet is deleted only where ``discard`` says so, which implies ``now``.
+
     Returns the run's summary, or None where it ended without one.
+
+    Raises:
+        ConfigError: there is no such run, or it has something that is not committed.
     """
-    if _is_local_and_dead_or_unwanted(run, now):
+    now = now or discard
+    if now and not discard:
+        _refuse_uncommitted(run)
+    if _is_local_and_dead_or_unwanted(run, now, discard):
         console.print(f"run {run}: ended what was left of it", markup=False)
         return None
     try:
@@ -83,14 +91,40 @@ def stop(run: str, now: bool, console: Console) -> dict[str, Any] | None:
     return None if final is None else dict(final["summary"])
 
 
-def _is_local_and_dead_or_unwanted(run: str, now: bool) -> bool:
+def _refuse_uncommitted(run: str) -> None:
+    """Raise ConfigError where a living run has state that storage did not take."""
+    try:
+        coordinator, _ = connect_to_run(run)
+    except ConfigError:
+        return  # it does not live
+    seen = follow_run.poll(coordinator, follow_run.ALL_SEEN)
+    if seen is not None and seen["uncommitted"]:
+        raise ConfigError(
+            f"run: storage fails, and {run!r} at step {seen['step']} is committed up to step"
+            f" {seen['committed'] or 0} only; stop it without --now, which waits for storage, or add"
+            " --discard to lose the rest"
+        )
+
+
+def _is_local_and_dead_or_unwanted(run: str, now: bool, discard: bool = False) -> bool:
+    """End what is left of a local run; False where there is none, or it lives and is wanted.
+
+    Raises:
+        ConfigError: it keeps slots that are not committed.
+    """
     if os.environ.get("RAY_ADDRESS"):
         return False
     with local_ray.locked(run):
         found = local_ray.find(run)
         if found is None or (found.alive and not now):
             return False
-        local_ray.stop(found, grace_s=0.0)
+        local_ray.stop(found, grace_s=0.0, discard=discard)
+        kept = kept_slots.kept_step(Path(folder) for folder in found.folders)
+    if kept is not None:
+        raise ConfigError(
+            f"run: {run!r} keeps step {kept} in memory, which storage could not take; launch it again to"
+            " commit that, or add --discard to delete it"
+        )
     return True
 
 

@@ -26,6 +26,8 @@ from picotron_ray.observability.trackers import check_trackers
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.runtime.driver.inventory import InventoryNode, Plan, plan, with_those_to_come
 from picotron_ray.runtime.driver.resolve_precision import able_nodes
+from picotron_ray.runtime.ray_cluster.connect import run_folders
+from picotron_ray.runtime.ray_cluster.kept_slots import kept_bytes
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import facts_of, living_nodes, worker_needs
 
@@ -39,6 +41,7 @@ def snapshot_note(job: JobConfig, layout: Layout) -> str | None:
     estimate = memory_estimate(job, layout)
     slots = job.snapshot.slots * layout.world_size
     need = int(estimate.state_bytes + estimate.host_state_bytes) * slots
+    need -= sum(map(kept_bytes, run_folders(job)))  # committed, and gone, before the first slot is made
     try:
         _, note = choose_folder(job.snapshot.folder, job.snapshot.overflow_folder, need)
     except SlotError as error:

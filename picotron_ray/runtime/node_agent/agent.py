@@ -31,7 +31,7 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.upload import upload_slots
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.codec import decode_spec
+from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, SlotInfo
 from picotron_ray.errors import CorruptError, PicotronError, SlotError
 from picotron_ray.observability.exporter import Exporter, PortTakenError, address
@@ -39,7 +39,7 @@ from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
 from picotron_ray.runtime.node_agent.cpu_use import CpuUse
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
-from picotron_ray.runtime.ray_cluster import cleanup
+from picotron_ray.runtime.ray_cluster import cleanup, kept_slots
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.ray_cluster.node_facts import look
@@ -102,6 +102,7 @@ class Agent:
             "workers": [page.worker for page in living],
             "busy": [(page.worker, page.term, page.n) for page in living if page.phase != "idle"],
             "spec": spec,
+            **self._kept(),
             "metrics": self._metrics,
             "facts": look(self._job.snapshot.folder, self._job.name, self._gpus),
         }
@@ -109,6 +110,15 @@ class Agent:
     def _newest_spec(self) -> GenerationSpec | None:
         specs = [decode_spec(json.loads(path.read_text())) for path in self._folder.glob("*.spec")]
         return max(specs, key=lambda spec: spec.id, default=None)
+
+    def _kept(self) -> dict[str, Any]:
+        """Slots that an earlier launch could not commit, and the newest generation that it knew of."""
+        marker = kept_slots.read_marker(self._folder)
+        if marker is None:
+            return {"kept": (), "kept_by": None}
+        listed = list_slots(self._folder)
+        kept = tuple(self._info(path, header) for path, header in listed if path.name in marker["slots"])
+        return {"kept": kept, "kept_by": decode_spec(marker["spec"]) if marker["spec"] else None}
 
     def store_address(self) -> tuple[str, int]:
         """Return the address of the standing rendezvous store on this node; waits until it listens."""
@@ -197,9 +207,16 @@ class Agent:
         return part.to_dict()
 
     def release(self, term: int, generation: tuple[int, int], step: int) -> None:
-        """Unpin the slots up to a committed state, and delete those that dead workers left behind."""
+        """Unpin the slots up to a committed state, and delete those that dead workers left behind.
+
+        Of slots that an earlier launch kept, the committed ones go too: the new workers' need the room.
+        """
         self._accept(term)
         living = {page.worker for page in self._living()}
+        kept = {info.slot: info for info in self._kept()["kept"]}
+        done = {name for name, info in kept.items() if (*_pair(info), info.step) <= (*generation, step)}
+        if done:
+            kept_slots.let_go(self._folder, done, [n for n in done if owner(Path(n)) not in living])
         for path, header in list_slots(self._folder):
             if header.key > (*generation, step):
                 continue
@@ -207,6 +224,24 @@ class Agent:
                 path.unlink(missing_ok=True)
             else:
                 set_pinned(path, False)
+
+    def keep(self, term: int, key: tuple[int, int, int]) -> None:
+        """Mark the slots of state (term, n, step): the next launch finds them, whatever ends this one."""
+        self._accept(term)
+        self._mark(key)
+
+    def _mark(self, key: tuple[int, ...]) -> bool:
+        """Mark the slots of a state beside those that are marked already; False where there are none."""
+        before = self._kept()
+        marked = {info.slot for info in before["kept"]}
+        slots = {
+            path.name: header.step
+            for path, header in list_slots(self._folder)
+            if not key or header.key == key or path.name in marked
+        }
+        if slots:
+            kept_slots.mark(self._folder, slots, plain(self._newest_spec() or before["kept_by"]))
+        return bool(slots)
 
     # --- workers -----------------------------------------------------------------------------------------
 
@@ -230,8 +265,13 @@ class Agent:
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def close(self) -> None:
-        """End the run on this node: kill what is left, remove the node's folder."""
+    def close(self, keep: tuple[int, ...] | None = None) -> None:
+        """End the run on this node: kill what is left, remove the node's folder.
+
+        Args:
+            keep: (term, n, step) of a state whose slots stay for the next launch, empty: all that are sealed;
+                None: none stays.
+        """
         self._closing.set()
         self._watcher.join(timeout=2)
         for page in self._pages():
@@ -239,7 +279,10 @@ class Agent:
         if self._store is not None:
             self._store.kill()
             self._store.wait()
-        cleanup.release(self._folder)
+        if keep is not None and self._mark(keep):
+            kept_slots.strip(self._folder)
+        else:
+            cleanup.release(self._folder)
 
     # --- watching --------------------------------------------------------------------------------------
 
@@ -311,6 +354,10 @@ class Agent:
     def _tell(self, method: str, *arguments: Any) -> None:
         coordinator = ray.get_actor(coordinator_name(self._job.name), NAMESPACE)
         getattr(coordinator, method).remote(*arguments)
+
+
+def _pair(info: SlotInfo) -> tuple[int, int]:
+    return (info.generation.term, info.generation.n)
 
 
 def _pin(paths: list[Path], reading: bool) -> None:

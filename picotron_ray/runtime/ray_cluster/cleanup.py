@@ -18,13 +18,13 @@ from pathlib import Path
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.heartbeat import process_alive, process_start_ticks, read_page
-from picotron_ray.runtime.ray_cluster import local_ray
+from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
 
 def clear(job: JobConfig, dead: LocalRay | None) -> None:
-    """Remove everything that an earlier, dead local Ray of this run left.
+    """Remove everything that an earlier, dead local Ray of this run left, but slots that it keeps.
 
     Raises:
         ConfigError: living workers of another Ray use the run's folder.
@@ -37,7 +37,7 @@ def clear(job: JobConfig, dead: LocalRay | None) -> None:
                 f"name: run {job.name!r} is in use on this machine by worker {worker} (pid {pid}) of another"
                 " Ray; stop it there, set RAY_ADDRESS to that Ray, or choose another name"
             )
-        shutil.rmtree(folder, ignore_errors=True)
+        kept_slots.remove_rest(folder)
 
 
 def living_workers(folder: Path) -> list[tuple[str, int]]:
@@ -57,11 +57,19 @@ UNSIGNED_GRACE_S = 60.0
 
 
 def claim(folder: Path) -> None:
-    """Make and sign a node's folder; remove those of dead nodes of the same run beside it."""
+    """Make and sign a node's folder; remove those of dead nodes of the same run beside it.
+
+    Slots that such a node keeps are taken over.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SIGNATURE).write_text(f"{os.getpid()} {process_start_ticks(os.getpid())}")
     for other in folder.parent.iterdir():
-        if other != folder and other.is_dir() and not _in_use(other):
+        if other == folder or not other.is_dir():
+            continue
+        keeps = kept_slots.read_marker(other) is not None
+        if keeps and not _signed_by_living(other) and not _living(other.glob("*.page")):
+            kept_slots.take_over(folder, other)
+        elif not keeps and not _in_use(other):
             shutil.rmtree(other, ignore_errors=True)
 
 
@@ -75,8 +83,16 @@ def release(folder: Path) -> None:
 def _in_use(folder: Path) -> bool:
     if _living(folder.glob("*.page")):
         return True
+    signed = _signed_by_living(folder)
+    if signed is None:
+        return folder.exists() and time.time() - folder.stat().st_mtime < UNSIGNED_GRACE_S
+    return signed
+
+
+def _signed_by_living(folder: Path) -> bool | None:
+    """Whether the agent that signed a folder lives; None where nobody signed it."""
     try:
         pid, start_ticks = map(int, (folder / SIGNATURE).read_text().split())
     except (FileNotFoundError, ValueError):
-        return folder.exists() and time.time() - folder.stat().st_mtime < UNSIGNED_GRACE_S
+        return None
     return process_alive(pid, start_ticks)

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from picotron_ray.errors import PicotronError
-from picotron_ray.runtime.ray_cluster import processes
+from picotron_ray.runtime.ray_cluster import kept_slots, processes
 
 OBJECT_STORE_BYTES = 128 * 2**20
 """Next to nothing goes through Ray's object store; 30 % of memory, Ray's default, is for others."""
@@ -235,19 +235,25 @@ def _wait_for_address(process: subprocess.Popen[bytes], temp_folder: Path, timeo
     raise LocalRayError(f"the local Ray {what}: {last[0].strip()[:300]} (all of it: {log})")
 
 
-def stop(ray: LocalRay, grace_s: float = 3.0) -> None:
-    """End every process of that Ray and remove what it kept on this machine; its logs stay.
+def stop(ray: LocalRay, grace_s: float = 3.0, discard: bool = False) -> None:
+    """End every process of that Ray and remove what it left on this machine; its logs stay.
 
-    Idempotent. Raises LocalRayError, naming the pids, if a process survives SIGKILL.
+    Slots that the run keeps for its next launch stay too, with the state file that names their folders,
+    unless ``discard`` says otherwise. Idempotent. Raises LocalRayError, naming the pids, if a process
+    survives SIGKILL.
     """
     left = processes.end_all(ray.mark, ray.session, grace_s)
     _children[:] = [child for child in _children if child.poll() is None]
     current = find(ray.run)
     if current is None or current.mark == ray.mark:  # else a newer Ray of that run uses them by now
-        for folder in ray.folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        folders = [Path(folder) for folder in ray.folders]
+        if discard:
+            kept_slots.discard(folders)
+        for folder in folders:
+            kept_slots.remove_rest(folder)
         _keep_only_logs(Path(ray.temp_folder))
-        state_file(ray.run).unlink(missing_ok=True)
+        if not kept_slots.keeping(folders):
+            state_file(ray.run).unlink(missing_ok=True)
     if left:
         raise LocalRayError(
             f"processes {left} of run {ray.run!r} survive SIGKILL; their machine needs a look"

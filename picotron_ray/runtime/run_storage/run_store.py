@@ -27,7 +27,7 @@ from picotron_ray.checkpoint.store.verify import latest_good, read_ledger
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
-from picotron_ray.errors import AlreadyExistsError, FencedError, StorageError
+from picotron_ray.errors import AlreadyExistsError, FencedError, PartsGoneError, StorageError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
@@ -132,7 +132,7 @@ class RunStore:
         def work() -> int:
             decoded = [UploadPart.from_dict(part) for part in parts]
             if not decoded:
-                raise StorageError(f"no upload of step {step} is known to this coordinator; upload it again")
+                raise PartsGoneError(f"no upload of step {step} is known here any more; upload it again")
             done.append(commit(self._storage, self._log, decoded, lambda _: self._on_commit(step)))
             return done[0].seq
 
@@ -161,7 +161,7 @@ class RunStore:
             return replace(event, error=str(error), fenced=True)
         except StorageError as error:
             log.warning("%s of step %d: %s", event.kind, event.step, error)
-            return replace(event, error=str(error))
+            return replace(event, error=str(error), parts_gone=isinstance(error, PartsGoneError))
 
     def claim_fault(self, index: int) -> bool:
         """Claim scripted fault ``index``; true once in the life of the run."""

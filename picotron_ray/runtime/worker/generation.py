@@ -36,10 +36,12 @@ from picotron_ray.errors import CorruptError, NumericsError, PeerLostError, Stor
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.memory_limit import limit_memory
+from picotron_ray.runtime.worker.storage_wait import StorageWait
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter
+from picotron_ray.train.step_sync import STOP
 from picotron_ray.train.update_policy import UpdatePolicy
 
 log = logging.getLogger(__name__)
@@ -202,14 +204,25 @@ class GenerationRun:
             self._tail.extend(reader.views[0].header.ledger)
             self._updates.restore(reader.views[0].header.extra)
         else:
-            storage = resources.storage()
-            manifest = self._manifest(storage)
-            if weights_only(manifest):
-                engine.initialise(resources.job.seed)  # moments of zero; the weights are overwritten
-            state = engine.weights() if weights_only(manifest) else engine.state()
-            restore(state, CommitSource(storage, manifest))
-            self._updates.restore(manifest.extra)
+            wait = StorageWait(resources.page, resources.job.storage, self._leave_if_asked)
+            wait.read(lambda: self._restore_commit(engine))
+            self._groups.wait_for_all("restored", wait.go_on)
+            resources.page.phase("restore")
         engine.set_step(source.step, self._updates.skipped)
+
+    def _restore_commit(self, engine: Engine) -> None:
+        storage = self._resources.storage()
+        manifest = self._manifest(storage)
+        if weights_only(manifest):
+            engine.initialise(self._resources.job.seed)  # moments of zero; the weights are overwritten
+        state = engine.weights() if weights_only(manifest) else engine.state()
+        restore(state, CommitSource(storage, manifest))
+        self._updates.restore(manifest.extra)
+
+    def _leave_if_asked(self) -> None:
+        """Leave before the first step, where no exchange takes the request to stop."""
+        self._interrupted = self._interrupted or self._requests.raised(STOP)
+        self._raise_if_interrupted()
 
     def _manifest(self, storage: Storage) -> Manifest:
         """The manifest that the log's commit entry names; CorruptError where another one lies there."""

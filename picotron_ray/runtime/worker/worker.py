@@ -80,7 +80,8 @@ class Worker:
 
     def _open_storage(self) -> Storage:
         if self._storage is None:
-            self._storage = open_storage(self._job.storage, self._job.name)
+            answered = self._resources.page.storage_answered
+            self._storage = open_storage(self._job.storage, self._job.name, answered)
         return self._storage
 
     def _fetch_slot(self, info: SlotInfo) -> bytes:

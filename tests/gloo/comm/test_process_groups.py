@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gloo.parallel_jobs.group_jobs import blocked, generations, late, total
+from tests.support.gloo.parallel_jobs.group_jobs import blocked, generations, late, meeting, total
 from tests.support.gloo.pool import Pool
 
 
@@ -72,6 +72,21 @@ def test_a_rendezvous_can_be_aborted(pool: Pool) -> None:
         assert 0.15 < reply["released_s"] < 1.0
         assert "aborted" in reply["error"]
     assert pool.run(3, total) == [3.0] * 3
+
+
+def test_ranks_wait_in_the_store_for_as_long_as_one_of_them_needs(pool: Pool) -> None:
+    first, second = pool.run(2, meeting, 0.6, None)
+    assert first["error"] == second["error"] == ""
+    assert first["wall_s"] > 0.4
+    assert first["calls"] >= 4, "it says all the time that it lives"
+    assert second["wall_s"] < 0.4
+
+
+def test_a_wait_in_the_store_can_be_aborted(pool: Pool) -> None:
+    first, _ = pool.run(2, meeting, 1.5, 0.2)
+    assert first["wall_s"] < 1.2
+    assert "aborted" in first["error"]
+    assert pool.run(2, total) == [1.0] * 2
 
 
 def test_the_store_dies_with_its_parent() -> None:

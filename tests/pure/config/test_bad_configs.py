@@ -716,6 +716,11 @@ BAD: dict[str, tuple[str, str, str]] = {
     "half an S3 address": ("storage: {url: 's3:/bucket'}", "storage.url", "s3://bucket/prefix"),
     "no bucket": ("storage: {url: 's3:///x'}", "storage.url", "saw bucket ''"),
     "bucket in capitals": ("storage: {url: 's3://Bucket/x'}", "storage.url", "lower-case"),
+    "a call shorter than its retries": (
+        "storage: {retry_deadline_s: 30, call_timeout_s: 20}",
+        "storage.call_timeout_s",
+        "more than storage.retry_deadline_s=30",
+    ),
     "no storage": ("storage: {url: ''}", "storage.url", "a local folder or s3://bucket/prefix"),
     "credentials in the URL": ("storage: {url: 's3://key:hunter2@bucket/x'}", "storage.url", "environment"),
     "credentials in the endpoint": (

@@ -377,18 +377,6 @@ def test_stop_in_the_middle_of_a_recovery_commits_what_there_is() -> None:
     assert [c.step for c in of(commands, m.Upload)] == [7]
 
 
-def test_storage_that_stays_broken_at_the_end_is_said_so() -> None:
-    world = World(job(storage__retry_deadline_s=5))
-    one = world.up(("a", 4))
-    world.answer(world.send(*outcomes(one, "finished", 100)), snapshot(one, 100))
-    for _ in range(40):
-        world.send(m.Uploaded("a", one.id, 100, "disk full"))
-        world.wait(2)
-        assert world.now >= 60 or world.machine.view.result is None
-    assert world.machine.view.result is not None
-    assert world.machine.view.result.status == "storage"
-
-
 def test_a_commit_on_its_way_is_awaited_rather_than_voided() -> None:
     world = World(choose=choose_dp)
     one = world.up(("a", 2), ("b", 2))

@@ -15,7 +15,7 @@ from rich.console import Console
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import control, driver, follow_run
 from picotron_ray.runtime.driver.follow_run import StoppedEarlyError
-from picotron_ray.runtime.ray_cluster import local_ray
+from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE
 
 
@@ -62,7 +62,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     util.__dict__.update(list_named_actors=lambda all_namespaces: listed if all_namespaces else [])
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.util", util)
-    monkeypatch.setattr(local_ray, "stop", lambda local, grace_s=1.0: calls.append(f"stop {local.run}"))
+    monkeypatch.setattr(
+        local_ray,
+        "stop",
+        lambda local, grace_s=1.0, discard=False: calls.append(
+            f"stop {local.run}" + discard * " and discard"
+        ),
+    )
     monkeypatch.setattr(control, "coordinator_name", lambda run: f"{run}/coordinator")
     monkeypatch.setattr(control, "agent_name", lambda run, node: f"{run}/agent/{node}")
     return calls
@@ -148,7 +154,7 @@ def test_a_checkpoint_is_awaited(connected: list[Any], told: list[str]) -> None:
 def test_a_local_ray_that_is_dead_or_unwanted_is_ended(
     found: bool | None, now: bool, cluster: str, ended: bool, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = None if found is None else SimpleNamespace(run="night", alive=found)
+    local = None if found is None else SimpleNamespace(run="night", alive=found, folders=())
     monkeypatch.setattr(local_ray, "find", lambda run: local)
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     assert control._is_local_and_dead_or_unwanted("night", now) is ended
@@ -197,6 +203,7 @@ def rays(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> dict[str, Any]:
     monkeypatch.setattr(control.connect, "connect_to", lambda address: told.append(f"connect to {address}"))
     monkeypatch.setattr(control.connect, "attach", lambda local: told.append(f"attach to {local.run}"))
     coordinator = SimpleNamespace(request=Remote(told, "request"))
+    monkeypatch.setattr(follow_run, "poll", lambda coordinator, since: found.get("status"))
     monkeypatch.setattr(follow_run, "find_coordinator", lambda run: coordinator if run == "night" else None)
     return found
 
@@ -235,7 +242,7 @@ def test_a_stop_follows_the_run_to_its_end(
     monkeypatch.setattr(
         follow_run, "take_down", lambda local, coordinator: told.append(f"take down {local.run}")
     )
-    rays["night"] = SimpleNamespace(run="night", alive=True)
+    rays["night"] = SimpleNamespace(run="night", alive=True, folders=())
     console = Console(file=io.StringIO())
     assert control.stop("night", False, console) == {"status": "stopped"}
     assert told == ["attach to night", "request stop", "take down night"]
@@ -245,7 +252,33 @@ def test_a_stop_follows_the_run_to_its_end(
     assert told == ["attach to night", "request stop"], "the user left"
     told.clear()
     assert control.stop("night", True, console) is None
-    assert told == ["stop night"]
+    assert told == ["attach to night", "stop night"]
+
+
+def test_what_storage_has_not_taken_is_not_deleted_unless_told(
+    rays: dict[str, Any], told: list[str], tmp_path: Path
+) -> None:
+    console = Console(file=io.StringIO())
+    rays["night"] = SimpleNamespace(run="night", alive=True, folders=(str(tmp_path),))
+    rays["status"] = {"uncommitted": True, "step": 40, "committed": None}
+    with pytest.raises(
+        control.ConfigError, match="'night' at step 40 is committed up to step 0 only; stop it"
+    ):
+        control.stop("night", True, console)
+    assert told == ["attach to night"], "nothing was ended"
+    told.clear()
+    assert control.stop("night", False, console, discard=True) is None
+    assert told == ["stop night and discard"]
+    told.clear()
+    rays["night"].alive = False
+    (tmp_path / "n1").mkdir()
+    kept_slots.mark(tmp_path / "n1", {"w1.0.slot": 40}, None)
+    with pytest.raises(control.ConfigError, match=r"'night' keeps step 40 in memory.*--discard to delete it"):
+        control.stop("night", False, console)
+    assert told == ["stop night"], "its processes are gone"
+    rays["status"]["uncommitted"] = False
+    rays["night"] = SimpleNamespace(run="night", alive=True, folders=())
+    assert control.stop("night", True, console) is None
 
 
 def test_a_stop_on_a_cluster_kills_what_is_left(
@@ -254,7 +287,7 @@ def test_a_stop_on_a_cluster_kills_what_is_left(
     console = Console(file=io.StringIO())
     monkeypatch.setenv("RAY_ADDRESS", "x:1")
     assert control.stop("night", True, console) is None
-    assert told[:2] == ["connect to x:1", "kill night/coordinator"]
+    assert told[:3] == ["connect to x:1"] * 2 + ["kill night/coordinator"]
     told.clear()
     assert control.stop("nightly", False, console) is None, "its coordinator is gone"
     assert "kill nightly/agent/n1" in told

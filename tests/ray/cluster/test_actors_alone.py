@@ -19,6 +19,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator import actor as actor_module
 from picotron_ray.runtime.coordinator.actor import Coordinator, event_log_lines
 from picotron_ray.runtime.coordinator.followers import Followers
+from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.worker import worker as worker_module
 from picotron_ray.runtime.worker.worker import Worker
@@ -278,6 +279,7 @@ def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name, answer in {"summary": {"status": "s"}, "recall": None, "begin": None, "done": None}.items():
         setattr(coordinator._record, name, note(name, answer))
     coordinator._record.note = note("note")
+    coordinator._cluster.activity = note_async("activity", "none")
     coordinator._cluster.hello = note_async("hello", coordinator.agents)
     coordinator._cluster.close = note_async("close")
     coordinator._cluster.figures = note_async("ask figures", {"n1": [1, 2]})
@@ -286,6 +288,7 @@ def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(actor_module, "Tracking", lambda *_: tracking)
     monkeypatch.setattr(actor_module, "LINGER_S", 0.0)
     monkeypatch.setattr(actor_module.local_ray, "announce_end", note("announce end"))
+    monkeypatch.setattr(actor_module.kept_slots, "discard", note("discard"))
     monkeypatch.setattr(actor_module.ray, "get_actor", lambda name, namespace: (name, namespace))
     monkeypatch.setattr(actor_module.ray, "kill", note("kill"))
     return coordinator
@@ -358,8 +361,8 @@ def test_a_coordinator_that_cannot_begin_ends(whole: Any, error: Exception, stat
         ended.append(finish)
 
     whole._end = end
-    assert begin(whole) == []
-    assert ended == [m.Finish(status, "down")]
+    begin(whole)
+    assert ended == [m.Finish(status, "down", m.Source("slots"))], "whatever a coordinator before it left"
 
 
 def end(coordinator: Any, status: Any) -> list[Any]:
@@ -377,19 +380,20 @@ def test_an_end_closes_all_and_is_kept(whole: Any, tmp_path: Path) -> None:
     file.write_text("[]")
     finish = m.Finish("finished", "why")
     assert end(whole, "finished") == [
-        ("close", 2), ("track",), ("done", finish, {"status": "s", "kept": True}), ("announce end",)
+        ("close", 2, None), ("track",), ("done", finish, {"status": "s", "kept": True}),
+        ("discard", run_folders(whole._job)), ("announce end",)
     ]  # fmt: skip
     assert not file.exists()
     whole._options["owns_ray"] = False
     whole._tracking = None
     assert end(whole, "finished") == [
-        ("close", 2),
+        ("close", 2, None),
         ("done", finish, {"status": "s", "kept": True}),
         ("kill", (coordinator_name(whole._job.name), NAMESPACE)),
     ]
 
 
-@pytest.mark.parametrize(("status", "closed"), [("storage", [("close", 2)]), ("fenced", [])])
+@pytest.mark.parametrize(("status", "closed"), [("storage", [("close", 2, None)]), ("fenced", [])])
 def test_an_end_without_storage_leaves_the_record_to_others(
     whole: Any, tmp_path: Path, status: Any, closed: list[Any]
 ) -> None:
@@ -399,6 +403,15 @@ def test_an_end_without_storage_leaves_the_record_to_others(
     done = ("done", m.Finish(status, "why"), {"status": "s"})
     assert end(whole, status) == [*closed, done, ("announce end",)]
     assert file.exists()
+
+
+def test_an_end_keeps_what_its_decision_says(whole: Any) -> None:
+    begin(whole)
+    whole.told.clear()
+    keep = m.Source("slots", 7, A)
+    asyncio.run(whole._end(m.Finish("storage", "why", keep)))
+    assert ("close", 2, keep) in whole.told
+    assert not [words for words in whole.told if words[0] == "discard"]
 
 
 def test_an_end_survives_that_its_summary_is_not_kept(whole: Any) -> None:

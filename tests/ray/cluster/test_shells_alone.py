@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import threading
@@ -19,6 +20,7 @@ from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_reader import is_pinned
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.codec import plain
 from picotron_ray.errors import CorruptError, PicotronError
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
@@ -31,6 +33,7 @@ from picotron_ray.runtime.coordinator.room_request import PATIENCE_S, RoomReques
 from picotron_ray.runtime.heartbeat import Page, process_start_ticks
 from picotron_ray.runtime.node_agent import agent as agent_module
 from picotron_ray.runtime.node_agent.agent import Agent, owner
+from picotron_ray.runtime.ray_cluster import kept_slots
 from picotron_ray.runtime.ray_cluster.names import agent_name
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, worker_needs
@@ -105,6 +108,59 @@ def test_a_release_unpins_and_removes_what_the_dead_left(agent: Agent) -> None:
     assert not dead.exists()
     assert [is_pinned(path) for path in (mine, exact, newer, other)] == [False, False, True, True]
     assert [owner(path) for path in (mine, exact)] == ["w1", "gone"]
+
+
+SPEC_OF_B = m.GenerationSpec(B, (m.Member("w1", "n1"),), Layout(), m.Source("init"), "test")
+
+
+def test_marked_slots_are_told_until_they_are_committed(agent: Agent) -> None:
+    (agent._folder / "w1.spec").write_text(json.dumps(plain(SPEC_OF_B)))
+    slot_of(agent, "w1", 6, n=2)
+    kept, older = slot_of(agent, "gone", 7, n=2), slot_of(agent, "gone", 6, n=2, index=1)
+    agent.keep(1, (1, 2, 7))
+    info = m.SlotInfo("n1", kept.name, B, 7, 0, (m.Fragment(0, 0, 1),))
+    said = agent._kept()
+    assert (said["kept"], said["kept_by"]) == ((info,), SPEC_OF_B)
+    with pytest.raises(PicotronError, match="older than 1"):
+        agent.keep(0, (1, 2, 7))
+    agent.release(1, (1, 2), 6)
+    assert agent._kept()["kept"] == (info,)
+    assert older.exists()
+    agent.release(1, (1, 2), 7)
+    assert agent._kept()["kept"] == ()
+    assert not kept.exists(), "committed: its room is for others"
+
+
+def test_a_living_workers_slot_is_unmarked_and_stays(agent: Agent) -> None:
+    page_of(agent, "w1")
+    mine = slot_of(agent, "w1", 7)
+    agent.keep(1, (1, 1, 7))
+    agent.release(1, (1, 1), 7)
+    assert agent._kept()["kept"] == ()
+    assert mine.exists()
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [((1, 1, 7), {7}), ((), {6, 7}), (None, set()), ((1, 1, 9), set())]
+)
+def test_an_end_keeps_what_it_is_told_to(agent: Agent, keep: Any, left: set[int]) -> None:
+    for index, step in enumerate((6, 7)):
+        slot_of(agent, "w1", step, index=index)
+    agent.close(keep)
+    there = {path.name for path in agent._folder.glob("*")}
+    assert there == {f"w1.{step - 6}.slot" for step in left} | ({kept_slots.MARKER} if left else set())
+
+
+def test_the_next_launchs_agent_takes_over_what_a_dead_node_kept(agent: Agent) -> None:
+    slot_of(agent, "w1", 7)
+    agent.close(())
+    config = job(metrics__enabled=False).model_dump(mode="json")
+    fresh = Agent(config, "n2", str(agent._folder.parent / "n2"), "127.0.0.1")
+    (info,) = fresh._kept()["kept"]
+    assert (info.node, info.slot, info.step) == ("n2", "w1.0.slot", 7)
+    assert [slot.slot for slot in fresh.inventory(2)] == ["w1.0.slot"]
+    assert not agent._folder.exists()
+    fresh.close()
 
 
 def test_an_exit_is_told_once(agent: Agent, told: Told) -> None:
@@ -449,6 +505,7 @@ class Nodes:
         self.drains: dict[str, float] = {}
         self.hello: dict[str, Any] = {}
         self.killed: list[str] = []
+        self.seen: list[Any] = []  # arguments of the agents' methods
         self.now = 100.0
         runtime = SimpleNamespace(get_node_id=lambda: "home")
         monkeypatch.setattr(cluster_module.ray, "get_runtime_context", lambda: runtime)
@@ -471,7 +528,7 @@ class Nodes:
 
     def _agent(self, node: str) -> Any:
         def method(name: str) -> Any:
-            return SimpleNamespace(remote=lambda *arguments: (node, name))
+            return SimpleNamespace(remote=lambda *arguments: self.seen.append(arguments) or (node, name))
 
         return SimpleNamespace(
             **{name: method(name) for name in ("hello", "close", "figures", "die", "kill")}
@@ -583,6 +640,33 @@ def test_an_end_closes_all_there_is(nodes: Nodes) -> None:
     assert asyncio.run(nodes.cluster.figures()) == {"a": ["a"], "b": ["b"]}
     asyncio.run(nodes.cluster.close(1))
     assert len(nodes.killed) == 3
+    assert nodes.seen[-2:] == [(None,)] * 2
+    asyncio.run(nodes.cluster.close(1, m.Source("slots", 7, B)))
+    assert nodes.seen[-2:] == [((1, 2, 7),)] * 2
+    asyncio.run(nodes.cluster.close(1, m.Source("slots")))
+    assert nodes.seen[-2:] == [((),)] * 2
+
+
+def test_what_agents_and_workers_do_is_told_without_a_term(nodes: Nodes) -> None:
+    nodes.views = [view("ghost")]
+    assert asyncio.run(nodes.cluster.activity()) == "none"
+    nodes.views = [view("a")]
+    phases = [{"phase": "idle"}]
+
+    async def figures() -> Any:
+        return {"a": phases}
+
+    nodes.cluster.figures = figures  # type: ignore[method-assign]
+    assert asyncio.run(nodes.cluster.activity()) == "idle"
+    phases.append({"phase": "forward"})
+    assert asyncio.run(nodes.cluster.activity()) == "training"
+
+
+def test_slots_that_a_node_kept_are_told_when_it_joins(nodes: Nodes) -> None:
+    nodes.views = [view("a")]
+    info = m.SlotInfo("a", "s", A, 3, 0, ())
+    nodes.hello["a"] = {"kept": (info,), "kept_by": SPEC}
+    assert nodes.changes() == [m.NodeJoined("a", 4, kept=(info,), kept_by=SPEC)]
 
 
 def test_a_node_that_is_gone_is_forgotten_as_a_whole(nodes: Nodes) -> None:

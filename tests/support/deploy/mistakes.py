@@ -93,6 +93,7 @@ RUN = {
     "an unknown override": Mistake("spec.entrypoint", f"{LAUNCH} /etc/picotron/job.yaml stepz=5", "stepz"),
     "a config that is not mounted": Mistake("spec.entrypoint", f"{LAUNCH} /job.yaml", "does not launch"),
     "no time to commit at a stop": Mistake("spec.runtimeEnvYAML", "", "RAY_JOB_STOP_WAIT_TIME_S 3"),
+    "no time to wait for storage": Mistake("spec.activeDeadlineSeconds", 5400, "ends a run that waits for"),
     "a typo in the run's config": Mistake("data.job/yaml", "name: a\nstepz: 5\n", "stepz", "ConfigMap"),
     "a run without S3": Mistake("data.job/yaml", "name: a\n", "pods share no folder", "ConfigMap"),
     "fewer pods than workers": Mistake(f"{GROUP}.maxReplicas", 2, "max_workers 32"),

@@ -91,6 +91,17 @@ def entrypoint(objects: list[Object]) -> Problems:
         yield from _stop_time(found)
 
 
+def _final_wait(found: Object, job: JobConfig) -> Problems:
+    """A deadline of the RayJob must not end a run that waits for storage to take its last state."""
+    deadline = found["spec"].get("activeDeadlineSeconds")
+    needed = job.storage.final_wait_s + job.cluster.start_timeout_s
+    if deadline is not None and deadline <= needed:
+        yield (
+            f"activeDeadlineSeconds {deadline} ends a run that waits for storage.final_wait_s:"
+            f" more than {needed:g} s are needed beside the training"
+        )
+
+
 def _stop_time(found: Object) -> Problems:
     variables = (yaml.safe_load(found["spec"].get("runtimeEnvYAML", "")) or {}).get("env_vars", {})
     wait = variables.get("RAY_JOB_STOP_WAIT_TIME_S", "3")
@@ -143,6 +154,7 @@ def job_fits(objects: list[Object]) -> Problems:
     if not job.storage.url.startswith("s3://"):
         yield f"storage.url {job.storage.url!r}: pods share no folder"
     for found in ray_objects(objects):
+        yield from _final_wait(found, job)
         for group in cluster_spec(found)["workerGroupSpecs"]:
             yield from _workers(job, group)
             yield from _slots(job, group)

@@ -107,3 +107,23 @@ def late(job: Job, absent: int, abort_after_s: float) -> dict[str, Any]:
     wall = time.monotonic() - start
     groups.close()
     return {"released_s": wall, "error": error}
+
+
+def meeting(job: Job, absent_s: float, abort_after_s: float | None) -> dict[str, Any]:
+    """A wait in the store for rank 1, which comes late; where ``abort_after_s`` is given it is aborted."""
+    groups = job.groups()
+    groups.connect()
+    calls: list[float] = []
+    if job.rank == 1:
+        time.sleep(absent_s)
+    elif abort_after_s is not None:
+        threading.Timer(abort_after_s, groups.abort).start()
+    start = time.monotonic()
+    try:
+        groups.wait_for_all("restored", lambda: calls.append(0.0))
+        error = ""
+    except PeerLostError as lost:
+        error = str(lost)
+    wall = time.monotonic() - start
+    groups.close()
+    return {"wall_s": wall, "error": error, "calls": len(calls)}

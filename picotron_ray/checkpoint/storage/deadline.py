@@ -1,0 +1,106 @@
+"""Deadline of every storage call, whatever hangs below it.
+
+A mount whose server is gone blocks a thread in the kernel, where nothing can wake it; a server that sends one
+byte in a while never runs into a socket's timeout. So each call runs in a thread of its own and is given up
+after ``storage.call_timeout_s``. The caller gets StorageUnavailableError, as after any outage. The thread is
+left behind, and its call may still happen later: every operation of `Storage` is safe against that as it is
+against a lost reply.
+
+Threads that hang are counted: while ``MOST_HANGING`` of them do, further calls are refused at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from itertools import islice
+from typing import TypeVar
+
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject
+from picotron_ray.errors import StorageUnavailableError
+
+MOST_HANGING = 32
+LISTED_AT_ONCE = 1000  # objects of a listing that share one call, and so one deadline
+T = TypeVar("T")
+
+
+class DeadlineStorage:
+    """A storage whose calls end in time.
+
+    Example:
+        >>> from picotron_ray.checkpoint.storage.local import LocalStorage
+        >>> storage = DeadlineStorage(LocalStorage("/tmp", "doctest"), 60.0)
+        >>> storage.size("nothing") is None
+        True
+    """
+
+    def __init__(self, storage: Storage, limit_s: float, on_answer: Callable[[], None] | None = None) -> None:
+        """
+        Args:
+            on_answer: called, from any thread, whenever a call has succeeded.
+        """
+        self._storage, self._limit_s = storage, limit_s
+        self._on_answer = on_answer
+        self._hanging = 0
+        self._lock = threading.RLock()
+
+    @property
+    def where(self) -> str:
+        return self._storage.where
+
+    def put(self, key: str, data: bytes) -> None:
+        self._timed(key, lambda: self._storage.put(key, data))
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self._timed(key, lambda: self._storage.put_if_absent(key, data))
+
+    def get(self, key: str) -> bytes:
+        return self._timed(key, lambda: self._storage.get(key))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._timed(key, lambda: self._storage.get_range(key, start, length))
+
+    def size(self, key: str) -> int | None:
+        return self._timed(key, lambda: self._storage.size(key))
+
+    def list(self, prefix: str) -> Iterator[StoredObject]:
+        listing = self._storage.list(prefix)
+        while batch := self._timed(prefix, lambda: tuple(islice(listing, LISTED_AT_ONCE))):
+            yield from batch
+
+    def delete(self, key: str) -> None:
+        self._timed(key, lambda: self._storage.delete(key))
+
+    def _timed(self, key: str, call: Callable[[], T]) -> T:
+        """Make a call in a thread of its own; StorageUnavailableError where it does not end in time."""
+        if self._hanging >= MOST_HANGING:
+            raise StorageUnavailableError(
+                f"{self.where}: {self._hanging} calls hang, {key} is not tried; check the mount or network"
+            )
+        answer: Future[T] = Future()
+        threading.Thread(target=self._run, args=(answer, call), name="storage-call", daemon=True).start()
+        try:
+            return answer.result(self._limit_s)
+        except TimeoutError:
+            with self._lock:
+                self._hanging += 1
+                answer.add_done_callback(self._woke)  # at once, where it answered in this very moment
+            raise StorageUnavailableError(
+                f"{self.where} gave no answer at {key} for {self._limit_s:g} s (storage.call_timeout_s);"
+                " check the mount or network"
+            ) from None
+
+    def _run(self, answer: Future[T], call: Callable[[], T]) -> None:
+        try:
+            value = call()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller raises it
+            answer.set_exception(error)
+        else:
+            if self._on_answer is not None:
+                self._on_answer()
+            answer.set_result(value)
+
+    def _woke(self, _: Future[T]) -> None:
+        with self._lock:
+            self._hanging -= 1

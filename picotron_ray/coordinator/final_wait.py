@@ -1,0 +1,139 @@
+"""Wait for storage when nothing else is left to do, and state that an earlier launch kept because of it.
+
+Training outlives any outage of storage. A run whose last state cannot be committed goes on trying for
+``storage.final_wait_s`` and says how long it still will. Then it ends with "storage" and keeps the slots.
+The next launch's agents report them when they join (``NodeJoined.kept``); that state is committed before
+anything is trained, so its slots need no room beside those of the new workers.
+"""
+
+from __future__ import annotations
+
+from picotron_ray.coordinator.checkpoint_tracker import StateKey, known_layouts
+from picotron_ray.coordinator.lineage import ancestors, on_lineage
+from picotron_ray.coordinator.machine_memory import MachineMemory
+from picotron_ray.coordinator.messages import (
+    AppendGeneration,
+    GenerationSpec,
+    KeepSlots,
+    SlotInfo,
+    Source,
+)
+from picotron_ray.coordinator.states import MachineState
+
+TELL_S = 60.0  # the wait is told this often
+
+
+def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
+    """Whether storage has failed for too long to commit ``state``; the run then ends, and keeps its slots.
+
+    The time counts from the first failure, or from an answer that was owed for too long, and anew after a
+    success. So a large upload may take as long as it goes on.
+    """
+    if not memory.storage_fails:
+        memory.failing_until = None
+        return False
+    if memory.failing_until is None:
+        memory.failing_until = memory.now + memory.job.storage.final_wait_s
+        memory.told_wait_at = memory.now
+    if memory.checkpoints.pending is not None and memory.marked != state:
+        memory.marked = state  # whatever kills this run while it waits
+        memory.emit(
+            *(KeepSlots(node, state[1], state[0]) for node in sorted(memory.checkpoints.pending.parts))
+        )
+    left_s = memory.failing_until - memory.now
+    step, generation = state
+    why = memory.storage_problem or "no answer"
+    if left_s <= 0:
+        memory.finish(
+            "storage",
+            f"step {step} is not committed: storage kept failing for {memory.job.storage.final_wait_s:g} s"
+            f" ({why}); its snapshots are kept, launch run {memory.job.name} again once storage works"
+            + (f"; it was to be the end: {memory.verdict}" if memory.verdict else ""),
+            Source("slots", step, generation),
+        )
+        return True
+    if memory.now >= memory.told_wait_at:
+        memory.told_wait_at = memory.now + TELL_S
+        memory.alert(
+            "warning",
+            "storage-wait",
+            f"step {step} is not committed yet ({why}); trying for another {left_s:.0f} s, then the run ends"
+            " with its snapshots kept",
+            step=step,
+            left_s=left_s,
+        )
+    return False
+
+
+def take_up(memory: MachineMemory, kept: tuple[SlotInfo, ...], spec: GenerationSpec | None) -> None:
+    """Have the state committed that nodes kept from an earlier launch, where it is still to be committed.
+
+    Args:
+        spec: newest generation that they knew of.
+    """
+    if not kept:
+        return
+    if memory.state is MachineState.STARTING and spec is not None:
+        if memory.spec is None or spec.id > memory.spec.id:
+            memory.spec = spec
+            memory.checkpoints.rewound(spec)
+            if memory.checkpoints.pending is None:
+                memory.appends.drop_commits()
+        memory.layouts = {**known_layouts([spec]), **memory.layouts}
+        enter(memory, spec)
+    parts: dict[tuple[StateKey, str], tuple[SlotInfo, ...]] = {}
+    for slot in kept:
+        key = (slot.step, slot.generation), slot.node
+        parts[key] = (*parts.get(key, ()), slot)
+    for (state, node), slots in sorted(parts.items(), key=lambda part: part[0]):
+        _take_up_state(memory, node, state, slots)
+
+
+def enter(memory: MachineMemory, spec: GenerationSpec) -> None:
+    """Have the log entries written that storage did not take when a generation and its ancestors ran."""
+    for each in (*ancestors(spec), spec):
+        if each.id not in memory.logged:
+            memory.logged.add(each.id)
+            memory.appends.push(AppendGeneration(each))
+
+
+def _take_up_state(memory: MachineMemory, node: str, state: StateKey, slots: tuple[SlotInfo, ...]) -> None:
+    step, generation = state
+    if step <= memory.checkpoints.committed and on_lineage(memory.spec, generation, step):
+        return  # committed by now: the release that follows frees it
+    counts = generation in memory.layouts and on_lineage(memory.spec, generation, step)
+    if counts and memory.state is not MachineState.STARTING:
+        return  # a restarted coordinator's own: the next inventory has it
+    if not counts:
+        memory.alert(
+            "warning",
+            "kept",
+            f"step {step} of generation {generation}, kept on node {node}, is not used: the run went on from"
+            " another state",
+        )
+        return
+    memory.kept = state if memory.kept is None else max(memory.kept, state)
+    memory.alert("info", "kept", f"node {node} kept step {step} from an earlier launch: committing it first")
+    memory.emit(*memory.checkpoints.sealed(state, node, slots, memory.layouts[generation]))
+
+
+def step_kept(memory: MachineMemory, timed_out: bool) -> bool:
+    """Wait for the commit of what was kept; True while that is waited for, or where the run has ended."""
+    if memory.kept is None:
+        return False
+    step, _ = memory.kept
+    pending = memory.checkpoints.pending
+    if memory.checkpoints.committed >= step:
+        memory.kept, memory.failing_until = None, None
+        return False
+    if pending is not None:
+        out_of_patience(memory, pending.state)
+        return True
+    if timed_out:
+        memory.alert(
+            "error",
+            "kept",
+            f"only a part of step {step} was kept: going on from an older state",
+        )
+        memory.kept = None
+    return not timed_out

@@ -1,0 +1,151 @@
+"""Slots that storage could not take: what outlives a run, who takes it over, and what alone deletes it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import ElasticConfig
+from picotron_ray.errors import ConfigError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.driver import preflight
+from picotron_ray.runtime.heartbeat import Page, process_start_ticks
+from picotron_ray.runtime.ray_cluster import cleanup, kept_slots, local_ray
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
+from picotron_ray.runtime.ray_cluster.names import node_folder, run_folder
+
+OLD, NEW = ({"id": {"term": 1, "n": n}} for n in (1, 2))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobConfig:
+    return JobConfig.model_validate({"name": "night", "snapshot": {"folder": str(tmp_path)}})
+
+
+def folder_of(job: JobConfig, node: str, **slots: int) -> Path:
+    """A node's folder with a page, and slots of these steps that are kept."""
+    folder = node_folder(job.snapshot.folder, job.name, node)
+    folder.mkdir(parents=True)
+    (folder / "w1.page").write_bytes(b"a page")
+    for name in slots:
+        (folder / f"{name}.slot").write_bytes(f"state of {node}".encode())
+    if slots:
+        kept_slots.mark(folder, {f"{name}.slot": step for name, step in slots.items()}, OLD)
+    return folder
+
+
+def there(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_stripped_folder_has_the_kept_slots_alone(job: JobConfig) -> None:
+    folder = folder_of(job, "a", x=5)
+    (folder / "other.slot").write_bytes(b"of no use")
+    kept_slots.strip(folder)
+    assert there(folder) == {"x.slot", kept_slots.MARKER}
+
+
+def test_a_launch_clears_everything_else_of_a_dead_run(job: JobConfig) -> None:
+    kept, other = folder_of(job, "a", x=5), folder_of(job, "b")
+    cleanup.clear(job, None)
+    assert (kept / "x.slot").exists()
+    assert not other.exists()
+
+
+def test_a_new_agent_takes_over_what_dead_ones_kept(job: JobConfig) -> None:
+    a, b = folder_of(job, "a", x=5), folder_of(job, "b", y=5, z=4)
+    kept_slots.mark(b, {"y.slot": 5, "z.slot": 4}, NEW)
+    (b / cleanup.SIGNATURE).write_text("4194305 77")  # above any pid
+    mine = node_folder(job.snapshot.folder, job.name, "mine")
+    cleanup.claim(mine)
+    assert kept_slots.read_marker(mine) == {"slots": {"x.slot": 5, "y.slot": 5, "z.slot": 4}, "spec": NEW}
+    assert (mine / "y.slot").read_bytes() == b"state of b"
+    assert not a.exists()
+    assert not b.exists()
+    cleanup.claim(mine)
+    assert (mine / "x.slot").exists(), "an agent's constructor may run again"
+
+
+def test_a_take_over_that_was_cut_short_is_finished_by_the_next(job: JobConfig) -> None:
+    a = folder_of(job, "a", x=5, y=5)
+    first = node_folder(job.snapshot.folder, job.name, "first")
+    first.mkdir()
+    kept_slots.mark(first, {"x.slot": 5, "y.slot": 5}, OLD)
+    (a / "x.slot").rename(first / "x.slot")
+    mine = node_folder(job.snapshot.folder, job.name, "mine")
+    cleanup.claim(mine)
+    assert {"x.slot", "y.slot"} < there(mine)
+
+
+def test_what_a_living_node_marked_is_its_own(job: JobConfig) -> None:
+    signed, worked = folder_of(job, "a", x=5), folder_of(job, "b", y=5)
+    (signed / cleanup.SIGNATURE).write_text(f"{os.getpid()} {process_start_ticks(os.getpid())}")
+    Page(worked / "w1.page", ElasticConfig())  # of this very process
+    mine = node_folder(job.snapshot.folder, job.name, "mine")
+    cleanup.claim(mine)
+    assert there(mine) == {cleanup.SIGNATURE}
+    assert (signed / "x.slot").exists()
+    assert (worked / "y.slot").exists()
+
+
+def test_what_is_let_go_is_unmarked_first_and_the_marker_goes_with_the_last(job: JobConfig) -> None:
+    folder = folder_of(job, "a", x=5, y=4)
+    kept_slots.let_go(folder, ["y.slot"], ["y.slot"])
+    assert kept_slots.read_marker(folder) == {"slots": {"x.slot": 5}, "spec": OLD}
+    assert not (folder / "y.slot").exists()
+    kept_slots.let_go(folder, ["x.slot"], [])
+    kept_slots.let_go(folder, ["x.slot"], [])
+    assert kept_slots.read_marker(folder) is None
+    assert (folder / "x.slot").exists(), "its worker lives"
+
+
+def test_a_marker_names_files_of_its_own_folder_alone(job: JobConfig) -> None:
+    folder = folder_of(job, "a")
+    kept_slots.mark(folder, {"../b/x.slot": 5, "x.slot": 4}, None)
+    assert kept_slots.read_marker(folder) == {"slots": {"x.slot": 4}, "spec": None}
+
+
+def test_the_end_of_a_local_ray_spares_them_and_remembers_where_they_are(
+    job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(local_ray.processes, "end_all", lambda *_: [])
+    kept, other = folder_of(job, "a", x=5), folder_of(job, "b")
+    run = run_folder(job.snapshot.folder, job.name)
+    ray = LocalRay("night", "mark", 1, "", str(tmp_path / "ray"), "", (str(run),))
+    local_ray._save(ray)
+    local_ray.stop(ray)
+    assert (kept / "x.slot").exists()
+    assert not other.exists()
+    assert local_ray.find("night") == ray
+    assert kept_slots.kept_step([run]) == 5
+    local_ray.stop(ray, discard=True)
+    assert not run.exists()
+    assert local_ray.find("night") is None
+    assert kept_slots.kept_step([run]) is None
+
+
+def test_kept_slots_count_as_room_for_those_of_the_next_launch(
+    job: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        preflight, "choose_folder", lambda folder, overflow, need: asked.append(need) or (folder, "")
+    )
+    preflight.snapshot_note(job, Layout())
+    folder = folder_of(job, "a", x=5)
+    (folder / "x.slot").write_bytes(bytes(1000))
+    (folder_of(job, "b") / "y.slot").write_bytes(bytes(77))
+    preflight.snapshot_note(job, Layout())
+    assert asked[0] - asked[1] == 1000
+
+
+def test_a_run_that_lives_elsewhere_is_refused_with_its_kept_slots_in_place(job: JobConfig) -> None:
+    folder = folder_of(job, "a", x=5)
+    Page(folder / "w1.page", ElasticConfig())
+    with pytest.raises(ConfigError, match="in use"):
+        cleanup.clear(job, None)
+    assert (folder / "x.slot").exists()

@@ -1,0 +1,87 @@
+"""A restarted coordinator that storage does not answer: it waits while workers train, and then ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from picotron_ray.errors import CorruptError, StorageError
+from picotron_ray.runtime.coordinator import storage_patience
+from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
+from tests.support.runs.coordinator_world import job
+
+
+class Bench:
+    """Storage that fails so many times, on a clock that goes on with every sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.trains_until, self.failures = 1000.0, 0.0, 0
+        self.told: list[str] = []
+        self.agents = True
+        monkeypatch.setattr(storage_patience, "time", self)
+        monkeypatch.setattr(storage_patience.asyncio, "sleep", self._sleep)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    async def _activity(self) -> Any:
+        if not self.agents:
+            return "none"
+        return "training" if self.now < self.trains_until else "idle"
+
+    def _work(self) -> str:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise StorageError("down")
+        return "term"
+
+    def call(self, work: Any = None) -> str:
+        config = job(storage__final_wait_s=100.0)
+        patience = StoragePatience(config, self._activity, lambda *words: self.told.append(words[2]))
+        return asyncio.run(patience.call(work or self._work))
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_an_outage_is_waited_out_and_told_once_a_minute(bench: Bench) -> None:
+    bench.failures = 6
+    assert bench.call() == "term"
+    assert bench.told == [
+        "the coordinator cannot begin (down); trying for another 100 s, or for as long as training goes on"
+    ]
+
+
+def test_while_workers_train_nothing_is_ended(bench: Bench) -> None:
+    bench.failures, bench.trains_until = 100, 1e9
+    assert bench.call() == "term"
+    assert bench.now > 1000 + 10 * 100
+    assert len(bench.told) > 10
+
+
+def test_once_nobody_trains_the_patience_ends(bench: Bench) -> None:
+    bench.failures, bench.trains_until = 10_000, 1500.0
+    with pytest.raises(StorageError, match="down"):
+        bench.call()
+    assert 1550 <= bench.now <= 1600
+
+
+def test_a_first_launch_and_a_damaged_run_fail_at_once(bench: Bench) -> None:
+    bench.failures, bench.agents = 1, False
+    with pytest.raises(StorageError, match="down"):
+        bench.call()
+    bench.agents = True
+
+    def damaged() -> str:
+        raise CorruptError("bad")
+
+    with pytest.raises(CorruptError):
+        bench.call(work=damaged)
+    assert bench.now == 1000

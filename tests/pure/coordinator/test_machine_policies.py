@@ -283,7 +283,7 @@ def test_a_bad_step_ends_the_run_once_the_state_before_it_is_committed() -> None
 
 
 def test_storage_that_fails_at_the_end_hides_no_verdict() -> None:
-    world = World(job(storage__retry_deadline_s=5))
+    world = World(job(storage__retry_deadline_s=5, storage__final_wait_s=60))
     one = world.up(("a", 4))
     world.answer(bad_step(world, 7), flush(one, 7, [0, 1, 2, 3]))
     for _ in range(40):

@@ -47,7 +47,7 @@ def test_a_fresh_page_says_that_there_is_nothing_yet(tmp_path, elastic, monkeypa
     assert (len(raw), raw[:8][::-1]) == (mmap.PAGESIZE, b"picotro1")
     assert [path.name for path in tmp_path.iterdir()] == ["w1.page"]
     seen = dataclasses.asdict(read_page(tmp_path / "w1.page"))
-    absent = dict.fromkeys(("clean", "sealed", "pinned", "eval_step"), -1)
+    absent = dict.fromkeys(("clean", "sealed", "pinned", "eval_step", "skipped_step"), -1)
     absent |= {"cuda_allocated_bytes": -1, "cuda_reserved_bytes": -1}
     known = {"worker": "w1", "pid": os.getpid(), "start_ticks": process_start_ticks(os.getpid())}
     known |= {"phase": "idle", "phase_since_s": 12.5, "phase_limit_s": 1e9, "step_counts": (0,) * 14}

@@ -116,6 +116,8 @@ def kept_bytes(run_folder: Path) -> int:
 def remove_rest(run_folder: Path) -> None:
     """Remove what a dead run left below its folder, but the slots that it keeps."""
     spared = keeping([run_folder])
+    for path in spared:
+        strip(path)
     for path in run_folder.iterdir() if run_folder.is_dir() else ():
         if path not in spared:
             shutil.rmtree(path, ignore_errors=True)

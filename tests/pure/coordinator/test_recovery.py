@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.recovery import COMMIT_PATIENCE_S, FINAL_PATIENCE_S
+from picotron_ray.coordinator.recovery import COMMIT_PATIENCE_S
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import LayoutError
 from picotron_ray.failures import FailureKind
@@ -300,33 +300,21 @@ def test_a_cap_that_no_layout_fits_is_not_obeyed() -> None:
 
 
 def test_the_last_state_is_committed_within_its_time() -> None:
-    world = World(job(storage__retry_deadline_s=40, elastic__node_timeout_s=1000))
+    world = World(job(storage__final_wait_s=80, elastic__node_timeout_s=1000))
     one = world.up(("a", 4))
     world.send(*outcomes(one, "finished", 100))
     commands = world.answer([m.CollectInventory("a", world.machine.memory.request)], snapshot(one, 100))
     assert world.state is MachineState.FINALISING
     assert [c.step for c in of(commands, m.Upload)] == [100]
     memory = world.machine.memory
-    assert (memory.final, memory.deadline) == (("finished", 100), memory.now + 80.0)
+    assert (memory.final, memory.failing_until) == (("finished", 100), None)
     world.log_appends()
     assert of(world.wait(90.0), m.Finish) == [], "slow, but nothing failed"
-    (end,) = of(world.send(m.Uploaded("a", one.id, 100, "down")), m.Finish)
-    assert end == m.Finish("storage", "step 100 could not be committed: storage kept failing")
-
-
-def test_the_end_waits_the_least_time_and_then_says_so() -> None:
-    world = World(job(storage__retry_deadline_s=1, elastic__node_timeout_s=1000))
-    one = world.up(("a", 4))
-    world.send(m.UserRequest("stop"), *outcomes(one, "interrupted", 7))
-    world.answer([m.CollectInventory("a", world.machine.memory.request)], snapshot(one, 7))
-    memory = world.machine.memory
-    assert (memory.final, memory.deadline) == (("stopped", 7), memory.now + FINAL_PATIENCE_S)
-    world.send(m.Uploaded("a", one.id, 7, "down"))
-    begun = world.now
-    while world.now < begun + FINAL_PATIENCE_S - 0.5:
-        assert of(world.wait(0.5), m.Finish) == []
+    assert of(world.send(m.Uploaded("a", one.id, 100, "down")), m.Finish) == [], "the time begins now"
+    assert memory.failing_until == memory.now + 80.0
+    assert of(world.wait(79.5), m.Finish) == []
     (end,) = of(world.wait(0.5), m.Finish)
-    assert end.status == "storage"
+    assert (end.status, end.keep) == ("storage", m.Source("slots", 100, one.id))
 
 
 def test_a_last_state_that_is_lost_is_looked_for_again() -> None:

@@ -62,7 +62,7 @@ def test_a_slot_has_room_for_all_its_parts() -> None:
 
 
 def test_the_places_in_a_file(slot: SlotFile) -> None:
-    """As slot_file.py lays them out: other processes, and later versions, look there."""
+    """As a slot is described: other processes, and later versions, look there."""
     slot.write(HEADER, SHARDS, contents(), pinned=True)
     raw = slot.path.read_bytes()
     table, header = encode_table(SHARDS), raw[raw.index(b'{"term":2') : raw.index(b'{"step": 16}')]

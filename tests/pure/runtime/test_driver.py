@@ -116,7 +116,7 @@ def test_a_ray_is_checked_before_it_is_started(bench: Bench, address: str, found
     bench.note_of("clear", where=driver.cleanup)
     bench.note_of("connect", "ray", where=driver.connect)
     assert driver.prepare(JOB, bench.console) == "ray"
-    steps = [("clear", JOB, found), ("check_machine", JOB)] if checked else []
+    steps = [("clear", JOB, found), ("check_machine", JOB, True)] if checked else []
     assert bench.told == [*steps, ("connect", JOB)]
     assert bench.lines() == (["note: too small"] if checked else [])
 
@@ -141,7 +141,7 @@ def test_a_start_waits_for_the_first_answer(bench: Bench, local: Any) -> None:
     bench.note_of("ensure_coordinator", ("fresh", False))
     assert driver._start(JOB, local, bench.console, None, bench.signals) == "fresh"
     assert asked == [("fresh", driver.ALL_SEEN, 1.0)] * 3
-    checked = [("check_machine", JOB)] if local is None else []
+    checked = [("check_machine", JOB, False)] if local is None else []
     assert bench.told == [*checked, ("ensure_coordinator", JOB, local is not None, None)]
     answers[:] = [None]
     bench.patch.setattr(driver, "START_S", 0.0)
@@ -201,7 +201,9 @@ def test_one_coordinator_is_started_on_the_head_and_lives_without_its_driver(
     assert driver.ensure_coordinator(JOB) == ("there", True)
     bench.patch.setattr(driver, "find_coordinator", lambda run: None)
     bench.patch.setattr(
-        driver, "resolve", lambda resolved, stages: SimpleNamespace(job=JOB, start="origin", notes=("n",))
+        driver,
+        "resolve",
+        lambda resolved, stages: SimpleNamespace(job=JOB, start="origin", notes=("n",), slot_bytes=7),
     )
     bench.patch.setattr(driver, "event_folder", lambda run: tmp_path)
     bench.module("picotron_ray.runtime.coordinator.actor", Coordinator="actor")
@@ -218,7 +220,7 @@ def test_one_coordinator_is_started_on_the_head_and_lives_without_its_driver(
     assert (config, attached) == (JOB.model_dump(mode="json"), False)
     assert settings == {
         "event_folder": str(tmp_path), "owns_ray": True, "origin": "origin",
-        "submission": {"submission_id": "x"}, "tied_to": {"pid": 1}, "notes": ["n"],
+        "submission": {"submission_id": "x"}, "tied_to": {"pid": 1}, "notes": ["n"], "slot_bytes": 7,
     }  # fmt: skip
     known = ("lifetime", "get_if_exists", "num_cpus", "max_restarts", "max_task_retries")
     assert [seen[name] for name in known] == ["detached", True, 0, -1, 0]

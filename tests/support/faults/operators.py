@@ -4,8 +4,8 @@ The operators are the usual ones of mutation testing (DeMillo et al. 1978; Offut
 off by its border or turned round, plus for minus, ``and`` for ``or``, a condition negated, a constant off
 by one, a call or an update left out. Left alone is what changes no behaviour that a test could see:
 annotations, docstrings, texts of errors and logs, settings of time by name (``…_S``, ``timeout``), how output
-looks (``indent``, ``flush``, ``width``, options of Typer), the size of a cache, the border of a tolerance,
-and ``strict`` of ``zip``, which only another fault could reach.
+looks (``indent``, ``flush``, ``width``, options of Typer), the size of a cache or pool, the border of a
+tolerance, and ``strict`` of ``zip``, which only another fault could reach.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Div: ast.Mult,
 }  # fmt: skip
 QUIET_CALLS = ("print", "log", "warn", "note", "echo", "info", "debug", "secho", "Typer")
-QUIET_KEYWORDS = ("indent", "flush", "maxsize", "strict", "width", "include_url", "connect_timeout")
+QUIET_KEYWORDS = ("indent", "flush", "maxsize", "strict", "width", "include_url", "max_pool_connections")
 QUIET_NAMES = ("_S", "_s", "timeout", "TIMEOUT", "interval", "grace")
 
 
@@ -77,7 +77,7 @@ class _Finder:
             if name in ("annotation", "returns", "decorator_list"):
                 continue
             for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.keyword) and child.arg in QUIET_KEYWORDS:
+                if isinstance(child, ast.keyword) and _quiet_keyword(child.arg or ""):
                     continue
                 if isinstance(child, ast.AST):
                     yield from self.of(child)
@@ -94,6 +94,10 @@ def _quiet(node: ast.stmt | ast.expr) -> bool:
     if isinstance(node, ast.Call):
         return any(word in ast.unparse(node.func) for word in QUIET_CALLS)
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _quiet_keyword(name: str) -> bool:
+    return name in QUIET_KEYWORDS or any(quiet in name for quiet in QUIET_NAMES)
 
 
 def _replacements(node: ast.stmt | ast.expr) -> Iterator[str]:

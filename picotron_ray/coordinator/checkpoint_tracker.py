@@ -140,6 +140,11 @@ class CheckpointTracker:
         if self.pending is not None and slot in self.pending.parts.get(node, ()):
             self.pending = None
 
+    def forget(self, state: StateKey) -> None:
+        """Drop a checkpoint that is incomplete, without a release: its slots stay where they are."""
+        self.seals.pop(state, None)
+        self.layouts.pop(state, None)
+
     def rewound(self, newest: GenerationSpec) -> None:
         """Drop what the lineage of ``newest`` has made void."""
         for state in [s for s in self.seals if not on_lineage(newest, s[1], s[0])]:

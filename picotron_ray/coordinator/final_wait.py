@@ -35,11 +35,6 @@ def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
     if memory.failing_until is None:
         memory.failing_until = memory.now + memory.job.storage.final_wait_s
         memory.told_wait_at = memory.now
-    if memory.checkpoints.pending is not None and memory.marked != state:
-        memory.marked = state  # whatever kills this run while it waits
-        memory.emit(
-            *(KeepSlots(node, state[1], state[0]) for node in sorted(memory.checkpoints.pending.parts))
-        )
     left_s = memory.failing_until - memory.now
     step, generation = state
     why = memory.storage_problem or "no answer"
@@ -54,15 +49,24 @@ def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
         return True
     if memory.now >= memory.told_wait_at:
         memory.told_wait_at = memory.now + TELL_S
-        memory.alert(
-            "warning",
-            "storage-wait",
-            f"step {step} is not committed yet ({why}); trying for another {left_s:.0f} s, then the run ends"
-            " with its snapshots kept",
-            step=step,
-            left_s=left_s,
-        )
+        _tell(memory, state, why, left_s)
     return False
+
+
+def _tell(memory: MachineMemory, state: StateKey, why: str, left_s: float) -> None:
+    """Say how long the run still waits, and have the slots marked, whatever kills it meanwhile."""
+    step, generation = state
+    pending = memory.checkpoints.pending
+    for node in sorted(() if pending is None else pending.parts):
+        memory.emit(KeepSlots(node, generation, step))
+    memory.alert(
+        "warning",
+        "storage-wait",
+        f"step {step} is not committed yet ({why}); trying for another {left_s:.0f} s, then the run ends with"
+        " its snapshots kept",
+        step=step,
+        left_s=left_s,
+    )
 
 
 def take_up(memory: MachineMemory, kept: tuple[SlotInfo, ...], spec: GenerationSpec | None) -> None:
@@ -99,6 +103,8 @@ def enter(memory: MachineMemory, spec: GenerationSpec) -> None:
 
 def _take_up_state(memory: MachineMemory, node: str, state: StateKey, slots: tuple[SlotInfo, ...]) -> None:
     step, generation = state
+    if memory.state is MachineState.STARTING:
+        memory.taken_up.add(state)
     if step <= memory.checkpoints.committed and on_lineage(memory.spec, generation, step):
         return  # committed by now: the release that follows frees it
     counts = generation in memory.layouts and on_lineage(memory.spec, generation, step)
@@ -130,10 +136,9 @@ def step_kept(memory: MachineMemory, timed_out: bool) -> bool:
         out_of_patience(memory, pending.state)
         return True
     if timed_out:
-        memory.alert(
-            "error",
-            "kept",
-            f"only a part of step {step} was kept: going on from an older state",
-        )
+        memory.alert("error", "kept", f"step {step} was kept, but not all of it is there to be committed")
+        for state in memory.taken_up:
+            memory.checkpoints.forget(state)  # slots as any others: what an inventory finds of them counts
+        memory.taken_up.clear()
         memory.kept = None
     return not timed_out

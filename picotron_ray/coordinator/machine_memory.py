@@ -111,9 +111,9 @@ class MachineMemory:
     bad_manifests: set[str] = field(default_factory=set)
     logged: set[GenerationId] = field(default_factory=set)  # generations that the log held at the beginning
     kept: StateKey | None = None  # newest state that an earlier launch left in slots, until it is committed
+    taken_up: set[StateKey] = field(default_factory=set)  # such states: no generation reads their slots
     storage_problem: str = ""  # words of the newest failure of storage
     failing_until: float | None = None  # nothing but storage is waited for: when that is given up
-    marked: StateKey | None = None  # state whose slots are marked to outlive the run's processes
     told_wait_at: float = 0.0  # when the wait is told again
     rewind: int | None = None  # checkpoint.resume_step, until it has been obeyed
     # the end

@@ -119,7 +119,8 @@ def _restore_point(memory: MachineMemory) -> tuple[Source, str]:
         slot
         for node, held in memory.inventory.items()
         for slot in held
-        if (node, slot.slot) not in memory.bad_slots
+        # what was kept is restored from its commit, whose release deletes the slots at any time
+        if (node, slot.slot) not in memory.bad_slots and (slot.step, slot.generation) not in memory.taken_up
     ]
     if memory.rewind is not None:
         commits = [commit for commit in memory.commits if commit.step == memory.rewind]

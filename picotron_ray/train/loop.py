@@ -60,11 +60,6 @@ class Requests:
         with self._lock:
             self._flags |= flag
 
-    def raised(self, flag: int) -> bool:
-        """Whether a flag is raised that no exchange has taken yet."""
-        with self._lock:
-            return bool(self._flags & flag)
-
     def take(self) -> int:
         """Return all raised flags, and lower them."""
         with self._lock:

@@ -193,7 +193,7 @@ class Shell:
     def keep_slots(self, command: m.KeepSlots) -> None:
         """Mark slots on a node, which may die with all of its processes."""
         self.sim.to_node(
-            command.node, self.term, lambda node: node.mark(command.generation, command.step), retry=False
+            command.node, self.term, lambda node: node.mark(command.generation, command.step), retry=True
         )
 
     def quarantine(self, command: m.Quarantine) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
+from picotron_ray.config.schema.service import SnapshotConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver import follow_run
 from picotron_ray.runtime.driver.console import ProgressView
 from picotron_ray.runtime.ray_cluster import connect, kept_slots, local_ray
+from picotron_ray.runtime.ray_cluster.kept_slots import MARKED_ALONE
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordinator_name
 
@@ -76,11 +78,11 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> dict[s
     try:
         coordinator, local = connect_to_run(run)
     except ConfigError:
-        if not os.environ.get("RAY_ADDRESS") or not kill_actors(run):
+        if not os.environ.get("RAY_ADDRESS") or not _end_on_cluster(run, discard):
             raise
         return None
     if now:
-        kill_actors(run)
+        _end_on_cluster(run, discard)
         return None
     coordinator.request.remote("stop")
     with follow_run.without_rays_messages(), follow_run.signal_handlers() as signals:
@@ -94,11 +96,13 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> dict[s
 def _refuse_uncommitted(run: str) -> None:
     """Raise ConfigError where a living run has state that storage did not take."""
     try:
-        coordinator, _ = connect_to_run(run)
-    except ConfigError:
+        coordinator, local = connect_to_run(run)
+    except (ConfigError, connect.ClusterError):
         return  # it does not live
     seen = follow_run.poll(coordinator, follow_run.ALL_SEEN)
-    if seen is not None and seen["uncommitted"]:
+    if local is not None:
+        follow_run.disconnect()
+    if seen is not None and seen.get("uncommitted"):
         raise ConfigError(
             f"run: storage fails, and {run!r} at step {seen['step']} is committed up to step"
             f" {seen['committed'] or 0} only; stop it without --now, which waits for storage, or add"
@@ -121,15 +125,37 @@ def _is_local_and_dead_or_unwanted(run: str, now: bool, discard: bool = False) -
         local_ray.stop(found, grace_s=0.0, discard=discard)
         kept = kept_slots.kept_step(Path(folder) for folder in found.folders)
     if kept is not None:
-        raise ConfigError(
-            f"run: {run!r} keeps step {kept} in memory, which storage could not take; launch it again to"
-            " commit that, or add --discard to delete it"
-        )
+        raise _keeps(run, kept)
     return True
 
 
-def kill_actors(run: str) -> int:
-    """Kill all actors of a run on the connected cluster, remove its folders; returns how many there were."""
+def _keeps(run: str, step: int) -> ConfigError:
+    return ConfigError(
+        f"run: {run!r} keeps step {step} in memory, which storage could not take; launch it again to commit"
+        " that, or add --discard to delete it"
+    )
+
+
+def _end_on_cluster(run: str, discard: bool) -> bool:
+    """End what lives of a run on the connected cluster; False where nothing of it was there.
+
+    Raises:
+        ConfigError: it keeps slots that are not committed.
+    """
+    killed = kill_actors(run, discard)
+    from picotron_ray.runtime.ray_cluster.placement import kept_on, living_nodes  # imports Ray
+
+    kept = kept_on(living_nodes(), run, SnapshotConfig().folder, discard)
+    if kept and not discard:
+        raise _keeps(run, max(kept.values()))
+    return bool(killed or kept)
+
+
+def kill_actors(run: str, discard: bool = False) -> int:
+    """Kill all actors of a run on the connected cluster, remove its folders; returns how many there were.
+
+    Slots that are marked as not committed stay, unless ``discard`` says otherwise.
+    """
     import ray
     from ray.util import list_named_actors
 
@@ -139,7 +165,9 @@ def kill_actors(run: str) -> int:
         _kill(coordinator_name(run))
     agents = [ray.get_actor(name, NAMESPACE) for name in names if name.startswith(agent_name(run, ""))]
     ray.wait(
-        [agent.close.remote() for agent in agents], num_returns=len(agents), timeout=15
+        [agent.close.remote(None if discard else MARKED_ALONE) for agent in agents],
+        num_returns=len(agents),
+        timeout=15,
     ) if agents else None
     for name in names - {coordinator_name(run)}:
         _kill(name)

@@ -159,6 +159,13 @@ def _request(coordinator: Any, what: str) -> None:
     coordinator.request.remote(what)
 
 
+def disconnect() -> None:
+    """Leave the connected Ray."""
+    import ray
+
+    ray.shutdown()
+
+
 def take_down(local: LocalRay | None, coordinator: Any = None) -> None:
     """End the coordinator of a run that is over, disconnect, and stop the Ray that was started for it."""
     import ray

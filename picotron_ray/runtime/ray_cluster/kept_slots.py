@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 MARKER = "kept.json"
+MARKED_ALONE = (0, 0, 0)
+"""Key of a state that no slot has: an agent that is to keep that keeps what is marked already."""
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
@@ -98,6 +100,14 @@ def kept_step(run_folders: Iterable[Path]) -> int | None:
     return max((step for marker in markers if marker for step in marker["slots"].values()), default=None)
 
 
+def kept_here(run_folders: Sequence[Path], discarded: bool) -> int | None:
+    """Look for kept slots below these folders and, where ``discarded``, delete them; returns their step."""
+    step = kept_step(run_folders)
+    if discarded and step is not None:
+        discard(run_folders)
+    return step
+
+
 def kept_bytes(run_folder: Path) -> int:
     """Size of all slots kept below a run's folder."""
     return sum(path.stat().st_size for folder in keeping([run_folder]) for path in folder.glob("*.slot"))
@@ -106,6 +116,8 @@ def kept_bytes(run_folder: Path) -> int:
 def remove_rest(run_folder: Path) -> None:
     """Remove what a dead run left below its folder, but the slots that it keeps."""
     spared = keeping([run_folder])
+    for path in spared:
+        strip(path)
     for path in run_folder.iterdir() if run_folder.is_dir() else ():
         if path not in spared:
             shutil.rmtree(path, ignore_errors=True)

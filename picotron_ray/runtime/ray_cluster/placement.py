@@ -12,6 +12,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ClusterConfig
+from picotron_ray.runtime.ray_cluster.kept_slots import kept_here
+from picotron_ray.runtime.ray_cluster.names import run_folder
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, look
 
 # a sliver of what only the head has: a soft node affinity would be ignored by an actor that needs no CPU,
@@ -90,6 +92,17 @@ def draining_nodes() -> dict[str, float]:
 def on_node(node: str) -> NodeAffinitySchedulingStrategy:
     """Scheduling on this node or nowhere."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def kept_on(nodes: Sequence[NodeView], run: str, folder: str, discard: bool) -> dict[str, int]:
+    """Newest step that each node keeps of a run in its snapshot folder, deleted there where ``discard``."""
+    task: Any = ray.remote(kept_here)
+    asked = {}
+    for node in nodes:
+        here = task.options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node.id))
+        asked[node.id] = here.remote([run_folder(folder, run)], discard)
+    found = zip(asked, ray.get(list(asked.values()), timeout=LOOK_S), strict=True)
+    return {node: step for node, step in found if step is not None}
 
 
 def facts_of(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, NodeFacts]:

@@ -221,7 +221,9 @@ class GenerationRun:
 
     def _leave_if_asked(self) -> None:
         """Leave before the first step, where no exchange takes the request to stop."""
-        self._interrupted = self._interrupted or self._requests.raised(STOP)
+        flags = self._requests.take()
+        self._requests.add(flags)  # the first step's exchange takes them, where this one stays
+        self._interrupted = self._interrupted or bool(flags & STOP)
         self._raise_if_interrupted()
 
     def _manifest(self, storage: Storage) -> Manifest:

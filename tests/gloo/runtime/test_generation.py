@@ -15,11 +15,11 @@ from picotron_ray.checkpoint.snapshot.slot_format import slot_bytes
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Outcome, SlotInfo, Source
-from picotron_ray.errors import CorruptError, StorageError
+from picotron_ray.errors import CorruptError, PeerLostError, StorageError
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.heartbeat import Page, read_page
-from picotron_ray.runtime.worker import generation
+from picotron_ray.runtime.worker import generation, storage_wait
 from picotron_ray.runtime.worker.generation import GenerationRun, WorkerResources
 from picotron_ray.train.step_sync import STOP
 from tests.support.checkpoint.checkpoint_kit import make_state, save
@@ -112,6 +112,7 @@ class Bench:
             connect=partial(self.note, "connect"),
             abort=partial(self.note, "abort"),
             close=partial(self.note, "close groups"),
+            wait_for_all=lambda what, meanwhile: self.note("wait for all", what) or meanwhile(),
             lost_peer=lambda error: "peer" in str(error),
         )
 
@@ -308,11 +309,39 @@ def test_each_source_is_restored_in_its_own_way(bench: Bench, monkeypatch: pytes
         bench.set("weights_only", lambda manifest, only=only: only)
         run = bench.make(replace(SPEC, source=Source("commit", 6, OTHER, manifest="m6")))
         run._restore(bench.engine)  # type: ignore[arg-type]
-        assert bench.told == [*before, ("restore", what, ("storage", "manifest")), ("set step", 6)]
+        assert bench.told == [
+            ("phase", "storage"), *before, ("restore", what, ("storage", "manifest")),
+            ("wait for all", "restored"), ("phase", "storage"), ("phase", "restore"), ("set step", 6),
+        ]  # fmt: skip
     bench.resources.job = job(init_from__run="other")
     run = bench.make()
     with pytest.raises(StorageError, match="the commit of run other to start from is gone"):
         run._restore(bench.engine)  # type: ignore[arg-type]
+
+
+def test_a_restore_sits_out_an_outage_and_may_be_left(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GenerationRun, "_manifest", lambda self, storage: "manifest")
+    monkeypatch.setattr(storage_wait, "backoff", lambda attempt: 0.0)
+    bench.set("weights_only", lambda manifest: False)
+    bench.set("CommitSource", lambda storage, manifest: "source")
+    ends: list[Exception | None] = [StorageError("down"), StorageError("down"), None]
+
+    def restore(*words: Any) -> None:
+        if (error := ends.pop(0)) is not None:
+            raise error
+
+    bench.set("restore", restore)
+    run = bench.make(replace(SPEC, source=Source("commit", 6, OTHER, manifest="m6")))
+    run._restore(bench.engine)  # type: ignore[arg-type]
+    assert ends == []
+    assert bench.told[-1] == ("set step", 6)
+    ends += [StorageError("down"), StorageError("down")]
+    run.interrupt(STOP)
+    with pytest.raises(PeerLostError):
+        run._restore(bench.engine)  # type: ignore[arg-type]
+    assert len(ends) == 2, "asked to stop before it was tried"
+    assert run._judge(PeerLostError("x")) == ("interrupted", "")
+    assert run._requests.take() == STOP, "for the others, should it have stayed"
 
 
 def test_the_state_that_a_generation_came_from_is_protected(bench: Bench) -> None:

@@ -166,6 +166,16 @@ def test_the_next_launch_commits_what_was_kept_before_it_trains() -> None:
     assert (spec.source.kind, spec.resume_step) == ("commit", 40)
 
 
+def test_slots_that_were_kept_are_not_restored_from_though_their_release_is_still_on_its_way() -> None:
+    _, one = ended()
+    world, commands = relaunched(one, kept=on_b(snapshot(one, 40)))
+    world.ready(commands)
+    world.send(m.Uploaded("b", one.id, 40))
+    commands = world.log_appends()
+    spec = world.run(world.answer(commands, on_b(snapshot(one, 40))))
+    assert (spec.source.kind, spec.resume_step) == ("commit", 40)
+
+
 def test_a_run_that_had_finished_ends_with_the_commit_of_what_was_kept() -> None:
     _, one = ended()
     world, _ = relaunched(one, kept=on_b(snapshot(one, 100)))
@@ -218,8 +228,19 @@ def test_half_a_state_is_waited_for_and_then_done_without() -> None:
     commands = world.wait(world.config.cluster.start_timeout_s - 1)
     assert not of(commands, m.CollectInventory)
     commands = world.wait(2)
-    assert "only a part of step 40 was kept" in " ".join(c.text for c in of(commands, m.Alert))
+    assert "step 40 was kept, but not all of it is there" in " ".join(c.text for c in of(commands, m.Alert))
     assert world.state is MachineState.COLLECTING
+
+
+def test_a_node_that_is_silent_for_a_while_gives_its_part_to_the_next_inventory() -> None:
+    _, one = ended()
+    kept = on_b(snapshot(one, 40))
+    world, _ = relaunched(one, kept=kept)
+    world.ready(world.send(m.NodeLost("b", "silent"), m.NodeJoined("b", 4)))
+    commands = world.wait(world.config.cluster.start_timeout_s)
+    spec = world.run(world.answer(commands, kept))
+    assert (spec.source.kind, spec.resume_step) == ("slots", 40)
+    assert not of(world.wait(5.0), m.Upload), "a commit of it would release what is read"
 
 
 def test_a_state_that_the_run_went_on_without_is_not_committed() -> None:

@@ -299,6 +299,24 @@ def test_a_cap_that_no_layout_fits_is_not_obeyed() -> None:
 # --- the end ---------------------------------------------------------------------------------------
 
 
+def test_the_last_state_is_committed_within_its_time() -> None:
+    world = World(job(storage__final_wait_s=80, elastic__node_timeout_s=1000))
+    one = world.up(("a", 4))
+    world.send(*outcomes(one, "finished", 100))
+    commands = world.answer([m.CollectInventory("a", world.machine.memory.request)], snapshot(one, 100))
+    assert world.state is MachineState.FINALISING
+    assert [c.step for c in of(commands, m.Upload)] == [100]
+    memory = world.machine.memory
+    assert (memory.final, memory.failing_until) == (("finished", 100), None)
+    world.log_appends()
+    assert of(world.wait(90.0), m.Finish) == [], "slow, but nothing failed"
+    assert of(world.send(m.Uploaded("a", one.id, 100, "down")), m.Finish) == [], "the time begins now"
+    assert memory.failing_until == memory.now + 80.0
+    assert of(world.wait(79.5), m.Finish) == []
+    (end,) = of(world.wait(0.5), m.Finish)
+    assert (end.status, end.keep) == ("storage", m.Source("slots", 100, one.id))
+
+
 def test_a_last_state_that_is_lost_is_looked_for_again() -> None:
     world = World()
     one = world.up(("a", 2), ("b", 2))

@@ -78,10 +78,13 @@ def test_all_actors_of_a_run_are_killed_the_coordinator_first(told: list[str]) -
     assert control.kill_actors("night") == 3
     assert told == [
         "kill night/coordinator",
-        "close night/agent/n1",
+        "close night/agent/n1 (0, 0, 0)",
         "wait for 1 of ['close night/agent/n1']",
         "kill night/agent/n1",
     ], "the worker has ended meanwhile"
+    told.clear()
+    control.kill_actors("night", discard=True)
+    assert "close night/agent/n1 None" in told
     told.clear()
     assert control.kill_actors("other") == 1
     assert told == ["kill other/coordinator"]
@@ -202,6 +205,9 @@ def rays(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> dict[str, Any]:
     monkeypatch.setattr(local_ray, "runs", lambda: sorted(found))
     monkeypatch.setattr(control.connect, "connect_to", lambda address: told.append(f"connect to {address}"))
     monkeypatch.setattr(control.connect, "attach", lambda local: told.append(f"attach to {local.run}"))
+    placement: Any = ModuleType("placement")
+    placement.kept_on, placement.living_nodes = lambda *_: {}, lambda: "the nodes"
+    monkeypatch.setitem(sys.modules, "picotron_ray.runtime.ray_cluster.placement", placement)
     coordinator = SimpleNamespace(request=Remote(told, "request"))
     monkeypatch.setattr(follow_run, "poll", lambda coordinator, since: found.get("status"))
     monkeypatch.setattr(follow_run, "find_coordinator", lambda run: coordinator if run == "night" else None)
@@ -252,7 +258,7 @@ def test_a_stop_follows_the_run_to_its_end(
     assert told == ["attach to night", "request stop"], "the user left"
     told.clear()
     assert control.stop("night", True, console) is None
-    assert told == ["attach to night", "stop night"]
+    assert told == ["attach to night", "shutdown", "stop night"]
 
 
 def test_what_storage_has_not_taken_is_not_deleted_unless_told(
@@ -265,7 +271,7 @@ def test_what_storage_has_not_taken_is_not_deleted_unless_told(
         control.ConfigError, match="'night' at step 40 is committed up to step 0 only; stop it"
     ):
         control.stop("night", True, console)
-    assert told == ["attach to night"], "nothing was ended"
+    assert told == ["attach to night", "shutdown"], "nothing was ended"
     told.clear()
     assert control.stop("night", False, console, discard=True) is None
     assert told == ["stop night and discard"]
@@ -298,6 +304,30 @@ def test_a_stop_on_a_cluster_kills_what_is_left(
     with pytest.raises(control.ConfigError, match="saw 'nightly'"):
         control.stop("nightly", False, console)
     assert told == []
+
+
+def test_a_stop_on_a_cluster_asks_its_nodes_for_what_they_keep(
+    rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    kept = {"n1": 30, "n2": 40}
+
+    def look(nodes: Any, run: str, folder: str, discard: bool) -> dict[str, int]:
+        asked.append((nodes, run, folder, discard))
+        return kept
+
+    placement: Any = sys.modules["picotron_ray.runtime.ray_cluster.placement"]
+    monkeypatch.setattr(placement, "kept_on", look)
+    monkeypatch.setenv("RAY_ADDRESS", "x:1")
+    console = Console(file=io.StringIO())
+    with pytest.raises(control.ConfigError, match="'gone' keeps step 40 in memory"):
+        control.stop("gone", False, console)
+    assert asked == [("the nodes", "gone", "/dev/shm", False)]
+    assert control.stop("gone", False, console, discard=True) is None
+    assert asked[1:] == [("the nodes", "gone", "/dev/shm", True)]
+    kept.clear()
+    with pytest.raises(control.ConfigError, match="saw 'gone'"):
+        control.stop("gone", False, console)
 
 
 def test_a_start_that_fails_takes_its_ray_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_a_stripped_folder_has_the_kept_slots_alone(job: JobConfig) -> None:
 def test_a_launch_clears_everything_else_of_a_dead_run(job: JobConfig) -> None:
     kept, other = folder_of(job, "a", x=5), folder_of(job, "b")
     cleanup.clear(job, None)
-    assert (kept / "x.slot").exists()
+    assert there(kept) == {"x.slot", kept_slots.MARKER}
     assert not other.exists()
 
 
@@ -149,3 +149,12 @@ def test_a_run_that_lives_elsewhere_is_refused_with_its_kept_slots_in_place(job:
     with pytest.raises(ConfigError, match="in use"):
         cleanup.clear(job, None)
     assert (folder / "x.slot").exists()
+
+
+def test_a_node_says_what_it_keeps_and_deletes_it_when_told(job: JobConfig) -> None:
+    folder_of(job, "a", x=5, y=6)
+    run = [run_folder(job.snapshot.folder, job.name)]
+    assert kept_slots.kept_here(run, False) == 6
+    assert kept_slots.kept_here(run, True) == 6
+    assert kept_slots.kept_here(run, True) is None
+    assert not run[0].exists()

@@ -151,6 +151,14 @@ def test_an_end_keeps_what_it_is_told_to(agent: Agent, keep: Any, left: set[int]
     assert there == {f"w1.{step - 6}.slot" for step in left} | ({kept_slots.MARKER} if left else set())
 
 
+def test_an_end_by_hand_keeps_what_is_marked_alone(agent: Agent) -> None:
+    for index, step in enumerate((6, 7)):
+        slot_of(agent, "w1", step, index=index)
+    agent.keep(1, (1, 1, 7))
+    agent.close(kept_slots.MARKED_ALONE)
+    assert {path.name for path in agent._folder.glob("*")} == {"w1.1.slot", kept_slots.MARKER}
+
+
 def test_the_next_launchs_agent_takes_over_what_a_dead_node_kept(agent: Agent) -> None:
     slot_of(agent, "w1", 7)
     agent.close(())

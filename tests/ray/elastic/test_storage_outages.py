@@ -10,6 +10,7 @@ import pytest
 
 from picotron_ray.runtime.ray_cluster.kept_slots import kept_step
 from picotron_ray.runtime.ray_cluster.names import run_folder
+from picotron_ray.runtime.ray_cluster.placement import kept_on, living_nodes
 from tests.support.runs.ray_runs import check_ledger, losses, start, tiny_job
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.deep, pytest.mark.timeout(400)]
@@ -41,6 +42,7 @@ def test_a_state_that_storage_does_not_take_is_committed_by_the_next_launch(tmp_
     assert any("step 25 is not committed yet" in text and "trying for another 3 s" in text for text in told)
     assert kept_step([folder]) == 25
     assert not list(folder.glob("*/*.page")), "nothing else is kept"
+    assert list(kept_on(living_nodes(), job.name, job.snapshot.folder, False).values()) == [25]
     first.finish()
     mend_storage(root)
     second = start(job)

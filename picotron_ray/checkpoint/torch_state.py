@@ -96,20 +96,21 @@ def buffers(state: Iterable[StateTensor]) -> Iterator[np.ndarray[Any, np.dtype[n
 
 
 def first_nonfinite(state: Iterable[StateTensor]) -> str | None:
-    """Find a tensor that holds NaN or infinity; encoded ones and integers are not looked at."""
-    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    """Find a tensor that holds NaN or infinity; encoded ones and integers are not looked at.
+
+    A norm is not finite where a value is not, and is far quicker than a look at each value. It may overflow
+    too. So the values themselves are looked at only where it says so.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for entry in state:
-        if (
-            isinstance(entry.tensor, torch.Tensor)
-            and entry.tensor.is_floating_point()
-            and entry.tensor.numel()
-        ):
-            by_device.setdefault(entry.tensor.device, []).append((entry.shard.name, entry.tensor.detach()))
-    for found in by_device.values():
-        largest = torch._foreach_norm([tensor for _, tensor in found], ord=float("inf"))
-        finite = torch.stack([value.double() for value in largest]).isfinite().tolist()
-        if not all(finite):
-            return found[finite.index(False)][0]
+        tensor = entry.tensor
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            alike.setdefault((tensor.device, tensor.dtype), []).append((entry.shard.name, tensor.detach()))
+    for found in alike.values():
+        norms = torch.stack(torch._foreach_norm([tensor for _, tensor in found]))
+        for (name, tensor), finite in zip(found, norms.isfinite().tolist(), strict=True):
+            if not finite and not tensor.isfinite().all():
+                return name
     return None
 
 

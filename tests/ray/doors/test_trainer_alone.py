@@ -30,7 +30,8 @@ class Bench:
         patch.setattr(module.ray, "kill", self.note("kill"))
         patch.setattr(module.ray, "is_initialized", lambda: self.given)
         patch.setattr(module, "resolve_job", self.note("resolve"))
-        patch.setattr(module, "check_machine", self.note("check"))
+        check = self.note("check")
+        patch.setattr(module, "check_machine", lambda job, own_ray: check(job, own_ray))
         patch.setattr(module.driver, "prepare", lambda job, console: "local")
         patch.setattr(
             module.driver,
@@ -59,7 +60,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 def test_a_run_that_is_done_is_taken_away_before_a_new_one(bench: Bench, local: Any) -> None:
     bench.found, bench.statuses = ["old", "old", None], [{"done": True}, {"done": True}]
     assert bench.trainer._start(local) == ("new", False)
-    checked = [("check", JOB)] if local is None else []
+    checked = [("check", JOB, False)] if local is None else []
     away = [("kill", "old"), ("sleep", 0.5)]
     assert bench.told == [*away, *away, *checked, ("ensure", local is not None, {"pid": 1})]
 

@@ -13,6 +13,7 @@ import torch
 
 from picotron_ray.checkpoint.snapshot.slot_format import slot_bytes
 from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.store.manifest import UPDATES
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Outcome, SlotInfo, Source
 from picotron_ray.errors import CorruptError, PeerLostError, StorageError
@@ -172,7 +173,7 @@ def test_a_generation_goes_through_all_its_phases_and_leaves_nothing(bench: Benc
         ("phase", "build"),
         ("phase", "restore"),
         ("initialise", bench.resources.job.seed),
-        ("set step", 4),
+        ("set step", 4, 0),
         ("eval batches", SPEC.layout, 1, bench.resources.job.evaluate.samples),
         ("pool", bench.resources.folder, "w1", bench.resources.job.snapshot.slots, slot_bytes([])),
         ("loop", 4, 77.0),
@@ -293,25 +294,29 @@ def test_lines_of_the_ledger_are_dropped_up_to_the_commit(bench: Bench) -> None:
 
 
 def test_each_source_is_restored_in_its_own_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    views = [SimpleNamespace(header=SimpleNamespace(ledger=["line"])), None]
+    kept, manifest = (
+        SimpleNamespace(ledger=["line"], extra={UPDATES: {"skipped": 2}}),
+        SimpleNamespace(extra={}),
+    )
+    views = [SimpleNamespace(header=kept), None]
     bench.set("SlotSource", lambda slots: SimpleNamespace(views=views, slots=slots))
     bench.set("CommitSource", lambda storage, manifest: (storage, manifest))
     infos = tuple(SlotInfo(node, f"{node}.slot", OTHER, 4, 0, ()) for node in ("n1", "n0"))
     run = bench.make(replace(SPEC, source=Source("slots", 4, OTHER, infos)))
     run._restore(bench.engine)  # type: ignore[arg-type]
     fetched, (_, state, source), step = bench.told
-    assert (fetched, state, step) == (("fetch", "n0.slot"), [], ("set step", 4))
+    assert (fetched, state, step) == (("fetch", "n0.slot"), [], ("set step", 4, 2))
     assert source.slots == [("n1.slot", bench.resources.folder / "n1.slot"), ("n0.slot", None)]
     assert run._tail == ["line"]
-    monkeypatch.setattr(GenerationRun, "_manifest", lambda self, storage: "manifest")
+    monkeypatch.setattr(GenerationRun, "_manifest", lambda self, storage: manifest)
     seed = bench.resources.job.seed
     for only, before, what in ((True, [("initialise", seed)], "weights"), (False, [], [])):
         bench.set("weights_only", lambda manifest, only=only: only)
         run = bench.make(replace(SPEC, source=Source("commit", 6, OTHER, manifest="m6")))
         run._restore(bench.engine)  # type: ignore[arg-type]
         assert bench.told == [
-            ("phase", "storage"), *before, ("restore", what, ("storage", "manifest")),
-            ("wait for all", "restored"), ("phase", "storage"), ("phase", "restore"), ("set step", 6),
+            ("phase", "storage"), *before, ("restore", what, ("storage", manifest)),
+            ("wait for all", "restored"), ("phase", "storage"), ("phase", "restore"), ("set step", 6, 0),
         ]  # fmt: skip
     bench.resources.job = job(init_from__run="other")
     run = bench.make()
@@ -320,7 +325,8 @@ def test_each_source_is_restored_in_its_own_way(bench: Bench, monkeypatch: pytes
 
 
 def test_a_restore_sits_out_an_outage_and_may_be_left(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GenerationRun, "_manifest", lambda self, storage: "manifest")
+    manifest = SimpleNamespace(extra={UPDATES: {"skipped": 3}})
+    monkeypatch.setattr(GenerationRun, "_manifest", lambda self, storage: manifest)
     monkeypatch.setattr(storage_wait, "backoff", lambda attempt: 0.0)
     bench.set("weights_only", lambda manifest: False)
     bench.set("CommitSource", lambda storage, manifest: "source")
@@ -334,7 +340,7 @@ def test_a_restore_sits_out_an_outage_and_may_be_left(bench: Bench, monkeypatch:
     run = bench.make(replace(SPEC, source=Source("commit", 6, OTHER, manifest="m6")))
     run._restore(bench.engine)  # type: ignore[arg-type]
     assert ends == []
-    assert bench.told[-1] == ("set step", 6)
+    assert bench.told[-1] == ("set step", 6, 3)
     ends += [StorageError("down"), StorageError("down")]
     run.interrupt(STOP)
     with pytest.raises(PeerLostError):

@@ -17,6 +17,7 @@ from picotron_ray.train import loop as module
 from picotron_ray.train.expert_balance import ExpertLoad
 from picotron_ray.train.loop import Loop, Requests
 from picotron_ray.train.step_sync import SNAPSHOT, STOP
+from picotron_ray.train.update_policy import UpdatePolicy
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, make_job
 
 DIGEST = bytes(range(16))
@@ -94,10 +95,8 @@ def job_of(steps: int, **intervals: Any) -> JobConfig:
 def loop(parts: Any, job: JobConfig, start: int) -> Loop:
     held_out: Any = [SimpleNamespace(global_tokens=16), SimpleNamespace(global_tokens=4)]
     identity = {"term": 3, "n": 7}
-    tail = ["old"]
-    return Loop(
-        job, Layout(), identity, 0, CPU, parts, parts, held_out, parts, parts, parts.requests, tail, start
-    )
+    asked, tail = (parts, parts.requests, UpdatePolicy(job)), ["old"]
+    return Loop(job, Layout(), identity, 0, CPU, parts, parts, held_out, parts, *asked, tail, start)
 
 
 def told(parts: Parts, *kinds: str) -> list[Any]:
@@ -123,9 +122,8 @@ STEP = [
 def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
     made = loop(parts, job_of(4), 2)
     assert made.run() == "finished"
+    step = [*STEP[:-1], {"loss": 2.0, "grad_norm": 1.5}, STEP[-1]]
     figures = {
-        "loss": 2.0,
-        "grad_norm": 1.5,
         "learning_rate": 0.05,
         "sealed": 1,
         "wait_s": 0.25,
@@ -141,7 +139,7 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
     second = [{"tokens": 128, **figures}, {"clean": 4}, ("count", 0.5), {"step": 4}]
     end = ["evaluate", {"eval_loss": 0.5, "eval_step": 4}]
     flush = ["flush", "wait_copied", ("observe", 1), ("flush", 4, 3, True)]
-    assert parts.log == [*STEP, *first, *STEP, *second, *end, *flush]
+    assert parts.log == [*step, *first, *step, *second, *end, *flush]
     assert parts.computing_step == 4
     assert made.tail[0] == "old"
     assert json.loads(made.tail[1]) == {

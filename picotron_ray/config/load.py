@@ -14,6 +14,7 @@ import difflib
 import re
 from collections.abc import Hashable, Sequence
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,12 @@ def _validated(data: dict[str, Any]) -> tuple[JobConfig, dict[Place, ErrorDetail
             for detail in error.errors(include_url=False):
                 path = _key_path(detail)
                 broken.setdefault(path, detail)
-                data = _without(data, path)
+                data = _without(data, _dropped(path))
+
+
+def _dropped(path: Place) -> Place:
+    """Place of what is left out for a broken value: the whole list, but for faults: there is a harmless one."""
+    return path if path[0] == "chaos" else tuple(takewhile(lambda part: not isinstance(part, int), path))
 
 
 def _key_path(detail: ErrorDetails) -> Place:

@@ -38,8 +38,7 @@ class PendingCheckpoint:
     done: set[str] = field(default_factory=set)
     errors: int = 0  # failed uploads, over all nodes
     due: dict[str, float] = field(default_factory=dict)  # node not done: when to ask (again)
-    asked: set[str] = field(default_factory=set)  # nodes that owe an answer
-    failing: set[str] = field(default_factory=set)  # nodes whose newest answer was an error, or did not come
+    failing: set[str] = field(default_factory=set)  # nodes whose newest answer was an error
 
     @property
     def uploaded(self) -> bool:
@@ -81,7 +80,6 @@ class CheckpointTracker:
             return False
         if event.node in pending.done:
             return False
-        pending.asked.discard(event.node)
         if event.error:
             pending.due[event.node] = now + backoff(pending.errors)
             pending.errors += 1
@@ -212,9 +210,6 @@ class CheckpointTracker:
         commands: list[Command] = []
         for node, slots in pending.parts.items():
             if node not in pending.done and now >= pending.due[node]:
-                if node in pending.asked:
-                    pending.failing.add(node)
-                pending.asked.add(node)
                 pending.due[node] = now + self.reply_timeout_s
                 commands.append(Upload(node, pending.state[1], pending.state[0], slots))
         return commands

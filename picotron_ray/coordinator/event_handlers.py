@@ -248,7 +248,8 @@ def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
     if not on_lineage(memory.spec, event.generation, event.step):
         memory.checkpoints.voided(event.node, state)
         return
-    progress(memory, event.step)  # of an earlier generation no step after the resumed one is on the lineage
+    if memory.spec is not None and event.generation == memory.spec.id:  # older ones' steps are no progress
+        progress(memory, event.step)
     memory.emit(*memory.checkpoints.sealed(state, event.node, event.slots, memory.layouts[event.generation]))
 
 

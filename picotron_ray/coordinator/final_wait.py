@@ -29,8 +29,11 @@ def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
     The time counts from the first failure, or from an answer that was owed for too long, and anew after a
     success. So a large upload may take as long as it goes on.
     """
-    if not memory.storage_fails:
+    done = 0 if memory.checkpoints.pending is None else len(memory.checkpoints.pending.done)
+    if not memory.storage_fails or done > memory.done_before:
         memory.failing_until = None
+    memory.done_before = done
+    if not memory.storage_fails:
         return False
     if memory.failing_until is None:
         memory.failing_until = memory.now + memory.job.storage.final_wait_s

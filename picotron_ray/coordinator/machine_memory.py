@@ -114,6 +114,7 @@ class MachineMemory:
     taken_up: set[StateKey] = field(default_factory=set)  # such states: no generation reads their slots
     storage_problem: str = ""  # words of the newest failure of storage
     failing_until: float | None = None  # nothing but storage is waited for: when that is given up
+    done_before: int = 0  # nodes whose part was in storage when it was last waited for
     told_wait_at: float = 0.0  # when the wait is told again
     rewind: int | None = None  # checkpoint.resume_step, until it has been obeyed
     # the end
@@ -183,7 +184,9 @@ class MachineMemory:
         differ in size, doing without those of the smallest nodes is looked at too. None where no layout fits.
         """
         found: tuple[LayoutProposal, Workers] | None = None
-        for group in self.roster.by_device(workers):
+        everyone, *fewer = self.roster.by_device(workers) or [[]]
+        least = self.job.cluster.min_workers
+        for group in (everyone, *(group for group in fewer if len(group) >= least)):
             proposal = self._proposed(self.roster.question(group, most))
             if proposal is not None and (found is None or proposal.cost_s < found[0].cost_s):
                 found = proposal, group

@@ -6,6 +6,7 @@ has no GPU and no series; a figure that a GPU does not know (power of a virtual 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,7 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class Card(NamedTuple):
-    """One GPU: its product name, CUDA compute capability (major, minor), and memory."""
+    """One GPU: its product name, CUDA compute capability (major, minor), and memory.
+
+    A name that it does not tell is empty, and so is its memory 0: GPUs with unified memory have none of their
+    own, and parts of one need a privilege to be asked.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -50,12 +55,15 @@ class Gpus:
         for uuid, handle in self._open().items():
             try:
                 major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-                memory_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).total
-                name = _text(pynvml.nvmlDeviceGetName(handle))
             except pynvml.NVMLError as error:
-                log.debug("GPU %s does not tell what it is: %s", uuid, error)
-            else:
-                found.append(Card(name, (int(major), int(minor)), int(memory_bytes)))
+                log.debug("compute capability of GPU %s: %s", uuid, error)
+                continue
+            name, memory_bytes = "", 0
+            with contextlib.suppress(pynvml.NVMLError):
+                name = _text(pynvml.nvmlDeviceGetName(handle))
+            with contextlib.suppress(pynvml.NVMLError):
+                memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+            found.append(Card(name, (int(major), int(minor)), memory_bytes))
         return found
 
     def _open(self) -> dict[str, Any]:

@@ -3,15 +3,18 @@
 A mount whose server is gone blocks a thread in the kernel, where nothing can wake it; a server that sends one
 byte in a while never runs into a socket's timeout. So each call runs in a thread of its own and is given up
 after ``storage.call_timeout_s``. The caller gets StorageUnavailableError, as after any outage. The thread is
-left behind, and its call may still happen later: every operation of `Storage` is safe against that as it is
-against a lost reply.
+left behind, and its call may still happen later. Reads and writes are safe against that, as they are against
+a lost reply: content goes with its name. A delete is not, as a commit may have put the object again by then.
+So deletes have no deadline, and nobody goes on before they have ended.
 
-Threads that hang are counted: while ``MOST_HANGING`` of them do, further calls are refused at once.
+Threads that hang are counted. While ``MOST_HANGING`` of them do, further calls are refused at once, but for
+one in every ``storage.call_timeout_s``: calls that hang on a mount that was replaced never wake.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from itertools import islice
@@ -42,7 +45,7 @@ class DeadlineStorage:
         """
         self._storage, self._limit_s = storage, limit_s
         self._on_answer = on_answer
-        self._hanging = 0
+        self._hanging, self._next_turn = 0, 0.0
         self._lock = threading.RLock()
 
     @property
@@ -70,11 +73,11 @@ class DeadlineStorage:
             yield from batch
 
     def delete(self, key: str) -> None:
-        self._timed(key, lambda: self._storage.delete(key))
+        self._storage.delete(key)
 
     def _timed(self, key: str, call: Callable[[], T]) -> T:
         """Make a call in a thread of its own; StorageUnavailableError where it does not end in time."""
-        if self._hanging >= MOST_HANGING:
+        if self._hanging >= MOST_HANGING and not self._is_turn():
             raise StorageUnavailableError(
                 f"{self.where}: {self._hanging} calls hang, {key} is not tried; check the mount or network"
             )
@@ -85,11 +88,21 @@ class DeadlineStorage:
         except TimeoutError:
             with self._lock:
                 self._hanging += 1
+                self._next_turn = time.monotonic() + self._limit_s
                 answer.add_done_callback(self._woke)  # at once, where it answered in this very moment
             raise StorageUnavailableError(
                 f"{self.where} gave no answer at {key} for {self._limit_s:g} s (storage.call_timeout_s);"
                 " check the mount or network"
             ) from None
+
+    def _is_turn(self) -> bool:
+        """Whether this call is the one that finds out if storage answers again."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next_turn:
+                return False
+            self._next_turn = now + self._limit_s
+            return True
 
     def _run(self, answer: Future[T], call: Callable[[], T]) -> None:
         try:

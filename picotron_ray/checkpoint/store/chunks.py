@@ -49,7 +49,8 @@ def address_of(stored: bytes) -> str:
 def encode(raw: Any, codec: str) -> bytes:
     """Encode raw bytes as they are stored; lossless."""
     if codec == "zstd":
-        return zstandard.ZstdCompressor().compress(raw)
+        # A level of its own, not the library's: another one would store every chunk anew under another name.
+        return zstandard.ZstdCompressor(level=3).compress(raw)
     return bytes(raw)
 
 

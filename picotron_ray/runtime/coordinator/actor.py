@@ -249,7 +249,7 @@ class Coordinator:
         for node, figures in (await self._cluster.figures()).items():
             self._record.figures(node, figures)  # the last evaluation may be younger than a heartbeat
         if finish.status != "fenced":  # else all of it belongs to the coordinator that took over
-            await self._cluster.close(self._executor.term, finish.keep)
+            await self._cluster.close(self._executor.term, finish.keep, finish.status == "finished")
         summary = self._record.summary(finish)
         if finish.status not in ("fenced", "storage"):
             try:
@@ -261,7 +261,7 @@ class Coordinator:
             targets_file(Path(self._options["event_folder"])).unlink(missing_ok=True)
         self._record.done(finish, summary)
         if self._options["owns_ray"]:
-            if finish.status in ("finished", "stopped") and finish.keep is None:
+            if finish.status == "finished" and finish.keep is None:
                 kept_slots.discard(run_folders(self._job))  # committed, though nobody lived to note it
             local_ray.announce_end()  # its supervisor takes it down a little later
         else:

@@ -25,6 +25,7 @@ from picotron_ray.coordinator.messages import (
 from picotron_ray.runtime.coordinator.start_actors import start_agent, start_worker
 from picotron_ray.runtime.coordinator.storage_patience import Activity
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
+from picotron_ray.runtime.ray_cluster.kept_slots import MARKED_ALONE
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, snapshot_problem
 from picotron_ray.runtime.ray_cluster.placement import (
@@ -176,7 +177,7 @@ class Cluster:
         mismatch = self._mismatch(hello, capacity)
         if not mismatch:
             self._capacity[view.id] = capacity
-        facts: NodeFacts = hello["facts"]
+        facts = _facts(hello)
         self._device_bytes[view.id] = facts.device_bytes if self._needs.gpus else 0
         kept, kept_by = hello.get("kept", ()), hello.get("kept_by")
         joined = NodeJoined(view.id, capacity, mismatch, self._device_bytes[view.id], kept, kept_by)
@@ -187,7 +188,7 @@ class Cluster:
         theirs = hello["versions"]
         seen = [f"{k} {theirs[k]} (expected {v})" for k, v in self._versions.items() if theirs[k] != v]
         device = "cuda" if self.needs.gpus else "cpu"
-        facts: NodeFacts = hello["facts"]
+        facts = _facts(hello)
         problem = precision_problem(self._job, device, facts.capabilities)
         room = snapshot_problem(self._job, facts.snapshot_bytes, self._slot_bytes, workers)
         return "; ".join([*seen, *([f"precision: {problem}"] if problem else []), *filter(None, [room])])
@@ -293,9 +294,13 @@ class Cluster:
         pages = [page for pages in (await self.figures()).values() for page in pages]
         return "training" if any(page["phase"] != "idle" for page in pages) else "idle"
 
-    async def close(self, term: int, keep: Source | None = None) -> None:
-        """End every worker and agent of the run, and remove the nodes' folders, but the slots of ``keep``."""
-        key: tuple[int, ...] | None = None
+    async def close(self, term: int, keep: Source | None = None, finished: bool = True) -> None:
+        """End every worker and agent of the run, and remove the nodes' folders, but the slots of ``keep``.
+
+        Args:
+            finished: the run is done; else slots that are marked already stay too: they are not committed.
+        """
+        key: tuple[int, ...] | None = None if finished else MARKED_ALONE
         if keep is not None:
             writer = keep.generation
             key = () if writer is None else (writer.term, writer.n, keep.step)
@@ -307,3 +312,8 @@ class Cluster:
             except (RayError, TimeoutError) as error:
                 log.debug("agent: %s", error)
             ray.kill(handle)
+
+
+def _facts(hello: dict[str, Any]) -> NodeFacts:
+    """Facts that an agent tells of its node; one of an older version, which is refused by name, has none."""
+    return hello.get("facts") or NodeFacts()

@@ -89,6 +89,8 @@ def _planned(job: JobConfig, device: str, nodes: list[InventoryNode]) -> Planned
     for least in sorted({node.facts.device_bytes for node in nodes}):
         group = [node for node in nodes if node.facts.device_bytes >= least]
         sizes = _taken(group, job.cluster.max_workers)
+        if len(group) < len(nodes) and sum(sizes) < job.cluster.min_workers:
+            break
         try:
             found.append(choose_layout(job, sum(sizes), profile_of(device, least), sizes))
         except LayoutError as error:

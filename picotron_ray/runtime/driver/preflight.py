@@ -119,9 +119,14 @@ def check_cluster(job: JobConfig, own_ray: bool = False) -> Plan | None:
         )
     if own_ray:
         return None
-    offered = [InventoryNode(n.host, n.capacity(needs), _of(device, facts[n.id])) for n in able]
+    told = [node for node in able if node.id in facts]
+    offered = [InventoryNode(n.host, n.capacity(needs), _of(device, facts[n.id])) for n in told]
     hosts = [node for node in offered if node.workers]
-    return plan(job, device, with_those_to_come(job, hosts)) if hosts else None
+    if not hosts:
+        return None
+    silent = [f"node {n.host} did not say what it has" for n in nodes if n.id not in facts]
+    planned = plan(job, device, with_those_to_come(job, hosts))
+    return replace(planned, left_out=(*planned.left_out, *silent))
 
 
 def _of(device: str, facts: NodeFacts) -> NodeFacts:

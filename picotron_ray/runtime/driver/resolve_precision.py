@@ -39,7 +39,7 @@ def _by_devices(job: JobConfig) -> tuple[Precision, str]:
             "precision: saw auto, but no node with a GPU is there yet to tell it from; name one, such as bf16"
         )
     found = {node: facts.capabilities for node, facts in facts_of(offering, job).items()}
-    silent = [node.host for node in offering if not found[node.id]]
+    silent = [node.host for node in offering if not found.get(node.id)]
     if silent:
         raise ConfigError(
             f"precision: saw auto, but NVML tells nothing of the GPUs on {', '.join(silent)}; name one"

@@ -38,7 +38,7 @@ class NodeFacts:
     @property
     def device_bytes(self) -> int:
         """Memory of the smallest card; 0 where none is known."""
-        return min((card.memory_bytes for card in self.cards), default=0)
+        return min((card.memory_bytes for card in self.cards if card.memory_bytes), default=0)
 
 
 def snapshot_problem(job: JobConfig, room_bytes: int, slot_bytes: int, workers: int) -> str | None:

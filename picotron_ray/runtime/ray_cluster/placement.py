@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray._private import state as ray_state
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from picotron_ray.config.schema.job import JobConfig
@@ -106,10 +108,15 @@ def kept_on(nodes: Sequence[NodeView], run: str, folder: str, discard: bool) -> 
 
 
 def facts_of(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, NodeFacts]:
-    """Ask nodes for their facts, all at once; by node."""
+    """Ask nodes for their facts, all at once; by node, without those that do not answer in time."""
     task: Any = ray.remote(look)
     asked = {}
     for node in nodes:
         here = task.options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node.id))
         asked[node.id] = here.remote(job.snapshot.folder, job.name)
-    return dict(zip(asked, ray.get(list(asked.values()), timeout=LOOK_S), strict=True))
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=LOOK_S)
+    found = {}
+    for node_id, answer in asked.items():
+        with contextlib.suppress(RayError):  # gone, or too slow: GetTimeoutError is one too
+            found[node_id] = ray.get(answer, timeout=0)
+    return found

@@ -15,7 +15,7 @@ from typing import TypeVar
 from picotron_ray.checkpoint.storage.open import call_limit_s
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.coordinator.append_queue import backoff
-from picotron_ray.errors import CorruptError, StorageError
+from picotron_ray.errors import StorageUnavailableError
 from picotron_ray.runtime.heartbeat import Page
 
 log = logging.getLogger(__name__)
@@ -41,19 +41,17 @@ class StorageWait:
         self._page.phase("storage", self._limit_s)
 
     def read(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` reads, however often storage fails before.
+        """Return what ``work`` reads, however often storage is unavailable before.
 
         Raises:
-            CorruptError: trying again gives the same bytes.
+            StorageError: any other, as trying again gives the same.
         """
         attempt = 0
         while True:
             self.go_on()
             try:
                 return work()
-            except CorruptError:
-                raise
-            except StorageError as error:
+            except StorageUnavailableError as error:
                 log.warning("waiting for storage: %s", error)
             self._sleep(backoff(attempt))
             attempt += 1

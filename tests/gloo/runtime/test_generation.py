@@ -16,7 +16,7 @@ from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.manifest import UPDATES
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Outcome, SlotInfo, Source
-from picotron_ray.errors import CorruptError, PeerLostError, StorageError
+from picotron_ray.errors import CorruptError, PeerLostError, StorageError, StorageUnavailableError
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.heartbeat import Page, read_page
@@ -330,7 +330,7 @@ def test_a_restore_sits_out_an_outage_and_may_be_left(bench: Bench, monkeypatch:
     monkeypatch.setattr(storage_wait, "backoff", lambda attempt: 0.0)
     bench.set("weights_only", lambda manifest: False)
     bench.set("CommitSource", lambda storage, manifest: "source")
-    ends: list[Exception | None] = [StorageError("down"), StorageError("down"), None]
+    ends: list[Exception | None] = [StorageUnavailableError("down"), StorageUnavailableError("down"), None]
 
     def restore(*words: Any) -> None:
         if (error := ends.pop(0)) is not None:
@@ -341,7 +341,7 @@ def test_a_restore_sits_out_an_outage_and_may_be_left(bench: Bench, monkeypatch:
     run._restore(bench.engine)  # type: ignore[arg-type]
     assert ends == []
     assert bench.told[-1] == ("set step", 6, 3)
-    ends += [StorageError("down"), StorageError("down")]
+    ends += [StorageUnavailableError("down"), StorageUnavailableError("down")]
     run.interrupt(STOP)
     with pytest.raises(PeerLostError):
         run._restore(bench.engine)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,6 @@ CALLS: dict[str, Callable[[Storage], object]] = {
     "get_range": lambda storage: storage.get_range("k", 0, 1),
     "size": lambda storage: storage.size("k"),
     "list": lambda storage: list(storage.list("k")),
-    "delete": lambda storage: storage.delete("k"),
 }
 
 
@@ -68,16 +68,29 @@ def test_a_call_that_hangs_ends(call: Callable[[Storage], object], hanging: Hang
     assert LIMIT_S <= time.monotonic() - began < 10
 
 
+def test_nobody_goes_on_before_a_delete_has_ended(hanging: Hanging) -> None:
+    """Given up, it could happen after a commit has put the same chunk again."""
+    threading.Timer(0.05, hanging.woken.set).start()
+    DeadlineStorage(hanging, 0.001).delete("k")
+    assert hanging.woken.is_set()
+
+
 def test_hanging_threads_do_not_pile_up_and_their_end_is_noticed(
     hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadline, "MOST_HANGING", 2)
+    now = 100.0
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now))
     storage = DeadlineStorage(hanging, 0.01)
     for _ in range(2):
         with pytest.raises(StorageUnavailableError, match="gave no answer"):
             storage.get("k")
     with pytest.raises(StorageUnavailableError, match="2 calls hang, other is not tried"):
         storage.get("other")
+    now += 0.01  # one may find out whether the mount was replaced
+    for said in ("gave no answer at other", "3 calls hang, other is not tried"):
+        with pytest.raises(StorageUnavailableError, match=said):
+            storage.get("other")
     hanging.woken.set()
     for _ in range(1000):
         if not storage._hanging:

@@ -218,3 +218,9 @@ def test_a_batch_that_no_micro_batch_cuts_so_is_refused() -> None:
     data["data"]["global_batch"] = 9  # of 3 rows: 3 micro-batches, of 2: 5
     with pytest.raises(ConfigError, match=r"saw 2 stages but 3 micro-batches .*; custom needs 4"):
         parse_job(data)
+
+
+@pytest.mark.timeout(20)
+def test_a_list_in_the_place_of_an_action_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"layout\.actions"):
+        parse_job({"layout": {"actions": [[1]], "schedule": "custom"}})

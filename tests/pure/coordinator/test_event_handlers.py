@@ -340,3 +340,13 @@ def test_requests_before_training_take_no_snapshot() -> None:
         m.TakeSnapshot(one.id, tuple(member.worker for member in one.members))
     ]
     assert not world.machine.memory.stop_requested
+
+
+def test_old_seals_free_nothing_before_the_first_inventory_of_a_restart() -> None:
+    """The seal of a void step that an agent tells again must not free the state that was resumed from."""
+    two = spec(2, m.Source("slots", 5, ONE.id, layout=ONE.layout), ONE)
+    world = World(job())
+    world.send(m.Begin(2, generations=(ONE, two)), m.NodeJoined("n0", 1), m.NodeJoined("n1", 1))
+    seals = [m.SnapshotSealed(node, ONE.id, step, ()) for node, step in (("n0", 7), ("n1", 5))]
+    assert of(world.send(*seals), m.Release) == []
+    assert (world.machine.memory.seen_step, world.machine.memory.progressed) == (0, False)

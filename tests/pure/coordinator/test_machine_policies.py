@@ -411,6 +411,15 @@ def test_a_node_with_cards_too_small_for_any_layout_does_not_shrink_the_run() ->
     assert len(asked) == len(set(asked))  # the planner is asked once for one and the same
 
 
+def test_small_cards_are_not_done_without_below_the_least_number_of_workers() -> None:
+    def choose(workers: int, node_sizes: tuple[int, ...], device_bytes: int) -> Choice:
+        return choose_dp(workers if device_bytes < 80 else 100)
+
+    world = World(job(cluster__max_workers=3, cluster__min_workers=3), choose=choose)
+    started = world.send(m.Begin(1), m.NodeJoined("big", 2, "", 80), m.NodeJoined("small", 1, "", 16))
+    assert len(world.run(world.answer(world.ready(started))).members) == 3
+
+
 def test_of_large_and_many_cards_the_faster_layout_is_taken() -> None:
     world = World(job(cluster__max_workers=3), choose=lambda n, sizes, least: choose_dp(n))
     started = world.send(m.Begin(1), m.NodeJoined("big", 2, "", 80), m.NodeJoined("small", 1, "", 16))

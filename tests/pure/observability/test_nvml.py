@@ -10,6 +10,7 @@ import pytest
 
 from picotron_ray.observability.exporter import Sample
 from picotron_ray.observability.nvml import Card, Gpus
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 
 
 @pytest.fixture
@@ -62,6 +63,18 @@ def test_each_gpu_shows_what_it_knows(opened: list[int]) -> None:
     assert sorted(gpus.samples(), key=order) == sorted(wanted, key=order)
     assert gpus.cards() == [Card("NVIDIA H100", (9, 0), 80), Card("NVIDIA H100", (9, 1), 80)]
     assert len(opened) == 1
+
+
+def test_a_gpu_that_does_not_tell_its_memory_is_a_gpu(
+    opened: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(gpu: int) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", refuse)
+    assert Gpus().cards() == [Card("", (9, 0), 0), Card("", (9, 1), 0)]
+    assert NodeFacts([Card("", (9, 0), 0), Card("", (9, 0), 80)]).device_bytes == 80
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,12 @@ def test_of_mixed_cards_the_smallest_counts_or_is_done_without() -> None:
     assert plan(recipe("llama-2-7b"), "cuda", nodes(T4, 8, 8)).planned.layout.world_size > 8
 
 
+def test_small_cards_are_not_done_without_below_the_least_number_of_workers() -> None:
+    mixed = [*nodes(H100, 8), InventoryNode("small", 1, NodeFacts([T4], AMPLE))]
+    with pytest.raises(ConfigError, match="saw room for 13 GB per worker"):
+        plan(recipe("llama-3-8b", "cluster.min_workers=9"), "cuda", mixed)
+
+
 def test_nodes_that_ray_may_add_are_planned_with() -> None:
     job = recipe("tiny", "cluster.max_workers=20")
     here = [*nodes(T4, 4), *nodes(H100, 8)]

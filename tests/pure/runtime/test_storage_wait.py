@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.config.schema.service import ElasticConfig, StorageConfig
-from picotron_ray.errors import CorruptError, PeerLostError, StorageError
+from picotron_ray.errors import CorruptError, PeerLostError, StorageError, StorageUnavailableError
 from picotron_ray.runtime import heartbeat
 from picotron_ray.runtime.heartbeat import Page, PageView, read_page
 from picotron_ray.runtime.worker import storage_wait
@@ -48,7 +48,7 @@ class Bench:
     def work(self) -> str:
         if self.now < self.up_at:
             self.sleep(15.0)  # the call runs into its deadline
-            raise StorageError("down")
+            raise StorageUnavailableError("down")
         return "state"
 
 
@@ -87,11 +87,12 @@ def test_every_answer_of_storage_starts_the_limit_anew(bench: Bench) -> None:
     assert bench.view().phase_since_s == before, "another phase is judged by its own length"
 
 
-def test_damage_is_not_waited_out(bench: Bench) -> None:
+@pytest.mark.parametrize("error", [CorruptError("bad bytes"), StorageError("tensor w has another shape")])
+def test_what_trying_again_does_not_mend_is_not_waited_out(bench: Bench, error: StorageError) -> None:
     def damaged() -> Any:
-        raise CorruptError("bad bytes")
+        raise error
 
-    with pytest.raises(CorruptError):
+    with pytest.raises(type(error), match=str(error)):
         bench.wait.read(damaged)
     assert bench.now == 1000
 

@@ -380,20 +380,20 @@ def test_an_end_closes_all_and_is_kept(whole: Any, tmp_path: Path) -> None:
     file.write_text("[]")
     finish = m.Finish("finished", "why")
     assert end(whole, "finished") == [
-        ("close", 2, None), ("track",), ("done", finish, {"status": "s", "kept": True}),
+        ("close", 2, None, True), ("track",), ("done", finish, {"status": "s", "kept": True}),
         ("discard", run_folders(whole._job)), ("announce end",)
     ]  # fmt: skip
     assert not file.exists()
     whole._options["owns_ray"] = False
     whole._tracking = None
     assert end(whole, "finished") == [
-        ("close", 2, None),
+        ("close", 2, None, True),
         ("done", finish, {"status": "s", "kept": True}),
         ("kill", (coordinator_name(whole._job.name), NAMESPACE)),
     ]
 
 
-@pytest.mark.parametrize(("status", "closed"), [("storage", [("close", 2, None)]), ("fenced", [])])
+@pytest.mark.parametrize(("status", "closed"), [("storage", [("close", 2, None, False)]), ("fenced", [])])
 def test_an_end_without_storage_leaves_the_record_to_others(
     whole: Any, tmp_path: Path, status: Any, closed: list[Any]
 ) -> None:
@@ -410,7 +410,9 @@ def test_an_end_keeps_what_its_decision_says(whole: Any) -> None:
     whole.told.clear()
     keep = m.Source("slots", 7, A)
     asyncio.run(whole._end(m.Finish("storage", "why", keep)))
-    assert ("close", 2, keep) in whole.told
+    assert ("close", 2, keep, False) in whole.told
+    asyncio.run(whole._end(m.Finish("stopped", "before anything was taken up")))
+    assert whole.told.count(("close", 2, None, False)) == 1
     assert not [words for words in whole.told if words[0] == "discard"]
 
 

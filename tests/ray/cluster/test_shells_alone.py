@@ -649,6 +649,8 @@ def test_an_end_closes_all_there_is(nodes: Nodes) -> None:
     asyncio.run(nodes.cluster.close(1))
     assert len(nodes.killed) == 3
     assert nodes.seen[-2:] == [(None,)] * 2
+    asyncio.run(nodes.cluster.close(1, finished=False))
+    assert nodes.seen[-2:] == [(kept_slots.MARKED_ALONE,)] * 2, "what is marked is not committed"
     asyncio.run(nodes.cluster.close(1, m.Source("slots", 7, B)))
     assert nodes.seen[-2:] == [((1, 2, 7),)] * 2
     asyncio.run(nodes.cluster.close(1, m.Source("slots")))

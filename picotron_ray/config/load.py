@@ -176,7 +176,7 @@ def _validated(data: dict[str, Any]) -> tuple[JobConfig, dict[Place, ErrorDetail
 
 
 def _dropped(path: Place) -> Place:
-    """Place of what is left out for a broken value: the whole list, but for faults: there is a harmless one."""
+    """Place of what is left out for a broken value: the whole list, but of faults there is a harmless one."""
     return path if path[0] == "chaos" else tuple(takewhile(lambda part: not isinstance(part, int), path))
 
 

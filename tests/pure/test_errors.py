@@ -12,7 +12,7 @@ from picotron_ray.errors import ConfigError, CorruptError, PicotronError
 CODES = {
     "PicotronError": 3, "ConfigError": 2, "LayoutError": 2, "DataError": 2, "StorageError": 4,
     "StorageUnavailableError": 4, "NotFoundError": 4, "AlreadyExistsError": 4, "CorruptError": 4,
-    "PartsGoneError": 4,
+    "PartsGoneError": 4, "NumericsError": 3,
     "FencedError": 3, "SlotError": 3, "PeerLostError": 3,
 }  # fmt: skip
 

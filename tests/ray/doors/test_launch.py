@@ -162,7 +162,7 @@ def test_sigkill_of_everything_resumes_from_the_last_commit_and_goes_away_by_its
     summary = json.loads((door.folder / door.run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", steps)
     assert summary["generations"][-1]["start_step"] == committed
-    assert summary["ledger"] == {"samples": 8 * steps, "lost": 0, "repeated": 0}
+    assert summary["ledger"] == {"samples": 8 * steps, "lost": 0, "repeated": 0, "skipped": 0}
     assert_nothing_left(ray)
     ledger = door.ledger()
     assert (ledger["ok"], ledger["steps"]) == (True, steps)

@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.deep, pytest.mar
 
 
 def break_storage(root: Path) -> None:
-    """Put a file where the folder was: whoever may do everything cannot write below it either."""
+    """Put a link to itself where the folder was: nobody can read or write below it, and it may get better."""
     root.rename(root.with_suffix(".away"))
-    root.touch()
+    root.symlink_to(root.name)
 
 
 def mend_storage(root: Path) -> None:

@@ -26,8 +26,8 @@ TELL_S = 60.0  # the wait is told this often
 def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
     """Whether storage has failed for too long to commit ``state``; the run then ends, and keeps its slots.
 
-    The time counts from the first failure, or from an answer that was owed for too long, and anew after a
-    success. So a large upload may take as long as it goes on.
+    The time counts from the first failure, or from an answer of the log that was owed for too long, and anew
+    after a success and with every part that arrives. So a large upload may take as long as it goes on.
     """
     done = 0 if memory.checkpoints.pending is None else len(memory.checkpoints.pending.done)
     if not memory.storage_fails or done > memory.done_before:

@@ -48,6 +48,7 @@ class LayoutProposal(Protocol):
 Choose = Callable[[int, tuple[int, ...], int], LayoutProposal]
 """The planner. It answers a `Question`, and raises LayoutError where no layout fits."""
 Workers = list[RosterWorker]
+MOST_CHOICES = 256
 
 
 @dataclass(slots=True)
@@ -194,6 +195,8 @@ class MachineMemory:
 
     def _proposed(self, question: Question) -> LayoutProposal | None:
         if question not in self.choices:
+            while len(self.choices) >= MOST_CHOICES:  # nodes come and go for weeks
+                del self.choices[next(iter(self.choices))]
             try:
                 self.choices[question] = self.choose(*question)
             except LayoutError as error:

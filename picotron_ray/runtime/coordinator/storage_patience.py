@@ -41,14 +41,15 @@ class StoragePatience:
 
     async def call(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, which runs in a thread; StorageError where patience is at its end."""
-        for attempt in range(1 << 30):
+        attempt = 0
+        while True:
             try:
                 return await asyncio.to_thread(work)
             except CorruptError:
                 raise
             except StorageError as error:
                 await self._wait(attempt, error)
-        raise AssertionError("unreachable")
+                attempt += 1
 
     async def _wait(self, attempt: int, error: StorageError) -> None:
         activity = await self._activity()

@@ -25,11 +25,6 @@ class InventoryNode:
     workers: int
     facts: NodeFacts
 
-    @property
-    def cards(self) -> str:
-        """Product names of its cards."""
-        return " and ".join(sorted({card.name for card in self.facts.cards}))
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -115,5 +110,6 @@ def _what_would_do(job: JobConfig, device: str, nodes: list[InventoryNode]) -> s
     enough = workers_that_do(job, workers, profile_of(device, best.facts.device_bytes), best.workers)
     if enough is None:
         return ""
+    cards = best.facts.card_names
     raised = f" (raise cluster.max_workers={most} too)" if enough > most else ""
-    return f"; {enough} workers{f' with {best.cards}' if best.cards else ''} would do{raised}"
+    return f"; {enough} workers{f' with {cards}' if cards else ''} would do{raised}"

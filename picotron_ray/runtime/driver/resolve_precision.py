@@ -58,6 +58,5 @@ def able_nodes(
         if problem is None:
             able.append(node)
         elif not why:
-            names = " and ".join(sorted({card.name for card in known.cards}))
-            why = f"{problem} ({names} on {node.host})" if names else problem
+            why = f"{problem} ({known.card_names} on {node.host})" if known.card_names else problem
     return able, why

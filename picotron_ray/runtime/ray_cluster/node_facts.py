@@ -36,6 +36,11 @@ class NodeFacts:
         return [card.capability for card in self.cards]
 
     @property
+    def card_names(self) -> str:
+        """Product names of its cards; empty where none is known."""
+        return " and ".join(sorted({card.name for card in self.cards}))
+
+    @property
     def device_bytes(self) -> int:
         """Memory of the smallest card; 0 where none is known."""
         return min((card.memory_bytes for card in self.cards if card.memory_bytes), default=0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray._private import state as ray_state
@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ClusterConfig
+from picotron_ray.runtime.ray_cluster.connect import ClusterError
 from picotron_ray.runtime.ray_cluster.kept_slots import kept_here
 from picotron_ray.runtime.ray_cluster.names import run_folder
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, look
@@ -21,6 +22,7 @@ from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, look
 # a sliver of what only the head has: a soft node affinity would be ignored by an actor that needs no CPU,
 # a hard one would forbid a restarted head, whose id is new
 ON_HEAD = {"node:__internal_head__": 0.001}
+T = TypeVar("T")
 LOOK_S = 60.0
 """Longest wait for a node to say what it has; a task on it starts a process."""
 
@@ -97,26 +99,36 @@ def on_node(node: str) -> NodeAffinitySchedulingStrategy:
 
 
 def kept_on(nodes: Sequence[NodeView], run: str, folder: str, discard: bool) -> dict[str, int]:
-    """Newest step that each node keeps of a run in its snapshot folder, deleted there where ``discard``."""
-    task: Any = ray.remote(kept_here)
-    asked = {}
-    for node in nodes:
-        here = task.options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node.id))
-        asked[node.id] = here.remote([run_folder(folder, run)], discard)
-    found = zip(asked, ray.get(list(asked.values()), timeout=LOOK_S), strict=True)
-    return {node: step for node, step in found if step is not None}
+    """Newest step that each node keeps of a run in its snapshot folder, deleted there where ``discard``.
+
+    Raises:
+        ClusterError: a node does not answer; the others have done as they were told.
+    """
+    found = _ask(nodes, kept_here, [run_folder(folder, run)], discard)
+    silent = [node.host for node in nodes if node.id not in found]
+    if silent:
+        raise ClusterError(
+            f"cluster: saw no answer of {', '.join(silent)} for {LOOK_S:g} s, expected what they keep of"
+            f" run {run!r}; ask again once they answer, or are gone"
+        )
+    return {node: step for node, step in found.items() if step is not None}
 
 
 def facts_of(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, NodeFacts]:
-    """Ask nodes for their facts, all at once; by node, without those that do not answer in time."""
-    task: Any = ray.remote(look)
+    """Ask nodes for their facts; by node, without those that do not answer in time."""
+    return _ask(nodes, look, job.snapshot.folder, job.name)
+
+
+def _ask(nodes: Sequence[NodeView], work: Callable[..., T], *arguments: Any) -> dict[str, T]:
+    """Run a function on all nodes at once; by node, what those answer that do so in time."""
+    task: Any = ray.remote(work)
     asked = {}
     for node in nodes:
         here = task.options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node.id))
-        asked[node.id] = here.remote(job.snapshot.folder, job.name)
+        asked[node.id] = here.remote(*arguments)
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=LOOK_S)
     found = {}
     for node_id, answer in asked.items():
-        with contextlib.suppress(RayError):  # gone, or too slow: GetTimeoutError is one too
-            found[node_id] = ray.get(answer, timeout=0)
+        with contextlib.suppress(RayError):
+            found[node_id] = ray.get(answer, timeout=0)  # else it is gone, or too slow
     return found

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.machine_memory import MOST_CHOICES
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import LayoutError
 from picotron_ray.failures import FailureKind
@@ -409,6 +410,18 @@ def test_a_node_with_cards_too_small_for_any_layout_does_not_shrink_the_run() ->
     commands = world.wait(20)
     assert not of(commands, m.Interrupt)
     assert len(asked) == len(set(asked))  # the planner is asked once for one and the same
+
+
+def test_the_planners_answers_are_kept_for_the_newest_questions_alone() -> None:
+    world = World()
+    world.up(("a", 4))
+    memory = world.machine.memory
+    workers = list(memory.roster.workers.values())
+    for device_bytes in range(1, 2 * MOST_CHOICES):
+        memory.roster.nodes["a"].device_bytes = device_bytes
+        memory.choice(workers, 4)
+    assert len(memory.choices) == MOST_CHOICES
+    assert list(memory.choices)[-1] == (4, (4,), 2 * MOST_CHOICES - 1)
 
 
 def test_small_cards_are_not_done_without_below_the_least_number_of_workers() -> None:

@@ -27,6 +27,7 @@ from picotron_ray.runtime.driver.resolve_job import (
 )
 from picotron_ray.runtime.driver.resolve_precision import able_nodes
 from picotron_ray.runtime.ray_cluster import placement
+from picotron_ray.runtime.ray_cluster.connect import ClusterError
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
 from picotron_ray.runtime.run_storage.hf_import import import_hf
@@ -197,3 +198,15 @@ def test_flash_attention_is_missed_before_anything_starts(tmp_path: Path) -> Non
 def test_a_checkpoint_is_imported_into_a_named_precision(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"precision: saw auto, .*; name it for an import"):
         import_hf(auto(tmp_path)[0], tmp_path)
+
+
+def test_a_node_that_does_not_answer_is_named_and_the_others_count(
+    connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tiny_job("silent", tmp_path, cluster={"max_workers": 2})
+    there = placement.living_nodes()
+    gone = NodeView("ab" * 28, "gone-host", 8, 0, 8, 0)
+    monkeypatch.setattr(placement, "LOOK_S", 5.0)
+    assert list(placement.facts_of([*there, gone], job)) == [node.id for node in there]
+    with pytest.raises(ClusterError, match="saw no answer of gone-host for 5 s"):
+        placement.kept_on([*there, gone], "silent", str(tmp_path), False)

@@ -36,7 +36,6 @@ from picotron_ray.errors import PeerLostError
 
 NCCL_ABORT_S = 5.0
 SWEEP_S = 0.002
-MEET_POLL_S = 0.05
 # Texts by which gloo reports a lost peer; torch raises them as bare RuntimeError.
 LOST_PEER_TEXTS = (
     "gloo",
@@ -48,6 +47,11 @@ LOST_PEER_TEXTS = (
     "imed out",
     "timeout",
 )
+
+
+def meet_poll_s(world_size: int) -> float:
+    """Seconds between two looks of a rank that waits in the store: 2,000 a second of all ranks at most."""
+    return max(0.05, world_size / 2000)
 
 
 class ProcessGroups:
@@ -170,7 +174,7 @@ class ProcessGroups:
             while not self._store.check([f"all/{what}"]):
                 self._check()
                 meanwhile()
-                time.sleep(MEET_POLL_S)
+                time.sleep(meet_poll_s(self.world_size))
             self._check()
 
     @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from picotron_ray.comm import abortable_wait, process_groups
-from picotron_ray.comm.process_groups import LOST_PEER_TEXTS, ProcessGroups
+from picotron_ray.comm.process_groups import LOST_PEER_TEXTS, ProcessGroups, meet_poll_s
 from picotron_ray.comm.sockets import SocketInfo, tcp_sockets
 from picotron_ray.errors import PeerLostError
 
@@ -270,3 +270,7 @@ def test_what_was_left_behind_is_said_after_the_end(
         assert alone.given_up is not gone
         alone._prefix, alone._left_behind = alone._prefix + "'", False
     assert waits == [process_groups.PROMPT_S, 0.0, process_groups.PROMPT_S, 0.0]
+
+
+def test_many_ranks_that_wait_leave_the_store_time_for_its_work() -> None:
+    assert [meet_poll_s(ranks) for ranks in (1, 100, 1000)] == [0.05, 0.05, 0.5]

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.checkpoint.checkpoint_kit import memory_folder
+
+memory_path = pytest.fixture(memory_folder)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def pure(request: pytest.FixtureRequest) -> Iterator[None]:

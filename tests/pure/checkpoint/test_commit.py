@@ -35,24 +35,9 @@ from tests.support.checkpoint.checkpoint_kit import (
     generation,
     ledger,
     make_state,
-    memory_folder,
     save,
     upload,
 )
-
-memory_path = pytest.fixture(memory_folder)
-
-
-@pytest.fixture
-def storage(memory_path: Path) -> LocalStorage:
-    return LocalStorage(str(memory_path / "runs"), "r1")
-
-
-@pytest.fixture
-def log(storage: LocalStorage) -> RunLog:
-    log = RunLog(storage)
-    log.claim_term("test")
-    return log
 
 
 def test_a_save_tells_of_itself_before_it_looks(

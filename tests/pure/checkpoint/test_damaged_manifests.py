@@ -21,12 +21,10 @@ from tests.support.checkpoint.checkpoint_kit import (
     ledger,
     load,
     make_state,
-    memory_folder,
     same,
     upload,
 )
 
-memory_path = pytest.fixture(memory_folder)
 STEPS = (5, 10, 15, 20)
 Damage = Callable[[LocalStorage, str], None]
 

@@ -17,15 +17,9 @@ from picotron_ray.checkpoint.store.gc import GcReport, collect, retained
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import FencedError, StorageUnavailableError
-from tests.support.checkpoint.checkpoint_kit import generation, make_state, memory_folder, save
+from tests.support.checkpoint.checkpoint_kit import generation, make_state, save
 
-memory_path = pytest.fixture(memory_folder)
 NOW_S = 1_000_000.0
-
-
-@pytest.fixture
-def storage(memory_path: Path) -> LocalStorage:
-    return LocalStorage(str(memory_path / "runs"), "r1")
 
 
 @pytest.fixture

@@ -19,9 +19,7 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good
 from picotron_ray.errors import CorruptError, StorageError
 from picotron_ray.layout.layout import Layout
-from tests.support.checkpoint.checkpoint_kit import generation, memory_folder
-
-memory_path = pytest.fixture(memory_folder)
+from tests.support.checkpoint.checkpoint_kit import generation
 
 
 @pytest.fixture

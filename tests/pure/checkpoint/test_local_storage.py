@@ -26,10 +26,7 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import AlreadyExistsError, CorruptError, StorageError, StorageUnavailableError
-from tests.support.checkpoint.checkpoint_kit import memory_folder
 from tests.support.checkpoint.storage_suite import StorageConformance
-
-memory_path = pytest.fixture(memory_folder)
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.lineage import commits_on, lineage
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog, encode_entry, entry_key
 from picotron_ray.errors import FencedError, StorageError, StorageUnavailableError
-from tests.support.checkpoint.checkpoint_kit import generation, memory_folder
-
-memory_path = pytest.fixture(memory_folder)
+from tests.support.checkpoint.checkpoint_kit import generation
 
 
 @pytest.fixture

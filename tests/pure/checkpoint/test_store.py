@@ -28,26 +28,11 @@ from tests.support.checkpoint.checkpoint_kit import (
     ledger,
     load,
     make_state,
-    memory_folder,
     same,
     save,
     upload,
     write_slots,
 )
-
-memory_path = pytest.fixture(memory_folder)
-
-
-@pytest.fixture
-def storage(memory_path: Path) -> LocalStorage:
-    return LocalStorage(str(memory_path / "runs"), "r1")
-
-
-@pytest.fixture
-def log(storage: LocalStorage) -> RunLog:
-    log = RunLog(storage)
-    log.claim_term("test")
-    return log
 
 
 def files(storage: LocalStorage, prefix: str) -> list[Path]:

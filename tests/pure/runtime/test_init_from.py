@@ -21,9 +21,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import ConfigError, CorruptError
 from picotron_ray.runtime.driver.resolve_job import settle_start
-from tests.support.checkpoint.checkpoint_kit import generation, load, make_state, memory_folder, same, save
+from tests.support.checkpoint.checkpoint_kit import generation, load, make_state, same, save
 
-memory_path = pytest.fixture(memory_folder)
 STATE = make_state(7)
 WEIGHTS = {name: array for name, array in STATE.items() if "/" not in name}
 MakeJob = Callable[..., JobConfig]

@@ -64,6 +64,25 @@ def bench_throughput(
         _result(found, throughput_lines(found), json_file)
 
 
+@benchmarks.command("coordinator")
+def bench_coordinator(
+    nodes: Annotated[int, typer.Option(min=2, help="of the fake cluster")] = 2048,
+    workers: Annotated[int, typer.Option(min=1, help="on each node")] = 8,
+    seconds: Annotated[float, typer.Option(min=1, help="measured after the first step")] = 600,
+    calls: Annotated[bool, typer.Option(help="measure the cost of real calls of Ray too")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """Share of a core, memory and answers to losses of one coordinator before a fake cluster of a size.
+
+    Example: picotron-ray bench coordinator --nodes 64 --seconds 20 --no-calls
+    """
+    with reported(json_file == "-"):
+        from picotron_ray.bench.coordinator import bench, report
+
+        found = bench.bench(nodes, workers, seconds, _say, with_calls=calls)
+        _result(found, report.lines(found), json_file)
+
+
 @benchmarks.command("mfu")
 def bench_mfu(
     config: Config,
@@ -95,6 +114,24 @@ def bench_mfu(
         )
         found = run.bench(config, overrides or [], options, _say)
         _result(found, report.lines(found), json_file)
+
+
+@benchmarks.command("initial-weights")
+def bench_initial_weights(
+    config: Config,
+    overrides: Overrides = None,
+    rank: Annotated[int, typer.Option(help="whose part is drawn")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Seconds and memory that one rank's part of the initial weights takes, at any size, on one core.
+
+    Example: picotron-ray bench initial-weights llama-3-70b layout.tp=8 layout.pp=8 data.path=CORPUS
+    """
+    with reported(json_file == "-"):
+        from picotron_ray.bench import initial_weights
+
+        found = initial_weights.bench(config, overrides or [], rank, _say)
+        _result(found, initial_weights.lines(found), json_file)
 
 
 def _say(line: str) -> None:

@@ -16,6 +16,7 @@ import typer
 
 from picotron_ray import launch
 from picotron_ray.bench_commands import benchmarks
+from picotron_ray.doctor_command import doctor
 from picotron_ray.errors import PicotronError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
 
@@ -31,6 +32,7 @@ app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(ledger, name="ledger")
 app.add_typer(benchmarks, name="bench")
 app.command("train")(launch.train)
+app.command("doctor")(doctor)
 
 Run = Annotated[str, typer.Argument(help="name of a run")]
 
@@ -335,6 +337,7 @@ def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson =
                 f"ledger of {found['steps']} steps: {found['samples']} samples, {found['lost']} lost,"
                 f" {found['repeated']} repeated, {len(found['wrong'])} wrong"
                 + (f"; {found['skipped']} fed without an update" if found["skipped"] else "")
+                + (f"; {found['passed_over']} passed over by rewinds" if found["passed_over"] else "")
             )
             print("\n".join(found["wrong"]), end="\n" if found["wrong"] else "")
         if found["lost"] or found["repeated"] or found["wrong"]:

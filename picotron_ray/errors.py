@@ -47,6 +47,10 @@ class StorageUnavailableError(StorageError):
     """Storage did not answer within its retry deadline; the same call may succeed later."""
 
 
+class StorageFullError(StorageError):
+    """Storage has no room left; what collection frees may make some."""
+
+
 class NotFoundError(StorageError):
     """No object of that key."""
 
@@ -78,8 +82,41 @@ class SlotError(PicotronError):
     """A snapshot slot cannot be allocated, written or read."""
 
 
+class SlotRoomError(SlotError):
+    """There is no room for a snapshot slot of the size that is needed; what it holds is as it was."""
+
+
+class SlotUnreachableError(SlotError):
+    """A snapshot slot of another node cannot be had: its agent is silent, cut off, or has it no more.
+
+    ``where`` is the name of the slot.
+    """
+
+    def __init__(self, message: str = "", where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class SlotReusedError(SlotError):
+    """A snapshot slot holds another state than the one asked for, or is being overwritten.
+
+    ``where`` is the name of the slot.
+    """
+
+    def __init__(self, message: str = "", where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
+
+
 class NumericsError(PicotronError):
-    """Loss, gradients or weights are not finite, or too many updates were left out."""
+    """Loss, gradients or weights are not finite, or too many updates were left out.
+
+    ``bad_step`` is the step, 0 where it is none of a single step; ``reason`` says what is bad about it.
+    """
+
+    def __init__(self, message: str = "", bad_step: int = 0, reason: str = "") -> None:
+        super().__init__(message)
+        self.bad_step, self.reason = bad_step, reason
 
 
 class PeerLostError(PicotronError):

@@ -20,8 +20,9 @@ class FailureKind(StrEnum):
     CORRUPT = "corrupt"  # what the worker read does not match its digest
     LATE = "late"  # the worker did not stop with the others at a step boundary
     START_FAILED = "start-failed"  # a new worker did not come up
-    NUMERICS = "numerics"  # loss, gradients or weights are not finite, or spiked too often: the run ends
+    NUMERICS = "numerics"  # loss, gradients or weights are not finite or spike: a rewind, or the end
     WORKER_EXITED = "worker-exited"  # the worker's process is gone
+    OUT_OF_MEMORY = "out-of-memory"  # an allocation failed, or the kernel or Ray killed the worker for memory
     HANG = "hang"  # a phase outlasted its limit, or an interrupt was not answered
     NODE_LOST = "node-lost"  # the node is gone with its workers and snapshots
 
@@ -59,7 +60,8 @@ class FailureRule:
     Fields:
         reported_as: kind under which metrics and summaries count it.
         climbs: whether a repetition without progress climbs ``LADDER``. A kind that explains itself does
-            not: losing a node, or setting a corrupt snapshot aside, says nothing against the workers.
+            not: losing a node, setting a corrupt snapshot aside, a bad step, or a layout struck for want of
+            memory, says nothing against the workers.
     """
 
     reported_as: FailureKind
@@ -72,8 +74,9 @@ FAILURE_RULES: Mapping[FailureKind, FailureRule] = {
     FailureKind.CORRUPT: FailureRule(FailureKind.FAILED, climbs=False),
     FailureKind.LATE: FailureRule(FailureKind.FAILED),
     FailureKind.START_FAILED: FailureRule(FailureKind.FAILED),
-    FailureKind.NUMERICS: FailureRule(FailureKind.NUMERICS),
+    FailureKind.NUMERICS: FailureRule(FailureKind.NUMERICS, climbs=False),
     FailureKind.WORKER_EXITED: FailureRule(FailureKind.WORKER_EXITED),
+    FailureKind.OUT_OF_MEMORY: FailureRule(FailureKind.OUT_OF_MEMORY, climbs=False),
     FailureKind.HANG: FailureRule(FailureKind.HANG),
     FailureKind.NODE_LOST: FailureRule(FailureKind.NODE_LOST, climbs=False),
 }

@@ -7,6 +7,7 @@ a test asks for it, so that the pure tier stays pure and quick.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
         XDG_CONFIG_HOME=str(home / "config"),
         PYTHONPATH=os.pathsep.join(path for path in paths if path),
         OMP_NUM_THREADS="1",
-        RAY_AUTH_MODE="disabled",
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(32),
         RAY_USAGE_STATS_ENABLED="0",
         AWS_EC2_METADATA_DISABLED="true",
         AWS_CONFIG_FILE=str(home / "no-aws-config"),

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,7 +35,7 @@ from torch.futures import Future
 
 from picotron_ray.checkpoint.store.shard_sources import Piece, ShardSource
 from picotron_ray.errors import StorageError
-from picotron_ray.layout.shards import Box, Shard, as_elements, uncovered, whole
+from picotron_ray.layout.shards import Box, Shard, region, uncovered, whole
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -114,11 +115,16 @@ def first_nonfinite(state: Iterable[StateTensor]) -> str | None:
     return None
 
 
-def restore(state: Sequence[StateTensor], source: ShardSource) -> None:
+def restore(
+    state: Sequence[StateTensor], source: ShardSource, moved: Callable[[], None] = lambda: None
+) -> None:
     """Fill the live tensors in place from a source, whatever layout wrote it.
 
     No collective is used. Where it raises, the tensors are partly overwritten: initialise or restore
     again before use.
+
+    Args:
+        moved: called after each piece that was read.
 
     Raises:
         CorruptError: a stored piece does not match its digest (``.where`` names the slot or chunk).
@@ -130,7 +136,7 @@ def restore(state: Sequence[StateTensor], source: ShardSource) -> None:
             wanted.setdefault(entry.shard.name, []).append(entry)
     stored = source.pieces(wanted)
     _check(wanted, stored)
-    planner, reader = _BoxPlanner(wanted), _PieceReader(source, stored)
+    planner, reader = _BoxPlanner(wanted, moved), _PieceReader(source, stored)
     metadata = reader.read_metadata()
     planner.set_up_planner({}, metadata)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
@@ -193,9 +199,9 @@ class _BoxPlanner(DefaultLoadPlanner):
     tensor, so that few are under way at a time.
     """
 
-    def __init__(self, wanted: dict[str, list[StateTensor]]) -> None:
+    def __init__(self, wanted: dict[str, list[StateTensor]], moved: Callable[[], None]) -> None:
         super().__init__()
-        self._wanted = wanted
+        self._wanted, self._moved = wanted, moved
         self._gathered: dict[tuple[str, int], torch.Tensor] = {}
         self._missing: Counter[tuple[str, int]] = Counter()
 
@@ -225,6 +231,7 @@ class _BoxPlanner(DefaultLoadPlanner):
         live = self._wanted[name][number].tensor
         if not isinstance(live, torch.Tensor) and not self._missing[name, number]:
             live.encode(self._gathered.pop((name, number)))
+        self._moved()
 
 
 class _PieceReader(StorageReader):
@@ -266,17 +273,17 @@ class _PieceReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        last: tuple[str, int] | None = None
-        elements = np.empty(0, dtype=np.uint8)
-        for item in plan.items:
-            at = _stored_at(item)
-            if at != last:
-                piece = self._stored[at[0]][at[1]]
-                elements, last = as_elements(self._source.read(piece), piece.shard), at
-            cut = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
-            target = planner.resolve_tensor(item)
-            _copy(target, elements[cut])
-            planner.commit_tensor(item, target)
+        for at, items in groupby(plan.items, key=_stored_at):
+            piece = self._stored[at[0]][at[1]]
+            cut = self._source.cutter(piece)
+            for item in items:
+                base = piece.shard.box.offset
+                offset = tuple(a + b for a, b in zip(item.storage_offsets, base, strict=True))
+                box = Box(offset, tuple(item.lengths))
+                target = planner.resolve_tensor(item)
+                for part, elements in cut(box):
+                    _copy(target[region(part, box)], elements)
+                planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -4,6 +4,8 @@ The destructor of a gloo group joins the group's threads, and so waits for every
 After an abort one may run until its timeout, although no caller waits for it (abortable_wait.py). torch
 releases the GIL meanwhile, so another thread can carry the wait. Until it ends, such a group costs three
 threads that mostly sleep, a few descriptors and the tensors of the operation; its connections are shut.
+That thread is also the last to let go of a group: where something else still refers to one (a traceback, a
+cache), whoever drops that reference, in any thread and at any garbage collection, would run the destructor.
 
 An exit handler prevents two accidents at the end of the process:
 
@@ -22,12 +24,14 @@ import gc
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 import torch.distributed as dist
 
 PROMPT_S = 1.0  # a destructor takes about 20 ms where no operation runs, longer on a busy machine
 PARK = signal.SIGRTMAX
+LOOK_S = (0.02, 1.0)  # from one look at who else refers to a group to the next, at first and at last
 _LISTED = 2  # references to a group that only a list holds: the list's, and the argument of getrefcount
 _inside_torch: set[threading.Thread] = set()
 
@@ -38,10 +42,11 @@ def release(groups: list[Any], wait_s: float = PROMPT_S) -> bool:
     Garbage that refers to the groups is collected first: who collects it last runs the destructors.
 
     Returns:
-        Whether the groups are gone.
+        Whether the groups are gone. It is not waited for where something else refers to one of them.
     """
-    if any(sys.getrefcount(groups[index]) > _LISTED for index in range(len(groups))):
+    if _referred(groups):
         gc.collect()
+        wait_s = 0.0 if _referred(groups) else wait_s
     thread = threading.Thread(target=_clear, args=(groups,), name="release-groups", daemon=True)
     park_at_exit(thread)
     thread.start()
@@ -49,8 +54,18 @@ def release(groups: list[Any], wait_s: float = PROMPT_S) -> bool:
     return not thread.is_alive()
 
 
+def _referred(groups: list[Any]) -> bool:
+    """Whether anything but the list refers to one of the groups."""
+    return any(sys.getrefcount(groups[index]) > _LISTED for index in range(len(groups)))
+
+
 def _clear(groups: list[Any]) -> None:
-    groups.clear()
+    pause_s, most_s = LOOK_S
+    while groups:
+        while sys.getrefcount(groups[-1]) > _LISTED:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, most_s)
+        groups.pop()
     leave(threading.current_thread())
 
 

@@ -36,7 +36,7 @@ _VERDICTS: dict[str, Verdict] = {
 }
 
 
-FILLED_IN = {"metrics.host": None, "precision": "auto"}
+FILLED_IN = {"metrics.host": None, "cluster.interface": None, "precision": "auto"}
 """Keys that launch fills in, and what leaves them to it: to leave them to it again changes nothing."""
 
 

@@ -28,6 +28,24 @@ def redact(text: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
+_USER = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/\"'<>@]*@")
+_QUERY = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>?#]*)[?#][^\s\"'<>]*")
+
+
+def redact_words(text: str) -> str:
+    """``text`` with every URL in it redacted, as in the message of a library's error.
+
+    >>> redact_words("no answer from https://me:secret@host/a?key=1, gave up")
+    'no answer from https://host/a, gave up'
+    """
+    return _QUERY.sub(_without_query, _USER.sub(r"\1", text)) if "://" in text else text
+
+
+def _without_query(found: re.Match[str]) -> str:
+    end = found[0][-1]
+    return found[1] + (end if end in ".,;:)" else "")
+
+
 def _split(text: str) -> SplitResult | None:
     try:
         return urlsplit(text)
@@ -52,6 +70,18 @@ def url_problems(storage: StorageConfig) -> Iterator[tuple[str, str]]:
         }
         for key in (name for name, is_given in given.items() if is_given):
             yield key, f"saw a value with the local folder {redact(storage.url)}; only s3:// storage uses it"
+
+
+def server_problems(url: str) -> Iterator[str]:
+    """Say what is wrong with the address of a tracker's server."""
+    parts = _split(url)
+    if parts is None or ("://" in url and parts.scheme == ""):
+        yield f"saw {redact(url)!r}, expected a URL"
+    elif "://" in url and _has_secret(parts):
+        yield (
+            f"saw credentials or a query in {redact(url)!r}; put them into the environment"
+            " (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, WANDB_API_KEY)"
+        )
 
 
 def _url(url: str) -> Iterator[tuple[str, str]]:

@@ -31,7 +31,10 @@ StateKey = tuple[int, GenerationId]  # step first: the order of states on one li
 
 @dataclass(slots=True)
 class PendingCheckpoint:
-    """One checkpoint under way; ``parts`` are the slots to upload per node."""
+    """One checkpoint under way; ``parts`` are the slots to upload per node.
+
+    ``due`` and ``failing`` speak of nodes that are not done.
+    """
 
     state: StateKey
     parts: dict[str, tuple[str, ...]]
@@ -39,10 +42,71 @@ class PendingCheckpoint:
     errors: int = 0  # failed uploads, over all nodes
     due: dict[str, float] = field(default_factory=dict)  # node not done: when to ask (again)
     failing: set[str] = field(default_factory=set)  # nodes whose newest answer was an error
+    next_due: float = 0.0  # the first of ``due``, or earlier
+    asked_at: float | None = None  # when the first upload was asked for
 
     @property
     def uploaded(self) -> bool:
-        return self.done >= self.parts.keys()
+        return len(self.done) == len(self.parts)
+
+    def ask_at(self, at: float, *nodes: str) -> None:
+        """Have nodes asked (again) at a time."""
+        self.due.update(dict.fromkeys(nodes, at))
+        self.find_next()
+
+    def find_next(self) -> None:
+        """Find when the next node is due."""
+        self.next_due = min((due for node, due in self.due.items() if node not in self.done), default=0.0)
+
+
+@dataclass(slots=True)
+class SealedState:
+    """Slots of one state that were reported as sealed; which parts of it are whole is kept as they come."""
+
+    layout: Layout
+    held: dict[str, tuple[SlotInfo, ...]] = field(default_factory=dict)  # by node
+    parts: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # (group, count): fragments seen
+    whole: set[int] = field(default_factory=set)  # groups of which nothing is missing
+
+    def add(self, node: str, slots: tuple[SlotInfo, ...]) -> None:
+        if self.held.get(node) == slots:
+            return
+        before = self.held.get(node)
+        self.held[node] = slots
+        if before is not None:
+            self._count_anew()
+        else:
+            self._count(slots)
+
+    def remove(self, node: str) -> None:
+        """Forget what a node held."""
+        if self.held.pop(node, None) is not None:
+            self._count_anew()
+
+    def remove_slot(self, node: str, slot: str) -> None:
+        if node in self.held:
+            self.held[node] = tuple(info for info in self.held[node] if info.slot != slot)
+            self._count_anew()
+
+    def _count_anew(self) -> None:
+        self.parts.clear()
+        self.whole.clear()
+        for slots in self.held.values():
+            self._count(slots)
+
+    def _count(self, slots: Iterable[SlotInfo]) -> None:
+        for slot in slots:
+            for part in slot.fragments:
+                seen = self.parts.setdefault((part.group, part.count), set())
+                seen.add(part.index)
+                if len(seen) >= part.count:
+                    self.whole.add(part.group)
+
+    def covered(self) -> tuple[SlotInfo, ...] | None:
+        """Slots that hold all of the state; None where some are missing."""
+        if len(self.whole) < self.layout.state_groups:
+            return None
+        return cover((slot for held in self.held.values() for slot in held), self.layout)
 
 
 @dataclass(slots=True)
@@ -51,8 +115,7 @@ class CheckpointTracker:
 
     reply_timeout_s: float
     committed: int = 0
-    seals: dict[StateKey, dict[str, tuple[SlotInfo, ...]]] = field(default_factory=dict)
-    layouts: dict[StateKey, Layout] = field(default_factory=dict)
+    seals: dict[StateKey, SealedState] = field(default_factory=dict)
     pending: PendingCheckpoint | None = None
     released: StateKey | None = None
     void: list[tuple[str, StateKey]] = field(default_factory=list)
@@ -65,8 +128,7 @@ class CheckpointTracker:
         """Note a pinned checkpoint snapshot of a node; one that comes too late is released at once."""
         if self.released is not None and state <= self.released:
             return [self._release(node, state)]
-        self.seals.setdefault(state, {})[node] = slots
-        self.layouts[state] = layout
+        self.seals.setdefault(state, SealedState(layout)).add(node, slots)
         return []
 
     def uploaded(self, event: Uploaded, now: float) -> bool:
@@ -81,7 +143,7 @@ class CheckpointTracker:
         if event.node in pending.done:
             return False
         if event.error:
-            pending.due[event.node] = now + backoff(pending.errors)
+            pending.ask_at(now + backoff(pending.errors), event.node)
             pending.errors += 1
             pending.failing.add(event.node)
             return False
@@ -96,7 +158,7 @@ class CheckpointTracker:
             return False
         pending.done.clear()
         pending.failing.update(pending.parts)
-        pending.due = dict.fromkeys(pending.parts, now + backoff(pending.errors))
+        pending.ask_at(now + backoff(pending.errors), *pending.parts)
         pending.errors += 1
         return True
 
@@ -105,50 +167,59 @@ class CheckpointTracker:
         if self.pending is not None and self.pending.state <= state:
             self.pending = None
         self.seals = {key: held for key, held in self.seals.items() if key > state}
-        self.layouts = {key: layout for key, layout in self.layouts.items() if key > state}
         self.released = state if self.released is None else max(self.released, state)
         return [self._release(node, state) for node in nodes]
 
     def outdated(self, state: StateKey) -> bool:
         """Give up a failed commit if a newer checkpoint is sealed as a whole; return whether it was."""
         pending = self.pending
-        newer = [key for key in self.seals if key > state and self._covered(key) is not None]
+        newer = [key for key in self.seals if key > state and self.seals[key].covered() is not None]
         if pending is None or pending.state != state or not newer:
             return False
         self.pending = None
         return True
 
-    def _covered(self, state: StateKey) -> tuple[SlotInfo, ...] | None:
-        """Slots that hold all of a state, of those that are sealed; None where some are missing."""
-        return cover((s for held in self.seals[state].values() for s in held), self.layouts[state])
+    def took_s(self, state: StateKey, now: float) -> float | None:
+        """Seconds from the first upload of ``state`` until now; None where it is not under way."""
+        pending = self.pending
+        known = pending is not None and pending.state == state and pending.asked_at is not None
+        return now - pending.asked_at if known and pending and pending.asked_at is not None else None
+
+    def sealed_by(self, generation: GenerationId) -> bool:
+        """Whether a whole state of this generation is sealed, pinned and not yet committed."""
+        return any(
+            state[1] == generation and sealed.covered() is not None for state, sealed in self.seals.items()
+        )
+
+    def needs(self, node: str) -> bool:
+        """Whether the checkpoint under way waits for slots of this node."""
+        return self.pending is not None and node in self.pending.parts and node not in self.pending.done
 
     def node_lost(self, node: str) -> None:
         """Forget the slots of a node; a checkpoint that needs them is planned anew from the other seals."""
-        for held in self.seals.values():
-            held.pop(node, None)
+        for sealed in self.seals.values():
+            sealed.remove(node)
         pending = self.pending
         if pending is not None and node in pending.parts and node not in pending.done:
             self.pending = None
 
-    def slot_lost(self, node: str, slot: str) -> None:
-        """Forget a corrupt slot; a checkpoint that needs it is planned anew from the other seals."""
-        for held in self.seals.values():
-            if node in held:
-                held[node] = tuple(info for info in held[node] if info.slot != slot)
-        if self.pending is not None and slot in self.pending.parts.get(node, ()):
+    def slot_lost(self, node: str, slot: str, state: StateKey) -> None:
+        """Forget a state's corrupt or overwritten slot; a checkpoint that needs it is planned anew."""
+        if state in self.seals:
+            self.seals[state].remove_slot(node, slot)
+        pending = self.pending
+        if pending is not None and pending.state == state and slot in pending.parts.get(node, ()):
             self.pending = None
 
     def forget(self, state: StateKey) -> None:
         """Drop a checkpoint that is incomplete, without a release: its slots stay where they are."""
         self.seals.pop(state, None)
-        self.layouts.pop(state, None)
 
     def rewound(self, newest: GenerationSpec) -> None:
         """Drop what the lineage of ``newest`` has made void."""
         for state in [s for s in self.seals if not on_lineage(newest, s[1], s[0])]:
-            for node in self.seals.pop(state):
+            for node in self.seals.pop(state).held:
                 self.voided(node, state)
-            self.layouts.pop(state)
         pending = self.pending
         if pending is not None and not on_lineage(newest, pending.state[1], pending.state[0]):
             self.pending = None
@@ -179,7 +250,7 @@ class CheckpointTracker:
             for state in sorted(self.seals, reverse=True):
                 if self.pending is not None and state <= self.pending.state:
                     break
-                slots = self._covered(state)
+                slots = self.seals[state].covered()
                 if slots is not None:
                     commands += self._supersede(state)
                     self.start(state, slots)
@@ -199,19 +270,21 @@ class CheckpointTracker:
         """Release what is older than ``state``: it will never be uploaded."""
         commands: list[Command] = []
         for old in [key for key in self.seals if key < state]:
-            commands += [self._release(node, old) for node in self.seals.pop(old)]
-            self.layouts.pop(old)
+            commands += [self._release(node, old) for node in self.seals.pop(old).held]
         return commands
 
     def _ask(self, now: float) -> list[Command]:
         pending = self.pending
-        if pending is None:
+        if pending is None or now < pending.next_due:
             return []
         commands: list[Command] = []
+        if pending.asked_at is None:
+            pending.asked_at = now
         for node, slots in pending.parts.items():
             if node not in pending.done and now >= pending.due[node]:
                 pending.due[node] = now + self.reply_timeout_s
                 commands.append(Upload(node, pending.state[1], pending.state[0], slots))
+        pending.find_next()
         return commands
 
     def commit(self) -> AppendCommit:
@@ -224,11 +297,7 @@ class CheckpointTracker:
 
     @property
     def wake_at(self) -> float | None:
-        pending = self.pending
-        waiting = (
-            () if pending is None else [due for node, due in pending.due.items() if node not in pending.done]
-        )
-        return min(waiting, default=None)
+        return None if self.pending is None or self.pending.uploaded else self.pending.next_due
 
 
 def known_layouts(specs: Iterable[GenerationSpec]) -> Mapping[GenerationId, Layout]:

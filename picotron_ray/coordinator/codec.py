@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from picotron_ray.coordinator.messages import Command, Event, GenerationSpec
 from picotron_ray.failures import FailureKind
 
+ATOMS = frozenset({str, int, float, bool, type(None)})
 MESSAGES: dict[str, Any] = {kind.__name__: kind for union in (Event, Command) for kind in get_args(union)}
 
 
@@ -37,6 +38,8 @@ def decode(data: dict[str, Any]) -> Any:
 
 def plain(value: Any) -> Any:
     """Turn dataclasses into objects and tuples into lists; leave everything else as it is."""
+    if type(value) in ATOMS:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in _names(type(value))}
     if isinstance(value, (list, tuple)):

@@ -10,16 +10,21 @@ from typing import Any
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.checkpoint_tracker import known_layouts
-from picotron_ray.coordinator.final_wait import enter, take_up
-from picotron_ray.coordinator.generation_stop import blame, kill
-from picotron_ray.coordinator.housekeeping import lose_node, worker_gone
+from picotron_ray.coordinator.drains import notice, save
+from picotron_ray.coordinator.final_wait import enter, expect_kept, refuse, take_up
+from picotron_ray.coordinator.generation_stop import blame, fenced, kill, note_bad_step
+from picotron_ray.coordinator.housekeeping import bar, lose_node, worker_gone
 from picotron_ray.coordinator.lineage import on_lineage
 from picotron_ray.coordinator.machine_memory import MachineMemory
-from picotron_ray.coordinator.policies.membership import RosterWorker
+from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_layout
+from picotron_ray.coordinator.planning import planned
 from picotron_ray.coordinator.policies.restore_point import newest_commit
+from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
+
+AGENT_PATIENCE = 6.0  # x node_timeout_s: longest wait for an agent's restart
 
 
 def begin(memory: MachineMemory, event: m.Begin) -> None:
@@ -28,9 +33,11 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
         return
     specs = [*event.generations, *([event.running] if event.running else [])]
     memory.term, memory.commits = event.term, list(event.commits)
+    memory.breaker.times.extend(memory.now - ago_s for ago_s in event.failed_s_ago)
     memory.spec = max(specs, key=lambda spec: spec.id, default=None)
     memory.layouts.update(known_layouts(specs))
     memory.logged = {spec.id for spec in event.generations}
+    memory.struck = () if memory.spec is None else memory.spec.struck
     commit = newest_commit(memory.commits, memory.spec)
     memory.checkpoints.committed = 0 if commit is None else commit.step
     adopted = event.running if event.running == memory.spec else None
@@ -44,16 +51,18 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
         return
     memory.go(MachineState.STARTING)
     memory.deadline = memory.now + memory.job.cluster.start_timeout_s
-    take_up(memory, event.kept, event.kept_by)
+    expect_kept(memory, event)
 
 
 def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec | None) -> None:
     """Enter the living workers; one that is still in a generation of the past cannot be used again."""
     members = set() if adopted is None else {member.worker for member in adopted.members}
     busy = {entry.worker: entry.generation for entry in event.busy}
+    traits = {each.node: each for each in event.traits}
     for member in event.workers:
         if member.node not in memory.roster.nodes:
-            memory.roster.join(member.node, sum(w.node == member.node for w in event.workers), memory.now)
+            here = sum(worker.node == member.node for worker in event.workers)
+            memory.roster.join(member.node, here, memory.now, traits.get(member.node))
             _release_committed(memory, member.node)
         worker = RosterWorker(member.worker, member.node, "idle", memory.now)
         memory.roster.workers[worker.name] = worker
@@ -99,12 +108,12 @@ def _adopt(memory: MachineMemory, spec: m.GenerationSpec) -> None:
 
 
 def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
-    if event.refused:
-        if memory.refused.get(event.node) != event.refused:
-            memory.refused[event.node] = event.refused
-            memory.alert("warning", "refused", f"node {event.node} may not take part: {event.refused}")
+    if event.node in memory.freed:
         return
-    if not memory.roster.join(event.node, event.capacity, memory.now, event.device_bytes):
+    if event.refused:
+        refuse(memory, event)
+        return
+    if not memory.roster.join(event.node, event.capacity, memory.now, event.traits):
         return
     take_up(memory, event.kept, event.kept_by)
     _release_committed(memory, event.node)
@@ -130,6 +139,8 @@ def worker_ready(memory: MachineMemory, event: m.WorkerReady) -> None:
     worker = memory.roster.workers.get(event.worker)
     if worker is None:
         memory.emit(m.KillWorker(event.worker, "not known to this coordinator"))
+    elif event.refused:
+        bar(memory, worker, event.refused)
     elif worker.state == "starting":
         worker.state, worker.since = "idle", memory.now
         if (node := memory.roster.nodes.get(worker.node)) is not None:
@@ -139,6 +150,7 @@ def worker_ready(memory: MachineMemory, event: m.WorkerReady) -> None:
 def worker_exited(memory: MachineMemory, event: m.WorkerExited) -> None:
     worker = memory.roster.workers.pop(event.worker, None)
     if worker is None:
+        late_verdict(memory, event)
         return
     worker_gone(memory, worker, event.cause)
     if worker.writing and memory.state is MachineState.COLLECTING:
@@ -148,7 +160,8 @@ def worker_exited(memory: MachineMemory, event: m.WorkerExited) -> None:
 def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
     """Note a sign of life and progress.
 
-    A node that was lost by silence alone is taken back in. Its old workers are killed first.
+    A node that was lost by silence alone is taken back in. Its old workers are killed first. So is a worker
+    that counts as dead, because no order to die was answered: it lives on where its node heard none of them.
     """
     node = memory.roster.nodes.get(event.node)
     if node is None:
@@ -156,16 +169,33 @@ def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
         if silent is None:
             return
         lost, workers = silent
-        node_joined(memory, m.NodeJoined(event.node, lost.capacity, device_bytes=lost.device_bytes))
+        back = m.NodeJoined(
+            event.node,
+            lost.capacity,
+            device_bytes=lost.device_bytes,
+            domain=lost.domain,
+            has_gpus=lost.has_gpus,
+        )
+        node_joined(memory, back)
         for name in workers:
             memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)
             kill(memory, name, "its node was counted as lost")
         return
-    node.last_seen = memory.now
+    node.last_seen, node.agent_gone_at = memory.now, None
+    for name in (*event.steps, *event.others):
+        if name not in memory.roster.workers:
+            memory.emit(m.KillWorker(name, "counts as dead, or is not known, and lives"))
     before = memory.seen_step
     if memory.spec is not None and event.generation == memory.spec.id and event.steps:
+        memory.begun.update(event.steps)
         progress(memory, max(event.steps.values()))
     memory.quiet = memory.seen_step == before
+
+
+def agent_restarting(memory: MachineMemory, event: m.AgentRestarting) -> None:
+    """Wait for an agent as long as it usually takes, many times over: workers and slots outlive it."""
+    memory.roster.agent_restarts(event.node, memory.now, AGENT_PATIENCE * memory.job.elastic.node_timeout_s)
+    memory.quiet = True
 
 
 def progress(memory: MachineMemory, step: int) -> None:
@@ -197,14 +227,17 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
         text = f"worker {event.worker} lost a peer"
         blame(memory, event.kind, event.worker, culprit=False, text=text)
     elif event.kind is FailureKind.NUMERICS:
-        memory.verdict = event.detail
-        blame(memory, event.kind, event.worker, culprit=True, text=event.detail)
+        note_bad_step(memory, event)
     elif event.detail.startswith("corrupt:"):
         _quarantine(memory, event.worker, event.detail.removeprefix("corrupt:").strip())
+    elif event.detail.startswith("unreachable:"):
+        _pass_over(memory, event.worker, event.detail.removeprefix("unreachable:").strip())
     else:
         text = f"worker {event.worker} failed: {event.detail}"
-        cause = event.detail.split(":")[0]
-        blame(memory, FailureKind.FAILED, event.worker, culprit=True, text=text, cause=cause)
+        cause, kind = event.detail.split(":")[0], FailureKind.FAILED
+        if cause == OOM and strike_layout(memory, memory.spec.layout, worker.node, on_device=True):
+            kind = FailureKind.OUT_OF_MEMORY
+        blame(memory, kind, event.worker, culprit=True, text=text, cause=cause)
 
 
 def stalled(memory: MachineMemory, event: m.Stalled) -> None:
@@ -228,17 +261,35 @@ def _quarantine(memory: MachineMemory, worker: str, name: str) -> None:
     """Set aside data that failed its digest; the next rung of the ladder is used instead."""
     assert memory.spec is not None
     source = memory.spec.source
-    for slot in source.slots:
-        if slot.slot == name and (slot.node, name) not in memory.bad_slots:
-            memory.bad_slots.add((slot.node, name))
-            memory.emit(m.Quarantine(slot.node, name))
-    known = any(name == slot for _, slot in memory.bad_slots)
+    named = [slot for slot in source.slots if slot.slot == name]
+    for slot in named:
+        if slot.identity not in memory.bad_slots:
+            memory.bad_slots.add(slot.identity)
+            memory.emit(m.Quarantine(*slot.identity))
+    known = bool(named)
     if name == source.manifest:
         memory.bad_manifests.add(name)
         known = True
     text = f"worker {worker} found {name} corrupt: it is not used again"
     kind = FailureKind.CORRUPT if known else FailureKind.FAILED
     blame(memory, kind, worker, culprit=True, text=text)
+
+
+def _pass_over(memory: MachineMemory, worker: str, name: str) -> None:
+    """Do without the slots of a node that a member cannot reach: another copy or a commit is used instead.
+
+    They may be sound, and stay where they are. Its slots of other states are not in question: a member that
+    cannot reach those either says so then.
+    """
+    assert memory.spec is not None
+    source = memory.spec.source
+    away = {slot.node for slot in source.slots if slot.slot == name}
+    held = (slot for node in away for slot in (*source.slots, *memory.inventory.get(node, ())))
+    state = source.generation, source.step
+    memory.bad_slots.update(s.identity for s in held if s.node in away and (s.generation, s.step) == state)
+    where = ", ".join(sorted(away))
+    text = f"worker {worker} cannot read {name} on node {where}: its snapshots of this step are passed over"
+    blame(memory, FailureKind.PEER_LOST, worker, culprit=False, text=text, cause="unreachable")
 
 
 def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
@@ -260,6 +311,11 @@ def inventory(memory: MachineMemory, event: m.Inventory) -> None:
 
 
 def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:
+    state = (event.step, event.generation)
+    if event.error.startswith("gone:"):  # its pin was given up for a newer checkpoint: no fault of anybody
+        memory.checkpoints.slot_lost(event.node, event.error.removeprefix("gone:").strip(), state)
+        memory.alert("info", "upload", f"step {event.step} on {event.node} gave way to a newer snapshot")
+        return
     if event.error:
         memory.storage_problem = event.error
         memory.alert(
@@ -267,9 +323,11 @@ def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:
         )
     if event.error.startswith("corrupt:"):
         slot = event.error.removeprefix("corrupt:").strip()
-        memory.bad_slots.add((event.node, slot))
-        memory.emit(m.Quarantine(event.node, slot))
-        memory.checkpoints.slot_lost(event.node, slot)
+        bad = (event.node, slot, event.generation, event.step)
+        if bad not in memory.bad_slots:
+            memory.bad_slots.add(bad)
+            memory.emit(m.Quarantine(*bad))
+        memory.checkpoints.slot_lost(event.node, slot, state)
     elif memory.checkpoints.uploaded(event, memory.now):
         memory.appends.push(memory.checkpoints.commit())
 
@@ -294,6 +352,8 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
     if not isinstance(entry, m.AppendCommit):
         return
     memory.commits.append(m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest))
+    took_s = memory.checkpoints.took_s((event.step, event.generation), memory.now)
+    memory.commit_s = memory.commit_s if took_s is None else took_s
     if not on_lineage(memory.spec, event.generation, event.step):
         return
     memory.checkpoints.committed = max(memory.checkpoints.committed, event.step)
@@ -301,26 +361,11 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
     memory.emit(*memory.checkpoints.settled((event.step, event.generation), list(memory.roster.nodes)))
 
 
-def drain_notice(memory: MachineMemory, event: m.DrainNotice) -> None:
-    node = memory.roster.nodes.get(event.node)
-    if node is None or node.draining:
-        return
-    node.draining = True
-    memory.alert("warning", "drain", f"node {event.node} is to go", node=event.node, deadline=event.deadline)
-    if memory.state is MachineState.RUNNING and memory.spec is not None:
-        _take_snapshot(memory)
-
-
 def user_request(memory: MachineMemory, event: m.UserRequest) -> None:
     if event.what == "stop":
         memory.stop_requested = True
     elif memory.state is MachineState.RUNNING:
-        _take_snapshot(memory)
-
-
-def _take_snapshot(memory: MachineMemory) -> None:
-    assert memory.spec is not None
-    memory.emit(m.TakeSnapshot(memory.spec.id, tuple(member.worker for member in memory.spec.members)))
+        save(memory)
 
 
 def tick(memory: MachineMemory, event: m.Tick) -> None:
@@ -335,12 +380,15 @@ HANDLERS: dict[type[Any], Callable[[MachineMemory, Any], None]] = {
     m.WorkerExited: worker_exited,
     m.Stalled: stalled,
     m.Heartbeat: heartbeat,
+    m.AgentRestarting: agent_restarting,
     m.Outcome: outcome,
     m.SnapshotSealed: snapshot_sealed,
     m.Inventory: inventory,
     m.Uploaded: uploaded,
     m.Appended: appended,
-    m.DrainNotice: drain_notice,
+    m.Fenced: fenced,
+    m.DrainNotice: notice,
     m.UserRequest: user_request,
+    m.Planned: planned,
     m.Tick: tick,
 }

@@ -13,8 +13,10 @@ from picotron_ray.coordinator.lineage import ancestors, on_lineage
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import (
     AppendGeneration,
+    Begin,
     GenerationSpec,
     KeepSlots,
+    NodeJoined,
     SlotInfo,
     Source,
 )
@@ -96,6 +98,35 @@ def take_up(memory: MachineMemory, kept: tuple[SlotInfo, ...], spec: GenerationS
         _take_up_state(memory, node, state, slots)
 
 
+def expect_kept(memory: MachineMemory, event: Begin) -> None:
+    """Take up what the agents keep that live already, and wait for nodes whose agents do not."""
+    memory.keeping = dict(event.keeping)
+    take_up(memory, event.kept, event.kept_by)
+
+
+def refuse(memory: MachineMemory, event: NodeJoined) -> None:
+    """Leave out a node that may not take part; end the run before it trains where that node keeps its state.
+
+    To go on from an older one would void what the node keeps. Only a person may say so.
+    """
+    if memory.refused.get(event.node) != event.refused:
+        memory.refused[event.node] = event.refused
+        memory.alert("warning", "refused", f"node {event.node} may not take part: {event.refused}")
+    if memory.state is not MachineState.STARTING:
+        return
+    spec = event.kept_by
+    newer = spec is not None and (memory.spec is None or spec.id > memory.spec.id)
+    steps = [s.step for s in event.kept if newer or on_lineage(memory.spec, s.generation, s.step)]
+    step = max(steps, default=0)
+    if step > memory.checkpoints.committed:
+        memory.finish(
+            "failed",
+            f"node {event.node} keeps step {step}, which is not committed, and may not take part:"
+            f" {event.refused}; mend that, or delete it with `picotron-ray stop {memory.job.name} --discard`",
+            Source("slots"),
+        )
+
+
 def enter(memory: MachineMemory, spec: GenerationSpec) -> None:
     """Have the log entries written that storage did not take when a generation and its ancestors ran."""
     for each in (*ancestors(spec), spec):
@@ -126,8 +157,25 @@ def _take_up_state(memory: MachineMemory, node: str, state: StateKey, slots: tup
     memory.emit(*memory.checkpoints.sealed(state, node, slots, memory.layouts[generation]))
 
 
+def _awaits_keeper(memory: MachineMemory, timed_out: bool) -> bool:
+    """Whether a node that keeps a newer state than what is committed has yet to join."""
+    committed, heard = memory.checkpoints.committed, {*memory.roster.nodes, *memory.refused}
+    late = [node for node, step in memory.keeping.items() if step > committed and node not in heard]
+    if late and timed_out:
+        memory.finish(
+            "failed",
+            f"node {late[0]} keeps step {memory.keeping[late[0]]}, which is not committed, and did not join"
+            f" in {memory.job.cluster.start_timeout_s:g} s; launch again once it can, or delete it with"
+            f" `picotron-ray stop {memory.job.name} --discard`",
+            Source("slots"),
+        )
+    return bool(late)
+
+
 def step_kept(memory: MachineMemory, timed_out: bool) -> bool:
     """Wait for the commit of what was kept; True while that is waited for, or where the run has ended."""
+    if _awaits_keeper(memory, timed_out):
+        return True
     if memory.kept is None:
         return False
     step, _ = memory.kept

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from picotron_ray.coordinator.machine_memory import Incident, MachineMemory
-from picotron_ray.coordinator.messages import Interrupt, KillWorker
+from picotron_ray.coordinator.messages import Fenced, Interrupt, KillWorker, Outcome
+from picotron_ray.coordinator.policies.precedence import goes_before
+from picotron_ray.coordinator.policies.rewind import BadStep
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 
@@ -29,7 +31,7 @@ def blame(
     """Note a failure of the running generation; the first one aborts it.
 
     A member that lost a peer only suffers: the peer's own end, where it is heard of later, replaces it.
-    A failure goes before numerics, as the numbers may be its work: the next generation computes them again.
+    Of several the one that goes before the others is answered (``policies.precedence``).
 
     Args:
         target: worker or node that is concerned.
@@ -39,26 +41,33 @@ def blame(
     assert memory.spec is not None
     cause = cause or kind.value
     step = memory.seen_step
-    memory.alert("warning", "failure", text, cause=cause, target=target, step=step, culprit=culprit)
     incident = memory.incident
+    if incident is None or culprit:  # thousands of victims need not be told of one by one
+        memory.alert("warning", "failure", text, cause=cause, target=target, step=step, culprit=culprit)
     if incident is None:
         memory.incident = Incident(kind, cause, target, step, memory.now, culprit)
-    elif culprit and (not incident.culprit or _goes_before(kind, incident.kind)):
+    elif culprit and (not incident.culprit or goes_before(kind, cause, incident.kind, incident.cause)):
         incident.kind, incident.cause, incident.target, incident.culprit = kind, cause, target, True
     if memory.state in (MachineState.RUNNING, MachineState.LEAVING):
         memory.reason = text
         memory.go(MachineState.ABORTING)
-        memory.deadline = memory.now + memory.job.elastic.interrupt_timeout_s
+        memory.deadline = memory.now + memory.answer_s(len(memory.spec.members)) + memory.flush_s
         _interrupt(memory, "hard")
 
 
-def _goes_before(kind: FailureKind, other: FailureKind) -> bool:
-    return other is FailureKind.NUMERICS and kind is not FailureKind.NUMERICS
+def note_bad_step(memory: MachineMemory, event: Outcome) -> None:
+    """Note what all members find alike; the first one to say so is told of."""
+    told, memory.verdict = bool(memory.verdict), memory.verdict or event.detail
+    if event.bad_step and (memory.bad is None or event.bad_step < memory.bad.step):
+        memory.bad = BadStep(event.bad_step, event.bad_reason, event.detail)
+    if not told:
+        target = f"step {event.bad_step}" if event.bad_step else event.worker
+        blame(memory, FailureKind.NUMERICS, target, culprit=True, text=event.detail)
 
 
 def _interrupt(memory: MachineMemory, mode: str) -> None:
     assert memory.spec is not None
-    wait_s = memory.job.elastic.interrupt_timeout_s
+    wait_s = memory.answer_s(len(memory.spec.members))
     memory.remind_at = memory.now + (wait_s / 2 if mode == "hard" else wait_s)
     for member in memory.unsettled():
         if memory.roster.workers[member.worker].state != "dying":
@@ -70,13 +79,13 @@ def step_leaving(memory: MachineMemory) -> bool:
 
     A member that lags behind after the first one left aborts the generation.
     """
-    unsettled = memory.unsettled()
-    if not unsettled:
+    first = memory.first_unsettled()
+    if first is None:
         return True
     if memory.outcomes and memory.deadline is None:
-        memory.deadline = memory.now + SETTLE_FACTOR * memory.job.elastic.interrupt_timeout_s
+        memory.deadline = memory.now + SETTLE_FACTOR * memory.answer_s(len(memory.outcomes)) + memory.flush_s
     if memory.deadline is not None and memory.now >= memory.deadline:
-        worker = unsettled[0].worker
+        worker = first.worker
         blame(
             memory,
             FailureKind.LATE,
@@ -91,12 +100,11 @@ def step_leaving(memory: MachineMemory) -> bool:
 
 def step_aborting(memory: MachineMemory) -> bool:
     """Wait for all members to settle; True once they have. Those that do not in time are killed."""
-    unsettled = memory.unsettled()
-    if not unsettled:
+    if memory.first_unsettled() is None:
         return True
     if memory.deadline is not None and memory.now >= memory.deadline:
         memory.deadline = None
-        for member in unsettled:
+        for member in memory.unsettled():
             _find_culprit(memory, member.worker)
             kill(
                 memory,
@@ -126,6 +134,11 @@ def kill(memory: MachineMemory, name: str, reason: str) -> None:
     worker.state, worker.since = "dying", memory.now
     worker.kills += 1
     memory.emit(KillWorker(name, reason))
+
+
+def fenced(memory: MachineMemory, event: Fenced) -> None:
+    """Stop at once, whatever is under way: it belongs to the coordinator of the newer term."""
+    memory.finish("fenced", f"a newer coordinator has taken over ({event.why}); this one stops")
 
 
 def sweep_dying(memory: MachineMemory) -> None:

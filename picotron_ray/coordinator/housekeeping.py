@@ -1,12 +1,16 @@
-"""Housekeeping of the machine: nodes and workers that went, failed starts, growth, drains."""
+"""Housekeeping of the machine: nodes and workers that went, failed starts, growth."""
 
 from __future__ import annotations
 
+from picotron_ray.coordinator.drains import reason_to_leave
 from picotron_ray.coordinator.generation_stop import blame, kill, leave, sweep_dying
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import StartWorker
+from picotron_ray.coordinator.out_of_memory import exit_kind
+from picotron_ray.coordinator.planning import better_plan
 from picotron_ray.coordinator.policies import scale_up
-from picotron_ray.coordinator.policies.membership import RosterWorker, starts
+from picotron_ray.coordinator.policies.membership import starts
+from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 
@@ -42,7 +46,8 @@ def worker_gone(memory: MachineMemory, worker: RosterWorker, cause: str) -> None
     if worker.state == "starting":
         start_failed(memory, worker.node, text)
     elif worker.state == "busy" and memory.in_generation and worker.name not in memory.outcomes:
-        blame(memory, FailureKind.WORKER_EXITED, worker.name, culprit=True, text=text, cause=cause)
+        kind = exit_kind(memory, worker, cause)
+        blame(memory, kind, worker.name, culprit=True, text=text, cause=cause)
     else:
         memory.alert("warning", "failure", text, cause=cause, target=worker.name, step=memory.seen_step)
 
@@ -61,6 +66,25 @@ def start_failed(memory: MachineMemory, node: str, text: str) -> None:
     idle = memory.state in (MachineState.STARTING, MachineState.WAITING)
     if idle and hopeless and not memory.roster.in_state("idle", "starting"):
         memory.finish("failed", f"workers do not start: {text}")
+
+
+def bar(memory: MachineMemory, worker: RosterWorker, why: str) -> None:
+    """Start nothing more on the node of a worker that may not take part, and end that one.
+
+    The run is given up where no other node is left. The node is tried again after it was lost, or by the next
+    term.
+    """
+    kill(memory, worker.name, f"refused: {why}")
+    node = memory.roster.nodes.get(worker.node)
+    if node is None or node.barred:
+        return
+    node.barred = True
+    text = f"node {worker.node} may not take part: {why}"
+    memory.alert("error", "refused", text, node=worker.node)
+    idle = memory.state in (MachineState.STARTING, MachineState.WAITING)
+    others = any(not other.barred for other in memory.roster.nodes.values())
+    if idle and not others and not memory.job.cluster.autoscale:
+        memory.finish("failed", text)
 
 
 def keep_house(memory: MachineMemory) -> None:
@@ -98,52 +122,69 @@ def start_workers(memory: MachineMemory) -> None:
 
 
 def step_running(memory: MachineMemory) -> None:
-    """Stop a healthy generation for a request, a drain, or workers that would make it faster."""
+    """Stop a healthy generation for a request, a drain, or a layout that would make it faster."""
+    if _watch_launch(memory):
+        return
     if memory.stop_requested:
         leave(memory, "stop requested")
-    elif (reason := _drains(memory)) is not None or (reason := _grows(memory)) is not None:
+    elif (
+        (reason := _drains(memory)) is not None
+        or (reason := _grows(memory)) is not None
+        or (reason := better_plan(memory)) is not None
+    ):
         leave(memory, reason)
 
 
-def _drains(memory: MachineMemory) -> str | None:
-    """Move off draining nodes where the others can carry on alone."""
+def _watch_launch(memory: MachineMemory) -> bool:
+    """Abort a generation that a member has not entered in time; True where it was.
+
+    From its first phase on a member is judged by its page. Before that nobody would notice that the call
+    never reached it, or that the rendezvous store was waited for in vain.
+    """
     assert memory.spec is not None
-    draining = [node.name for node in memory.roster.nodes.values() if node.draining]
-    if not draining:
+    limit_s = memory.job.elastic.first_step_timeout_s
+    if memory.now - memory.launched_at < limit_s or memory.progressed:
+        return False
+    late = [m for m in memory.unsettled() if m.worker not in memory.begun]
+    for member in late[:1]:
+        text = f"worker {member.worker} has not begun generation {memory.spec.id} within {limit_s:g} s"
+        blame(memory, FailureKind.LATE, member.worker, culprit=False, text=text)
+    return bool(late)
+
+
+def _drains(memory: MachineMemory) -> str | None:
+    if not memory.roster.leaving:
         return None
-    leaving = [member for member in memory.spec.members if member.node in draining]
-    if not leaving:
-        return None
-    staying = [worker for worker in memory.living_members() if worker.node not in draining]
-    staying += memory.roster.usable()
-    most = min(len(staying), memory.job.cluster.max_workers)
-    if most < memory.job.cluster.min_workers or memory.choice(staying, most) is None:
-        return None
-    return f"node {leaving[0].node} is draining"
+    return reason_to_leave(memory, len(starts(memory.roster, wanted(memory), memory.now)))
 
 
 def _grows(memory: MachineMemory) -> str | None:
     assert memory.spec is not None
     spares = memory.roster.usable() if memory.roster.in_state("idle") else []
-    if not spares or memory.cap is not None:
+    if not spares or memory.cap is not None or not memory.job.elastic.grow or not memory.progressed:
+        return None
+    key = (*memory.roster.version, memory.plans.changes, memory.spec.id)
+    if memory.growth_of == key:  # seen before, and too small a gain then
         return None
     members = memory.living_members()
     size, most = len(members), min(len(members) + len(spares), memory.job.cluster.max_workers)
     present, bigger = (
         found and found[0]
-        for found in (memory.choice(members, size), memory.choice([*members, *spares], most))
+        for found in (memory.choice(members, size), memory.planned([*members, *spares], most))
     )
     fits = bigger is not None and bigger.layout.world_size > size
     view = scale_up.GrowthView(
         enabled=memory.job.elastic.grow,
         ready_since=min(worker.since for worker in spares),
-        starting=len(memory.roster.in_state("starting")),
+        starting=memory.roster.workers.count("starting"),
         progressed=memory.progressed,
         steps_left=memory.job.steps - memory.seen_step,
         cost_s=present.cost_s if present is not None else float("inf"),
         bigger_cost_s=bigger.cost_s if bigger is not None and fits else None,
     )
     grow, why = scale_up.decide(memory.now, view)
+    if not grow and view.bigger_cost_s is not None and not view.starting:
+        memory.growth_of = key
     return (
         f"grow from {size} to {bigger.layout.world_size} workers: {why}"
         if grow and bigger is not None

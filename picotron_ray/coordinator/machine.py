@@ -11,18 +11,31 @@ which the coordinator itself was stopped does not count against anybody (``_cloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.append_queue import AppendQueue
 from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker
+from picotron_ray.coordinator.drains import give_back
 from picotron_ray.coordinator.event_handlers import HANDLERS
 from picotron_ray.coordinator.final_wait import step_kept
 from picotron_ray.coordinator.generation_stop import step_aborting, step_leaving
 from picotron_ray.coordinator.housekeeping import keep_house, start_workers, step_running, wanted
-from picotron_ray.coordinator.machine_memory import Choose, MachineMemory
-from picotron_ray.coordinator.messages import Command, Event, Finish, GenerationSpec
+from picotron_ray.coordinator.machine_memory import MachineMemory
+from picotron_ray.coordinator.messages import (
+    Command,
+    Event,
+    Finish,
+    GenerationSpec,
+    Heartbeat,
+    SnapshotSealed,
+    Tick,
+    Uploaded,
+)
+from picotron_ray.coordinator.out_of_memory import given_up
+from picotron_ray.coordinator.plan_book import Choose, Default, PlanBook, no_default
+from picotron_ray.coordinator.planning import ask_planner
 from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.recovery import collect, pick, step_collecting, step_finalising
 from picotron_ray.coordinator.states import MachineState
@@ -43,6 +56,7 @@ class MachineView:
     ready: int  # workers that are not in the generation
     missing: int  # workers that neither live nor start
     nodes: tuple[str, ...]
+    draining: tuple[str, ...]  # those of them whose notice was heard
     failures: int
     result: Finish | None
 
@@ -50,22 +64,62 @@ class MachineView:
 class Machine:
     """Pure state machine of one coordinator term; see the module's docstring."""
 
-    def __init__(self, job: JobConfig, choose: Choose) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        choose: Choose | None = None,
+        default: Default = no_default,
+        flush_s: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            choose: answers the planner's questions at once; None: answers come as ``Planned`` events.
+            default: a layout for when they have not come yet.
+            flush_s: longest that a member takes to write its part of the state when it leaves, in seconds.
+        """
         reply_s = REPLY_FACTOR * job.storage.retry_deadline_s
         self.memory = MachineMemory(
             job,
-            choose,
             AppendQueue(reply_s),
             CheckpointTracker(reply_s),
             Breaker(job.elastic.max_failures, job.elastic.max_failures_without_progress),
+            plans=PlanBook(choose, default),
+            flush_s=flush_s,
         )
         self._last: float | None = None
-        self._slept_s = 0.0
+        self.eventful = False
+        """Whether the last event was more than a sign of life or of time: only then a log needs it."""
 
-    def handle(self, event: Event, now: float) -> list[Command]:
-        """Return the commands that follow from ``event`` at ``now`` (seconds, never going back), in order."""
+    @property
+    def slept_s(self) -> float:
+        """Time for which the coordinator itself was stopped, in seconds: it counts against nobody."""
+        return self.memory.slept_s
+
+    def handle(self, event: Event, now: float, slept_s: float | None = None) -> list[Command]:
+        """Return the commands that follow from ``event`` at ``now`` (seconds, never going back), in order.
+
+        Args:
+            slept_s: what ``slept_s`` was after this event, where it is replayed; None: found by ``now``.
+        """
         memory = self.memory
-        memory.now, memory.out = self._clock(now), []
+        before = self.slept_s, memory.progressed, memory.planning, len(memory.begun)
+        memory.now, memory.out = self._clock(now, slept_s), []
+        commands = self._handle(event)
+        self.eventful = (
+            not isinstance(event, Tick | Heartbeat)
+            or bool(commands or memory.transitions)
+            or (self.slept_s, memory.progressed, memory.planning, len(memory.begun)) != before
+        )
+        return commands
+
+    def absorb(self, heartbeats: Iterable[tuple[float, Heartbeat]]) -> None:
+        """Take heartbeats of which is known that nothing followed from them, at the times given (replay)."""
+        for now, heartbeat in heartbeats:
+            self.memory.now = self._clock(now, self.slept_s)
+            HANDLERS[Heartbeat](self.memory, heartbeat)
+
+    def _handle(self, event: Event) -> list[Command]:
+        memory = self.memory
         memory.transitions.clear()
         memory.quiet = False
         if memory.state is MachineState.DONE:
@@ -74,19 +128,25 @@ class Machine:
         if memory.quiet:
             return memory.out
         if memory.state not in (MachineState.NEW, MachineState.DONE):
-            keep_house(memory)
-            advance(memory)
+            if isinstance(event, Tick):
+                keep_house(memory)
+            give_back(memory)
+            if memory.state is not MachineState.RUNNING or not isinstance(event, SnapshotSealed | Uploaded):
+                advance(memory)  # else only the checkpoint follows: thousands of nodes say the same
         if memory.state not in (MachineState.NEW, MachineState.DONE):
             start_workers(memory)
+            ask_planner(memory, event)
             memory.emit(*memory.checkpoints.plan(memory.now), *memory.appends.pump(memory.now))
         return memory.out
 
-    def _clock(self, now: float) -> float:
+    def _clock(self, now: float, slept_s: float | None) -> float:
         """Return ``now`` without the time that the coordinator itself slept through."""
-        if self._last is not None:
-            self._slept_s += max(0.0, now - self._last - LONGEST_GAP_S)
+        if slept_s is not None:
+            self.memory.slept_s = slept_s
+        elif self._last is not None:
+            self.memory.slept_s += max(0.0, now - self._last - LONGEST_GAP_S)
         self._last = now if self._last is None else max(now, self._last)
-        return self._last - self._slept_s
+        return self._last - self.memory.slept_s
 
     @property
     def wake_at(self) -> float | None:
@@ -97,13 +157,14 @@ class Machine:
             memory.failing_until,
             memory.appends.wake_at,
             memory.checkpoints.wake_at,
+            memory.plan_until,
         ]
         if memory.state in (MachineState.LEAVING, MachineState.ABORTING):
             times.append(memory.remind_at)
         elif memory.state is MachineState.COLLECTING:
             times.append(memory.patient_until)
         due = min((time for time in times if time is not None and time > memory.now), default=None)
-        return None if due is None or memory.state is MachineState.DONE else due + self._slept_s
+        return None if due is None or memory.state is MachineState.DONE else due + memory.slept_s
 
     @property
     def view(self) -> MachineView:
@@ -114,10 +175,11 @@ class Machine:
             memory.spec,
             memory.seen_step,
             memory.checkpoints.committed,
-            len(memory.roster.in_state("idle")),
-            max(0, wanted(memory) - len(memory.roster.alive())),
+            memory.roster.workers.count("idle"),
+            max(0, wanted(memory) - memory.roster.count_alive()),
             tuple(memory.roster.nodes),
-            memory.breaker.total,
+            tuple(node.name for node in memory.roster.nodes.values() if node.draining),
+            memory.breaker.total(memory.now),
             memory.result,
         )
 
@@ -144,8 +206,11 @@ def _step_starting(memory: MachineMemory) -> None:
     if memory.stop_requested and (memory.spec is None or not memory.roster.nodes):
         memory.finish("stopped", "before training started")
         return
+    most = memory.job.cluster.max_workers
+    if memory.roster.workers.count("idle") < most and not timed_out and not memory.stop_requested:
+        return
     ready = len(memory.roster.usable())
-    enough = ready >= memory.job.cluster.max_workers or (timed_out and pick(memory) is not None)
+    enough = ready >= most or (timed_out and pick(memory) is not None)
     resumed = timed_out and memory.spec is not None  # a run that trained before waits for its workers
     if memory.stop_requested or enough or resumed:
         collect(memory)
@@ -168,7 +233,7 @@ def _step_aborting(memory: MachineMemory) -> None:
 
 
 def _step_waiting(memory: MachineMemory) -> None:
-    if memory.stop_requested or pick(memory) is not None:
+    if memory.stop_requested or pick(memory) is not None or given_up(memory):
         collect(memory)
 
 

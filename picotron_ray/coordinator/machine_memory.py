@@ -8,8 +8,8 @@ a lost one is made good by the next tick.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.append_queue import AppendQueue
@@ -21,34 +21,28 @@ from picotron_ray.coordinator.messages import (
     Finish,
     GenerationId,
     GenerationSpec,
+    LayoutQuestion,
     Member,
     Outcome,
+    SlotIdentity,
     SlotInfo,
     Source,
+    Strike,
 )
+from picotron_ray.coordinator.plan_book import PlanBook, ReadyPlan
 from picotron_ray.coordinator.policies.failure import Breaker
-from picotron_ray.coordinator.policies.membership import Question, Roster, RosterWorker
+from picotron_ray.coordinator.policies.membership import Roster
+from picotron_ray.coordinator.policies.memory_limit import limit_of
+from picotron_ray.coordinator.policies.rewind import BadStep
+from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.states import TRANSITIONS, MachineState
-from picotron_ray.errors import LayoutError
 from picotron_ray.failures import FailureKind, Remedy
 from picotron_ray.layout.layout import Layout
 
-
-class LayoutProposal(Protocol):
-    """Planner's proposal for a number of workers; it may use fewer."""
-
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def cost_s(self) -> float: ...
-    @property
-    def reason(self) -> str: ...
-
-
-Choose = Callable[[int, tuple[int, ...], int], LayoutProposal]
-"""The planner. It answers a `Question`, and raises LayoutError where no layout fits."""
 Workers = list[RosterWorker]
-MOST_CHOICES = 256
+START_PATIENCE_S = 5.0  # how long the first generation of a term waits for its plan
+FEW_CALLS = 64  # calls that take no time worth counting
+CALL_S = 0.001  # of each further call and its answer, with room to spare (a coordinator makes 3,000/s)
 
 
 @dataclass(slots=True)
@@ -69,7 +63,6 @@ class MachineMemory:
     """Memory of the machine. Times are seconds on its clock, which skips the coordinator's own sleep."""
 
     job: JobConfig
-    choose: Choose
     appends: AppendQueue
     checkpoints: CheckpointTracker
     breaker: Breaker
@@ -78,19 +71,32 @@ class MachineMemory:
     state: MachineState = MachineState.NEW
     quiet: bool = False  # the event at hand changed nothing that anything follows from
     transitions: list[tuple[MachineState, MachineState]] = field(default_factory=list)  # of the event at hand
+    slept_s: float = 0.0  # the coordinator's own sleep so far: ``now + slept_s`` is the clock of events
     term: int = 0
     generations: int = 0  # started in this term
     names: int = 0  # worker names given in this term
     roster: Roster = field(default_factory=Roster)
     refused: dict[str, str] = field(default_factory=dict)  # node: why it may not take part
+    freed: set[str] = field(default_factory=set)  # drained nodes that were given back
     deaths: int = 0  # workers lost without their node
-    choices: dict[Question, LayoutProposal | None] = field(default_factory=dict)  # what `choose` said
+    plans: PlanBook = field(default_factory=PlanBook)
+    flush_s: float = 0.0  # added to the time in which members leave: they write their state first
+    plan_until: float | None = None  # how long the term's first generation waits for its plan
+    ahead: tuple[LayoutQuestion, ...] = ()  # the next questions, when they were last looked at
+    ahead_of: tuple[int, ...] = ()  # the roster for which they were found
+    ahead_found: tuple[LayoutQuestion, ...] = ()  # without memory limits
+    growth_of: tuple[object, ...] = ()  # roster, plans and generation for which growth was no gain
+    struck: tuple[Strike, ...] = ()  # what ran out of memory, one for each size of device
+    lately_gone: dict[str, tuple[Layout, str]] = field(default_factory=dict)  # worker: its layout and node
+    exhausted: bool = False  # the newest generation ran out of memory, and none was launched since
+    exhausted_until: float | None = None  # how long workers are awaited on which a layout may fit
     # the newest generation known; it is running, leaving or over, as `state` says
     spec: GenerationSpec | None = None
     layouts: dict[GenerationId, Layout] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     seen_step: int = 0  # most finished steps that any member of it was seen with
     launched_at: float = 0.0
+    begun: set[str] = field(default_factory=set)  # members that heartbeats have shown in it
     progressed: bool = False
     # leaving and recovering
     reason: str = "start"  # of the next generation
@@ -108,21 +114,31 @@ class MachineMemory:
     inventory: dict[str, tuple[SlotInfo, ...]] = field(default_factory=dict)
     # storage
     commits: list[Commit] = field(default_factory=list)
-    bad_slots: set[tuple[str, str]] = field(default_factory=set)
+    bad_slots: set[SlotIdentity] = field(default_factory=set)
     bad_manifests: set[str] = field(default_factory=set)
     logged: set[GenerationId] = field(default_factory=set)  # generations that the log held at the beginning
     kept: StateKey | None = None  # newest state that an earlier launch left in slots, until it is committed
+    keeping: dict[str, int] = field(default_factory=dict)  # nodes that keep such states: their newest steps
     taken_up: set[StateKey] = field(default_factory=set)  # such states: no generation reads their slots
     storage_problem: str = ""  # words of the newest failure of storage
     failing_until: float | None = None  # nothing but storage is waited for: when that is given up
     done_before: int = 0  # nodes whose part was in storage when it was last waited for
     told_wait_at: float = 0.0  # when the wait is told again
+    commit_s: float | None = None  # from the first upload to the log entry of this term's last commit
+    held_step: int = 0  # of the state that a run which waits for workers goes on from
+    save_again_at: float = 0.0  # when a snapshot that frees draining nodes is asked for again
     rewind: int | None = None  # checkpoint.resume_step, until it has been obeyed
     # the end
     stop_requested: bool = False
+    bad: BadStep | None = None  # first bad step of the present generation
     verdict: str = ""  # why the run must end as failed once its last state is committed; empty: it need not
     final: tuple[Literal["finished", "stopped", "failed"], int] | None = None
     result: Finish | None = None
+    # what was found of `spec` before
+    _named: GenerationSpec | None = None
+    _names: frozenset[str] = frozenset()
+    _passed_of: tuple[GenerationSpec | None, int] = (None, -1)
+    _passed: int = 0
 
     # --- verbs --------------------------------------------------------------------------------------
 
@@ -152,7 +168,18 @@ class MachineMemory:
         self.emit(self.result)
         self.go(MachineState.DONE)
 
+    def answer_s(self, asked: int) -> float:
+        """Seconds within which so many workers or nodes answer that are all called at once."""
+        return self.job.elastic.interrupt_timeout_s + max(0, asked - FEW_CALLS) * CALL_S
+
     # --- views --------------------------------------------------------------------------------------
+
+    @property
+    def planning(self) -> tuple[object, ...]:
+        """State of planning that the mere passing of time may change."""
+        plans = self.plans
+        looked = self.ahead, self.ahead_of
+        return *looked, self.plan_until, self.exhausted_until, plans.fresh, tuple(plans.missed)
 
     @property
     def in_generation(self) -> bool:
@@ -166,41 +193,85 @@ class MachineMemory:
         return self.appends.failing or (pending is not None and bool(pending.failing))
 
     def is_member(self, worker: str) -> bool:
-        return self.spec is not None and any(member.worker == worker for member in self.spec.members)
+        if self._named is not self.spec:
+            self._named = self.spec
+            self._names = frozenset() if self.spec is None else frozenset(m.worker for m in self.spec.members)
+        return worker in self._names
 
     def living_members(self) -> Workers:
         """Members of ``spec`` that live, as far as is known."""
         members = () if self.spec is None else self.spec.members
         return [self.roster.workers[m.worker] for m in members if m.worker in self.roster.workers]
 
+    def _is_open(self, member: Member) -> bool:
+        return member.worker not in self.outcomes and member.worker in self.roster.workers
+
     def unsettled(self) -> list[Member]:
         """Members that live and have not said how their generation ended."""
+        return [
+            member for member in (() if self.spec is None else self.spec.members) if self._is_open(member)
+        ]
+
+    def first_unsettled(self) -> Member | None:
+        """First of `unsettled`; looks at each member once, unless one has come back since."""
+        key = self.spec, self.roster.workers.entered
+        if self._passed_of[0] is not key[0] or self._passed_of[1] != key[1]:
+            self._passed_of, self._passed = key, 0
         members = () if self.spec is None else self.spec.members
-        return [m for m in members if m.worker not in self.outcomes and m.worker in self.roster.workers]
+        while self._passed < len(members):
+            if self._is_open(members[self._passed]):
+                return members[self._passed]
+            self._passed += 1
+        return None
 
-    def choice(self, workers: Workers, most: int) -> tuple[LayoutProposal, Workers] | None:
-        """The planner's cheapest proposal for up to ``most`` of these workers, and those it may be run on.
+    def choice(self, workers: Workers, most: int) -> tuple[ReadyPlan, Workers] | None:
+        """The cheapest layout for up to ``most`` of these workers, and those that it may be run on.
 
-        Every worker of a layout has the same share of the model, so the smallest device counts. Where devices
-        differ in size, doing without those of the smallest nodes is looked at too. None where no layout fits.
+        It is the planner's, or stands in for that. Every worker of a layout has the same share of the model,
+        so the smallest device counts. Where devices differ in size, doing without those of the smallest nodes
+        is looked at too. None where no layout fits, or is known yet.
         """
-        found: tuple[LayoutProposal, Workers] | None = None
+        return self._cheapest(workers, most, self._ready_plan)
+
+    def planned(self, workers: Workers, most: int) -> tuple[ReadyPlan, Workers] | None:
+        """As ``choice``, but of the planner's answers alone; None where one is missing."""
+        groups = self._groups(workers)
+        ready = [self.plans.look_up(self.question(group, most)) for group in groups]
+        return self._cheapest(workers, most, self.plans.answers.get) if all(ready) else None
+
+    def question(self, workers: Workers, most: int) -> LayoutQuestion:
+        """Put the question for up to ``most`` of these workers, below what ran out of memory before."""
+        return self.limited(self.roster.question(workers, most))
+
+    def limited(self, question: LayoutQuestion) -> LayoutQuestion:
+        """The question with the limit that is known for its devices."""
+        return replace(question, limit_bytes=limit_of(self.struck, question.device_bytes))
+
+    def _groups(self, workers: Workers) -> list[Workers]:
         everyone, *fewer = self.roster.by_device(workers) or [[]]
         least = self.job.cluster.min_workers
-        for group in (everyone, *(group for group in fewer if len(group) >= least)):
-            proposal = self._proposed(self.roster.question(group, most))
-            if proposal is not None and (found is None or proposal.cost_s < found[0].cost_s):
-                found = proposal, group
+        return [everyone, *(group for group in fewer if len(group) >= least)]
+
+    def _cheapest(
+        self, workers: Workers, most: int, plan_of: Callable[[LayoutQuestion], ReadyPlan | None]
+    ) -> tuple[ReadyPlan, Workers] | None:
+        found: tuple[ReadyPlan, Workers] | None = None
+        for group in self._groups(workers):
+            plan = plan_of(self.question(group, most))
+            if plan is not None and (found is None or plan.cost_s < found[0].cost_s):
+                found = plan, group
         return found
 
-    def _proposed(self, question: Question) -> LayoutProposal | None:
-        if question not in self.choices:
-            while len(self.choices) >= MOST_CHOICES:  # nodes come and go for weeks
-                del self.choices[next(iter(self.choices))]
-            try:
-                self.choices[question] = self.choose(*question)
-            except LayoutError as error:
-                self.choices[question] = None
-                why = str(error).splitlines()[0]
-                self.alert("warning", "layout", f"no layout for {question[0]} workers: {why}")
-        return self.choices[question]
+    def _ready_plan(self, question: LayoutQuestion) -> ReadyPlan | None:
+        plans = self.plans
+        if plans.look_up(question):
+            why = plans.refusals.pop(question, "")
+            if why:
+                self.alert("warning", "layout", f"no layout for {question.workers} workers: {why}")
+            return plans.answers[question]
+        if not self.generations and not self.in_generation:
+            if self.plan_until is None:
+                self.plan_until = self.now + START_PATIENCE_S
+            if self.now < self.plan_until:
+                return None
+        return plans.stand_in(question, None if self.spec is None else self.spec.layout)

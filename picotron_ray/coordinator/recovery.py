@@ -10,19 +10,26 @@ from typing import Literal
 from picotron_ray.coordinator.final_wait import out_of_patience
 from picotron_ray.coordinator.generation_stop import kill
 from picotron_ray.coordinator.lineage import descend, on_lineage
-from picotron_ray.coordinator.machine_memory import LayoutProposal, MachineMemory
+from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import (
     AppendGeneration,
     CollectInventory,
     GenerationId,
     GenerationSpec,
     Member,
+    Rewind,
     RunGeneration,
+    SlotInfo,
     Source,
 )
+from picotron_ray.coordinator.out_of_memory import given_up
+from picotron_ray.coordinator.plan_book import ReadyPlan
 from picotron_ray.coordinator.policies.membership import choose_members
-from picotron_ray.coordinator.policies.restore_point import newest_commit, restore_point
+from picotron_ray.coordinator.policies.placement import spread
+from picotron_ray.coordinator.policies.restore_point import newest_commit, older_state, restore_point
+from picotron_ray.coordinator.policies.rewind import asked_for, decide, samples
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.errors import CorruptError
 from picotron_ray.failures import FailureKind, Remedy
 
 MOST_ASKED = 3  # rounds after which a node's inventory is done without
@@ -42,7 +49,7 @@ def collect(memory: MachineMemory) -> None:
 
 def _ask(memory: MachineMemory) -> None:
     memory.asked += 1
-    memory.deadline = memory.now + memory.job.elastic.interrupt_timeout_s
+    memory.deadline = memory.now + memory.answer_s(len(memory.awaited))
     memory.emit(*(CollectInventory(node, request) for node, request in sorted(memory.awaited.items())))
 
 
@@ -81,27 +88,51 @@ def _decide(memory: MachineMemory) -> None:
     except LookupError as error:
         memory.finish("failed", str(error))
         return
+    except CorruptError as error:
+        memory.finish("storage", str(error))
+        return
     if memory.now < memory.patient_until and _commit_would_help(memory, point):
         return
-    if memory.verdict and (memory.incident is None or memory.incident.kind is FailureKind.NUMERICS):
+    numerics = memory.verdict and (
+        memory.incident is None or memory.incident.kind is FailureKind.NUMERICS
+    )  # else something went before it, and the next generation computes the step again
+    rewound = _rewound(memory) if numerics else None
+    if numerics and rewound is None:
         _finalise(memory, point, "failed")
         return
     if memory.incident is not None and not memory.incident.counted and not _apply_remedy(memory, point):
         return
-    if memory.distrust_slots:
+    rewinds = _rewinds_before(memory)
+    if rewound is not None and not memory.stop_requested:
+        point, why, rewind = rewound
+        rewinds = (*rewinds, rewind)
+    elif memory.distrust_slots:
         point, why = _restore_point(memory)
     if memory.stop_requested or point.step >= memory.job.steps:
         _finalise(memory, point, "finished" if point.step >= memory.job.steps else "stopped")
         return
     picked = pick(memory)
-    if picked is None:
-        ready = len(memory.roster.usable())
-        memory.alert(
-            "warning", "waiting", f"{ready} workers ready, too few to go on; waiting for more", ready=ready
-        )
-        memory.go(MachineState.WAITING)
+    if picked is None and (why_not := given_up(memory)):
+        memory.verdict = why_not
+        _finalise(memory, point, "failed")
         return
-    _launch(memory, point, why, *picked)
+    if picked is None:
+        _report_wait(memory)
+        memory.go(MachineState.WAITING)
+        memory.held_step = point.step
+        if point.step > memory.checkpoints.committed:  # the nodes that hold it may go meanwhile
+            _commit_state(memory, point)
+        return
+    _launch(memory, point, why, rewinds, *picked)
+
+
+def _report_wait(memory: MachineMemory) -> None:
+    ready, plans = len(memory.roster.usable()), memory.plans
+    if ready >= memory.job.cluster.min_workers and plans.missed:
+        memory.alert("info", "planner", f"{ready} workers ready; waiting for their layout to be planned")
+        return
+    text = f"{ready} workers ready, too few to go on; waiting for more"
+    memory.alert("warning", "waiting", text, ready=ready)
 
 
 def _commit_would_help(memory: MachineMemory, point: Source) -> bool:
@@ -114,14 +145,55 @@ def _commit_would_help(memory: MachineMemory, point: Source) -> bool:
     )
 
 
-def _restore_point(memory: MachineMemory) -> tuple[Source, str]:
-    slots = [
+def _rewound(memory: MachineMemory) -> tuple[Source, str, Rewind] | None:
+    """The older state to go back to for a bad step, and why; None where the run ends (``verdict``)."""
+    bad = memory.bad
+    if bad is None or not asked_for(memory.job, bad):
+        return None
+    allowed, why = decide(memory.job, bad, _rewinds_before(memory))
+    if not allowed:
+        memory.verdict = why
+        return None
+    point, found = older_state(
+        _held_slots(memory),
+        memory.layouts,
+        memory.commits,
+        memory.spec,
+        wanted=bad.step - memory.job.elastic.rewind_steps,
+        below=bad.step,
+        bad_manifests=memory.bad_manifests,
+    )
+    rewind = Rewind(point.step, bad.step, bad.reason)
+    passed = samples(rewind, memory.job.data.global_batch)
+    return point, f"{found} ({why}; {passed} are passed over)", rewind
+
+
+def _held_slots(memory: MachineMemory) -> list[SlotInfo]:
+    """Slots that a generation may read."""
+    return [
         slot
-        for node, held in memory.inventory.items()
+        for held in memory.inventory.values()
         for slot in held
         # what was kept is restored from its commit, whose release deletes the slots at any time
-        if (node, slot.slot) not in memory.bad_slots and (slot.step, slot.generation) not in memory.taken_up
+        if slot.identity not in memory.bad_slots and (slot.step, slot.generation) not in memory.taken_up
     ]
+
+
+def _rewinds_before(memory: MachineMemory) -> tuple[Rewind, ...]:
+    """Rewinds of the run's history so far."""
+    before = () if memory.spec is None else memory.spec.rewinds
+    if memory.rewind is not None:  # the user goes back: what came after, and was passed over, is void
+        return tuple(rewind for rewind in before if rewind.bad_step <= memory.rewind)
+    return before
+
+
+def _restore_point(memory: MachineMemory) -> tuple[Source, str]:
+    """Choose the state to go on from.
+
+    Raises:
+        LookupError: there is no commit of ``checkpoint.resume_step``.
+        CorruptError: there are commits, and no state at all can be used.
+    """
     if memory.rewind is not None:
         commits = [commit for commit in memory.commits if commit.step == memory.rewind]
         point, why = restore_point((), {}, commits, memory.spec, bad_manifests=memory.bad_manifests)
@@ -131,14 +203,22 @@ def _restore_point(memory: MachineMemory) -> tuple[Source, str]:
                 f"checkpoint.resume_step: saw {memory.rewind}, allowed are the commits at {steps}"
             )
         return point, f"checkpoint.resume_step={memory.rewind}; {why}"
-    return restore_point(
-        slots,
+    point, why = restore_point(
+        _held_slots(memory),
         memory.layouts,
         memory.commits,
         memory.spec,
         bad_manifests=memory.bad_manifests,
         use_slots=not memory.distrust_slots,
     )
+    lost = newest_commit(memory.commits, memory.spec) if point.kind == "init" else None
+    if lost is not None:  # to train anew, unasked, would throw away what was committed
+        raise CorruptError(
+            f"all commits are damaged, the newest one is of step {lost.step}; see `picotron-ray checkpoints"
+            " verify`, restore the objects that it names, or start a run of another name",
+            lost.manifest,
+        )
+    return point, why
 
 
 def _apply_remedy(memory: MachineMemory, point: Source) -> bool:
@@ -146,7 +226,7 @@ def _apply_remedy(memory: MachineMemory, point: Source) -> bool:
     incident = memory.incident
     assert incident is not None
     incident.counted = True
-    memory.remedy, why = memory.breaker.record(incident.kind, max(memory.seen_step, point.step))
+    memory.remedy, why = memory.breaker.record(incident.kind, max(memory.seen_step, point.step), memory.now)
     if memory.remedy is Remedy.GIVE_UP:
         memory.finish("failed", f"{why}; last: {memory.reason}")
         return False
@@ -155,7 +235,8 @@ def _apply_remedy(memory: MachineMemory, point: Source) -> bool:
     if memory.remedy is Remedy.EXCLUDE and suspect and worker is not None:
         kill(memory, worker.name, f"suspect: {why}")
     # a commit that storage does not hand out is no remedy
-    memory.distrust_slots = memory.remedy is Remedy.COMMIT and not memory.storage_fails
+    climbed = memory.remedy in (Remedy.COMMIT, Remedy.SHRINK)  # a rung keeps what the one below it changed
+    memory.distrust_slots = climbed and not memory.storage_fails
     if memory.remedy is Remedy.SHRINK:
         memory.cap = max(memory.job.cluster.min_workers, len(memory.roster.usable()) // 2)
     if memory.remedy is not Remedy.RETRY:
@@ -163,7 +244,7 @@ def _apply_remedy(memory: MachineMemory, point: Source) -> bool:
     return True
 
 
-def pick(memory: MachineMemory) -> tuple[LayoutProposal, tuple[Member, ...]] | None:
+def pick(memory: MachineMemory) -> tuple[ReadyPlan, tuple[Member, ...]] | None:
     """Pick the layout and members that the ready workers allow now; None where they are too few."""
     usable = memory.roster.usable()
     least, most = memory.job.cluster.min_workers, min(len(usable), memory.job.cluster.max_workers)
@@ -178,11 +259,18 @@ def pick(memory: MachineMemory) -> tuple[LayoutProposal, tuple[Member, ...]] | N
         return None
     choice, able = found
     previous = () if memory.spec is None else memory.spec.members
-    return choice, choose_members(able, choice.layout.world_size, previous)
+    members = choose_members(able, choice.layout.world_size, previous)
+    domains = {node.name: node.domain for node in memory.roster.nodes.values() if node.domain}
+    return choice, spread(members, choice.layout, domains)
 
 
 def _launch(
-    memory: MachineMemory, point: Source, why: str, choice: LayoutProposal, members: tuple[Member, ...]
+    memory: MachineMemory,
+    point: Source,
+    why: str,
+    rewinds: tuple[Rewind, ...],
+    choice: ReadyPlan,
+    members: tuple[Member, ...],
 ) -> None:
     """Start the next generation; its log entry is written meanwhile."""
     memory.generations += 1
@@ -193,18 +281,23 @@ def _launch(
         point,
         memory.reason,
         descend(memory.spec, point),
+        memory.struck,
+        rewinds,
     )
     memory.go(MachineState.RUNNING)
     memory.emit(RunGeneration(spec))
     for member in members:
         memory.roster.workers[member.worker].state = "busy"
     _report(memory, spec, why)
+    _report_plan(memory, choice)
     memory.spec, memory.layouts[spec.id] = spec, spec.layout
     memory.outcomes.clear()
     memory.seen_step, memory.launched_at, memory.progressed = spec.resume_step, memory.now, False
-    memory.verdict = ""
+    memory.begun.clear()
+    memory.verdict, memory.bad = "", None
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
     memory.failing_until = None
+    memory.exhausted, memory.exhausted_until = False, None
     memory.checkpoints.rewound(spec)
     if memory.checkpoints.pending is None:
         memory.appends.drop_commits()
@@ -241,11 +334,25 @@ def _report(memory: MachineMemory, spec: GenerationSpec, why: str) -> None:
     )
 
 
+def _report_plan(memory: MachineMemory, choice: ReadyPlan) -> None:
+    """Tell why this layout was taken, and what the runner-up lost by."""
+    if memory.plans.choose is not None:
+        return
+    text = f"plan: {choice.reason}" + (f"; next {choice.runner_up}" if choice.runner_up else "")
+    data = {"layout": str(choice.layout), "cost_s": choice.cost_s, "planned": choice.planned}
+    memory.alert("info", "plan", text, **data, reason=choice.reason, runner_up=choice.runner_up)
+
+
 def _finalise(memory: MachineMemory, point: Source, status: Literal["finished", "stopped", "failed"]) -> None:
     """Commit the last state; what is already committed, or was never trained, needs no commit."""
     memory.go(MachineState.FINALISING)
     memory.final = (status, point.step)
     memory.incident = None
+    _commit_state(memory, point)
+
+
+def _commit_state(memory: MachineMemory, point: Source) -> None:
+    """Make the state to go on from the checkpoint under way."""
     if point.kind == "slots":  # else it is the newest commit, or nothing was trained
         assert point.generation is not None
         state = (point.step, point.generation)

@@ -7,10 +7,12 @@ Each step of a generation leaves one JSON line::
      "grad_norm": 0.9, "learning_rate": 0.001, "at_s": 1790000000.123}
 
 A step whose update was left out says why in one key more, ``skipped``: its samples were fed, and moved
-nothing. Loss and norm are null where they were not finite.
+nothing. Loss and norm are null where they were not finite. A step that a rewind passed over says
+``passed_over``: it has no rows, and the run's log must know of the rewind.
 
 ``rows`` has one entry per DP replica: the half-open range of global sample numbers, and the digest of the
-tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. The checker
+tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. Of many replicas,
+neighbours share an entry, which ends with their number, so that a line does not grow with them. The checker
 knows nothing of layouts and trusts no number of the ledger. It makes every row again from the source data
 and the order of samples, and compares digests. Where one differs, ``ledger_diagnosis`` looks for a deviation
 that explains it, so that a report names the sample. A sample that no digest proves counts as lost.
@@ -28,10 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from picotron_ray.data.batch import token_digest
-from picotron_ray.data.ledger_diagnosis import Deviation, diagnose
-from picotron_ray.data.ledger_line import LedgerLine, parse_line
+from picotron_ray.data.ledger_diagnosis import MOST_TRIES, diagnose
+from picotron_ray.data.ledger_line import LedgerLine, parse_line, shared_digest
 from picotron_ray.data.samples import Dataset
 from picotron_ray.data.shuffle import samples_between
+from picotron_ray.layout.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class LedgerReport:
         void: lines of steps that a later generation went back behind; they do not count.
         wrong: one line of text per finding.
         skipped: samples of steps whose update was left out. They were fed, and count as such too.
+        passed_over: samples that a rewind passed over. They were not fed, and are not lost.
     """
 
     steps: int
@@ -55,6 +59,7 @@ class LedgerReport:
     void: int
     wrong: tuple[str, ...]
     skipped: int = 0
+    passed_over: int = 0
 
     @property
     def ok(self) -> bool:
@@ -69,6 +74,7 @@ class LedgerReport:
             "repeated": self.repeated,
             "void": self.void,
             "skipped": self.skipped,
+            "passed_over": self.passed_over,
             "wrong": list(self.wrong),
         }
 
@@ -77,7 +83,7 @@ class LedgerReport:
 class _Audit:
     """State of one check."""
 
-    dataset: Dataset
+    dataset: Dataset | None  # None: what rows say of themselves is taken for true
     seed: int
     global_batch: int
     steps: int
@@ -93,6 +99,7 @@ class _Audit:
                 np.add.at(counts, inside - (step - 1) * self.global_batch, 1)
 
     def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        assert self.dataset is not None
         return self.dataset.rows(samples_between(self.seed, first, last, self.dataset.samples))
 
     def line(self, line: LedgerLine) -> None:
@@ -100,50 +107,88 @@ class _Audit:
         wanted = (base, base + self.global_batch)
         if line.samples != wanted:
             self.wrong.append(f"{line.name} says samples {line.samples}, expected {wanted}")
-        tokens = self.global_batch * self.dataset.sequence_length
-        if line.tokens != tokens:
-            self.wrong.append(f"{line.name} says {line.tokens} tokens, expected {tokens}")
-        for replica, (first, last, digest) in enumerate(line.rows):
-            name = f"{line.name}, replica {replica}"
+        if self.dataset is not None:
+            tokens = self.global_batch * self.dataset.sequence_length
+            if line.tokens != tokens:
+                self.wrong.append(f"{line.name} says {line.tokens} tokens, expected {tokens}")
+        at, replicas = 0, sum(count for *_, count in line.rows)
+        for first, last, digest, count in line.rows:
+            many = f"s {at} to {at + count - 1}" if count > 1 else f" {at}"
+            name = f"{line.name}, replica{many}"
             if not wanted[0] <= first <= last <= wanted[1]:
                 self.wrong.append(f"{name} says rows {first}..{last}, outside of {wanted[0]}..{wanted[1]}")
+            elif count == 1:
+                self.group(name, digest, [(first, last)])
             else:
-                self.replica(name, first, last, digest)
+                parts = [self.part(base, index, replicas) for index in range(at, at + count)]
+                if (parts[0][0], parts[-1][1]) == (first, last):
+                    self.group(name, digest, parts)
+                else:
+                    self.wrong.append(
+                        f"{name} says rows {first}..{last}, expected {parts[0][0]}..{parts[-1][1]}"
+                    )
+            at += count
 
-    def replica(self, name: str, first: int, last: int, digest: str) -> None:
-        """Check the digest of one replica's rows, and count what it really fed."""
-        if token_digest(self.rows(first, last)).hex() == digest:
-            self.feed(np.arange(first, last))
+    def passed_over(self, line: LedgerLine, asked: bool) -> None:
+        """Check that a step was passed over where a rewind says so, and there alone."""
+        if not asked:
+            self.wrong.append(f"{line.name} was passed over, and the log knows of no rewind")
+        elif not line.passed_over or line.rows or line.tokens:
+            self.wrong.append(f"{line.name} was fed, though a rewind passes over it")
+
+    def part(self, base: int, index: int, replicas: int) -> tuple[int, int]:
+        """Rows of one of many replicas in the step whose first sample is ``base``."""
+        first, last = Layout(dp=replicas).rows(index, self.global_batch)
+        return base + first, base + last
+
+    def group(self, name: str, digest: str, parts: Sequence[tuple[int, int]]) -> None:
+        """Check the digest of neighbouring replicas' rows, and count what they really fed."""
+        if self.dataset is None:
+            self.feed(np.arange(parts[0][0], parts[-1][1]))
             return
-        low = max(0, first - self.global_batch)
-        window = self.rows(low, last + self.global_batch)
-        deviation: Deviation | None = diagnose(window, first - low, last - low, bytes.fromhex(digest))
-        if deviation is None:
-            self.wrong.append(f"{name} fed other tokens than rows {first}..{last} hold")
+        right = [token_digest(self.rows(*part)) for part in parts]
+        if shared_digest(right).hex() == digest:
+            self.feed(np.arange(parts[0][0], parts[-1][1]))
             return
-        numbers = deviation.fed + low
-        self.wrong.append(f"{name} {deviation.describe(low)}")
-        self.feed(numbers)
+        for index, (first, last) in enumerate(parts):
+
+            def shared(own: bytes, index: int = index) -> bytes:
+                return shared_digest([*right[:index], own, *right[index + 1 :]])
+
+            low = max(0, first - self.global_batch)
+            window = self.rows(low, last + self.global_batch)
+            tries = MOST_TRIES // len(parts)
+            found = diagnose(window, first - low, last - low, bytes.fromhex(digest), shared, tries)
+            if found is not None:
+                self.wrong.append(f"{name} {found.describe(low)}")
+                numbers = [np.arange(*part) for part in parts]
+                numbers[index] = found.fed + low
+                self.feed(np.concatenate(numbers))
+                return
+        self.wrong.append(f"{name} fed other tokens than rows {parts[0][0]}..{parts[-1][1]} hold")
 
 
 def check(
     lines: Iterable[str | Mapping[str, Any]],
-    dataset: Dataset,
+    dataset: Dataset | None,
     seed: int,
     global_batch: int,
     resumes: Sequence[tuple[int, int, int]] = (),
     last_step: int | None = None,
+    passed: Sequence[range] = (),
 ) -> LedgerReport:
     """Check a ledger against the source data.
 
     Args:
         lines: the ledger's lines, as text or parsed, in any order. Every line counts: the same line
             twice is a repeat.
-        dataset: the training samples, built anew from the source.
+        dataset: the training samples, built anew from the source. None: only the rows that each step says it
+            fed are checked against each other.
         seed, global_batch: of the run.
         resumes: ``(term, n, resume_step)`` of the generations on the run's lineage. A line of an earlier
             generation and a later step than that is void.
         last_step: the last step that must be there; None: the newest one that is.
+        passed: steps that rewinds pass over, as the run's log says.
     """
     wrong: list[str] = []
     parsed = [line for at, raw in enumerate(lines, 1) if (line := parse_line(raw, at, wrong)) is not None]
@@ -162,16 +207,19 @@ def check(
             names = ", ".join(f"{line.generation[0]}.{line.generation[1]}" for line in by_step[step])
             wrong.append(f"step {step} was fed {len(by_step[step])} times, by generations {names}")
         for line in by_step[step]:
-            audit.line(line)
+            asked = any(step in steps_of for steps_of in passed)
+            audit.passed_over(line, asked) if line.passed_over or asked else audit.line(line)
+    passed_over = global_batch * len({step for each in passed for step in each if step <= steps})
     samples = sum(int((counts > 0).sum()) for counts in audit.fed.values())
     return LedgerReport(
         steps=steps,
         samples=samples,
-        lost=steps * global_batch - samples,
+        lost=steps * global_batch - samples - passed_over,
         repeated=sum(int(counts.sum()) for counts in audit.fed.values()) - samples,
         void=len(parsed) - len(valid),
         wrong=tuple(wrong),
         skipped=global_batch * sum(any(x.skipped for x in by_step[s]) for s in by_step if s <= steps),
+        passed_over=passed_over,
     )
 
 

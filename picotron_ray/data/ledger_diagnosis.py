@@ -6,7 +6,7 @@ each of them can be tried: make the rows as the deviation would have fed them, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -41,10 +41,21 @@ class Deviation:
         }[self.kind]
 
 
-def diagnose(window: _Rows, first: int, last: int, digest: bytes) -> Deviation | None:
-    """Find the deviation that makes rows ``first .. last`` of ``window`` (token rows) hash to ``digest``."""
-    for deviation in islice(_deviations(first, last, len(window)), MOST_TRIES):
-        if token_digest(window[deviation.fed]) == digest:
+def diagnose(
+    window: _Rows,
+    first: int,
+    last: int,
+    digest: bytes,
+    shared: Callable[[bytes], bytes] = bytes,
+    tries: int = MOST_TRIES,
+) -> Deviation | None:
+    """Find the deviation that makes rows ``first .. last`` of ``window`` (token rows) hash to ``digest``.
+
+    Args:
+        shared: digest that comes of the rows' own, where replicas share one.
+    """
+    for deviation in islice(_deviations(first, last, len(window)), tries):
+        if shared(token_digest(window[deviation.fed])) == digest:
             return deviation
     return None
 

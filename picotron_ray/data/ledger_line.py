@@ -1,26 +1,64 @@
-"""Ledger line, read with distrust: it may have been cut, edited or damaged."""
+"""Ledger line, read with distrust: it may have been cut, edited or damaged.
+
+A line does not grow with the run: of more than ``MOST_ROWS`` replicas, neighbours share a row, whose digest
+is that of their digests.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 _HEX = re.compile(r"[0-9a-f]{32}")
+MOST_ROWS = 16
+MOST_REPLICAS = 1 << 20
+Row = tuple[int, int, str, int]
+
+
+def shared_digest(digests: Sequence[bytes]) -> bytes:
+    """Digest of 16 bytes over the token digests of neighbouring replicas; of a single one its own."""
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
+
+
+def line_rows(replicas: Sequence[tuple[int, int, str]]) -> list[list[int | str]]:
+    """Rows of a line: at most ``MOST_ROWS``, whatever the number of replicas.
+
+    Args:
+        replicas: (first, last, digest in hex) of each DP replica, in order.
+
+    >>> line_rows([(0, 2, "00" * 16), (2, 4, "11" * 16)])[1][:2]
+    [2, 4]
+    >>> [row[3] for row in line_rows([(at, at + 1, "00" * 16) for at in range(40)])][-2:]
+    [3, 1]
+    """
+    size = -(-len(replicas) // MOST_ROWS)
+    rows: list[list[int | str]] = []
+    for at in range(0, len(replicas), size):
+        group = replicas[at : at + size]
+        digest = shared_digest([bytes.fromhex(each) for _, _, each in group]).hex()
+        rows.append([group[0][0], group[-1][1], digest, *([len(group)] if size > 1 else [])])
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerLine:
-    """Ledger line as the check needs it; ``rows`` is (first, last, digest) per DP replica."""
+    """Ledger line as the check needs it.
+
+    ``rows``: (first, last, digest, replicas) per DP replica, or per group of neighbours.
+    """
 
     step: int
     generation: tuple[int, int]
     samples: tuple[int, int]
-    rows: tuple[tuple[int, int, str], ...]
+    rows: tuple[Row, ...]
     tokens: int
     skipped: bool = False  # the update was left out
+    passed_over: bool = False  # a rewind passed over the samples: none was fed
 
     @property
     def name(self) -> str:
@@ -36,20 +74,26 @@ def parse_line(raw: str | Mapping[str, Any], at: int, wrong: list[str]) -> Ledge
             generation=(_whole(record["term"]), _whole(record["n"])),
             samples=(_whole(record["samples"][0]), _whole(record["samples"][1])),
             rows=tuple(
-                (_whole(first), _whole(last), _digest(hexes)) for first, last, hexes in record["rows"]
+                (_whole(first), _whole(last), _digest(hexes), _replicas(*replicas))
+                for first, last, hexes, *replicas in record["rows"]
             ),
             tokens=_whole(record["tokens"]),
             skipped=bool(record.get("skipped", "")),
+            passed_over=bool(record.get("passed_over", False)),
         )
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         wrong.append(f"line {at} is not a ledger line ({type(error).__name__}: {error})")
         return None
 
 
-def _whole(value: Any, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 62:
+def _whole(value: Any, least: int = 0, most: int = (1 << 62) - 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"expected a whole number of at least {least}, saw {value!r}")
     return value
+
+
+def _replicas(value: Any = 1) -> int:
+    return _whole(value, least=1, most=MOST_REPLICAS)
 
 
 def _digest(value: Any) -> str:

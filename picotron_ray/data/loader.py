@@ -6,13 +6,19 @@ the batch of any step is a pure function of its number.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from picotron_ray.data.batch import StepBatch, make_batch
 from picotron_ray.data.samples import Dataset
 from picotron_ray.layout.layout import Layout
+
+POLL_S = 0.1
+CLOSE_S = 1.0
+"""Longest wait for the thread's end."""
 
 
 class BatchLoader:
@@ -25,6 +31,7 @@ class BatchLoader:
         global_batch: samples per step over all replicas.
         start_step: the step whose state training goes on from; the first batch is ``start_step + 1``.
         depth: batches kept ready.
+        passes_over: whether a step has no batch, as a rewind passes over it.
         make: replaces :func:`make_batch` in tests.
 
     An error of the thread is raised by ``next()``, there and at every later call.
@@ -40,9 +47,11 @@ class BatchLoader:
         global_batch: int,
         start_step: int,
         depth: int,
+        passes_over: Callable[[int], bool] = lambda step: False,
         make: Callable[[Dataset, int, Layout, int, int, int], StepBatch] = make_batch,
     ) -> None:
         self._make = lambda step: make(dataset, seed, layout, dp_index, global_batch, step)
+        self._passes_over = passes_over
         self._ready: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
         self._closed = threading.Event()
         self._error: BaseException | None = None
@@ -52,10 +61,20 @@ class BatchLoader:
     def _fill(self, step: int) -> None:
         try:
             while not self._closed.is_set():
-                self._ready.put(self._make(step))
+                if not self._passes_over(step):
+                    self._offer(self._make(step))
                 step += 1
         except BaseException as error:  # noqa: BLE001 - whatever it is, next() raises it
-            self._ready.put(error)
+            self._offer(error)
+
+    def _offer(self, item: StepBatch | BaseException) -> None:
+        """Put into the queue once there is room; nothing any more after ``close``."""
+        while not self._closed.is_set():
+            try:
+                return self._ready.put(item, timeout=POLL_S)
+            except queue.Full:
+                continue
+        return None
 
     def next(self) -> StepBatch:
         """Wait for the next step's batch. Raises the thread's error, RuntimeError after ``close``."""
@@ -71,14 +90,24 @@ class BatchLoader:
             raise RuntimeError("the loader was closed while a batch was awaited")
         return item
 
-    def close(self) -> None:
-        """Stop the thread and wait for it; may be called twice and from another thread."""
+    def stop_waiting(self) -> None:
+        """Make ``next`` raise RuntimeError, in whatever thread it waits; waits for nothing."""
         self._closed.set()
-        while self._thread.is_alive():
+        self._drain()
+        with contextlib.suppress(queue.Full):
+            self._ready.put_nowait(None)
+
+    def close(self) -> None:
+        """Stop the thread and wait for it; may be called twice and from another thread.
+
+        A thread that waits for a file system which hangs is left behind; it ends when its read does.
+        """
+        self._closed.set()
+        until = time.monotonic() + CLOSE_S
+        while self._thread.is_alive() and time.monotonic() < until:
             self._drain()
             self._thread.join(0.01)
-        self._drain()
-        self._ready.put(None)  # releases a next() that waits in another thread
+        self.stop_waiting()
 
     def _drain(self) -> None:
         while True:

@@ -10,7 +10,7 @@ Muon's is ``momentum/<parameter>``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,17 @@ def subtract(box: Box, hole: Box) -> list[Box]:
                 )
         offset[axis], size[axis] = low, high - low
     return rest
+
+
+def slabs(box: Box, most: int) -> Iterator[Box]:
+    """Yield ``box`` in slabs along its first dimension, each of about ``most`` elements or of one row."""
+    if not box.size or box.numel <= most:
+        yield box
+        return
+    (low, *offset), (length, *size) = box.offset, box.size
+    step = max(1, most // math.prod(size))
+    for start in range(low, low + length, step):
+        yield Box((start, *offset), (min(step, low + length - start), *size))
 
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:

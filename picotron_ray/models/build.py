@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.shards import Box
 from picotron_ray.models.custom import CustomDefinition
 from picotron_ray.models.decoder.table import tied_copies
 from picotron_ray.models.decoder.tensor_plan import ATTENTION_MODULES, mixture_modules, position_modules
 from picotron_ray.models.definition import InitialValue, ModelDefinition
 from picotron_ray.models.families.registry import family_of
-from picotron_ray.models.layers.init import initialise_
+from picotron_ray.models.layers.init import initial_value
+from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.models.transformer import Transformer
 
 
@@ -46,7 +48,10 @@ class DecoderDefinition(ModelDefinition):
         return module.close_norms()
 
     def initial(self, seed: int) -> InitialValue:
-        return lambda spec: initialise_(spec.name, spec.shape, seed, init_std=spec.init_std)
+        def of_box(spec: ParameterSpec, box: Box) -> Tensor:
+            return initial_value(spec.name, spec.shape, seed, init_std=spec.init_std, box=box)
+
+        return of_box
 
 
 def definition_of(config: ModelConfig, seed: int) -> ModelDefinition:

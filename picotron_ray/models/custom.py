@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.layout.shards import region, whole
 from picotron_ray.models.definition import InitialValue, ModelDefinition
 from picotron_ray.models.parameters import ParameterSpec, Style
 
@@ -205,4 +206,4 @@ class CustomDefinition(ModelDefinition):
 
     def initial(self, seed: int) -> InitialValue:
         values = dict(build_whole(self.config, seed).named_parameters())
-        return lambda spec: values[spec.name].detach()
+        return lambda spec, box: values[spec.name].detach()[region(box, whole(spec.shape))]

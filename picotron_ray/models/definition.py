@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.shards import Box
 from picotron_ray.models.parameters import ParameterSpec, Style
 
 Bounds = Sequence[tuple[int, int]]
-InitialValue = Callable[[ParameterSpec], Tensor]
-"""The full initial value (CPU) of one parameter."""
+InitialValue = Callable[[ParameterSpec, Box], Tensor]
+"""The initial value (CPU) of a box of one parameter."""
 
 
 class ModelDefinition(ABC):
@@ -85,7 +86,7 @@ class ModelDefinition(ABC):
 
     @abstractmethod
     def initial(self, seed: int) -> InitialValue:
-        """The weights of step 0: a function of seed and name alone."""
+        """The weights of step 0: a function of seed, name and position alone."""
 
     def materialise(self, module: nn.Module, device: torch.device) -> None:
         """Give a stage storage on ``device``: parameters without values, buffers with the ones they have."""

@@ -6,6 +6,7 @@ from picotron_ray.observability.metric import Metric
 
 RECOVERY_BUCKETS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 COMMIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+PLAN_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
 
 TRAINING = (
     Metric(
@@ -142,6 +143,22 @@ ELASTIC = (
         "steps",
         "Finished steps that recoveries had to repeat.",
         "coordinator",
+    ),
+    Metric(
+        "picotron_elastic_planned_generations_total",
+        "counter",
+        "generations",
+        "Generations by their layout's origin: planned, or default where the planner had not answered yet.",
+        "coordinator",
+        ("origin",),
+    ),
+    Metric(
+        "picotron_elastic_planner_seconds",
+        "histogram",
+        "seconds",
+        "Time of the planner's newest searches, which run beside training.",
+        "coordinator",
+        buckets=PLAN_BUCKETS_S,
     ),
     Metric(
         "picotron_elastic_events_total",

@@ -98,13 +98,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def cut(full: Tensor, box: Box) -> Tensor:
-    """Return the part of a full tensor that ``box`` names, as a view."""
-    for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
-        full = full.narrow(dim, start, length)
-    return full
-
-
 def local_parameters(
     model: nn.Module, specs: Mapping[str, ParameterSpec], mesh: Mesh
 ) -> Iterator[LocalParameter]:

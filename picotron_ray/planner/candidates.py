@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import (
@@ -21,30 +22,56 @@ from picotron_ray.layout.layout import Layout, Zero
 
 def candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
     """Every layout with the degrees that ``job.layout`` allows, memory not looked at."""
+    for degrees in degrees_allowed(job, workers):
+        for sharding in shardings(job, degrees):
+            for micro_batch in micro_batches(job, degrees.dp, degrees.pp):
+                layout = candidate(job, degrees, sharding, micro_batch)
+                if not layout_problems(job, layout):
+                    yield layout
+
+
+def degrees_allowed(job: JobConfig, workers: int) -> list[Degrees]:
+    """Degrees on at most ``workers`` ranks that divide model and batch, and that ``job.layout`` allows."""
+    asked = asked_degrees(job)
+    return [
+        degrees
+        for degrees in fitting_degrees(job, workers)
+        if all(want in ("auto", degree) for degree, want in zip(degrees, asked, strict=True))
+    ]
+
+
+class Sharding(NamedTuple):
+    """Part of a layout that decides how its replicas share weights and optimizer state."""
+
+    zero: Zero
+    replicate: int
+    ep: int
+
+
+def shardings(job: JobConfig, degrees: Degrees) -> list[Sharding]:
+    """ZeRO stages, numbers of copies and expert-parallel degrees worth a look."""
+    replicas = degrees.dp * degrees.cp
+    return [
+        Sharding(zero, copies, ep)
+        for zero, copies in _shardings(job, replicas)
+        for ep in _expert_degrees(job, replicas)
+    ]
+
+
+def candidate(job: JobConfig, degrees: Degrees, sharding: Sharding, micro_batch: int) -> Layout:
+    """The layout of these choices and of the job's own; whether it fits is not looked at."""
     asked = job.layout
-    for degrees in fitting_degrees(job, workers):
-        wanted = zip(degrees, asked_degrees(job), strict=True)
-        if any(want not in ("auto", degree) for degree, want in wanted):
-            continue
-        replicas = degrees.dp * degrees.cp
-        for zero, copies in _shardings(job, replicas):
-            for ep in _expert_degrees(job, replicas):
-                for micro_batch in _micro_batches(job, degrees.dp, degrees.pp):
-                    layout = Layout(
-                        **degrees._asdict(),
-                        ep=ep,
-                        zero=zero,
-                        replicate=copies,
-                        schedule=asked.schedule,
-                        virtual_stages=virtual_stages(job, degrees.pp),
-                        placement=placement(job),
-                        micro_batch=micro_batch,
-                        context=asked.context,
-                        recompute="none" if asked.recompute == "auto" else asked.recompute,
-                        offload_activations=asked.offload_activations,
-                    )
-                    if not layout_problems(job, layout):
-                        yield layout
+    return Layout(
+        **degrees._asdict(),
+        **sharding._asdict(),
+        schedule=asked.schedule,
+        virtual_stages=virtual_stages(job, degrees.pp),
+        placement=placement(job),
+        micro_batch=micro_batch,
+        context=asked.context,
+        recompute="none" if asked.recompute == "auto" else asked.recompute,
+        offload_activations=asked.offload_activations,
+    )
 
 
 def _shardings(job: JobConfig, replicas: int) -> list[tuple[Zero, int]]:
@@ -74,7 +101,7 @@ def asked_degrees(job: JobConfig) -> tuple[int | str, ...]:
     return tuple(asked_pp(job) if name == "pp" else getattr(job.layout, name) for name in Degrees._fields)
 
 
-def _micro_batches(job: JobConfig, dp: int, pp: int) -> list[int]:
+def micro_batches(job: JobConfig, dp: int, pp: int) -> list[int]:
     """Micro-batch sizes worth a look: the smallest that gives each count of micro-batches.
 
     Counts are 1, 2, 3, 4, 6, 8, 12, ... and multiples of the stages; any other size only adds fill rows. A

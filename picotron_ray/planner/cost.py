@@ -124,6 +124,12 @@ def _arithmetic(job: JobConfig, layout: Layout, profile: DeviceProfile, flops: f
     return loss * micro_batch_tokens(job, layout) * flops / profile.flops
 
 
+def arithmetic_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
+    """Seconds of one micro-batch's arithmetic on the slowest rank, launches included."""
+    busy = max(_arithmetic(job, layout, profile, _flops(job, layout, rank)) for rank in range(layout.pp))
+    return busy + _depth(job, layout) * profile.kernel_s
+
+
 def _flops(job: JobConfig, layout: Layout, rank: int) -> float:
     """FLOPs per token of a pipeline rank. The linear cross-entropy adds one more product of the head."""
     total = sum(

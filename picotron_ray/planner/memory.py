@@ -59,6 +59,8 @@ class MemoryEstimate:
     """of the host: offloaded optimizer moments"""
     host_activation_bytes: float = 0.0
     """of the host: offloaded activations, of all micro-batches in flight"""
+    kept_bytes: float = 0.0
+    """of what snapshots and checkpoints hold: weights and all moments"""
 
     @property
     def total_bytes(self) -> float:
@@ -82,6 +84,7 @@ def rank_memory(job: JobConfig, layout: Layout, rank: int, again: RecomputedBloc
     depth = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
     mine = _sharded(job, layout, parameters, depth) if layout.zero else parameters
     state, host = size * 2 * mine, 0.0  # weight and gradient
+    not_kept = size * mine
     if {0, layout.stages - 1} <= set(
         stages
     ):  # the head's copy follows the embedding (parallel.pipeline.tied_embeddings)
@@ -89,7 +92,8 @@ def rank_memory(job: JobConfig, layout: Layout, rank: int, again: RecomputedBloc
     state += size * MOMENTS[job.optimizer.name] * mine
     if job.optimizer.offload:
         host = size * MOMENTS[job.optimizer.name] * mine
-        state += min(OFFLOAD_STAGING_BYTES, 2 * size * mine) - host
+        staging = min(OFFLOAD_STAGING_BYTES, 2 * size * mine)
+        state, not_kept = state + staging - host, not_kept + staging
     held = sizes.block - sizes.experts + sizes.experts // layout.ep
     if job.optimizer.name == "muon":
         matrices = depth * (held - sizes.block + sizes.matrices) / layout.tp
@@ -110,7 +114,9 @@ def rank_memory(job: JobConfig, layout: Layout, rank: int, again: RecomputedBloc
     if job.optimizer.moments == "8bit":
         update += at_once * DECODED_BYTES
     away = offloaded_activations(job, layout, rank, again) * _in_flight(job, layout, rank)
-    return MemoryEstimate(state, gathered, _activations(job, layout, rank, again), update, host, away)
+    return MemoryEstimate(
+        state, gathered, _activations(job, layout, rank, again), update, host, away, state + host - not_kept
+    )
 
 
 def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:
@@ -268,10 +274,10 @@ def offloaded_activations(job: JobConfig, layout: Layout, rank: int, again: Reco
     return tokens * held / cut
 
 
-def budget_bytes(job: JobConfig, device_bytes: float) -> float:
-    """The largest estimate that a device of ``device_bytes`` allows."""
+def budget_bytes(job: JobConfig, device_bytes: float, limit_bytes: float = 0.0) -> float:
+    """The largest estimate that a device of ``device_bytes`` allows; at most ``limit_bytes``, if not 0."""
     asked = job.layout.memory_budget_gib
-    most = USABLE * device_bytes
+    most = min(USABLE * device_bytes, limit_bytes or float("inf"))
     return most if asked is None else min(most, asked * 2**30)
 
 

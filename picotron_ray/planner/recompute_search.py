@@ -78,6 +78,8 @@ def _fewest(depth: int, fits: Fits, selective: bool) -> Iterator[RecomputedBlock
     if fits(RecomputedBlocks(0, 0, depth)):
         yield RecomputedBlocks(0, 0, depth)
         return
+    if not fits(RecomputedBlocks(depth, 0, depth)):
+        return
     fewest = depth if selective else 0
     for full in range(depth + 1):
         fewest = min(fewest, depth - full)

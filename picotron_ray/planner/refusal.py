@@ -60,15 +60,16 @@ def workers_that_do(job: JobConfig, workers: int, profile: DeviceProfile, node_s
     return None
 
 
-def why_none(job: JobConfig, workers: int, profile: DeviceProfile) -> str:
+def why_none(job: JobConfig, workers: int, profile: DeviceProfile, limit_bytes: float = 0.0) -> str:
     """Explain in a line why no layout fits on these workers, and what to do."""
     if workers < 1:
         return "layout: saw no worker, expected at least 1; wait for one to join"
     need = leanest_bytes(job, workers)
     if math.isfinite(need):
-        room = budget_bytes(job, profile.memory_bytes) / 1e9
+        room = budget_bytes(job, profile.memory_bytes, limit_bytes) / 1e9
+        tried = ", below layouts that ran out of memory" if limit_bytes else ""
         return (
-            f"layout: saw room for {room:.3g} GB per worker, expected at least {need / 1e9:.3g} GB for"
+            f"layout: saw room for {room:.3g} GB per worker{tried}, expected at least {need / 1e9:.3g} GB for"
             f" the leanest layout on {workers} workers; add workers, raise layout.memory_budget_gib where it"
             " is set, or make the model smaller"
         )

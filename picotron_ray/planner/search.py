@@ -7,12 +7,13 @@ layouts' own order. The coordinator calls ``choose_layout`` at every generation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.best_first import BestFirst
 from picotron_ray.planner.candidates import candidates
 from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.device_profile import CPU, DeviceProfile, profile_of
@@ -23,11 +24,15 @@ from picotron_ray.planner.refusal import why_none
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayout:
-    """The layout to run, its estimated seconds per step, and the reason for taking it."""
+    """The layout to run, its estimated seconds per step, and the reason for taking it.
+
+    ``runner_up`` names the next of another kind and says what it loses by; empty where there is none.
+    """
 
     layout: Layout
     cost_s: float
     reason: str
+    runner_up: str = ""
 
 
 def layouts(job: JobConfig, workers: int, profile: DeviceProfile = CPU) -> list[Layout]:
@@ -44,7 +49,11 @@ def layouts(job: JobConfig, workers: int, profile: DeviceProfile = CPU) -> list[
 
 
 def choose_layout(
-    job: JobConfig, workers: int, profile: DeviceProfile = CPU, node_sizes: Sequence[int] = ()
+    job: JobConfig,
+    workers: int,
+    profile: DeviceProfile = CPU,
+    node_sizes: Sequence[int] = (),
+    limit_bytes: float = 0.0,
 ) -> PlannedLayout:
     """The cheapest layout on at most ``workers`` ranks; it may leave some of them idle.
 
@@ -52,6 +61,8 @@ def choose_layout(
         workers: living workers.
         profile: one worker's device; by default a CPU core with gloo.
         node_sizes: workers per node in rank order; empty: all on one node.
+        limit_bytes: largest estimate of a worker's memory that may be taken, where less than the device has;
+            0: no such limit.
 
     Raises:
         LayoutError: no layout fits; the line names the degrees asked for, or the memory that is missing.
@@ -64,58 +75,65 @@ def choose_layout(
     >>> planned.reason.endswith("on 5 workers (1 idle)")
     True
     """
-    best, looked_at = _cheapest(job, workers, profile, tuple(node_sizes))
+    best = _cheapest(job, workers, profile, tuple(node_sizes), limit_bytes)
     if best is None:
-        raise LayoutError(why_none(job, workers, profile))
-    used = best.layout.world_size
-    reason = f"{best.layout}: {best.cost_s:.3g} s per step, cheapest of {looked_at} on {workers} workers"
-    if used < workers:
-        reason += f" ({workers - used} idle)"
-    return PlannedLayout(best.layout, best.cost_s, reason)
+        raise LayoutError(why_none(job, workers, profile, limit_bytes))
+    return best
 
 
-def planner(job: JobConfig, device: str) -> Callable[[int, tuple[int, ...], int], PlannedLayout]:
-    """`choose_layout` as the coordinator's machine asks it: by workers, node sizes and device memory.
+def planner(job: JobConfig, device: str) -> Callable[[int, tuple[int, ...], int, int], PlannedLayout]:
+    """`choose_layout` as the coordinator asks it: by workers, node sizes, device memory and its limit.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
 
     >>> from picotron_ray.config.load import parse_job
-    >>> planner(parse_job({"layout": {"dp": 2}}), "cuda")(2, (1, 1), 80 * 2**30).layout.world_size
+    >>> planner(parse_job({"layout": {"dp": 2}}), "cuda")(2, (1, 1), 80 * 2**30, 0).layout.world_size
     2
     """
 
-    def choose(workers: int, node_sizes: tuple[int, ...] = (), device_bytes: int = 0) -> PlannedLayout:
-        return choose_layout(job, workers, profile_of(device, device_bytes), node_sizes)
+    def choose(
+        workers: int, node_sizes: tuple[int, ...] = (), device_bytes: int = 0, limit_bytes: int = 0
+    ) -> PlannedLayout:
+        return choose_layout(job, workers, profile_of(device, device_bytes), node_sizes, limit_bytes)
 
     return choose
 
 
 @lru_cache(maxsize=256)
 def _cheapest(
-    job: JobConfig, workers: int, profile: DeviceProfile, node_sizes: tuple[int, ...]
-) -> tuple[PlannedLayout | None, int]:
-    """The first of `_ranked`, and the number of candidates.
+    job: JobConfig, workers: int, profile: DeviceProfile, node_sizes: tuple[int, ...], limit_bytes: float
+) -> PlannedLayout | None:
+    budget = budget_bytes(job, profile.memory_bytes, limit_bytes)
+    search = BestFirst(job, profile, node_sizes, budget)
+    search.run(workers)
+    if not search.found:
+        return None
+    cost_s, layout = search.found[0]
+    used = layout.world_size
+    reason = f"{layout}: {cost_s:.3g} s per step, cheapest of {search.costed} on {workers} workers"
+    if used < workers:
+        reason += f" ({workers - used} idle)"
+    runner_up = ""
+    if len(search.found) > 1:
+        costs = (step_cost(job, one, profile, node_sizes) for _, one in search.found)
+        runner_up = f"{search.found[1][1]}: {why_dearer(*costs)}"
+    return PlannedLayout(layout, cost_s, reason, runner_up)
 
-    Recomputation to save memory adds cost, so candidates are judged in the order of what they cost at least,
-    until none that is left can win: memory is estimated for few of them.
+
+def why_dearer(best: StepCost, other: StepCost) -> str:
+    """Explain briefly by what ``other`` costs more than ``best``: the part with the largest difference.
+
+    >>> why_dearer(StepCost(1.0, 0.5, 0, 0, 0, 0, 0, 0), StepCost(1.2, 0.4, 0, 0, 0, 0, 0, 0))
+    '0.1 s (6.67 %) more per step, by compute 0.2 s'
     """
-    budget, best = budget_bytes(job, profile.memory_bytes), None
-    costs = [(_least_s(step_cost(job, c, profile, node_sizes), c), c) for c in candidates(job, workers)]
-    for least_s, candidate in sorted(costs):
-        if best is not None and least_s > best.cost_s:
-            break
-        layout = cheapest_recompute(job, candidate, budget, profile, node_sizes)
-        if layout is None:
-            continue
-        choice = PlannedLayout(layout, step_cost(job, layout, profile, node_sizes).total_s, "")
-        best = choice if best is None else min(best, choice, key=_order)
-    return best, len(costs)
-
-
-def _least_s(cost: StepCost, layout: Layout) -> float:
-    """Lower bound of a candidate's cost, without offloading: recomputation leaves less to offload."""
-    return cost.total_s - (cost.offload_s if layout.offload_activations else 0.0)
+    lost_s = other.total_s - best.total_s
+    if lost_s <= 0:
+        return "as cheap, later in the order of layouts"
+    parts = {field.name: getattr(other, field.name) - getattr(best, field.name) for field in fields(best)}
+    worst = max(parts, key=lambda name: parts[name])
+    share = 100 * lost_s / best.total_s
+    return f"{lost_s:.3g} s ({share:.3g} %) more per step, by {worst.removesuffix('_s')} {parts[worst]:.3g} s"
 
 
 @lru_cache(maxsize=256)

@@ -5,8 +5,8 @@ is dead. Every field is 8 bytes and written whole, so a reader sees old or new, 
 field; the figures of a finished step are written before its step number.
 
 Each phase carries its own limit: the worker measures how long its phases take and publishes, on entry,
-the time after which the phase counts as a hang (``hang_factor`` x the p99 of what it has seen, never
-under ``hang_floor_s``; ``first_step_timeout_s`` until it has seen enough). The agent only compares.
+the time after which the phase counts as a hang (`runtime.phase_limits`). The agent only compares.
+``progress`` counts whatever moves: entries of phases, and within long ones what is built or read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import mmap
 import os
 import struct
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from picotron_ray.config.schema.service import PHASES, ElasticConfig
 from picotron_ray.observability.agent_metrics import STEP_BUCKETS_S
 from picotron_ray.observability.metric import bucket_of
+from picotron_ray.runtime.phase_limits import MOVING, PhaseLimits, StepWork
 
 SIZE = 4096
 MAGIC = 0x7069636F74726F31
@@ -31,6 +31,8 @@ _FIELDS = (
     *(("magic", "q"), ("pid", "q"), ("start_ticks", "q"), ("term", "q"), ("n", "q"), ("rank", "q")),
     *(("phase", "q"), ("phase_count", "q"), ("phase_since_s", "d"), ("phase_limit_s", "d")),
     *(("step", "q"), ("clean", "q"), ("sealed", "q"), ("pinned", "q"), ("skipped", "q"), ("tokens", "q")),
+    *(("progress", "q"), ("spins", "q")),  # the second: 1 where waiting for the device takes a core
+    ("complete", "q"),  # newest step of the generation that is sealed on all its ranks; -1: none yet
     ("skipped_step", "q"),  # newest step whose update was left out; -1: none
     *(("loss", "d"), ("grad_norm", "d"), ("learning_rate", "d"), ("step_time_s", "d")),
     *(
@@ -50,10 +52,8 @@ _FIELDS = (
 )
 _PLACE = {name: (i, kind) for i, (name, kind) in enumerate(_FIELDS)}
 _RECORD = struct.Struct("=" + "".join(kind for _, kind in _FIELDS))
-WINDOW = 200
-"""Phase durations remembered per phase."""
-ENOUGH = 5
-"""Durations seen before a phase is judged by its own history."""
+MOVES_S = 0.05
+"""What moves within a phase is published at most this often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,15 @@ class PageView:
     phase_count: int
     phase_since_s: float
     phase_limit_s: float
+    progress: int
+    spins: int
     step: int
     clean: int
     sealed: int
     pinned: int
     skipped: int
     tokens: int
+    complete: int
     skipped_step: int
     loss: float
     grad_norm: float
@@ -133,21 +136,20 @@ class Page:
     def __init__(
         self, path: Path, elastic: ElasticConfig, on_phase: Callable[[int, str], None] | None = None
     ) -> None:
-        self._elastic = elastic
         self.on_phase = on_phase
-        self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._limits: dict[str, float] = {}
+        self._limits = PhaseLimits(elastic)
         self._phase, self._since, self._count = "idle", time.monotonic(), 0
         self.computing_step = 0
         temporary = path.with_suffix(".new")
-        with temporary.open("wb+") as file:
+        create = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, create, 0o600), "wb+") as file:
             file.truncate(SIZE)
             mapped = memoryview(mmap.mmap(file.fileno(), SIZE))
         self._integers, self._floats = mapped.cast("q"), mapped.cast("d")
         self.put(
             pid=os.getpid(), start_ticks=process_start_ticks(os.getpid()), clean=-1, sealed=-1, pinned=-1
         )
-        self.put(skipped_step=-1, cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)
+        self.put(complete=-1, skipped_step=-1, cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)
         self.put(eval_step=-1, phase_since_s=self._since, phase_limit_s=1e9, magic=MAGIC)
         temporary.rename(path)
 
@@ -166,16 +168,23 @@ class Page:
         bucket = f"step_count_{bucket_of(seconds, STEP_BUCKETS_S)}"
         step_sum_s = self.value("step_sum_s") + seconds
         self.put(**{bucket: self.value(bucket) + 1}, step_sum_s=step_sum_s, step_time_s=seconds)
+        self._limits.stepped()
 
     def value(self, name: str) -> float:
         """Return a field as it was last written."""
         at, kind = _PLACE[name]
         return self._floats[at] if kind == "d" else self._integers[at]
 
-    def begin(self, term: int, n: int, rank: int, step: int) -> None:
-        """Start a generation; the counters of the previous one are void."""
+    def begin(self, term: int, n: int, rank: int, step: int, work: StepWork | None = None) -> None:
+        """Start a generation; the counters of the previous one are void.
+
+        Args:
+            work: what falls on this rank, by which hang limits are scaled; None: as before.
+        """
+        if work is not None:
+            self._limits.begin(work)
         self.computing_step = step + 1
-        self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1)
+        self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1, complete=-1)
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
 
     def phase(self, name: str, limit_s: float | None = None) -> None:
@@ -186,33 +195,35 @@ class Page:
         """
         now = time.monotonic()
         if name != self._phase:
-            self._learn(self._phase, now - self._since)
+            self._limits.learn(self._phase, now - self._since)
             self._phase, self._since = name, now
         self._count += 1
-        limit = 1e9 if name == "idle" else limit_s or self._limit(name)
+        limit = 1e9 if name == "idle" else limit_s or self._limits.limit(name)
         self.put(phase_limit_s=limit, phase_since_s=now, phase=PHASES.index(name), phase_count=self._count)
+        self.put(progress=self.value("progress") + 1)
         if self.on_phase is not None:
             self.on_phase(self.computing_step, name)
+
+    @property
+    def name(self) -> str:
+        """The present phase."""
+        return self._phase
 
     def storage_answered(self) -> None:
         """Start the limit of the phase ``storage`` anew; any thread may call this."""
         if self._phase == "storage":
             self.put(phase_since_s=time.monotonic())
 
-    def _learn(self, name: str, seconds: float) -> None:
-        history = self._durations[name]
-        history.append(seconds)
-        if len(history) >= ENOUGH:
-            p99 = sorted(history)[int(0.99 * len(history))]
-            self._limits[name] = max(self._elastic.hang_factor * p99, self._elastic.hang_floor_s)
-
-    def _limit(self, name: str) -> float:
-        return self._limits.get(name, self._elastic.first_step_timeout_s)
-
-    def forget_limits(self) -> None:
-        """Forget the limits of phases: under a new layout they have another length."""
-        self._durations.clear()
-        self._limits.clear()
+    def moved(self) -> None:
+        """Say that the present phase goes on; one that is judged by progress gets its whole limit again."""
+        now = time.monotonic()
+        if now - self._since < MOVES_S:
+            return
+        self.put(progress=self.value("progress") + 1)
+        if self._phase in MOVING:
+            self._limits.learn(self._phase, now - self._since)
+            self._since = now
+            self.put(phase_limit_s=self._limits.limit(self._phase), phase_since_s=now)
 
 
 def read_page(path: Path) -> PageView | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -38,11 +38,13 @@ def build_stages(
     definition: ModelDefinition,
     device: torch.device,
     switches: PrecisionSwitches | None = None,
+    on_built: Callable[[], None] = lambda: None,
 ) -> tuple[dict[int, nn.Module], tuple[str, ...]]:
     """Build this rank's stages, weights undefined.
 
     Args:
         switches: the parts that adaptive precision can set to full precision. None: there are none.
+        on_built: called after each stage.
 
     Returns:
         The stages by number, and what was applied to them, one phrase each.
@@ -71,6 +73,7 @@ def build_stages(
             lay_together(model)
         pad_shards(model)
         models[stage] = model
+        on_built()
     return models, (*applied, *of_a_stage)
 
 

@@ -26,7 +26,7 @@ Optional parts stand behind one interface each, and are chosen when the engine i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -74,6 +74,7 @@ class Engine:
         mesh: Mesh,
         device: torch.device,
         variability: GradientVariability | None = None,
+        on_built: Callable[[], None] = lambda: None,
     ) -> None:
         self.job, self.layout, self.device = job, mesh.layout, device
         self.step = self.skipped = 0
@@ -85,7 +86,7 @@ class Engine:
         adaptive = job.adaptive_precision.error_bound is not None
         sizes = parts_of(definition.table) if adaptive else {}
         switches = PrecisionSwitches(sizes, device, master_dtype(job))
-        self._models, self.applied = build_stages(job, mesh, definition, device, switches)
+        self._models, self.applied = build_stages(job, mesh, definition, device, switches, on_built)
         parameters = [
             parameter
             for model in self._models.values()
@@ -213,9 +214,13 @@ class Engine:
         """List the gradients as they are now: raw after `reduce`, clipped after `clip`."""
         return self._state.gradients(self._gradients.values)
 
-    def initialise(self, seed: int) -> None:
-        """Set the weights of step 0: a function of seed and name alone, the same at every layout."""
-        self._state.initialise(seed)
+    def initialise(self, seed: int, moved: Callable[[], None] = lambda: None) -> None:
+        """Set the weights of step 0: a function of seed and name alone, the same at every layout.
+
+        Args:
+            moved: called after each piece.
+        """
+        self._state.initialise(seed, moved)
         self.step = self.skipped = 0
 
     def set_step(self, step: int, skipped: int = 0) -> None:
@@ -245,12 +250,14 @@ def build_engine(
     groups: ProcessGroups | None,
     device: torch.device,
     variability: GradientVariability | None = None,
+    on_built: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Build one rank's engine; all ranks of the generation together.
 
     Args:
         groups: connected process groups; None only for a layout of one process.
         variability: of the gradients that this process saw in earlier generations, for adaptive precision.
+        on_built: called after each part.
 
     Raises:
         LayoutError: layout or precision cannot be applied.
@@ -271,9 +278,10 @@ def build_engine(
     if groups is None:
         if layout.world_size != 1:
             raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw one without groups")
-        return Engine(job, make_mesh(layout, rank, device.type), device, variability)
+        return Engine(job, make_mesh(layout, rank, device.type), device, variability, on_built)
     if groups.world_size != layout.world_size:
         raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw {groups.world_size}")
     with groups.guard("build"), groups.forming():
         mesh = make_mesh(layout, rank, device.type, groups.timeout)
-    return Engine(job, mesh, device, variability)
+    on_built()
+    return Engine(job, mesh, device, variability, on_built)

@@ -2,7 +2,8 @@
 
 The loop runs from a restored step to the last one, or until it is asked to stop. Every step leaves behind
 
-- a ledger line: the exact samples, loss and gradient norm, and whether the update was left out,
+- a ledger line: the exact samples, loss and gradient norm, and whether the update was left out or a rewind
+  passed over the samples,
 - a heartbeat page that names the last clean state,
 - a snapshot, when one is due, copied while the next step computes.
 
@@ -16,14 +17,16 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
 
+from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
+from picotron_ray.data.ledger_line import line_rows
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
@@ -87,8 +90,11 @@ class Loop:
     page: HeartbeatPage
     requests: Requests
     updates: UpdatePolicy
-    tail: list[str]  # ledger lines (JSON) since the last commit, oldest first
+    tail: LedgerTail
     start_step: int
+    passes_over: Callable[[int], bool] = lambda step: False
+    """Whether a rewind passes over a step."""
+    _trained: bool = False  # this generation has finished a step
     _last_snapshot: int = -1
     _step_time_s: float = 0.0
 
@@ -102,6 +108,9 @@ class Loop:
         self._last_snapshot = self.start_step
         last = max(self.start_step, self.job.steps)
         for step in range(self.start_step + 1, last + 1):
+            if self.passes_over(step):
+                self._pass_over(step)
+                continue
             agreement = self._step(step)
             if step == last:
                 break
@@ -141,11 +150,34 @@ class Loop:
         self.updates.passed(step, loss, skipped)
         page.put(clean=step)
         self._step_time_s = time.monotonic() - began
-        if step == self.start_step + 1:
+        if not self._trained:
+            self._trained = True
             page.put(first_step_at_s=time.time())
         page.count_step(self._step_time_s)
         page.put(step=step)
         return agreement
+
+    def _pass_over(self, step: int) -> None:
+        """Count a step whose samples are not fed, as all ranks do by themselves: the spec says which."""
+        self.page.computing_step = step
+        self.page.phase("data")
+        self.engine.skip_step()
+        self.updates.pass_over()
+        global_batch = self.job.data.global_batch
+        line = {
+            "step": step,
+            **self.identity,
+            "samples": [(step - 1) * global_batch, step * global_batch],
+            "rows": [],
+            "tokens": 0,
+            "loss": None,
+            "grad_norm": None,
+            "learning_rate": learning_rate(self.job.optimizer, step, self.job.steps),
+            "at_s": round(time.time(), 3),
+            "passed_over": True,
+        }
+        self.tail.add(step, json.dumps(line, separators=(",", ":")))
+        self.page.put(clean=step, step=step)
 
     def _contribution(self, batch: StepBatch, loss_sum: float, grad_norm: float) -> Contribution:
         """Collect what this rank tells the others at the end of a step."""
@@ -161,6 +193,7 @@ class Loop:
             sealed=self.snapshots.sealed_step,
             imbalance=max((max(load.shares) for load in loads), default=0.0),
             dropped=sum(load.dropped for load in loads),
+            at_s=time.time(),
         )
 
     def _record(self, step: int, batch: StepBatch, agreement: Agreement, rate: float, skipped: str) -> None:
@@ -171,12 +204,12 @@ class Loop:
             "step": step,
             **self.identity,
             "samples": [(step - 1) * global_batch, step * global_batch],
-            "rows": agreement.rows,
+            "rows": line_rows(agreement.rows),
             "tokens": batch.global_tokens,
             "loss": loss if math.isfinite(loss) else None,  # JSON has no NaN
             "grad_norm": agreement.grad_norm if math.isfinite(agreement.grad_norm) else None,
             "learning_rate": rate,
-            "at_s": round(time.time(), 3),
+            "at_s": round(agreement.at_s, 3),
         }
         if agreement.imbalance:
             line |= {"expert_imbalance": agreement.imbalance, "dropped": agreement.dropped}
@@ -185,12 +218,13 @@ class Loop:
             self.page.put(skipped_step=step)
         else:
             self.page.put(loss=loss, grad_norm=agreement.grad_norm)
-        self.tail.append(json.dumps(line, separators=(",", ":")))  # once: every snapshot carries it
+        self.tail.add(step, json.dumps(line, separators=(",", ":")))  # once: every snapshot carries it
         self.snapshots.observe(agreement.sealed)
         self.page.put(
             tokens=step * batch.global_tokens,
             learning_rate=rate,
             sealed=self.snapshots.sealed_step,
+            complete=agreement.sealed,
             wait_s=self.snapshots.waited_s,
             pinned_wait_s=self.snapshots.pinned_wait_s,
         )
@@ -202,7 +236,7 @@ class Loop:
         interval = agreement.snapshot_interval if chosen == "auto" else chosen
         if pinned or step - self._last_snapshot >= interval:
             self._last_snapshot = step
-            self.snapshots.begin(step, self.tail, pinned=pinned)
+            self.snapshots.begin(step, self.tail.lines(), pinned=pinned)
 
     def _evaluate(self, step: int) -> float:
         """Measure the held-out loss, summed over all ranks."""
@@ -230,4 +264,4 @@ class Loop:
         self.snapshots.wait_copied()
         mine = Contribution(0.0, 0.0, sealed=self.snapshots.sealed_step)
         self.snapshots.observe(self._exchange_apart(mine).sealed)
-        self.snapshots.flush(step, self.tail, pinned=True)
+        self.snapshots.flush(step, self.tail.lines(), pinned=True)

@@ -2,8 +2,11 @@
 
 ``begin`` hands the copy of step k to a background thread. The loop computes step k+1 meanwhile, and calls
 ``wait_copied`` before its optimizer writes. DP replicas on one node share the copying. A flush, at the end of
-a generation, holds all of the rank's state, so that a single surviving replica is enough. Every slot carries
-the ledger lines since the last commit, for the same reason.
+a generation, holds the next replica's share too (`layout.snapshot_shares`), so that the newest step survives
+any one of them; of a small state it holds all. Every slot carries the ledger lines since the last commit.
+
+Slots grow in the background where a generation writes more than the one before. Until they are large enough,
+snapshots that no checkpoint asks for are skipped; without room for it they still are, and are tried again.
 
 The ranks tell each other which step is sealed everywhere, in the exchange that ends every step
 (`step_sync`). That costs no message and comes at once. An announcement by the coordinator, once a second,
@@ -12,6 +15,7 @@ would leave no slot free to write when a step takes 20 ms.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,17 +23,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
+from picotron_ray.checkpoint.snapshot.replica_split import shared_tensors, split_for_replica, state_bytes
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
-from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
 from picotron_ray.checkpoint.torch_state import StateTensor, buffers, first_nonfinite
 from picotron_ray.data.batch import samples_of
-from picotron_ray.errors import NumericsError
+from picotron_ray.errors import NumericsError, SlotRoomError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.snapshot_shares import flushed_shares
+from picotron_ray.train.update_policy import NON_FINITE
 
 RELEASE_WAIT_S = 30.0
 """Time limit of a generation's last snapshot to get a slot that an upload still pins."""
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,12 @@ class SnapshotWriter:
         )
 
 
+def flush_bytes(state: Sequence[StateTensor], index: int, count: int) -> int:
+    """Bytes of a slot that holds what replica ``index`` of ``count`` on its node flushes."""
+    shares = flushed_shares(index, count, state_bytes(state))
+    return slot_bytes([tensor.shard for tensor in shared_tensors(state, shares, count)])
+
+
 class Snapshotter:
     """Writes the snapshots of one generation; ``begin``, ``wait_copied`` and ``flush`` are the loop's."""
 
@@ -84,32 +99,49 @@ class Snapshotter:
             extra: what the headers hold besides, as of the state at hand.
         """
         self._pool, self._writer = pool, writer
-        self._whole = list(state)
+        self._whole = [tensor for tensor in state if tensor.primary]
         self._share = split_for_replica(self._whole, writer.index, writer.count)
+        self._capacity = flush_bytes(self._whole, writer.index, writer.count)
         self._complete = protected
         self._on_sealed, self._on_phase, self._extra = on_sealed, on_phase, extra
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._pending: Future[None] | None = None
         self._pending_pinned = False
-        self._lock = threading.Lock()
+        self._closing, self._hurry = threading.Event(), threading.Event()
+        self._growing: Future[None] | None = None
+        self._no_room = False
+        self._told = ""
         self.sealed_step = -1
         self._sealed_whole = writer.count == 1
         self.skipped = 0
         self.cost_s = 0.0
         self.waited_s = 0.0
         self.pinned_wait_s = 0.0  # of the newest checkpoint's copy
+        self._grow_if_short()
 
     def begin(self, step: int, tail: Sequence[str], pinned: bool) -> bool:
         """Start to copy the state at ``step``; return False if no slot is free (skipped and counted)."""
         self.wait_copied()
-        slot = self._pool.choose(self._complete)
+        if self._no_room:
+            self._no_room = False
+            self._grow_if_short()
+        if self._growing is not None and not pinned and not self._growing.done():
+            self.skipped += 1
+            return False
+        self._wait_grown()
+        if self._pool.missing:
+            self._executor.submit(self._pool.fill)  # before this copy: touching new memory takes long
+        slot = self._choose()
         if slot is None:
             self.skipped += 1
             return False
-        header = self._header(step, tail, self._writer.index, self._writer.count)
-        self._pending = self._executor.submit(self._write, slot, header, self._share, pinned)
+        header = self._header(step, tail, (self._writer.index,))
+        self._pending = self._executor.submit(self._write_if_room, slot, header, self._share, pinned)
         self._pending_pinned = pinned
         return True
+
+    def _choose(self) -> SlotFile | None:
+        return self._pool.choose(self._complete, (self._writer.term, self._writer.n))
 
     def wait_copied(self) -> None:
         """Wait for the copy under way, after which the live state may be written.
@@ -131,38 +163,101 @@ class Snapshotter:
             self._complete = max(self._complete, (self._writer.term, self._writer.n, sealed))
 
     def flush(self, step: int, tail: Sequence[str], pinned: bool) -> bool:
-        """Seal all of the rank's state at ``step``, in the calling thread; False if no slot came free.
+        """Seal what a flush holds at ``step``, in the calling thread; False if no slot came free.
 
         Raises:
             NumericsError: the state is not finite.
+            SlotRoomError: ``pinned``, and there is no room even for this rank's own share.
         """
         self.wait_copied()
+        self._wait_grown()
         if self.sealed_step == step and self._sealed_whole and not pinned:
             return True
-        header = self._header(step, tail, 0, 1)
         deadline = time.monotonic() + (RELEASE_WAIT_S if pinned else 0.0)
-        while (slot := self._pool.choose(self._complete)) is None:
-            if time.monotonic() >= deadline:
+        while (slot := self._choose()) is None:
+            if time.monotonic() >= deadline or self._hurry.is_set():
                 self.skipped += 1
                 return False
             time.sleep(0.01)
-        self._write(slot, header, [tensor for tensor in self._whole if tensor.primary], pinned)
-        self._sealed_whole = True
-        return True
+        shares = flushed_shares(self._writer.index, self._writer.count, state_bytes(self._whole))
+        for held in (shares, shares[:1]):  # its own alone where there is no room for the other's
+            try:
+                self._write(slot, self._header(step, tail, held), self._tensors(held), pinned)
+            except SlotRoomError as error:
+                problem = error
+            else:
+                self._sealed_whole = held == shares
+                return True
+        if pinned:
+            raise problem
+        self._skip(problem)
+        return False
+
+    def stop_waiting(self) -> None:
+        """Wait for no slot any more; any thread may call this."""
+        self._hurry.set()
 
     def close(self) -> None:
         """Wait for the copy under way and end the thread. The slots belong to the worker, and stay."""
+        self._closing.set()
         self._executor.shutdown(wait=True)
         self._whole, self._share, self._pending = [], [], None
 
-    def _header(self, step: int, tail: Sequence[str], index: int, count: int) -> SlotHeader:
+    def _tensors(self, shares: Sequence[int]) -> list[StateTensor]:
+        return shared_tensors(self._whole, shares, self._writer.count)
+
+    # --- room --------------------------------------------------------------------------------------------
+
+    def _grow_if_short(self) -> None:
+        if self._pool.short(self._capacity):
+            self._growing = self._executor.submit(
+                self._pool.grow, self._capacity, self._complete, self._may_not_wait
+            )
+
+    def _may_not_wait(self) -> bool:
+        return self._closing.is_set() or self._hurry.is_set()
+
+    def _wait_grown(self) -> None:
+        """Wait for the slots to grow; without room, write what fits into them as they are."""
+        growing, self._growing = self._growing, None
+        if growing is not None:
+            try:
+                growing.result()
+            except SlotRoomError as error:
+                self._tell(error)
+
+    def _write_if_room(
+        self, slot: SlotFile, header: SlotHeader, tensors: Sequence[StateTensor], pinned: bool
+    ) -> None:
+        try:
+            self._write(slot, header, tensors, pinned)
+        except SlotRoomError as error:
+            self._skip(error)
+
+    def _skip(self, problem: SlotRoomError) -> None:
+        self.skipped += 1
+        self._no_room = True
+        self._tell(problem)
+
+    def _tell(self, problem: SlotRoomError) -> None:
+        """Say once a generation what is missing; the free space that it names changes all the time."""
+        if not self._told:
+            self._told = str(problem)
+            log.warning("rank %d skips snapshots that do not fit: %s", self._writer.rank, problem)
+
+    # --- writing -----------------------------------------------------------------------------------------
+
+    def _header(self, step: int, tail: Sequence[str], shares: Sequence[int]) -> SlotHeader:
+        """Header of a slot with these of the node's shares; all of them together are one whole."""
         writer = self._writer
+        whole = len(shares) == writer.count
+        fragments = [(writer.group, index, writer.count) for index in shares]
         return SlotHeader(
             term=writer.term,
             n=writer.n,
             step=step,
             rank=writer.rank,
-            fragments=((writer.group, index, count),),
+            fragments=((writer.group, 0, 1),) if whole else tuple(fragments),
             layout=writer.layout.to_dict(),
             cursor=step * writer.global_batch,
             ledger=tuple(tail),
@@ -188,5 +283,7 @@ class Snapshotter:
             samples = samples_of(header.step, self._writer.global_batch)
             raise NumericsError(
                 f"{name} after step {header.step} ({samples}): saw NaN or infinity, expected finite values;"
-                " the state is not kept: lower the learning rate"
+                " the state is not kept: lower the learning rate",
+                header.step,
+                NON_FINITE,
             )

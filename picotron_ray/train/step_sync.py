@@ -30,7 +30,7 @@ STOP = 1
 SNAPSHOT = 2
 """Flag: take a pinned snapshot of this step."""
 
-_RECORD = struct.Struct("<ddqqq16sddqdq")
+_RECORD = struct.Struct("<ddqqq16sddqdqd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Contribution:
     Fields:
         imbalance: load of the most used expert of its layers / the mean; 0 without experts.
         dropped: assignments of tokens over the capacity of experts in its layers.
+        at_s: its clock, seconds since the epoch.
     """
 
     loss_sum: float
@@ -52,6 +53,7 @@ class Contribution:
     sealed: int = -1
     imbalance: float = 0.0
     dropped: int = 0
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Agreement:
     imbalance: float = 0.0  # load of the most used expert of any layer / the mean; 0: no experts
     dropped: int = 0  # assignments over capacity, in all layers
     finite: bool = True  # losses and gradient norms of all ranks
+    at_s: float = 0.0  # by the clock of rank 0: all ranks write the same ledger line
 
 
 def exchange(mine: Contribution, layout: Layout, device: torch.device, group: Any = None) -> Agreement:
@@ -87,6 +90,7 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
         mine.sealed,
         mine.imbalance,
         mine.dropped,
+        mine.at_s,
     )
     local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device)
     if layout.world_size == 1:
@@ -119,6 +123,7 @@ def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:
         rows=tuple(rows[i] for i in range(layout.dp)),
         flags=flags,
         sealed=min(record.sealed for record in records),
+        at_s=records[0].at_s,
         imbalance=max(record.imbalance for record in records),
         # every rank of a stage knows its layers' total: take one of each stage
         dropped=sum(records[layout.rank(Coordinates(pp, 0, 0, 0))].dropped for pp in range(layout.pp)),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from picotron_ray.checkpoint.torch_state import Encoded, StateTensor
-from picotron_ray.layout.shards import Box, Shard
+from picotron_ray.layout.shards import Box, Shard, region, slabs
 from picotron_ray.models.definition import ModelDefinition
-from picotron_ray.parallel.local_shards import LocalParameter, cut
+from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.train.optim.quantized_state import QuantizedTensor
 from picotron_ray.train.precision.loss_scaler import Scaling
 
 Moments = Mapping[str, Mapping[str, Tensor | QuantizedTensor]]
 """Per moment name, the values by the name of each parameter."""
+INITIAL_PIECE = 1 << 22
+"""Initial weights that are in host memory at once, elements."""
 
 
 class TrainingState:
@@ -66,11 +68,14 @@ class TrainingState:
         return [_shard(p.spec.name, p, g) for p, g in zip(self._trained, values, strict=True)]
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Set weights, moments and scale of step 0."""
+    def initialise(self, seed: int, moved: Callable[[], None] = lambda: None) -> None:
+        """Set weights, moments and scale of step 0, a piece at a time, and call ``moved`` after each."""
         initial = self._definition.initial(seed)
         for parameter in self._parameters:
-            parameter.local.copy_(cut(initial(parameter.spec), parameter.box))
+            local, box = parameter.local, parameter.box
+            for piece in slabs(box, INITIAL_PIECE):
+                local[region(piece, box)] = initial(parameter.spec, piece)
+                moved()
         for values in self._moments.values():
             for value in values.values():
                 value.zero_()

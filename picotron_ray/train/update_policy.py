@@ -7,6 +7,9 @@ agreed numbers and at its own record of the steps before, which travels with the
 A step is bad where a loss or gradient of any rank is not finite (``elastic.on_nonfinite``). Or where its loss
 is a spike (``elastic.on_spike``). fp16's overflows do not come here: the loss scaler repeats those steps.
 
+Where the config asks for a rewind, the policy only reports the step: going back is up to the coordinator.
+Steps that a rewind passes over count as steps without an update; nothing of them is judged.
+
 A step whose update is left out still counts as a step. Its samples are fed and stand in the ledger, and the
 learning-rate schedule goes on. Weights, moments and their number of updates stay as they were. The number of
 such steps is limited. A run over the limit ends, as does one whose last step is not finite.
@@ -38,7 +41,7 @@ class UpdatePolicy:
     """Decisions on the updates of one generation, and the record that they follow from.
 
     Fields:
-        skipped: updates left out since step 0.
+        skipped: steps without an update since step 0, passed over ones included.
     """
 
     def __init__(self, job: JobConfig) -> None:
@@ -62,6 +65,8 @@ class UpdatePolicy:
         if not reason:
             return ""
         seen = f"{self._named(step)}: saw loss {loss:g} and gradient norm {grad_norm:g}"
+        if self._answer(reason) == "rewind":
+            raise NumericsError(f"{seen} ({reason})", step, reason)
         if reason == NON_FINITE:
             if self._elastic.on_nonfinite == "stop":
                 raise NumericsError(
@@ -86,6 +91,10 @@ class UpdatePolicy:
         elif self._elastic.on_spike != "off":
             self._losses = [*self._losses, loss][-SPIKE_WINDOW:]
 
+    def pass_over(self) -> None:
+        """Take a step into the record that a rewind passes over."""
+        self.skipped += 1
+
     # --- the record ----------------------------------------------------------------------------------
 
     def extra(self) -> dict[str, Any]:
@@ -107,6 +116,9 @@ class UpdatePolicy:
         if not finite or not math.isfinite(loss):
             return NON_FINITE
         return SPIKE if is_spike(loss, self._losses) else ""
+
+    def _answer(self, reason: str) -> str:
+        return self._elastic.on_nonfinite if reason == NON_FINITE else self._elastic.on_spike
 
     def _within(self, step: int) -> list[tuple[int, str]]:
         """Skipped steps of the window that ends with ``step``."""

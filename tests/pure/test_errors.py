@@ -7,13 +7,13 @@ import pickle
 import pytest
 
 from picotron_ray import errors
-from picotron_ray.errors import ConfigError, CorruptError, PicotronError
+from picotron_ray.errors import ConfigError, CorruptError, PicotronError, SlotUnreachableError
 
 CODES = {
     "PicotronError": 3, "ConfigError": 2, "LayoutError": 2, "DataError": 2, "StorageError": 4,
     "StorageUnavailableError": 4, "NotFoundError": 4, "AlreadyExistsError": 4, "CorruptError": 4,
-    "PartsGoneError": 4, "NumericsError": 3,
-    "FencedError": 3, "SlotError": 3, "PeerLostError": 3,
+    "PartsGoneError": 4, "NumericsError": 3, "StorageFullError": 4, "SlotReusedError": 3, "SlotRoomError": 3,
+    "FencedError": 3, "SlotError": 3, "SlotUnreachableError": 3, "PeerLostError": 3,
 }  # fmt: skip
 
 
@@ -27,6 +27,7 @@ def test_each_kind_has_its_exit_code() -> None:
     [
         (CorruptError("torn", "a.slot"), "torn"),
         (CorruptError("torn", where="a.slot"), "torn"),
+        (SlotUnreachableError("silent", "a.slot"), "silent"),
         (ConfigError("steps: saw 0", "name: saw ''"), "steps: saw 0\nname: saw ''"),
     ],
 )

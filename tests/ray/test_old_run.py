@@ -32,7 +32,15 @@ def test_an_old_run_goes_on(tmp_path: Path) -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     newest = summary["generations"][-1]
     assert (newest["term"], newest["start_step"], newest["end_step"]) == (3, 60, 62)
-    assert summary["ledger"] == {"samples": 248, "lost": 0, "repeated": 0, "skipped": 0}
+    assert summary["ledger"] == {
+        "samples": 248,
+        "lost": 0,
+        "repeated": 0,
+        "skipped": 0,
+        "passed_over": 0,
+        "checked": "tokens",
+        "wrong": [],
+    }
     storage = open_storage(StorageConfig(url=str(folder / "runs")), "old-run")
     log = RunLog(storage)
     log.refresh()

@@ -15,14 +15,17 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import ConnectionClosedError
 
-from picotron_ray.checkpoint.storage.base import Storage, probe
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject, probe
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.storage.s3 import S3Storage
 from picotron_ray.checkpoint.store.gc import collect
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
+from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.service import CheckpointConfig, StorageConfig
 from picotron_ray.errors import AlreadyExistsError, StorageError, StorageUnavailableError
+from picotron_ray.runtime.doctor.drill import judge_drill
+from picotron_ray.runtime.doctor.storage_rights import judge_storage
 from tests.support.checkpoint.checkpoint_kit import generation, load, make_state, same, save
 from tests.support.checkpoint.fencing import check_stopped_writer_is_refused
 from tests.support.checkpoint.s3_kit import Settings, environment, new_bucket, script, settings_of
@@ -171,6 +174,37 @@ def test_a_server_that_stops_answering_in_the_middle_is_given_up_and_taken_again
     good = latest_good(open_storage(config, "swallowed"), log)
     assert good is not None
     assert good.manifest.step == 5
+
+
+# --- the doctor ---------------------------------------------------------------------------------------
+
+
+def test_the_doctor_tries_every_right_on_a_real_server_and_leaves_nothing(config: StorageConfig) -> None:
+    found = list(judge_storage(config))
+    assert [(one.check, one.status) for one in found] == [
+        ("storage write", "ok"),
+        ("storage read", "ok"),
+        ("storage clock", "ok"),
+        ("storage conditional put", "ok"),
+        ("storage delete", "ok"),
+    ]
+    assert all(stored.key.split("/")[0][:7] != "doctor-" for stored in everything(config))
+
+
+def everything(config: StorageConfig) -> list[StoredObject]:
+    """All objects below the config's address, of all runs."""
+    url, _, last = config.url.rpartition("/")
+    return list(open_storage(config.model_copy(update={"url": url}), last).list(""))
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+def test_the_doctors_drill_commits_to_a_real_server_and_leaves_nothing(config: StorageConfig) -> None:
+    before = [stored.key for stored in everything(config)]
+    job = load_job("tiny").model_copy(update={"storage": config})
+    found = list(judge_drill(job, own_storage=False))
+    assert [(one.check, one.status) for one in found] == [("drill", "ok"), ("drill ledger", "ok")], found
+    assert [stored.key for stored in everything(config)] == before
 
 
 # --- TLS, and a server that dies -------------------------------------------------------------------

@@ -108,6 +108,27 @@ def chain(vocabulary: int = 24, hidden: int = 16, inner: int = 24, layers: int =
     )
 
 
+class Poisoned(nn.Module):
+    """A small model whose outputs are NaN wherever one token stands four times in a row."""
+
+    def __init__(self, vocabulary: int, hidden: int, poison: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, hidden)
+        self.inner = nn.Linear(hidden, hidden)
+        self.head = nn.Linear(hidden, vocabulary)
+        self.poison = poison
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.inner(self.embed(tokens))))
+        bad = (tokens.unfold(1, 4, 1) == self.poison).all(-1).any()
+        return torch.where(bad, torch.full_like(logits, torch.nan), logits)
+
+
+def poisoned(vocabulary: int = 24, hidden: int = 16, poison: int = 23) -> nn.Module:
+    """A model that one passage of the data makes useless."""
+    return Poisoned(vocabulary, hidden, poison)
+
+
 CHAIN_PLAN = {"tensor": {"*.mlp.0": "colwise", "*.mlp.2": "rowwise"}}
 """A plan by import path: MLPs only, attention whole."""
 

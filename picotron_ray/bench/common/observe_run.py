@@ -49,5 +49,5 @@ def committed_rows(job: JobConfig) -> dict[int, list[Rows]]:
         line = parse_line(raw, at, wrong)
         if line is not None and line.generation >= newest.get(line.step, (0, 0)):
             newest[line.step] = line.generation
-            rows[line.step] = [(first, last) for first, last, _ in line.rows]
+            rows[line.step] = [(first, last) for first, last, *_ in line.rows]
     return rows

@@ -50,6 +50,18 @@ def split_for_replica(tensors: Sequence[T], index: int, count: int) -> list[T]:
     return mine
 
 
+def shared_tensors(tensors: Sequence[T], shares: Sequence[int], count: int) -> list[T]:
+    """Take the tensors, or rows of tensors, of several replicas' shares; of all of them, the primary ones."""
+    if len(shares) == count:
+        return [tensor for tensor in tensors if tensor.primary]
+    return [tensor for index in shares for tensor in split_for_replica(tensors, index, count)]
+
+
+def state_bytes(tensors: Sequence[T]) -> int:
+    """Bytes of the primary tensors."""
+    return sum(tensor.shard.nbytes for tensor in tensors if tensor.primary)
+
+
 def _rows_of(shard: Shard) -> int:
     return shard.box.size[0] if shard.box.size else 1
 

@@ -50,9 +50,11 @@ from picotron_ray.checkpoint.snapshot.slot_format import (
 from picotron_ray.checkpoint.snapshot.slot_reader import (
     READING,
 )
-from picotron_ray.errors import SlotError
+from picotron_ray.errors import SlotError, SlotRoomError
 from picotron_ray.layout.shards import Shard
 
+GROW_BYTES = 256 << 20
+CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 Buffer = Any  # anything with the buffer protocol: numpy array, memoryview, bytes
 
 
@@ -74,15 +76,16 @@ class SlotFile:
         """Make an unsealed slot of ``capacity`` bytes, allocated and touched (later copies are fast).
 
         Raises:
-            SlotError: the file system has no room for it, or the folder cannot be written.
+            SlotRoomError: the file system has no room for it.
+            SlotError: the folder cannot be written.
         """
         path, capacity = Path(path), align(max(capacity, 2 * PAGE), PAGE)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(path, CREATE, 0o600)
         except OSError as error:
             raise SlotError(f"cannot create slot {path}: {error.strerror}; check snapshot.folder") from error
         try:
-            _allocate(path, descriptor, capacity)
+            _allocate(path, descriptor, 0, capacity)
         except SlotError:
             os.close(descriptor)
             path.unlink(missing_ok=True)
@@ -128,15 +131,18 @@ class SlotFile:
             on_phase: called once with "snapshot" when half of the body is written (scripted faults).
 
         Raises:
-            SlotError: a buffer's length does not fit its shard, or the slot cannot grow.
+            SlotRoomError: the slot cannot grow; it holds what it held.
+            SlotError: a buffer's length does not fit its shard.
         """
         self._set_shards(tuple(shards))
         meta = {key: value for key, value in asdict(header).items() if key != "ledger"}
         encoded = json.dumps(meta, separators=(",", ":")).encode()
         ledger = "\n".join(header.ledger).encode()
         areas = self._place(len(encoded), len(ledger))
+        needed = areas[8] + areas[9]
+        if needed > self.capacity:
+            self.grow(needed + SLACK_BYTES)  # before anything is void: it may fail
         self.unseal()
-        self._reserve(areas[8] + areas[9])
         digests = self._copy_body(areas[2], buffers, on_phase)
         prefix = AREAS.pack(*areas)
         self._map[AREAS_AT : AREAS_AT + len(prefix)] = prefix
@@ -146,6 +152,33 @@ class SlotFile:
         self.set_pinned(pinned)
         self._map[SEAL_AT : SEAL_AT + 16] = seal_of(prefix, parts)
         self.key = header.key
+
+    def grow(self, capacity: int, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Enlarge the slot to ``capacity`` bytes, allocated and touched; what it holds stays, sealed or not.
+
+        Args:
+            stopped: asked every 256 MiB; once it is true, the slot stays as large as it has become.
+
+        Raises:
+            SlotRoomError: the file system has no room for it; nothing has changed.
+        """
+        old, capacity = self.capacity, align(capacity, PAGE)
+        reached = old
+        if free_bytes(self.path.parent) < capacity - old:  # not tried: others would find no room meanwhile
+            raise SlotRoomError(_no_room(self.path, capacity))
+        while reached < capacity and not stopped():
+            step = min(GROW_BYTES, capacity - reached)
+            try:
+                _allocate(self.path, self._descriptor, reached, step)
+            except SlotRoomError:
+                os.ftruncate(self._descriptor, old)
+                raise
+            reached += step
+        if reached == old:
+            return
+        larger = mmap.mmap(self._descriptor, reached)
+        np.frombuffer(larger, dtype=np.uint8)[old::PAGE] = 0
+        self._map = larger
 
     def unseal(self) -> None:
         """Void the content before its first byte is overwritten."""
@@ -175,13 +208,6 @@ class SlotFile:
             *(digests_at, 16 * len(self._shards), header_at, header_bytes, ledger_at, ledger_bytes),
         )
 
-    def _reserve(self, needed: int) -> None:
-        if needed <= self.capacity:
-            return
-        capacity = align(needed + SLACK_BYTES, PAGE)
-        _allocate(self.path, self._descriptor, capacity)
-        self._map = mmap.mmap(self._descriptor, capacity)
-
     def _copy_body(
         self, body_at: int, buffers: Iterable[Buffer], on_phase: Callable[[str], None] | None
     ) -> bytes:
@@ -204,15 +230,18 @@ class SlotFile:
         return b"".join(digests)
 
 
-def _allocate(path: Path, descriptor: int, capacity: int) -> None:
+def _allocate(path: Path, descriptor: int, start: int, length: int) -> None:
     try:
-        os.posix_fallocate(descriptor, 0, capacity)
+        os.posix_fallocate(descriptor, start, length)
     except OSError as error:
-        free = free_bytes(path.parent)
-        raise SlotError(
-            f"snapshot slot {path.name} needs {capacity} bytes and {path.parent} has {free} free"
-            f" ({error.strerror}); enlarge it or set snapshot.overflow_folder"
-        ) from error
+        raise SlotRoomError(_no_room(path, start + length, f" ({error.strerror})")) from error
+
+
+def _no_room(path: Path, needed: int, why: str = "") -> str:
+    return (
+        f"snapshot slot {path.name} needs {needed} bytes and {path.parent} has {free_bytes(path.parent)} free"
+        f"{why}; enlarge it, or set snapshot.overflow_folder before launch"
+    )
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:

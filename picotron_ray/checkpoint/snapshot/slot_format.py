@@ -33,7 +33,8 @@ class SlotHeader:
         fragments: ``(group, index, count)``: part ``index`` of ``count`` of state group ``group``.
         layout: ``Layout.to_dict()`` of the writers.
         cursor: samples consumed (the next global sample number).
-        ledger: JSON lines since the last commit; only the lowest rank of a node carries them.
+        ledger: JSON lines since the last commit. Where the oldest were spilled to disk, the first line names
+            their newest file instead (``ledger_spill``).
         extra: whatever else the trainer needs back (JSON).
     """
 

@@ -8,14 +8,17 @@ more than a step or an upload lags; then that snapshot is skipped and counted by
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, free_bytes
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
 from picotron_ray.checkpoint.snapshot.slot_reader import read_header
-from picotron_ray.errors import SlotError
+from picotron_ray.errors import SlotError, SlotRoomError
 
 SUFFIX = ".slot"
+FEWEST = 2
+"""Slots of a worker at least: the state to go back to, and the one that is written."""
 
 
 class SlotPool:
@@ -24,34 +27,116 @@ class SlotPool:
     Files are named ``<worker>.<index>.slot``.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], worker: str, count: int, capacity: int) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        worker: str,
+        count: int,
+        capacity: int,
+        room_follows: bool = False,
+    ) -> None:
         """Allocate ``count`` slots of ``capacity`` bytes.
+
+        Args:
+            room_follows: others still hold room that they are about to give; one slot is enough until then,
+                and ``fill`` makes the others.
 
         Raises:
             SlotError: they do not fit; nothing is left behind.
         """
         self.slots: list[SlotFile] = []
+        self._folder, self._worker, self._capacity = Path(folder), worker, capacity
+        self.missing, self._made = count, 0
         try:
-            for index in range(count):
-                path = Path(folder) / f"{worker}.{index}{SUFFIX}"
-                self.slots.append(SlotFile.create(path, capacity))
+            while self.missing:
+                self._add()
         except SlotError:
+            if room_follows and self.slots:
+                return
             self.close(unlink=True)
             raise
 
-    def choose(self, newest_complete: SlotKey) -> SlotFile | None:
+    def fill(self) -> None:
+        """Make the slots that had no room, as far as there is room now."""
+        while self.missing and free_bytes(self._folder) >= self._capacity:
+            try:
+                self._add()
+            except SlotError:  # somebody else was faster
+                return
+
+    def _add(self) -> None:
+        path = self._folder / f"{self._worker}.{self._made}{SUFFIX}"
+        self.slots.append(SlotFile.create(path, self._capacity))
+        self._made += 1
+        self.missing -= 1
+
+    def short(self, capacity: int) -> bool:
+        """Whether a slot is smaller than ``capacity`` bytes."""
+        return any(slot.capacity < capacity for slot in self.slots)
+
+    def grow(self, capacity: int, newest_complete: SlotKey, stopped: Callable[[], bool]) -> None:
+        """Enlarge all slots to ``capacity`` bytes, those first that nothing needs.
+
+        Where there is no room for all, slots that nothing needs are given up, down to two: one for the state
+        to go back to, one to write.
+
+        Args:
+            newest_complete: as for `choose`.
+            stopped: asked now and then; once it is true, the slots stay as large as they have become.
+
+        Raises:
+            SlotRoomError: there is no room for two; every state that something needs is still there.
+        """
+        self._capacity = max(self._capacity, capacity)
+        for slot in sorted(self.slots, key=lambda slot: self._needed(slot, newest_complete)):
+            while slot in self.slots:
+                try:
+                    slot.grow(capacity, stopped)
+                    break
+                except SlotRoomError:
+                    if not self._gave_up(slot, newest_complete):
+                        raise
+
+    def _gave_up(self, keep: SlotFile, newest_complete: SlotKey) -> bool:
+        """Remove one slot but ``keep`` that nothing needs, the smallest; False where there is none.
+
+        `fill` makes another one where there is room again.
+        """
+        free = [s for s in self.slots if s is not keep and not self._needed(s, newest_complete)]
+        if len(self.slots) <= FEWEST or not free:
+            return False
+        least = min(free, key=lambda slot: slot.capacity)
+        self.slots = [slot for slot in self.slots if slot is not least]
+        least.close(unlink=True)
+        self.missing += 1
+        return True
+
+    @staticmethod
+    def _needed(slot: SlotFile, newest_complete: SlotKey) -> bool:
+        return slot.key is not None and (slot.key >= newest_complete or slot.pinned)
+
+    def choose(self, newest_complete: SlotKey, generation: tuple[int, int] | None = None) -> SlotFile | None:
         """Choose the slot to write next; None where all are still needed (skip that snapshot).
 
         Args:
             newest_complete: ``(term, n, step)`` of the newest state that is sealed on all ranks. At
                 the start of a generation that resumed from slots: the key of those slots; from a commit
                 or from nothing: ``(term, n, -1)`` of the new generation.
+            generation: the present one. What earlier ones wrote after ``newest_complete`` is void: it went
+                back behind that, at a rewind by more than the slots hold.
         """
         free = [slot for slot in self.slots if slot.key is None]
         if free:
             return free[0]
         self._give_up_pin(newest_complete)
-        old = [slot for slot in self.slots if slot.key and slot.key < newest_complete and not slot.pinned]
+        before = (0, 0, 0) if generation is None else (*generation, -1)
+        old = [
+            slot
+            for slot in self.slots
+            if (key := slot.key)
+            and not slot.pinned
+            and (key < newest_complete or newest_complete < key < before)
+        ]
         return min(old, key=_age, default=None)
 
     def _give_up_pin(self, newest_complete: SlotKey) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from picotron_ray.checkpoint.snapshot.slot_format import (
     PAGE,
     PIN_AT,
     SEAL_AT,
+    UNSEALED,
     SlotHeader,
+    SlotKey,
     seal_of,
 )
 from picotron_ray.errors import CorruptError, SlotError
@@ -36,6 +39,27 @@ class SlotShard:
     digest: bytes
 
 
+class SlotHead:
+    """All of a slot but its body: what its seal vouches for."""
+
+    def __init__(self, name: str, parts: Sequence[memoryview]) -> None:
+        """
+        Args:
+            parts: areas, seal, table, digests, header and ledger, as `SlotView.head` lists them.
+
+        Raises:
+            CorruptError: they do not match the seal.
+        """
+        areas, seal, *sealed = parts
+        self.parts, self.seal = tuple(parts), bytes(seal)
+        # an unsealed slot has a seal of zeros, which nothing hashes to; a truncated one's parts are short
+        if len(areas) != AREAS.size or seal_of(bytes(areas), sealed) != self.seal:
+            raise CorruptError(f"slot {name} is not sealed; use an older snapshot", where=name)
+        table, digests, header, ledger = sealed
+        self.header = _header(header, ledger)
+        self.shards = _shards(table, digests, AREAS.unpack(areas)[2])
+
+
 class SlotView:
     """A sealed slot, mapped for reading.
 
@@ -46,12 +70,12 @@ class SlotView:
     def __init__(self, name: str, data: memoryview) -> None:
         self.name = name
         self._data = data
-        found = _open(name, data)
-        if found is None:
-            raise CorruptError(f"slot {name} is not sealed; use an older snapshot", where=name)
-        self.seal, (table, digests, header, ledger), areas = found
-        self.header = _header(header, ledger)
-        self.shards = _shards(table, digests, areas[2])
+        head = SlotHead(name, _parts(data))
+        self.seal, self.header, self.shards = head.seal, head.header, head.shards
+
+    def head(self) -> list[memoryview]:
+        """Return the parts of its head, for a `SlotHead` elsewhere."""
+        return _parts(self._data)
 
     def raw(self, entry: SlotShard) -> memoryview:
         """The shard's bytes, unchecked."""
@@ -122,6 +146,20 @@ def verify(path: str | os.PathLike[str], name: str = "") -> SlotView:
     return view
 
 
+def holds(path: str | os.PathLike[str], key: SlotKey) -> bool:
+    """Whether a slot file is still that state's, sound or damaged; False: it is reused, or being overwritten.
+
+    A damaged header may say anything: only an unsealed file, and a sealed one of another key, are others'.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            sealed = os.pread(file.fileno(), len(UNSEALED), SEAL_AT) != UNSEALED
+        header = read_header(path)
+    except (FileNotFoundError, SlotError):
+        return False
+    return sealed and (header is None or header.key == key)
+
+
 def is_pinned(path: str | os.PathLike[str]) -> bool:
     """Whether the slot is kept for an upload."""
     with Path(path).open("rb") as file:
@@ -137,15 +175,14 @@ def set_pinned(path: str | os.PathLike[str], pinned: bool, reading: bool = False
         os.pwrite(file.fileno(), bytes([READING if pinned and reading else int(pinned)]), PIN_AT)
 
 
-def _open(name: str, data: memoryview) -> tuple[bytes, list[memoryview], tuple[int, ...]] | None:
+def _parts(data: memoryview) -> list[memoryview]:
+    """The parts of a slot's head; too few bytes where it is torn or no slot at all."""
     if len(data) < PAGE or bytes(data[: len(MAGIC)]) != MAGIC:
-        return None
-    seal = bytes(data[SEAL_AT : SEAL_AT + 16])
-    prefix = bytes(data[AREAS_AT : AREAS_AT + AREAS.size])
+        return [data[:0]] * 6
+    prefix = data[AREAS_AT : AREAS_AT + AREAS.size]
     areas = AREAS.unpack(prefix)
-    # an unsealed slot has a seal of zeros, which nothing hashes to; of a truncated one the parts are short
-    parts = [data[areas[i] : areas[i] + areas[i + 1]] for i in (0, 4, 6, 8)]
-    return (seal, parts, areas) if seal_of(prefix, parts) == seal else None
+    sealed = [data[areas[i] : areas[i] + areas[i + 1]] for i in (0, 4, 6, 8)]
+    return [prefix, data[SEAL_AT : SEAL_AT + 16], *sealed]
 
 
 def _header(encoded: memoryview, ledger: memoryview) -> SlotHeader:

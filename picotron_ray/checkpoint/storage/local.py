@@ -4,6 +4,10 @@ An object is written to a temporary file, fsync'd, and published by ``rename`` (
 (put_if_absent: exactly one link of a name can succeed), then the folder is fsync'd. Temporary files
 live in ``.tmp`` and never appear in listings; ones that a killed writer left are removed after a day by
 the next process that writes.
+
+A disk that is full must not keep collection from freeing it, which has to write a little first. So
+``.tmp/reserve`` holds some space, which is given up for entries of the log and lists of what is to be deleted
+where there is no other, and taken again after deletions.
 """
 
 from __future__ import annotations
@@ -17,10 +21,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from picotron_ray.checkpoint.storage.base import StoredObject
-from picotron_ray.errors import AlreadyExistsError, NotFoundError, StorageError, StorageUnavailableError
+from picotron_ray.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 
 _TMP = ".tmp"
 _STALE_TMP_S = 86_400.0
+_RESERVE, RESERVE_BYTES = "reserve", 1 << 20
+_HOUSEKEEPING = ("log/", "condemned/", "clock/")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _NO_LINKS = (errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
@@ -33,7 +45,7 @@ class LocalStorage:
     def __init__(self, root: str, run: str) -> None:
         self._root = Path(root).expanduser().absolute()
         self._base = self._root / run
-        self._ready = False
+        self._ready = self._reserved = False
 
     @property
     def where(self) -> str:
@@ -73,6 +85,7 @@ class LocalStorage:
 
     def delete(self, key: str) -> None:
         self._guarded(key, lambda: self._path(key).unlink(missing_ok=True))
+        self._reserved = False  # there may be room for it again
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[StoredObject]:
         for parent, folders, files in os.walk(folder):
@@ -102,7 +115,7 @@ class LocalStorage:
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._base / _TMP / uuid.uuid4().hex
             try:
-                _write_durably(temporary, data)
+                self._write_file(key, temporary, data)
                 publish(str(temporary), str(target))
                 _sync_folder(target.parent)
             except FileNotFoundError as error:
@@ -111,6 +124,24 @@ class LocalStorage:
                 temporary.unlink(missing_ok=True)
 
         self._guarded(key, write)
+
+    def _write_file(self, key: str, temporary: Path, data: bytes) -> None:
+        """Write a file; one that collection needs may take the reserve of a full disk."""
+        if not key.startswith(_HOUSEKEEPING):
+            return _write_durably(temporary, data)
+        reserve = self._base / _TMP / _RESERVE
+        if not self._reserved:
+            self._reserved = _reserve(reserve)
+        try:
+            _write_durably(temporary, data)
+        except OSError as error:
+            if error.errno not in _FULL or not reserve.exists():
+                raise
+            reserve.unlink(missing_ok=True)
+            self._reserved = True  # not to be taken at once again, but after a deletion
+            temporary.unlink(missing_ok=True)
+            _write_durably(temporary, data)
+        return None
 
     def _prepare(self) -> None:
         """Make the run's folder, but never the way to it: an unmounted disk must not be written into."""
@@ -144,7 +175,7 @@ class LocalStorage:
 def _explained(where: str, key: str, error: OSError) -> StorageError:
     said = error.strerror or str(error)
     if error.errno in _FULL:
-        return StorageError(
+        return StorageFullError(
             f"{where} is full ({said}) while writing {key}; free space or lower checkpoint.keep_last"
         )
     if error.errno in _READ_ONLY:
@@ -158,11 +189,28 @@ def _explained(where: str, key: str, error: OSError) -> StorageError:
     return StorageUnavailableError(f"{where}: {said} at {key}; check the disk or mount")
 
 
+def _reserve(path: Path) -> bool:
+    """Take the reserve, as far as there is room; False where it is to be tried again."""
+    if path.exists():
+        return True
+    try:
+        with path.open("xb") as file:
+            os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+    except FileExistsError:
+        return True
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno not in _FULL:
+            raise
+        return False
+    return True
+
+
 def _remove_stale(folder: Path) -> None:
     """Remove what killed writers left; other writers' files come and go meanwhile."""
     for left in folder.iterdir():
         try:
-            if left.stat().st_mtime < time.time() - _STALE_TMP_S:
+            if left.name != _RESERVE and left.stat().st_mtime < time.time() - _STALE_TMP_S:
                 left.unlink()
         except FileNotFoundError:  # published by its writer since the listing
             continue

@@ -29,7 +29,13 @@ from botocore.exceptions import (
 
 from picotron_ray.checkpoint.storage.base import StoredObject
 from picotron_ray.config.schema.service import StorageConfig
-from picotron_ray.errors import AlreadyExistsError, NotFoundError, StorageError, StorageUnavailableError
+from picotron_ray.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _TAKEN = {"PreconditionFailed", "412"}
@@ -186,7 +192,9 @@ class S3Storage:
         if code in _TAKEN:
             return AlreadyExistsError(f"{key} exists already in {self.where}")
         if code in _FULL:
-            return StorageError(f"{self.where} is full ({code}); free space or lower checkpoint.keep_last")
+            return StorageFullError(
+                f"{self.where} is full ({code}); free space or lower checkpoint.keep_last"
+            )
         if code in _DENIED:
             return StorageError(
                 f"{self.where}: {_DENIED[code]} ({code}); check the credentials and storage.url"
@@ -200,8 +208,15 @@ class S3Storage:
 
 
 def _body(reply: Any) -> bytes:
-    with reply["Body"] as stream:
+    """An answer's bytes, whole: botocore checks length and checksum, and raises errors of its own.
+
+    As a context its stream would give the bare one below it, which does neither.
+    """
+    stream = reply["Body"]
+    try:
         data: bytes = stream.read()
+    finally:
+        stream.close()
     return data
 
 

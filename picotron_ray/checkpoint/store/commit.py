@@ -7,7 +7,6 @@ objects that no entry names, which GC collects.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store.chunks import chunk_key
+from picotron_ray.checkpoint.store.commit_ledger import NewLedger, joined, new_ledger, with_cut_segments
 from picotron_ray.checkpoint.store.lineage import commits_on
 from picotron_ray.checkpoint.store.manifest import (
     ChunkInfo,
@@ -62,21 +62,25 @@ def commit(
             storage refused. StorageUnavailableError: calling again is safe.
     """
     first = parts[0]
-    manifest, lines = assemble(parts, parent_of(storage, log, first.term, first.n))
+    parent = parent_of(storage, log, first.term, first.n)
+    parts = with_cut_segments(storage, parts, (parent.step if parent else 0) + 1)
+    manifest, new = assemble(parts, parent)
     gone = missing_chunks(storage, manifest.chunks)
     if gone:
         raise PartsGoneError(
             f"{len(gone)} chunks of step {manifest.step} are gone, first {gone[0]}; upload it again"
         )
-    manifest = _store_segment(storage, manifest, lines)
+    manifest = _store_segments(storage, manifest, new)
     encoded = manifest.encode()
     key = put_fresh(storage, manifest.key, encoded)
     digest = blake3(encoded).hexdigest()
     if on_phase:
         on_phase("commit")
     body = {"term": manifest.term, "n": manifest.n, "step": manifest.step, "manifest": key, "digest": digest}
-    if lines:  # so that the ledger goes on where this manifest is damaged later
-        body["segment"] = segment_row(manifest.ledger[-1])
+    # so that the ledger goes on where this manifest is damaged later
+    rows = [segment_row(segment) for segment in manifest.ledger[len(manifest.ledger) - len(new.segments) :]]
+    if rows:
+        body |= {"segment": rows[0]} if len(rows) == 1 else {"segments": rows}
     seq = log.append("commit", body)
     for part in parts:
         storage.delete(part.intent)
@@ -84,10 +88,10 @@ def commit(
     return Committed(seq, manifest.step, key, digest, manifest.stored_bytes, written)
 
 
-def assemble(parts: Sequence[UploadPart], parent: Manifest | None) -> tuple[Manifest, list[str]]:
-    """Make one manifest of all parts, and the ledger lines of its last segment.
+def assemble(parts: Sequence[UploadPart], parent: Manifest | None) -> tuple[Manifest, NewLedger]:
+    """Make one manifest of all parts, and what its ledger has beyond the parent's.
 
-    That segment is not stored yet and has no key; without lines there is none.
+    Segments of that which are not stored yet have no key.
 
     Args:
         parent: the newest commit on the lineage, whose ledger this one continues.
@@ -106,11 +110,7 @@ def assemble(parts: Sequence[UploadPart], parent: Manifest | None) -> tuple[Mani
     for part in parts:
         chunks.update(part.chunks)
     used = {stored.chunk for stored in shards}
-    lines = ledger_lines(parts, parent)
-    segments = list(parent.ledger) if parent else []
-    if lines:
-        begin = segments[-1].last + 1 if segments else 1
-        segments.append(Segment("", begin, first.step, blake3(_joined(lines)).hexdigest()))
+    new = new_ledger(parts, (parent.step if parent else 0) + 1)
     manifest = Manifest(
         step=first.step,
         term=first.term,
@@ -119,30 +119,13 @@ def assemble(parts: Sequence[UploadPart], parent: Manifest | None) -> tuple[Mani
         layout=first.layout,
         shards=tuple(shards),
         chunks={address: info for address, info in chunks.items() if address in used},
-        ledger=tuple(segments),
+        ledger=(*(parent.ledger if parent else ()), *new.segments),
         extra=first.extra,
     )
     problems = check(manifest)
     if problems:
         raise StorageError(f"checkpoint of step {first.step} is incomplete: {problems[0]}")
-    return manifest, lines
-
-
-def ledger_lines(parts: Sequence[UploadPart], parent: Manifest | None) -> list[str]:
-    """The ledger lines after the parent's, up to the step; StorageError where one is missing."""
-    begin, end = (parent.step if parent else 0) + 1, parts[0].step
-    by_step: dict[int, str] = {}
-    for part in parts:
-        for line in part.ledger:
-            by_step.setdefault(int(json.loads(line)["step"]), line)
-    steps = range(begin, end + 1)
-    missing = [step for step in steps if step not in by_step]
-    if missing:
-        raise StorageError(
-            f"checkpoint of step {end}: the slots carry no ledger line of step {missing[0]}, expected"
-            f" {begin}..{end}"
-        )
-    return [by_step[step] for step in steps]
+    return manifest, new
 
 
 def parent_of(storage: Storage, log: RunLog, term: int, n: int) -> Manifest | None:
@@ -176,9 +159,10 @@ def _continued(manifest: Manifest, entries: Sequence[Entry], problem: CorruptErr
     for body in (entry.body for entry in entries):
         if body["step"] == step:  # of the same state, by another generation
             continue
-        if "segment" not in body or body["segment"][1] != step + 1:
+        rows = body.get("segments") or [body[key] for key in ("segment",) if key in body]
+        if not rows or rows[0][1] != step + 1:
             raise problem or CorruptError(f"the ledger does not go on at step {step + 1}")
-        ledger.append(Segment(*body["segment"]))
+        ledger += [Segment(*row) for row in rows]
         step = ledger[-1].last
     return replace(manifest, step=step, ledger=tuple(ledger))
 
@@ -225,17 +209,16 @@ def _without_repeats(stored: Iterable[StoredShard]) -> list[StoredShard]:
     return sorted(kept, key=lambda part: (part.shard.name, part.shard.box.offset))
 
 
-def _joined(lines: Sequence[str]) -> bytes:
-    return "".join(line + "\n" for line in lines).encode()
+def _store_segments(storage: Storage, manifest: Manifest, new: NewLedger) -> Manifest:
+    """Store those segments that have no key yet."""
 
+    def stored(segment: Segment) -> Segment:
+        if segment.key:
+            return segment
+        key = f"ledger/{manifest.term}-{manifest.n}-{segment.first}-{segment.last}.jsonl"
+        return replace(segment, key=put_fresh(storage, key, joined(new.lines[segment.first])))
 
-def _store_segment(storage: Storage, manifest: Manifest, lines: Sequence[str]) -> Manifest:
-    if not lines:
-        return manifest
-    last = manifest.ledger[-1]
-    key = f"ledger/{manifest.term}-{manifest.n}-{last.first}-{last.last}.jsonl"
-    stored = replace(last, key=put_fresh(storage, key, _joined(lines)))
-    return replace(manifest, ledger=(*manifest.ledger[:-1], stored))
+    return replace(manifest, ledger=tuple(stored(segment) for segment in manifest.ledger))
 
 
 def put_fresh(storage: Storage, key: str, data: bytes) -> str:

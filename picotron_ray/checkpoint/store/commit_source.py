@@ -15,14 +15,24 @@ import xxhash
 from picotron_ray.checkpoint.storage.base import Storage, get_bounded
 from picotron_ray.checkpoint.store.chunks import chunk_key, decode
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, Manifest, StoredShard
-from picotron_ray.checkpoint.store.shard_sources import Piece
+from picotron_ray.checkpoint.store.shard_sources import Cutter, Piece, cut_whole
 from picotron_ray.errors import CorruptError, NotFoundError
 
 _AHEAD = 4
 
 
 def fetch_chunk(storage: Storage, address: str, info: ChunkInfo) -> bytes:
-    """Fetch a chunk's raw bytes; CorruptError where it is gone, damaged or of another length."""
+    """Fetch a chunk's raw bytes; CorruptError where it is gone, damaged or of another length.
+
+    What does not match is fetched once more, as it may have been damaged on its way.
+    """
+    try:
+        return _fetch_once(storage, address, info)
+    except CorruptError:
+        return _fetch_once(storage, address, info)
+
+
+def _fetch_once(storage: Storage, address: str, info: ChunkInfo) -> bytes:
     key = chunk_key(address)
     try:
         stored = get_bounded(storage, key, info.size)
@@ -68,7 +78,11 @@ class CommitSource:
         self._left = Counter(addresses)
         self._waiting = OrderedDict.fromkeys(addresses)
 
+    def cutter(self, piece: Piece) -> Cutter:
+        return cut_whole(piece, self.read(piece))
+
     def read(self, piece: Piece) -> memoryview:
+        """The bytes of a piece; raises CorruptError."""
         stored: StoredShard = piece.handle
         self._fetch_ahead(stored.chunk)
         raw = self._fetched[stored.chunk].result()

@@ -21,6 +21,9 @@ from picotron_ray.layout.shards import DTYPE_BYTES, Box, Shard, uncovered, whole
 SCHEMA = 1
 UPDATES = "update_policy"
 """Key in ``extra``: the number of updates left out, and the record from which more may be (`train`)."""
+INITIAL_WEIGHTS = "initial_weights"
+"""Key in ``extra``: version of the values that the run began with (`models.layers.init`). Without it: 1, or
+the run began with weights from elsewhere."""
 LINE_BYTES = 4 << 20  # most, of a ledger's line: one step
 MANIFEST_BYTES = 1 << 30  # most; a model of 70 billion parameters takes some 50 MiB
 _ADDRESS = re.compile(r"[0-9a-f]{64}")

@@ -131,6 +131,12 @@ class RunLog:
         gaps = [seq for seq in range(1, self._last) if seq not in self._read]
         return damaged + [f"log entry {entry_key(seq)} is missing" for seq in gaps]
 
+    @property
+    def identity(self) -> str:
+        """Nonce of the first entry, which no other run of this name shares; "" where it cannot be read."""
+        first = self._read.get(1)
+        return first.nonce if isinstance(first, Entry) else ""
+
     def commits(self) -> list[Entry]:
         """List commit entries that no retire entry has given up, oldest first."""
         entries = self.entries()
@@ -174,6 +180,11 @@ class RunLog:
             if self._put(entry):
                 return entry.seq
             self._check_fence()  # passed: an older writer's entry, or an earlier one of ours that came late
+
+    def confirm(self) -> None:
+        """Raise FencedError where the log holds a newer term than this writer's, as it is now."""
+        self.refresh()
+        self._check_fence()
 
     def _check_fence(self) -> None:
         """Raise FencedError after the first entry since the claim that is of a newer term or unreadable.

@@ -7,14 +7,17 @@ before a byte is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any, Protocol
 
+from picotron_ray.checkpoint.shard_service.client import RemoteSlot
+from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_reader import SlotShard, SlotView, open_slot
 from picotron_ray.errors import CorruptError
-from picotron_ray.layout.shards import Box, Shard
+from picotron_ray.layout.shards import Array, Box, Shard, as_elements, region
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +39,23 @@ class ShardSource(Protocol):
         """Called once with the pieces that will be read, in that order."""
         ...
 
-    def read(self, piece: Piece) -> Any:
-        """The bytes of a piece (buffer protocol, row-major); raises CorruptError."""
+    def cutter(self, piece: Piece) -> Cutter:
+        """Open a piece for reading; raises CorruptError, as does the cutter."""
         ...
 
     def finish(self) -> None:
         """Called after the last read; raises CorruptError where what was read may have changed."""
         ...
+
+
+Cutter = Callable[[Box], Iterable[tuple[Box, Array]]]
+"""Yields what it is asked for of a piece, in boxes with their bit patterns; each array until the next one."""
+
+
+def cut_whole(piece: Piece, data: Any) -> Cutter:
+    """Cutter of a piece whose bytes are all at hand, checked."""
+    elements = as_elements(data, piece.shard)
+    return lambda box: [(box, elements[region(box, piece.shard.box)])]
 
 
 def without_repeats(pieces: Iterable[Piece]) -> list[Piece]:
@@ -57,21 +70,31 @@ def without_repeats(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 class SlotSource:
-    """Sealed slots of one step: ``(name, path or bytes)``, the nearest first."""
+    """Sealed slots of one step: ``(name, path, bytes or slot of another node)``, the nearest first."""
 
-    def __init__(self, slots: Sequence[tuple[str, str | PathLike[str] | bytes | memoryview]]) -> None:
+    def __init__(
+        self,
+        slots: Sequence[tuple[str, str | PathLike[str] | bytes | memoryview | RemoteSlot]],
+        key: SlotKey | None = None,
+    ) -> None:
         """Open the slots.
 
+        Args:
+            key: ``(term, n, step)`` of the state that they must hold; None: whatever the first one holds.
+
         Raises:
-            CorruptError: a slot is unsealed or torn, or holds another step than the first one.
+            CorruptError: a slot is unsealed or torn, or holds another state.
             SlotError: a file does not exist.
         """
-        self.views = [open_slot(source, name) for name, source in slots]
-        for view in self.views[1:]:
-            if view.header.key != self.views[0].header.key:
+        self.views: list[SlotView | RemoteSlot] = [
+            source if isinstance(source, RemoteSlot) else open_slot(source, name) for name, source in slots
+        ]
+        key = key or self.views[0].header.key
+        for view in self.views:
+            if view.header.key != key:
                 raise CorruptError(
                     f"slot {view.name} holds (term, generation, step) {view.header.key}, expected"
-                    f" {self.views[0].header.key}; slots of different steps are never mixed",
+                    f" {key}; slots of different steps are never mixed",
                     where=view.name,
                 )
 
@@ -84,15 +107,24 @@ class SlotSource:
         return {name: without_repeats(pieces) for name, pieces in found.items() if pieces}
 
     def prepare(self, needed: Sequence[Piece]) -> None:
-        """Nothing to fetch: slots are mapped."""
+        """Nothing to fetch: slots are mapped, or asked for each box."""
 
     def read(self, piece: Piece) -> memoryview:
+        """The bytes of a piece of this node's; raises CorruptError."""
         handle: tuple[SlotView, SlotShard] = piece.handle
         return handle[0].checked(handle[1])
 
+    def cutter(self, piece: Piece) -> Cutter:
+        view, entry = piece.handle
+        if isinstance(view, RemoteSlot):
+            return partial(view.boxes, entry)
+        return cut_whole(piece, self.read(piece))
+
     def finish(self) -> None:
         for view in self.views:
-            if not view.still_sealed():
+            if isinstance(view, RemoteSlot):
+                view.check()
+            elif not view.still_sealed():
                 raise CorruptError(
                     f"slot {view.name} was overwritten while it was read; use an older snapshot",
                     where=view.name,

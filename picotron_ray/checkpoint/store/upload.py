@@ -1,29 +1,37 @@
 """Upload of a node's sealed slots as chunks. Torch-free.
 
-Order of a save, which garbage collection relies on (``gc.py``): an intent is put before the first look
-at what is there already; chunks that are condemned or quarantined count as absent and are put again; when
-all are there the intent is replaced by one that lists them. The coordinator then assembles the
-manifest from all nodes' parts, checks that every chunk is there, and commits (``commit.py``).
+Order of a save, which garbage collection relies on (``gc.py``): an intent is put, and renewed from then on
+(``intents.py``), before the first look at what is there already; chunks that are condemned or quarantined
+count as absent and are put again; when all are there the intent is replaced by one that lists them. The
+coordinator then assembles the manifest from all nodes' parts, checks that every chunk is there, and commits
+(``commit.py``).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import xxhash
+from blake3 import blake3
 
-from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_json
+from picotron_ray.checkpoint.snapshot.ledger_spill import chain, split_marker, steps_of
+from picotron_ray.checkpoint.snapshot.slot_reader import holds
+from picotron_ray.checkpoint.storage.base import Storage, get_json
 from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, address_of, cells, chunk_key, encode
-from picotron_ray.checkpoint.store.manifest import ChunkInfo, StoredShard
+from picotron_ray.checkpoint.store.intents import Intents, StateKey
+from picotron_ray.checkpoint.store.manifest import ChunkInfo, Segment, StoredShard
 from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
-from picotron_ray.errors import CorruptError, NotFoundError
+from picotron_ray.errors import CorruptError, NotFoundError, PicotronError, SlotReusedError
 from picotron_ray.layout.shards import Box, Shard, as_elements, copy_common, element_type, uncovered
 
+log = logging.getLogger(__name__)
 _THREADS = 4
 
 
@@ -44,6 +52,7 @@ class UploadPart:
     extra: dict[str, Any]
     written_bytes: int = 0  # of new chunks; the others were in the store already
     reused: tuple[str, ...] = field(default=())
+    segments: tuple[Segment, ...] = ()  # of the ledger before ``ledger``, stored already; oldest first
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,6 +75,7 @@ class UploadPart:
                 "chunks": {address: ChunkInfo(**info) for address, info in value["chunks"].items()},
                 "ledger": tuple(value["ledger"]),
                 "reused": tuple(value["reused"]),
+                "segments": tuple(Segment(**segment) for segment in value.get("segments", ())),
             }
         )
 
@@ -79,32 +89,65 @@ def upload_slots(
     *,
     owner: str,
     codec: str = "none",
+    intents: Intents | None = None,
+    spilled: Path | None = None,
 ) -> UploadPart:
     """Put the state in one node's sealed slots into the store; returns the node's part of the manifest.
 
     Args:
         paths: slots of generation (term, n) at ``step``; keep them pinned until this returns.
         owner: names the intent; unique per node.
+        spilled: folder of what was spilled of ledgers.
+        intents: renew the intent after this has returned, until the state is settled; None: nobody does.
 
     Raises:
-        CorruptError: a slot is damaged, unsealed or of another step.
+        CorruptError: a slot is damaged.
+        SlotReusedError: a slot's file holds another state by now, or is being overwritten.
         StorageError: the storage refused or was unavailable; calling again later is safe.
     """
-    source = SlotSource([(os.path.basename(path), path) for path in paths])
-    for view in source.views:
-        if view.header.key != (term, n, step):
-            raise CorruptError(
-                f"slot {view.name} holds {view.header.key}, expected {(term, n, step)}", where=view.name
+    key = f"intents/{step}-{term}-{n}-{owner}.json"
+    renewed = intents or Intents(storage)
+    try:
+        part = _upload(paths, storage, (term, n, step), key, codec, renewed)
+        part = _with_spilled(storage, part, spilled)
+    except PicotronError as error:
+        renewed.drop(key)
+        if isinstance(error, CorruptError):  # unless what was read is another state's
+            _check_not_reused(paths, (term, n, step))
+        raise
+    if intents is None:
+        renewed.drop(key)
+    return part
+
+
+def _check_not_reused(paths: Sequence[str | os.PathLike[str]], state: StateKey) -> None:
+    for path in paths:
+        if not holds(path, state):
+            name = os.path.basename(path)
+            raise SlotReusedError(
+                f"slot {name} holds state {state} no more; a newer one takes its place", name
             )
-    intent = f"intents/{step}-{term}-{n}-{owner}.json"
-    storage.put(intent, encode_json({"chunks": None}))
+
+
+def _upload(
+    paths: Sequence[str | os.PathLike[str]],
+    storage: Storage,
+    state: StateKey,
+    intent: str,
+    codec: str,
+    intents: Intents,
+) -> UploadPart:
+    term, n, step = state
+    _check_not_reused(paths, state)
+    source = SlotSource([(os.path.basename(path), path) for path in paths])
+    intents.put(intent, state, None)
     absent = unusable_chunks(storage)
     with ThreadPoolExecutor(max_workers=_THREADS) as threads:
         packs = threads.map(lambda pack: store_pack(storage, source, pack, codec, absent), _packs(source))
         stored = list(packs)
     source.finish()
     chunks = {address: info for address, info, _, _ in stored}
-    storage.put(intent, encode_json({"chunks": sorted(chunks)}))
+    intents.put(intent, state, list(chunks))
     head = source.views[0].header
     return UploadPart(
         intent=intent,
@@ -121,6 +164,24 @@ def upload_slots(
         written_bytes=sum(info.size for _, info, _, fresh in stored if fresh),
         reused=tuple(sorted(address for address, _, _, fresh in stored if not fresh)),
     )
+
+
+def _with_spilled(storage: Storage, part: UploadPart, folder: Path | None) -> UploadPart:
+    """Store what was spilled of a part's ledger, as far back as it is here."""
+    newest, lines = split_marker(part.ledger)
+    if not newest or folder is None:
+        return part
+    segments: list[Segment] = []
+    try:
+        for name, text in chain(folder, newest):
+            digest = blake3(text).hexdigest()
+            segment = Segment(f"ledger/spilled/{digest}.jsonl", *steps_of(name), digest)
+            if storage.size(segment.key) != len(text):
+                storage.put(segment.key, text)
+            segments.append(segment)
+    except CorruptError as error:  # another node may have it sound; if not, the commit says what is missing
+        log.warning("%s", error)
+    return replace(part, ledger=tuple(lines), segments=tuple(segments[::-1]))
 
 
 def unusable_chunks(storage: Storage) -> set[str]:

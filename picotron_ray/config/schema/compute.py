@@ -194,6 +194,6 @@ class KernelsConfig(Section):
     )
     compile: bool = Field(
         default=False,
-        description="torch.compile of every block; the first step of a generation compiles, so that"
-        " elastic.first_step_timeout_s must leave time for it",
+        description="torch.compile of every block; the first step of a generation compiles, for which"
+        " elastic.compile_timeout_s leaves time",
     )

@@ -44,6 +44,23 @@ class ClusterConfig(Section):
         description="Ray's autoscaler adds nodes: ask it for what is missing of max_workers, and wait for"
         " min_workers rather than refuse a cluster that is too small now",
     )
+    failure_domain_label: str | None = Field(
+        default="ray.io/availability-zone",
+        description="Ray node label whose value names a node's failure domain, such as its rack: replicas of"
+        " a part of the state are kept in different ones where that is possible; null, or a node without that"
+        " label: each node is its own",
+    )
+    interface: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_.:@-]{1,15}$",
+        description="network interface that carries the run, the same on every node: the rendezvous store,"
+        " gloo and the shard service listen there and nowhere else; null: lo in a Ray that launch starts,"
+        " else the one of the node's address in Ray",
+    )
+    allow_unauthenticated: bool = Field(
+        default=False,
+        description="accept RAY_AUTH_MODE=disabled, with which whoever reaches Ray's ports runs code as you",
+    )
     local_cpus: int | None = Field(
         default=None, ge=1, description="CPU slots of a Ray that launch starts; null: enough"
     )
@@ -68,7 +85,7 @@ class ElasticConfig(Section):
     """
 
     max_failures: int = Field(
-        default=100, ge=0, description="failures of any kind before the run gives up (exit 3)"
+        default=100, ge=0, description="failures of any kind within 24 hours before the run gives up (exit 3)"
     )
     max_failures_without_progress: int = Field(
         default=6, ge=1, description="failures in a row at the same step before exit 3"
@@ -82,24 +99,39 @@ class ElasticConfig(Section):
     first_step_timeout_s: float = Field(
         default=60.0, gt=0, description="limit of a phase whose length is not yet known"
     )
+    compile_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="limit of one compilation, and of a first step where members may compile",
+    )
     interrupt_timeout_s: float = Field(
         default=2.0, gt=0, description="a member that does not stop in time is killed"
     )
-    on_nonfinite: Literal["skip", "stop"] = Field(
+    on_nonfinite: Literal["skip", "rewind", "stop"] = Field(
         default="skip",
         description="answer to a loss or gradient that is NaN or infinite. skip: leave the step's update out;"
-        " stop: end the run before it (exit 3)",
+        " rewind: go back to an older state and pass over the samples up to the step; stop: end the run"
+        " before it (exit 3)",
     )
-    on_spike: Annotated[Literal["off", "skip"], BeforeValidator(_off)] = Field(
+    on_spike: Annotated[Literal["off", "skip", "rewind"], BeforeValidator(_off)] = Field(
         default="off",
         description="answer to a loss above both mean + 6 standard deviations and 1.2 x mean of the last 100"
-        " updates. off: none; skip: leave the step's update out",
+        " updates. off: none; skip: leave the step's update out; rewind: as for on_nonfinite",
+    )
+    rewind_steps: int = Field(
+        default=20,
+        ge=1,
+        description="a rewind goes to the newest state that is at least so many steps older than the bad"
+        " step, or to the oldest one there is; the default is twice the memory of Adam's first moment",
+    )
+    max_rewinds: int = Field(
+        default=3, ge=1, description="rewinds within `skip_window_steps` before the run ends (exit 3)"
     )
     max_skipped_steps: int = Field(
         default=10, ge=0, description="skipped steps within `skip_window_steps` before the run ends (exit 3)"
     )
     skip_window_steps: int = Field(
-        default=1000, ge=1, description="steps within which skipped ones are counted"
+        default=1000, ge=1, description="steps within which skipped ones and rewinds are counted"
     )
     grow: bool = Field(
         default=True, description="re-mesh up when workers join and the planner says that it pays"
@@ -126,6 +158,17 @@ class SnapshotConfig(Section):
     folder: str = Field(default="/dev/shm", description="memory file system that holds the slots")
     overflow_folder: str | None = Field(
         default=None, description="disk folder to use where `folder` is too small"
+    )
+    fetch_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        description="how long a node that holds another's snapshot may be silent, or take over 16 MiB, before"
+        " another source is used",
+    )
+    serve_bytes_per_s: int | None = Field(
+        default=4 << 30,
+        ge=1 << 20,
+        description="most bytes a second of snapshots that a node's agent sends to others; null: no limit",
     )
 
 
@@ -320,6 +363,7 @@ PHASES = (
     "rendezvous",  # joining the generation's process groups
     "build",  # model, mesh, optimizer
     "restore",  # reading state from slots
+    "compile",  # within any other phase: torch.compile at work
     "storage",  # reading state from a commit, and waiting for storage or for members that do
     "data",  # waiting for the prefetched batch
     "forward",  # forward pass; under a pipeline schedule the whole of forward and backward

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import FAULT_TARGETS, PHASES, FaultTarget
-from picotron_ray.config.storage_urls import url_problems
+from picotron_ray.config.storage_urls import server_problems, url_problems
 
 
 def _cluster(job: JobConfig) -> Iterator[Problem]:
@@ -101,6 +101,12 @@ def _init_from(job: JobConfig) -> Iterator[Problem]:
         yield from (Problem("init_from.url", text) for key, text in url_problems(theirs) if key == "url")
 
 
+def _trackers(job: JobConfig) -> Iterator[Problem]:
+    for index, tracker in enumerate(job.trackers):
+        for text in () if tracker.url is None else server_problems(tracker.url):
+            yield Problem(f"trackers.{index}.url", text)
+
+
 TARGET_FORMS: dict[FaultTarget, str] = {
     "worker": "worker:<rank>",
     "node": "node:<index>",
@@ -138,5 +144,6 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _checkpoint,
     _storage,
     _init_from,
+    _trackers,
     _chaos,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from picotron_ray.coordinator.messages.values import GenerationId, GenerationSpec, Source
+from picotron_ray.coordinator.messages.values import GenerationId, GenerationSpec, LayoutQuestion, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,26 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Never offer this slot again."""
+    """Never offer this state in this file again; a later one in the same file is another slot."""
 
     node: str
     slot: str
+    generation: GenerationId | None = None  # None: an older version wrote the event log
+    step: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLayouts:
+    """Have these questions answered, the first one first; others that were asked before are dropped."""
+
+    questions: tuple[LayoutQuestion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FreeNode:
+    """Give a draining node back: end its workers and agent, delete its slots; it is not taken in again."""
+
+    node: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +166,8 @@ Command = (
     | KeepSlots
     | TakeSnapshot
     | Quarantine
+    | PlanLayouts
+    | FreeNode
     | Alert
     | Finish
 )

@@ -10,10 +10,13 @@ from picotron_ray.coordinator.messages.values import (
     Commit,
     GenerationId,
     GenerationSpec,
+    LayoutQuestion,
     Member,
+    NodeTraits,
     OutcomeKind,
     SlotInfo,
 )
+from picotron_ray.layout.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,9 @@ class Begin:
     busy: tuple[BusyWorker, ...] = ()  # those of them that are in a generation now, as their pages say
     kept: tuple[SlotInfo, ...] = ()  # as in NodeJoined, of the agents that live already
     kept_by: GenerationSpec | None = None
+    traits: tuple[NodeTraits, ...] = ()  # of the nodes that were heard
+    failed_s_ago: tuple[float, ...] = ()  # failures of earlier terms within the last day, oldest first
+    keeping: dict[str, int] = field(default_factory=dict)  # nodes that keep slots, and their newest steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +54,15 @@ class NodeJoined:
     node: str
     capacity: int  # workers that it can host
     refused: str = ""  # why it may not take part (version mismatch); empty: it may
-    device_bytes: int = 0  # memory of its smallest device; 0: not known, or a CPU's share of its host's
+    device_bytes: int = 0  # as in NodeTraits, like domain and has_gpus
     kept: tuple[SlotInfo, ...] = ()
     kept_by: GenerationSpec | None = None
+    domain: str = ""
+    has_gpus: bool = False
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(self.node, self.device_bytes, self.domain, self.has_gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,7 @@ class NodeLost:
 class WorkerReady:
     worker: str
     node: str
+    refused: str = ""  # why its node may not take part (other data); empty: it may
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +105,25 @@ class Heartbeat:
     """Sign of life, every ``heartbeat_s`` per node, also from one without workers.
 
     ``node_timeout_s`` of silence is a lost node.
-    ``steps`` maps a worker to its finished steps in the running generation. A node that was counted as
+    ``steps`` maps a worker to its finished steps in the newest generation there; ``others`` live beside
+    them. A node that was counted as
     lost and is heard again is taken back in (its old workers are killed first).
     """
 
     node: str
     generation: GenerationId | None
     steps: dict[str, int] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRestarting:
+    """Agent whose process died and is being started again; its node lives, as Ray says.
+
+    Sent again for as long as it lasts. Its silence is not the node's meanwhile.
+    """
+
+    node: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +137,8 @@ class Outcome:
     # failed: "corrupt:<slot file or manifest key>", "oom", "error: ..."; numerics: the samples and why
     detail: str = ""
     first_step_at_s: float = 0.0  # since the epoch; 0: none finished. For the record, not for decisions
+    bad_step: int = 0  # numerics: the step, 0 where it is none of a single step
+    bad_reason: str = ""  # numerics: non-finite, spike
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +164,8 @@ class Inventory:
 class Uploaded:
     """Result of one node's upload of a checkpoint.
 
-    ``error``: "corrupt:<slot file>" where a slot fails its digest, else any text; tried again later.
+    ``error``: "corrupt:<slot file>" where a slot fails its digest, "gone:<slot file>" where the file holds
+    another state by now or none, else any text; tried again later.
     """
 
     node: str
@@ -162,14 +190,42 @@ class Appended:
 
 
 @dataclass(frozen=True, slots=True)
+class Fenced:
+    """Refusal by an agent or worker that obeys a newer coordinator; ``why`` names both terms."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class DrainNotice:
     node: str
-    deadline: float  # on the machine's clock, seconds; 0: none given
+    deadline: float  # seconds on the clock of ``Machine.handle``; 0: none given
 
 
 @dataclass(frozen=True, slots=True)
 class UserRequest:
     what: Literal["stop", "checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The planner's answer to a question, or that it could not answer.
+
+    Fields:
+        layout: cheapest layout; None: none fits and ``reason`` says why, or there is an ``error``.
+        cost_s: its estimated seconds per step.
+        runner_up: next layout of another kind, and what it loses by.
+        planned_s: seconds that the search took. For the record, not for decisions.
+        error: why there is no answer; it may be asked for again.
+    """
+
+    question: LayoutQuestion
+    layout: Layout | None = None
+    cost_s: float = 0.0
+    reason: str = ""
+    runner_up: str = ""
+    planned_s: float = 0.0
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +241,15 @@ Event = (
     | WorkerExited
     | Stalled
     | Heartbeat
+    | AgentRestarting
     | Outcome
     | SnapshotSealed
     | Inventory
     | Uploaded
     | Appended
+    | Fenced
     | DrainNotice
     | UserRequest
+    | Planned
     | Tick
 )

@@ -27,6 +27,10 @@ class Fragment:
     count: int = 1
 
 
+SlotIdentity = tuple[str, str, GenerationId, int]
+"""Node, file, generation and step of a slot. Files are reused: nothing remembers one by its name alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotInfo:
     """A sealed snapshot slot, as its node's agent reports it."""
@@ -37,6 +41,10 @@ class SlotInfo:
     step: int
     rank: int  # of the writer, in its generation
     fragments: tuple[Fragment, ...]
+
+    @property
+    def identity(self) -> SlotIdentity:
+        return self.node, self.slot, self.generation, self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,67 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewind:
+    """Return to an older state for a bad step: steps ``to_step`` + 1 to ``bad_step`` are passed over.
+
+    They count as steps, but their samples are not fed, by no generation that follows.
+    """
+
+    to_step: int
+    bad_step: int
+    reason: str  # non-finite, spike
+
+    @property
+    def passed(self) -> range:
+        """Steps that are passed over."""
+        return range(self.to_step + 1, self.bad_step + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTraits:
+    """Traits of a node that planning and placement go by.
+
+    Fields:
+        device_bytes: memory of its smallest device, on a node without GPUs a worker's share of the host's; 0:
+            not known.
+        domain: failure domain: nodes of one may go together; empty: the node is its own.
+        has_gpus: its workers compute on GPUs, else in the host's memory.
+    """
+
+    node: str
+    device_bytes: int = 0
+    domain: str = ""
+    has_gpus: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutQuestion:
+    """Question to the planner: the cheapest layout on these workers.
+
+    Fields:
+        workers: most that it may use.
+        node_sizes: how many of them stand on each node, in rank order.
+        device_bytes: memory of the smallest device among theirs; 0: not known.
+        limit_bytes: largest estimate of a worker's memory that it may have; 0: as the device allows.
+    """
+
+    workers: int
+    node_sizes: tuple[int, ...] = ()
+    device_bytes: int = 0
+    limit_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """Memory that ran out: on devices of this size no layout is taken whose estimate is above the limit."""
+
+    device_bytes: int
+    limit_bytes: int
+    layout: str  # that ran out last, by name
+    drop: float  # share by which the limit is below its estimate
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationSpec:
     """Everything a worker needs to take part: the member at index i of ``members`` is rank i.
 
@@ -81,10 +150,16 @@ class GenerationSpec:
     source: Source
     reason: str
     lineage: tuple[Link, ...] = ()
+    struck: tuple[Strike, ...] = ()  # all that was known when it began, for later terms and launches
+    rewinds: tuple[Rewind, ...] = ()  # all of the run's history, oldest first
 
     @property
     def resume_step(self) -> int:
         return self.source.step
+
+    def passes_over(self, step: int) -> bool:
+        """Whether ``step`` is one of those that a rewind passes over."""
+        return any(step in rewind.passed for rewind in self.rewinds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
-from picotron_ray.coordinator.messages import Member
+from picotron_ray.coordinator.messages import LayoutQuestion, Member, NodeTraits
+from picotron_ray.coordinator.policies.worker_index import RosterWorker, Workers
 
-Question = tuple[int, tuple[int, ...], int]
-"""What the planner is asked: most workers, how many stand on each node in rank order, and the bytes of the
-smallest device among theirs (0: not known)."""
 START_BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 15.0, 30.0)  # after the n-th failed start in a row on one node
 
 
@@ -25,19 +22,15 @@ class RosterNode:
     capacity: int
     last_seen: float
     device_bytes: int = 0  # memory of its smallest device; 0: not known
+    domain: str = ""  # failure domain; empty: its own
+    has_gpus: bool = False  # else its workers compute in the host's memory
     draining: bool = False
+    drain_deadline: float | None = None  # seconds on the clock of ``Machine.handle``; None: none given
+    drain_noticed: float = 0.0  # on the same clock
     failed_starts: int = 0
+    barred: bool = False  # no worker is started here: what it would read is not the run's
     start_after: float = 0.0  # no worker is started here before this time
-
-
-@dataclass(slots=True)
-class RosterWorker:
-    name: str
-    node: str
-    state: Literal["starting", "idle", "busy", "dying"]
-    since: float
-    kills: int = 0  # how often it was ordered to die
-    writing: bool = False  # dying, but may seal a snapshot until it is dead
+    agent_gone_at: float | None = None  # when its agent was first found to be restarting; None: it speaks
 
 
 @dataclass(slots=True)
@@ -45,23 +38,31 @@ class Roster:
     """Nodes and workers that live as far as is known; the order of insertion is kept."""
 
     nodes: dict[str, RosterNode] = field(default_factory=dict)
-    workers: dict[str, RosterWorker] = field(default_factory=dict)
+    workers: Workers = field(default_factory=Workers)
+    joins: int = 0  # how often a node joined, or said again what it has
+    leaving: set[str] = field(default_factory=set)  # nodes whose ``draining`` was set
     silent: dict[str, tuple[RosterNode, tuple[str, ...]]] = field(default_factory=dict)  # lost by that alone
 
-    def join(self, name: str, capacity: int, now: float, device_bytes: int = 0) -> bool:
-        """Add a node or refresh it; True where it is new."""
+    def join(self, name: str, capacity: int, now: float, traits: NodeTraits | None = None) -> bool:
+        """Add a node or refresh it; True where it is new. ``traits``: None where they are not known."""
+        self.joins += 1
         known = self.nodes.get(name)
-        if known is not None:
-            known.capacity, known.last_seen = capacity, now
-            known.device_bytes = device_bytes or known.device_bytes
-            return False
-        self.nodes[name] = RosterNode(name, capacity, now, device_bytes)
-        return True
+        if known is None:
+            node = self.nodes[name] = RosterNode(name, capacity, now)
+        else:
+            node = known
+            node.capacity, node.last_seen = capacity, now
+        if traits is not None:
+            node.device_bytes = traits.device_bytes or node.device_bytes
+            node.domain = traits.domain or node.domain
+            node.has_gpus = traits.has_gpus or node.has_gpus
+        return known is None
 
     def lose(self, name: str, *, silent: bool) -> list[RosterWorker]:
         """Forget a node; returns its workers, which are gone with it. A silent one may speak again."""
         node = self.nodes.pop(name, None)
-        gone = [worker for worker in self.workers.values() if worker.node == name]
+        self.leaving.discard(name)
+        gone = self.workers.on(name)
         for worker in gone:
             del self.workers[worker.name]
         if silent and node is not None:
@@ -71,12 +72,26 @@ class Roster:
         return gone
 
     def in_state(self, *states: str) -> list[RosterWorker]:
-        return [worker for worker in self.workers.values() if worker.state in states]
+        return [w for state in states for w in self.workers.by_state.get(state, {}).values()]
 
     def alive(self) -> list[RosterWorker]:
         """Workers that live, or start, and are to stay."""
-        leaving = [node.name for node in self.nodes.values() if node.draining]
-        return [w for w in self.workers.values() if w.state != "dying" and w.node not in leaving]
+        return [w for w in self.in_state("starting", "idle", "busy") if w.node not in self.leaving]
+
+    def count_alive(self) -> int:
+        """Number of `alive`."""
+        leaving = [worker for node in self.leaving for worker in self.workers.on(node)]
+        return self.workers.count("starting", "idle", "busy") - sum(w.state != "dying" for w in leaving)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Counters that change with everything by which a layout is chosen."""
+        return self.workers.version, len(self.nodes), len(self.leaving), self.joins
+
+    def drain(self, name: str) -> None:
+        """Note that a node is to go."""
+        self.nodes[name].draining = True
+        self.leaving.add(name)
 
     def start_failed(self, name: str, now: float) -> None:
         """Hold back further starts on a node after a failed one; starts that fail together count once."""
@@ -85,6 +100,16 @@ class Roster:
             node.start_after = now + START_BACKOFF_S[min(node.failed_starts, len(START_BACKOFF_S) - 1)]
             node.failed_starts += 1
 
+    def agent_restarts(self, name: str, now: float, patience_s: float) -> None:
+        """Excuse the silence of a node whose agent is being started again, but not for ever."""
+        node = self.nodes.get(name)
+        if node is None:
+            return
+        if node.agent_gone_at is None:
+            node.agent_gone_at = now
+        if now - node.agent_gone_at <= patience_s:
+            node.last_seen = now
+
     def silent_nodes(self, now: float, timeout_s: float) -> list[str]:
         return [node.name for node in self.nodes.values() if now - node.last_seen > timeout_s]
 
@@ -92,25 +117,25 @@ class Roster:
         """Workers that may take part in the next generation."""
         return [
             worker
-            for worker in self.workers.values()
-            if worker.state == "idle"
-            and (node := self.nodes.get(worker.node)) is not None
-            and not node.draining
+            for worker in self.in_state("idle")
+            if (node := self.nodes.get(worker.node)) is not None and not node.draining
         ]
 
     def by_device(self, workers: list[RosterWorker]) -> list[list[RosterWorker]]:
         """All of the workers, then without those of the smallest devices, and so on; [] of none."""
-        least = sorted(self._device_sizes(workers)) or [0] * bool(workers)
+        least = sorted(self._device_sizes(workers))
+        if len(least) <= 1:
+            return [workers] if workers else []
         return [[w for w in workers if self._device_bytes(w) in (0, *least[at:])] for at in range(len(least))]
 
-    def question(self, workers: list[RosterWorker], most: int) -> Question:
+    def question(self, workers: list[RosterWorker], most: int) -> LayoutQuestion:
         """Put the question for up to ``most`` of these workers, as `choose_members` picks them."""
-        taken = choose_members(workers, most)
-        sizes = Counter(member.node for member in taken)
-        return len(taken), tuple(sizes.values()), min(self._device_sizes(workers), default=0)
+        sizes = first_of(sorted(Counter(worker.node for worker in workers).values(), reverse=True), most)
+        return LayoutQuestion(sum(sizes), sizes, min(self._device_sizes(workers), default=0))
 
     def _device_sizes(self, workers: list[RosterWorker]) -> set[int]:
-        return {self._device_bytes(worker) for worker in workers} - {0}
+        homes = {worker.node for worker in workers}
+        return {self.nodes[home].device_bytes for home in homes if home in self.nodes} - {0}
 
     def _device_bytes(self, worker: RosterWorker) -> int:
         node = self.nodes.get(worker.node)
@@ -119,14 +144,31 @@ class Roster:
 
 def starts(roster: Roster, wanted: int, now: float) -> list[str]:
     """Nodes on which to start a worker now (one entry each) so that ``wanted`` live: biggest node first."""
-    missing = wanted - len(roster.alive())
+    missing = wanted - roster.count_alive()
     found: list[str] = []
+    if missing <= 0:
+        return found
     for node in sorted(roster.nodes.values(), key=lambda node: (-node.capacity, node.name)):
-        if node.draining or now < node.start_after:
+        if node.draining or node.barred or now < node.start_after:
             continue
-        free = node.capacity - sum(worker.node == node.name for worker in roster.workers.values())
+        free = node.capacity - len(roster.workers.on(node.name))
         found += [node.name] * max(0, min(free, missing - len(found)))
     return found
+
+
+def first_of(sizes: Iterable[int], most: int) -> tuple[int, ...]:
+    """Node sizes of the first ``most`` workers.
+
+    >>> first_of([8, 8, 4], 10)
+    (8, 2)
+    """
+    taken: list[int] = []
+    for size in sizes:
+        left = most - sum(taken)
+        if left <= 0:
+            break
+        taken.append(min(size, left))
+    return tuple(taken)
 
 
 def choose_members(

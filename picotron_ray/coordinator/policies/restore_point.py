@@ -8,7 +8,7 @@ whole group; a survivor's flush is one whole fragment (0 of 1). Fragments of dif
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from picotron_ray.coordinator.lineage import on_lineage
 from picotron_ray.coordinator.messages import Commit, GenerationId, GenerationSpec, SlotInfo, Source
@@ -47,27 +47,70 @@ def _distance(parts: tuple[SlotInfo, ...]) -> tuple[int, tuple[int, ...]]:
     return len({slot.node for slot in parts}), tuple(slot.rank for slot in parts)
 
 
+def older_state(
+    slots: Iterable[SlotInfo],
+    layouts: Mapping[GenerationId, Layout],
+    commits: Iterable[Commit],
+    newest: GenerationSpec | None,
+    *,
+    wanted: int,
+    below: int,
+    bad_manifests: Collection[str] = (),
+) -> tuple[Source, str]:
+    """Choose the state to rewind to, and say why.
+
+    It is the newest one of at most step ``wanted``, from host memory or a commit; where there is none, the
+    oldest one from before step ``below``; without any, the initial weights.
+    """
+    held = [state for state in complete_states(slots, layouts, newest) if state.step < below]
+    good = (
+        c for c in commits if c.manifest not in bad_manifests and on_lineage(newest, c.generation, c.step)
+    )
+    held += [_stored(commit) for commit in sorted(good, key=lambda commit: commit.seq) if commit.step < below]
+    old = [state for state in held if state.step <= wanted]
+    if old:
+        found = max(old, key=lambda state: (state.step, state.kind == "slots"))
+    elif held:
+        found = min(held, key=lambda state: (state.step, state.kind != "slots"))
+    else:
+        return Source("init"), "initial weights: no older state is left"
+    place = "host memory" if found.kind == "slots" else "the commit"
+    return found, f"{place} of step {found.step}, older than step {below}"
+
+
 def newest_slots(
     slots: Iterable[SlotInfo], layouts: Mapping[GenerationId, Layout], newest: GenerationSpec | None
 ) -> Source | None:
     """Find the newest complete state that host memory holds on the lineage of ``newest``."""
+    return next(complete_states(slots, layouts, newest), None)
+
+
+def complete_states(
+    slots: Iterable[SlotInfo], layouts: Mapping[GenerationId, Layout], newest: GenerationSpec | None
+) -> Iterator[Source]:
+    """All complete states that host memory holds on the lineage of ``newest``, the newest first."""
     states: dict[tuple[int, GenerationId], list[SlotInfo]] = defaultdict(list)
     for slot in slots:
-        if slot.generation in layouts and on_lineage(newest, slot.generation, slot.step):
-            states[slot.step, slot.generation].append(slot)
+        states[slot.step, slot.generation].append(slot)
     for step, generation in sorted(states, reverse=True):
+        if generation not in layouts or not on_lineage(newest, generation, step):
+            continue
         layout = layouts[generation]
         if found := cover(states[step, generation], layout):
-            return Source("slots", step, generation, found, layout=layout)
-    return None
+            yield Source("slots", step, generation, found, layout=layout)
+
+
+def _stored(commit: Commit) -> Source:
+    return Source("commit", commit.step, commit.generation, manifest=commit.manifest, digest=commit.digest)
 
 
 def newest_commit(
     commits: Iterable[Commit], newest: GenerationSpec | None, bad: Collection[str] = ()
 ) -> Commit | None:
     """Find the last commit in log order that counts: on the lineage, and not found corrupt."""
-    good = (c for c in commits if c.manifest not in bad and on_lineage(newest, c.generation, c.step))
-    return max(good, key=lambda commit: (commit.step, commit.seq), default=None)
+    latest_first = sorted(commits, key=lambda commit: (commit.step, commit.seq), reverse=True)
+    good = (c for c in latest_first if c.manifest not in bad and on_lineage(newest, c.generation, c.step))
+    return next(good, None)
 
 
 def restore_point(
@@ -87,9 +130,7 @@ def restore_point(
     memory = newest_slots(slots, layouts, newest)
     commit = newest_commit(commits, newest, bad_manifests)
     if commit is not None:
-        stored = Source(
-            "commit", commit.step, commit.generation, manifest=commit.manifest, digest=commit.digest
-        )
+        stored = _stored(commit)
         if memory is None:
             return stored, f"commit of step {commit.step}: no complete state in host memory"
         if not use_slots:

@@ -7,7 +7,9 @@ second coordinator. What training computes is represented by its history: which 
 step; so a wrong restore, a lost or a repeated step shows as a wrong history, not as a wrong number.
 
 - ``world``: clock, network, coordinator processes. ``nodes``: agents and workers. ``training``: one
-  generation at work. ``slots``: its snapshots. ``storage``: log and uploads. ``faults``: what goes wrong and
-  when. ``protocols``: each of them as the others see it.
-- ``checks``: the invariants, written without the machine's own helpers. ``coverage``: transition x fault.
+  generation at work. ``slots``: its snapshots. ``storage``: log and uploads. ``planning``: the planner's
+  process. ``faults`` and ``breakdowns``: what goes wrong and when. ``repetition``: failures that repeat.
+  ``protocols``: each of them as the others see it.
+- ``checks``: the invariants, written without the machine's own helpers. ``promptness``: what is due is done
+  in seconds. ``coverage``: transition x fault.
 """

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.coverage import Coverage
+from picotron_ray.coordinator.simulator.promptness import Promptness
 from picotron_ray.coordinator.simulator.protocols import (
     CoordinatorProtocol,
     GenerationProtocol,
+    NodeProtocol,
     WorkerProtocol,
 )
 from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory, complete
@@ -28,6 +31,7 @@ from picotron_ray.coordinator.simulator.world import Sim
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind, Remedy
 
+STRANGERS_S = 5.0  # workers of an earlier coordinator may write unseen until they are dead
 CALM_S = 20.0  # after the last fault's own consequences: time to start workers and grow
 LONGEST_REPLY_S = 0.2  # of storage that is not disturbed
 ASKED_AGAIN_S = 80.0  # a reply that was lost is asked for again after this long at most
@@ -42,9 +46,19 @@ class Checks:
         self.specs: dict[m.GenerationId, m.GenerationSpec] = {}  # all that were launched
         self.slots: dict[tuple[str, str], SimSlot] = {}  # all that were ever sealed
         self.started: set[str] = set()
+        self.doomed = False  # every generation fails: the run must be given up
         self.blackout = False  # storage is down for good: a run may end with "storage", and keeps its slots
+        self.stranger_at = (
+            -STRANGERS_S
+        )  # when a worker was last told to die that its coordinator does not know
+        self.launched_at = 0.0  # when the newest generation was
         self.stepped_at = 0.0  # when the last step was finished
         self.entered: Callable[[MachineState], None] = lambda state: None  # told of every state that begins
+
+    @cached_property
+    def promptness(self) -> Promptness:
+        """Watcher of delays."""
+        return Promptness(self.sim)
 
     # --- what the machine did ------------------------------------------------------------------------
 
@@ -61,6 +75,10 @@ class Checks:
             self.sim.violation(f"{len(commands)} commands after it was fenced")
         if isinstance(event, m.Appended) and event.fenced:
             shell.fenced = True
+        if isinstance(event, m.Tick):
+            self.promptness.ticked(shell)
+        elif isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
+            self.promptness.committed(shell, event)
         if shell.finished is not None and commands:
             self.sim.violation(f"{len(commands)} commands after the end ({shell.finished.status})")
         for command in commands:
@@ -69,7 +87,13 @@ class Checks:
                     self.sim.violation(f"worker name {command.worker} was used twice")
                 self.started.add(command.worker)
             elif isinstance(command, m.Quarantine):
-                shell.quarantined.add((command.node, command.slot))
+                assert command.generation is not None
+                shell.quarantined.add((command.node, command.slot, command.generation, command.step))
+            elif (
+                isinstance(command, m.KillWorker)
+                and command.worker not in shell.machine.memory.roster.workers
+            ):
+                self.stranger_at = self.sim.now
             elif isinstance(command, m.Finish):
                 self._finished(shell, command)
 
@@ -77,10 +101,14 @@ class Checks:
         """Check an end: the present coordinator may end only a finished run; a replaced one is fenced."""
         if self.sim.shell is not shell or (self.blackout and command.status == "storage"):
             return
+        if self.doomed:
+            if command.status != "failed":
+                self.sim.violation(f"the run ended as {command.status}, and nobody could train")
+            return
         allowed = {
             "finished",
             "stopped" if self.sim.stop_asked else "",
-            "failed" if self.sim.bad_step else "",
+            "failed" if self.sim.bad_step and self.sim.job.elastic.on_nonfinite != "rewind" else "",
         }
         if command.status not in allowed:
             self.sim.violation(f"the run ended as {command.status}: {command.detail}")
@@ -115,17 +143,25 @@ class Checks:
             and self.sim.now >= generation.made_at + LONGEST_RENDEZVOUS_S
         )
         incident = shell.machine.memory.incident
+        apart = generation.made_at < self.sim.parted_until and self.sim.parted <= {
+            member.node for member in generation.spec.members
+        }
         silent = incident is not None and incident.kind is FailureKind.NODE_LOST
-        if well and not slow and (not silent or all(self.sim.reachable(worker.node) for worker in members)):
+        if (
+            well
+            and not slow
+            and not apart
+            and (not silent or all(self.sim.reachable(worker.node) for worker in members))
+        ):
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
 
     def _uses_all_it_can(self, shell: CoordinatorProtocol) -> None:
         """Check that, long after the last fault, a run trains on as many workers as its planner wants."""
         spec, job = shell.machine.memory.spec, self.sim.job
-        if spec is None or self.stepped_at < self.sim.quiet_at + CALM_S:
+        if spec is None or self.stepped_at < max(self.sim.quiet_at, self.launched_at) + CALM_S:
             return
         room = sum(node.capacity for node in self.sim.nodes.values())
-        wanted = self.sim.choose(min(room, job.cluster.max_workers), (), 0).layout.world_size
+        wanted = self.sim.choose(min(room, job.cluster.max_workers), (), 0, 0).layout.world_size
         if len(spec.members) < wanted:
             self.sim.violation(f"ended on {len(spec.members)} workers, {wanted} were to be had")
 
@@ -149,6 +185,7 @@ class Checks:
         if self.sim.shell is shell:
             self._source_is_newest(shell, spec, chain)
         self.specs[spec.id] = spec
+        self.launched_at = self.sim.now
 
     def _source_is_sound(
         self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
@@ -163,16 +200,26 @@ class Checks:
                 self.sim.violation(f"{spec.id} resumes from a mixture of states")
             if not complete(source.slots, self.specs[source.generation].layout):
                 self.sim.violation(f"{spec.id} resumes from an incomplete state")
-            if any((slot.node, slot.slot) in shell.quarantined for slot in source.slots):
+            if any(slot.identity in shell.quarantined for slot in source.slots):
                 self.sim.violation(f"{spec.id} resumes from a quarantined slot")
             self._exact(self.history_of(source.slots), source.step)
 
     def _source_is_newest(
         self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
     ) -> None:
-        memory = shell.machine.memory
+        memory, resume_step = shell.machine.memory, self.sim.job.checkpoint.resume_step
+        if resume_step is not None and not self.launched_at:
+            if spec.resume_step != resume_step:
+                self.sim.violation(f"{spec.id} resumes from {spec.resume_step}, asked for was {resume_step}")
+            return
+        if shell.newest is not None and len(spec.rewinds) > len(shell.newest.rewinds):
+            if spec.resume_step >= spec.rewinds[-1].bad_step:
+                self.sim.violation(f"{spec.id} rewinds for step {spec.rewinds[-1].bad_step} to a later one")
+            return
+        if self.sim.now < self.stranger_at + STRANGERS_S:
+            return
         best = max(self._commit_steps(shell, chain), default=0)
-        if memory.remedy is not Remedy.COMMIT:
+        if memory.remedy not in (Remedy.COMMIT, Remedy.SHRINK):
             best = max(best, max(self._slot_steps(shell, chain), default=0))
         best = max(best, max(self._old_commits(chain), default=0))
         if spec.resume_step < best:
@@ -181,7 +228,10 @@ class Checks:
     def _old_commits(self, chain: dict[m.GenerationId, int]) -> Iterator[int]:
         """Steps of commits that have been in the log for so long that every coordinator must know of them."""
         storage = self.sim.storage
-        disturbed = max(storage.down_until, storage.slow_until, self.sim.noise_until) + LONGEST_REPLY_S
+        disturbed = (
+            max(storage.down_until, storage.slow_until, storage.hung_until, self.sim.noise_until)
+            + LONGEST_REPLY_S
+        )
         if self.sim.now < max(disturbed, storage.mute_until + ASKED_AGAIN_S if storage.mute_until else 0.0):
             return
         for commit in storage.commits():
@@ -197,15 +247,17 @@ class Checks:
             ):
                 yield commit.step
 
-    def _slot_steps(self, shell: CoordinatorProtocol, chain: dict[m.GenerationId, int]) -> Iterator[int]:
-        """Steps of all complete states that the coordinator could have known of."""
+    def _slot_steps(
+        self, shell: CoordinatorProtocol, chain: dict[m.GenerationId, int], freed: str = ""
+    ) -> Iterator[int]:
+        """Steps of all complete states that the coordinator could have known of, also on node ``freed``."""
         states: dict[tuple[m.GenerationId, int], list[m.SlotInfo]] = defaultdict(list)
-        for name in shell.machine.memory.roster.nodes:
+        for name in filter(None, dict.fromkeys([*shell.machine.memory.roster.nodes, freed])):
             node = self.sim.nodes.get(name)
             if node is None or not (name in shell.heard or self.sim.reachable(node)):
                 continue
             for held in node.slots.values():
-                if (name, held.info.slot) not in shell.quarantined:
+                if held.info.identity not in shell.quarantined:
                     states[held.info.generation, held.info.step].append(held.info)
         for (generation, step), slots in states.items():
             known = self.specs.get(generation)
@@ -258,9 +310,36 @@ class Checks:
         if generation is None or generation.step <= newest.resume_step:
             self.sim.violation(f"{info.slot} was deleted while {newest.id} restores from it")
 
+    def freed(self, shell: CoordinatorProtocol, name: str) -> None:
+        """Check that nothing is given back that somebody works on, or that alone holds the newest state."""
+        node = self.sim.nodes.get(name)
+        if node is None or self.sim.shell is not shell or not self.sim.reachable(node):
+            return
+        if busy := [worker.name for worker in node.workers.values() if self._at_work(worker)]:
+            self.sim.violation(f"{name} was given back while {', '.join(busy)} were at work")
+        memory, chain = shell.machine.memory, self._walk(shell.newest)
+        needed = 0 if memory.spec is None else memory.spec.resume_step
+        if memory.state is MachineState.WAITING:
+            needed = max(needed, memory.held_step)
+        # a commit that is damaged in storage counts: nobody can know that yet
+        stored = [c.step for c in shell.commits if self._valid(chain, c.generation, c.step)]
+        held = max([*self._slot_steps(shell, chain, freed=name), *stored], default=0)
+        left = max([*self._slot_steps(shell, chain), *stored], default=0)
+        if min(needed, held) > left:  # what was lost before cannot be lost with it
+            self.sim.violation(f"{name} was given back with the only copy of step {needed}")
+
     def stepped(self, generation: GenerationProtocol) -> None:
         """Note that a step was finished just now."""
         self.stepped_at = self.sim.now
+        self.promptness.stepped(generation)
+
+    def removed(self, node: NodeProtocol) -> None:
+        """Note that a node went without a word."""
+        self.promptness.removed(node)
+
+    def left(self, node: NodeProtocol, noticed_at: float) -> None:
+        """Note that a node's time is over."""
+        self.promptness.left(node, noticed_at)
 
     def log(self) -> None:
         """Check at the end that the log had one writer at a time."""

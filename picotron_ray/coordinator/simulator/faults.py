@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.plan_book import FAILED_RETRY_S
+from picotron_ray.coordinator.simulator.breakdowns import BREAKDOWNS
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.shell import Shell
 from picotron_ray.coordinator.simulator.world import RESTART_S, Sim
@@ -61,11 +63,14 @@ def drain(sim: Sim) -> None:
     if sim.nodes:
         gone = sim.rng.pick(list(sim.nodes.values()))
         seconds = sim.rng.uniform(2.0, 10.0)
-        gone.report(m.DrainNotice(gone.name, sim.now + seconds), reliable=True)
-        sim.after(seconds, _drained, sim, gone)
+        gone.leaves_at = sim.now + seconds
+        gone.report(m.DrainNotice(gone.name, gone.leaves_at), reliable=True)
+        sim.after(seconds, _drained, sim, gone, sim.now)
 
 
-def _drained(sim: Sim, gone: SimNode) -> None:
+def _drained(sim: Sim, gone: SimNode, noticed_at: float) -> None:
+    if sim.nodes.get(gone.name) is gone:
+        sim.checks.left(gone, noticed_at)
     if sim.nodes.get(gone.name) is gone:
         sim.remove_node(gone, told=True)
     sim.after(sim.rng.uniform(1.0, 10.0), sim.add_node, gone.capacity)
@@ -109,6 +114,15 @@ def _provoke(sim: Sim, old: Shell) -> None:
     spec = old.newest
     if spec is not None:
         old.deliver(m.WorkerExited(spec.members[0].worker, "killed"))
+
+
+def planner(sim: Sim) -> None:
+    """The planner's process dies or hangs for a while, or gives up on some of what it is asked."""
+    if sim.shell is not None:
+        sim.shell.planner.silent_until = sim.now + sim.rng.uniform(1.0, 15.0)
+        sim.shell.planner.fails = sim.rng.chance(0.5)
+        if sim.shell.planner.fails:  # what it gave up on is asked again later: until then less may do
+            sim.quiet_at = max(sim.quiet_at, sim.shell.planner.silent_until + FAILED_RETRY_S + LONGEST_S)
 
 
 def outage(sim: Sim) -> None:
@@ -167,7 +181,7 @@ def stop(sim: Sim) -> None:
 
 STORAGE_FAULTS = (outage, lag, mute, rot)
 NETWORK_FAULTS = (cut, noise)
-COORDINATOR_FAULTS = (restart, pause, rival)
+COORDINATOR_FAULTS = (restart, pause, rival, planner)
 WORKER_FAULTS = (kill, hang, error, corrupt)
 NODE_FAULTS = (node, drain)
 FAULTS: dict[str, Fault] = {
@@ -178,6 +192,7 @@ FAULTS: dict[str, Fault] = {
         *COORDINATOR_FAULTS,
         *NETWORK_FAULTS,
         *STORAGE_FAULTS,
+        *BREAKDOWNS,
         request,
         stop,
     )

@@ -7,6 +7,8 @@ from picotron_ray.coordinator.simulator.protocols import GenerationProtocol, Wor
 from picotron_ray.coordinator.simulator.slots import SimSlot
 from picotron_ray.failures import FailureKind
 
+HUSHED_S = 3.0  # how late what is told late is told at most
+
 
 class SimWorker:
     """One worker process."""
@@ -32,6 +34,13 @@ class SimWorker:
         self.outcome: m.Outcome | None = None
         self.clean, self.writing = 0, False
 
+    @property
+    def step(self) -> int:
+        """Finished steps, as its page says."""
+        if self.generation is not None:
+            return self.generation.step
+        return self.clean if self.outcome is None else self.outcome.step
+
     def run(self, spec: m.GenerationSpec, adopt: bool) -> None:
         """Take part; told again, say how it ended or do nothing."""
         if self.last is not None and spec.id <= self.last:
@@ -55,7 +64,9 @@ class SimWorker:
         elif mode == "hard":
             self.leave(at, FailureKind.PEER_LOST)
 
-    def leave(self, generation: GenerationProtocol, kind: m.OutcomeKind, detail: str = "") -> None:
+    def leave(
+        self, generation: GenerationProtocol, kind: m.OutcomeKind, detail: str = "", bad_step: int = 0
+    ) -> None:
         """End the generation on this member; leaving early breaks it for the others."""
         if self.generation is not generation or self.node.sim.worker(self.name) is not self or self.hung:
             return
@@ -66,7 +77,8 @@ class SimWorker:
             step = max(self.clean, generation.spec.resume_step)
         else:
             step = generation.step
-        self.outcome = m.Outcome(self.name, generation.spec.id, kind, step, detail)
+        why = "non-finite" if bad_step else ""
+        self.outcome = m.Outcome(self.name, generation.spec.id, kind, step, detail, 0.0, bad_step, why)
         sim = self.node.sim  # it comes as the call's reply and, later, through the agent
         sim.after(sim.rng.uniform(0.01, 0.08), self.node.report, self.outcome, True)
         sim.after(sim.rng.uniform(0.05, 1.5), self.node.report, self.outcome)
@@ -83,14 +95,46 @@ class SimNode:
         self.spec: m.GenerationSpec | None = None  # newest generation heard of
         self.kept: set[str] = set()  # slots that are marked to outlive all processes
         self.kept_by: m.GenerationSpec | None = None  # newest generation that an earlier launch knew of here
+        self.leaves_at: float | None = None  # deadline of its drain
+        self.frozen_until = 0.0  # it does and says nothing before this time, and then everything
+        self.deaf_until = self.dumb_until = 0.0  # no messages to, or from, here before these times
+        self.loses, self.loses_until = 0, 0.0  # so many messages from here are lost before that time
+        self.storage_down_until = 0.0  # storage does not answer here before this time
+        self.full_until = 0.0  # there is no room for snapshots before this time
+        self.hushed_until = 0.0  # stalls and exits before this time are told late
         self.cut_until = 0.0  # no messages between here and any coordinator before this time
+
+    def disturbed_until(self) -> tuple[float, ...]:
+        """Times until which something is wrong with the node."""
+        return (
+            *(self.cut_until, self.frozen_until, self.loses_until, self.deaf_until, self.dumb_until),
+            *(self.storage_down_until, self.full_until, self.hushed_until + HUSHED_S),
+        )
 
     @property
     def cut(self) -> bool:
         return self.sim.now < self.cut_until
 
+    @property
+    def away(self) -> bool:
+        """Whether a call to the agent is not answered now."""
+        return self.sim.now < max(self.cut_until, self.frozen_until, self.deaf_until, self.dumb_until)
+
+    def drops(self) -> bool:
+        """Whether the message that is sent from here now is lost."""
+        if self.loses and self.sim.now < self.loses_until:
+            self.loses -= 1
+            return True
+        return self.sim.now < max(self.cut_until, self.dumb_until)
+
     def report(self, event: m.Event, reliable: bool = False) -> None:
-        self.sim.to_coordinator(self, event, reliable)
+        late = isinstance(event, m.Stalled | m.WorkerExited) and self.sim.now < self.hushed_until
+        if late:
+            self.sim.after(
+                self.sim.rng.uniform(0.5, HUSHED_S), self.sim.to_coordinator, self, event, reliable
+            )
+        else:
+            self.sim.to_coordinator(self, event, reliable)
 
     def hello(self) -> None:
         """Introduce itself to a coordinator that does not know it, with what lives on it."""
@@ -98,6 +142,8 @@ class SimNode:
         for worker in self.workers.values():
             if worker.ready:
                 self.report(m.WorkerReady(worker.name, self.name), reliable=True)
+        if self.leaves_at is not None:
+            self.report(m.DrainNotice(self.name, self.leaves_at), reliable=True)
 
     def joined(self) -> m.NodeJoined:
         """Return what a coordinator hears when it meets this node."""
@@ -107,7 +153,9 @@ class SimNode:
         )
 
     def keep(self, held: SimSlot) -> None:
-        """Keep a sealed slot; there is one file per name."""
+        """Keep a sealed slot; there is one file per name, and none where there is no room."""
+        if self.sim.now < self.full_until:
+            return
         old = self.slots.get(held.info.slot)
         held.pinned = held.pinned or (old is not None and old.pinned)
         self.slots[held.info.slot] = held
@@ -151,21 +199,34 @@ class SimNode:
             self.sim.rng.uniform(0.02, 0.06), self.report, m.WorkerExited(worker.name, cause), True
         )
 
+    def free(self) -> None:
+        """End everything that the run has here, and speak no more."""
+        if self.sim.nodes.get(self.name) is self:
+            self.sim.remove_node(self, told=False)
+
     def collect(self, request: int) -> None:
         slots = tuple(held.info for held in self.slots.values())
         self.report(m.Inventory(self.name, request, slots))
 
-    def quarantine(self, slot: str) -> None:
-        self.slots.pop(slot, None)
+    def quarantine(self, command: m.Quarantine) -> None:
+        held = self.slots.get(command.slot)
+        if held is not None and (held.info.generation, held.info.step) == (command.generation, command.step):
+            del self.slots[command.slot]
 
     def release(self, generation: m.GenerationId, step: int) -> None:
-        """Unpin up to a state; delete what dead workers left behind from before it."""
+        """Unpin up to a state; delete what dead workers left behind from before it.
+
+        What the newest generation came from stays until a state of its own is released.
+        """
+        older = self.spec is not None and generation < self.spec.id
+        needed = {info.slot for info in self.spec.source.slots} if self.spec is not None and older else set()
         for held in list(self.slots.values()):
             key = (held.info.generation, held.info.step)
             kept = held.info.slot in self.kept and key <= (generation, step)
             if kept:
                 self.kept.discard(held.info.slot)
-            if (kept or key < (generation, step)) and held.info.slot.split(".")[0] not in self.workers:
+            dead = held.info.slot.split(".")[0] not in self.workers and held.info.slot not in needed
+            if (kept or key < (generation, step)) and dead:
                 self.sim.checks.deleted(held.info)
                 del self.slots[held.info.slot]
             elif key <= (generation, step):
@@ -185,13 +246,19 @@ class SimNode:
         sim = self.sim
         if sim.nodes.get(self.name) is not self:
             return
-        held = [self.slots[name] for name in command.slots if name in self.slots]
+        state = (command.generation, command.step)
+        found = [self.slots[name] for name in command.slots if name in self.slots]
+        held = [slot for slot in found if (slot.info.generation, slot.info.step) == state]
+        gone = sorted(set(command.slots) - {slot.info.slot for slot in held})
         bad = [slot.info.slot for slot in held if slot.corrupt]
         error = ""
-        if sim.now < sim.storage.down_until:
+        if sim.now < sim.storage.hung_until:
+            sim.after(sim.storage.hung_until - sim.now + 0.01, self._uploaded, command)
+            return
+        if sim.now < max(sim.storage.down_until, self.storage_down_until):
             error = "storage is down"
-        elif len(held) < len(command.slots):
-            error = "a slot is gone"
+        elif gone:
+            error = f"gone:{gone[0]}"
         elif bad:
             error = f"corrupt:{bad[0]}"
         else:

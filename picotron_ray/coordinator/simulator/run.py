@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.machine_memory import Choose
+from picotron_ray.coordinator.plan_book import Choose
 from picotron_ray.coordinator.simulator.checks import Checks
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, ambush, coordinator, plan
@@ -44,7 +44,9 @@ class SimChoice:
 def _family(kind: int) -> Choose:
     """A way to lay out n workers: replicated, sharded, tensor x data, pipeline x data, or exactly two."""
 
-    def choose(workers: int, node_sizes: tuple[int, ...] = (), device_bytes: int = 0) -> SimChoice:
+    def choose(
+        workers: int, node_sizes: tuple[int, ...] = (), device_bytes: int = 0, limit_bytes: int = 0
+    ) -> SimChoice:
         if kind == 0 or (workers == 1 and kind in (2, 3)):
             return SimChoice(Layout(dp=workers), 1.0 / workers)
         if kind == 1:
@@ -62,29 +64,39 @@ def _family(kind: int) -> Choose:
 
 
 FAMILIES = tuple(_family(kind) for kind in range(5))
-JOBS: dict[tuple[int, int, float], JobConfig] = {}
+JOBS: dict[tuple[object, ...], JobConfig] = {}
 
 
-def draw_job(workers: int, interval: int, final_wait_s: float = 3600.0) -> JobConfig:
+def draw_job(
+    workers: int,
+    interval: int,
+    final_wait_s: float = 3600.0,
+    rewind: bool = False,
+    in_a_row: int = 20,
+    resume_step: int | None = None,
+) -> JobConfig:
     """Return the job of so many workers; each is made once."""
-    key = workers, interval, final_wait_s
+    key = workers, interval, final_wait_s, rewind, in_a_row, resume_step
     if key not in JOBS:
         tree: dict[str, Any] = {
             "steps": 60,
             "cluster": {"max_workers": workers, "start_timeout_s": 60},
-            "elastic": {"max_failures": 1000, "max_failures_without_progress": 20},
-            "checkpoint": {"interval_steps": interval},
+            "elastic": {"max_failures": 1000, "max_failures_without_progress": in_a_row},
+            "checkpoint": {"interval_steps": interval, "resume_step": resume_step},
             "storage": {"retry_deadline_s": 5, "final_wait_s": final_wait_s},
         }
+        if rewind:
+            tree["elastic"] |= {"on_nonfinite": "rewind", "rewind_steps": 12}
         JOBS[key] = JobConfig.model_validate(tree)
     return JOBS[key]
 
 
-def simulate(seed: int, coverage: Coverage | None = None, bad_step: int = 0) -> Report:
+def simulate(seed: int, coverage: Coverage | None = None, bad_step: int = 0, rewind: bool = False) -> Report:
     """Run one seed; the same seed gives the same report, event for event.
 
     Args:
         bad_step: step that every generation finds bad; 0: none.
+        rewind: the run goes back before it and passes over it; else it ends there.
     """
     draw = Rng(seed)
     nodes, capacity = 1 + draw.below(3), 1 + draw.below(3)
@@ -92,7 +104,8 @@ def simulate(seed: int, coverage: Coverage | None = None, bad_step: int = 0) -> 
     choose = FAMILIES[draw.below(len(FAMILIES))]
     coverage = Coverage() if coverage is None else coverage
     checks = Checks(coverage)
-    sim = Sim(draw.bits(), draw_job(workers, 5 + draw.below(10)), choose, checks)
+    job = draw_job(workers, 5 + draw.below(10), rewind=rewind)
+    sim = Sim(draw.bits(), job, choose, checks)
     checks.sim, sim.bad_step = sim, bad_step
     sim.step_s = EVENTS / (nodes + 1) / sim.job.steps
     if draw.chance(0.2):
@@ -119,6 +132,7 @@ def simulate(seed: int, coverage: Coverage | None = None, bad_step: int = 0) -> 
 
 def _strike(sim: Sim, coverage: Coverage, name: str) -> None:
     sim.struck.append(name)
+    sim.struck_at = sim.now
     sim.quiet_at = max(sim.quiet_at, sim.now + LONGEST_S)
     active = coverage.active
     active.add(name)

@@ -8,6 +8,7 @@ from typing import Any
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.simulator.nodes import SimNode
+from picotron_ray.coordinator.simulator.planning import SimPlanner, default
 from picotron_ray.coordinator.simulator.world import RETRY_S, Sim
 
 
@@ -16,15 +17,18 @@ class Shell:
 
     def __init__(self, sim: Sim) -> None:
         self.sim = sim
-        self.machine = Machine(sim.job, sim.choose)
+        self.machine = Machine(sim.job, default=default)
+        self.planner = SimPlanner(sim.choose, sim.rng)
         self.term = 0
         self.alive = True
         self.paused_until = 0.0
+        self.born_at = sim.now
+        self.told_seals: set[tuple[str, m.GenerationId, int]] = set()
         self.newest: m.GenerationSpec | None = None  # newest generation known to it
         self.heard: set[str] = set()  # nodes whose inventory arrived in the present round
         self.commits: list[m.Commit] = []  # known to it
         self.fenced = False
-        self.quarantined: set[tuple[str, str]] = set()
+        self.quarantined: set[m.SlotIdentity] = set()
         self.finished: m.Finish | None = None
         self._tick_at = 0.0
         self._wake_at = 0.0
@@ -36,11 +40,11 @@ class Shell:
         """Claim a term as soon as storage lets it, then hear what is there."""
         if not self.alive:
             return
-        if self.sim.now < self.sim.storage.down_until:
+        if self.sim.now < max(self.sim.storage.down_until, self.sim.storage.hung_until):
             self.sim.after(RETRY_S, self.start)
             return
         self.term = self.sim.storage.claim()
-        reached = [node for node in self.sim.nodes.values() if not node.cut]
+        reached = [node for node in self.sim.nodes.values() if not node.away]
         for node in reached:
             node.term = self.term
         self.sim.after(0.2, self._begin, reached)
@@ -73,6 +77,8 @@ class Shell:
         self.deliver(m.Begin(self.term, tuple(self.commits), known, running, workers, busy, kept, kept_by))
         for node in living:
             self.deliver(node.joined())
+            if node.leaves_at is not None:  # Ray tells it as long as it lasts
+                self.deliver(m.DrainNotice(node.name, node.leaves_at))
         for node in self.sim.nodes.values():
             if node not in living:
                 node.hello()
@@ -104,6 +110,8 @@ class Shell:
             self.commits.append(
                 m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest)
             )
+        if isinstance(event, m.SnapshotSealed):
+            self.told_seals.add((event.node, event.generation, event.step))
         sim.events += 1
         commands = self.machine.handle(event, sim.now)
         sim.checks.handled(self, event, commands)
@@ -197,7 +205,11 @@ class Shell:
         )
 
     def quarantine(self, command: m.Quarantine) -> None:
-        self.sim.to_node(command.node, self.term, lambda node: node.quarantine(command.slot), retry=True)
+        self.sim.to_node(command.node, self.term, lambda node: node.quarantine(command), retry=True)
+
+    def free_node(self, command: m.FreeNode) -> None:
+        self.sim.checks.freed(self, command.node)
+        self.sim.to_node(command.node, self.term, lambda node: node.free(), retry=True)
 
     def snapshot(self, command: m.TakeSnapshot) -> None:
         generation = self.sim.generations.get(command.generation)
@@ -217,6 +229,9 @@ class Shell:
         if sim.now < self.paused_until:  # the request was not sent before the process was stopped
             sim.after(self.paused_until - sim.now + 0.01, self._append, command)
             return
+        if sim.now < storage.hung_until:
+            sim.after(storage.hung_until - sim.now + 0.01, self._append, command)
+            return
         generation = isinstance(command, m.AppendGeneration)
         if sim.now < storage.down_until:
             spec_id = command.spec.id if isinstance(command, m.AppendGeneration) else command.generation
@@ -235,6 +250,9 @@ class Shell:
         sim.after(sim.rng.uniform(0.002, 0.02), self.deliver, reply)
         if sim.doubled():
             sim.after(sim.latency(), self.deliver, reply)
+
+    def plan(self, command: m.PlanLayouts) -> None:
+        self.planner.ask(command.questions, self.sim.now, self.sim.after, self.deliver)
 
     def alert(self, command: m.Alert) -> None:
         """Alerts have no effect on the cluster."""
@@ -259,6 +277,8 @@ EXECUTE: dict[type[Any], Callable[[Shell, Any], None]] = {
     m.KeepSlots: Shell.keep_slots,
     m.TakeSnapshot: Shell.snapshot,
     m.Quarantine: Shell.quarantine,
+    m.PlanLayouts: Shell.plan,
+    m.FreeNode: Shell.free_node,
     m.Alert: Shell.alert,
     m.Finish: Shell.finish,
 }

@@ -33,6 +33,7 @@ class SimStorage:
     histories: dict[str, StepHistory] = field(default_factory=dict)  # by manifest key
     down_until: float = 0.0
     slow_until: float = 0.0
+    hung_until: float = 0.0  # calls are not answered before this time
     mute_until: float = 0.0  # writes happen, their replies are lost
     times: list[float] = field(default_factory=list)  # when each log entry was written
     complaints: list[str] = field(default_factory=list)

@@ -74,14 +74,18 @@ class SimGeneration:
                 worker.leave(self, FailureKind.FAILED, detail)
 
     def _next(self) -> None:
+        culprit = self.sim.cursed(self)
+        if culprit is not None:
+            culprit.leave(self, FailureKind.FAILED, "error: cursed")
+            return
         self.began_at = self.sim.now
         self.sim.after(self.step_s, self._step_done, self.step + 1)
 
     def _step_done(self, step: int) -> None:
         if self.broken or self.ended or self._stuck():
             return
-        if step == self.sim.bad_step:
-            self._give_up()
+        if step == self.sim.bad_step and not self.spec.passes_over(step):
+            self._give_up(step)
             return
         self.step = step
         self.sim.stepped(self)
@@ -98,20 +102,25 @@ class SimGeneration:
             return
         self._next()
 
-    def _give_up(self) -> None:
+    def _give_up(self, step: int) -> None:
         """All members agree that the step is bad, and leave with the state before it."""
         self.ended = True
         for worker in self.members():
             if self.step > self.spec.resume_step:
                 self._write(worker, self.step, whole=True)
-            worker.leave(self, FailureKind.NUMERICS, "a bad step")
+            worker.leave(self, FailureKind.NUMERICS, "a bad step", step)
 
     def _stuck(self) -> bool:
         """A hung member stops everybody; their agents notice."""
         hung = any(worker.hung for worker in self.members()) or len(self.members()) < len(self.spec.members)
-        if hung:
+        if hung or self.parted():
             self.sim.after(1.5, self.stalled)
-        return hung
+            return True
+        return False
+
+    def parted(self) -> bool:
+        """Whether members do not reach each other."""
+        return self.sim.parts({member.node for member in self.spec.members})
 
     def stalled(self) -> None:
         """Let the agents notice that nothing moves."""
@@ -145,7 +154,7 @@ class SimGeneration:
         """Report the snapshot of a node's members that are still alive as sealed."""
         node = self.sim.nodes.get(name)
         living = [worker for worker in self.members() if worker.node is node and not worker.hung]
-        if node is not None and living:
+        if node is not None and living and self.sim.now >= node.full_until:
             slots = tuple(self._write(worker, step, pinned=True) for worker in living)
             node.report(m.SnapshotSealed(name, self.spec.id, step, slots))
 

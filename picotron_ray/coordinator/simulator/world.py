@@ -9,13 +9,14 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.machine_memory import Choose
+from picotron_ray.coordinator.plan_book import Choose
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.protocols import (
     CoordinatorProtocol,
     GenerationProtocol,
     NodeProtocol,
     Observer,
+    WorkerProtocol,
 )
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.slots import StepHistory
@@ -35,6 +36,9 @@ class Sim:
         self.now = 0.0
         self.step_s = 1.0  # of a step, however many do it
         self.start_failures = 0.0  # share of worker starts that fail
+        self.cursed: Callable[[GenerationProtocol], WorkerProtocol | None] = lambda generation: (
+            None
+        )  # who fails
         self.bad_step = 0  # step that every generation finds bad, and ends before; 0: none
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._count = itertools.count()  # calls of one time come in the order of their planning
@@ -47,6 +51,9 @@ class Sim:
         self.bad_manifests: set[str] = set()
         self.noise_until = 0.0  # messages are lost, doubled and late before this time
         self.shell: CoordinatorProtocol | None = None  # the present coordinator
+        self.struck_at = self.changed_at = 0.0  # the newest fault; a node that came or went
+        self.parted: set[str] = set()  # two nodes that do not reach each other ...
+        self.parted_until = 0.0  # ... before this time
         self.quiet_at = 0.0  # when the last fault is over
         self.over = self.stop_asked = False
         self.struck: list[str] = []  # names of the faults so far
@@ -81,6 +88,7 @@ class Sim:
     def add_node(self, capacity: int, told: bool = True) -> SimNode:
         """Add a node; the coordinator hears of it a little later, where it is ``told``."""
         self.names += 1
+        self.changed_at = self.now
         node = self.nodes[f"n{self.names}"] = SimNode(self, f"n{self.names}", capacity)
         if told:
             node.report(node.joined(), reliable=True)
@@ -90,15 +98,14 @@ class Sim:
     def _beat(self, node: SimNode) -> None:
         if self.nodes.get(node.name) is not node:
             return
-        steps, generation = {}, None
-        for worker in node.workers.values():
-            if worker.generation is not None:
-                generation = worker.generation.spec.id
-                steps[worker.name] = worker.generation.step
-        event = m.Heartbeat(node.name, generation, steps)
-        if self.now < self.noise_until or self.shell is None:
+        ready = [worker for worker in node.workers.values() if worker.ready]
+        newest = max((worker.last for worker in ready if worker.last is not None), default=None)
+        steps = {worker.name: worker.step for worker in ready if newest is not None and worker.last == newest}
+        others = tuple(worker.name for worker in ready if worker.name not in steps)
+        event = m.Heartbeat(node.name, newest, steps, others)
+        if self.now < self.noise_until or self.shell is None or node.away or node.loses:
             node.report(event)
-        elif not node.cut:
+        else:
             self.shell.deliver(event)
         self.after(self.job.elastic.heartbeat_s, self._beat, node)
 
@@ -108,8 +115,10 @@ class Sim:
         Args:
             told: Ray notices; otherwise only its silence does.
         """
+        self.changed_at = self.now
         if not told:
             self.ghosts.add(node.name)
+            self.checks.removed(node)
         for worker in list(node.workers.values()):
             node.worker_dies(worker, "killed")
         del self.nodes[node.name]
@@ -151,6 +160,10 @@ class Sim:
                 return f"corrupt:{slot.slot}"
         return ""
 
+    def parts(self, names: set[str]) -> bool:
+        """Whether some of these nodes do not reach each other now."""
+        return self.now < self.parted_until and self.parted <= names
+
     def stepped(self, generation: GenerationProtocol) -> None:
         self.checks.stepped(generation)
 
@@ -162,7 +175,7 @@ class Sim:
 
     def reachable(self, node: NodeProtocol) -> bool:
         """Whether a node's messages have all gone through lately."""
-        return self.now > self.noise_until + SETTLED_S and self.now > node.cut_until + SETTLED_S
+        return self.now > max(self.noise_until, *node.disturbed_until()) + SETTLED_S
 
     def lost(self) -> bool:
         return self.now < self.noise_until and self.rng.chance(0.2)
@@ -180,7 +193,10 @@ class Sim:
         gone = self.nodes.get(node.name) is not node
         if gone and (node.name in self.ghosts or not isinstance(event, m.WorkerExited)):
             return
-        if node.cut or self.lost():
+        if self.now < node.frozen_until:
+            self.after(node.frozen_until - self.now + 0.001, self.to_coordinator, node, event, reliable)
+            return
+        if node.drops() or self.lost():
             if reliable:
                 self.after(RETRY_S, self.to_coordinator, node, event, True)
             return
@@ -198,7 +214,7 @@ class Sim:
         node = self.nodes.get(name)
         if node is None:
             return name in self.ghosts
-        if node.cut or self.lost():
+        if node.cut or self.now < node.deaf_until or self.lost():
             if retry:
                 self.after(RETRY_S, self.to_node_again, name, term, call)
             return True
@@ -211,6 +227,8 @@ class Sim:
         self.to_node(name, term, call, retry=True)
 
     def _arrive(self, node: SimNode, term: int, call: Callable[[SimNode], None]) -> None:
-        if self.nodes.get(node.name) is node and term >= node.term:
+        if self.now < node.frozen_until:
+            self.after(node.frozen_until - self.now + 0.001, self._arrive, node, term, call)
+        elif self.nodes.get(node.name) is node and term >= node.term:
             node.term = term
             call(node)

@@ -3,20 +3,23 @@
 One thread owns the machine and runs an event loop; whatever arrives (calls of agents and the driver,
 results of actor calls, storage, time) becomes an event there, and each command the machine answers with
 is carried out by a short method of its ``CommandExecutor``. Nothing here decides anything about the run.
-Nothing that blocks runs on that thread. Every (time, event, commands) goes to a log file that replays.
+Nothing that blocks runs on that thread. Every (time, event, commands) goes to a log that replays, written by
+a thread of its own (``event_log``).
 
 After a crash Ray runs the constructor again: a new term is claimed, living agents are asked what runs,
-and the machine adopts it.
+and the machine adopts it. No loop here ends by an error (``supervision``); an error of the machine itself
+ends the process, which comes to the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,32 +27,38 @@ from typing import Any
 import ray
 from ray.util import get_node_ip_address
 
+from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
-from picotron_ray.coordinator.replay import event_line, header_line
-from picotron_ray.errors import PicotronError, StorageError
-from picotron_ray.planner.search import planner
+from picotron_ray.errors import FencedError, PicotronError, StorageError
+from picotron_ray.planner.default_layout import default_planner
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
+from picotron_ray.runtime.coordinator.beginning import EarlyEvents, begin_event, open_event_log
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
+from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
+from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
+from picotron_ray.runtime.coordinator.ray_calls import is_this_process
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
 from picotron_ray.runtime.coordinator.trackers import Tracking
+from picotron_ray.runtime.planning.process import PlannerProcess
 from picotron_ray.runtime.ray_cluster import kept_slots, local_ray, owner_process
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
-from picotron_ray.runtime.ray_cluster.placement import living_nodes, worker_needs
 from picotron_ray.runtime.ray_cluster.supervisor import LINGER_S
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
 NODE_POLL_S = 1.0
+FLUSH_BYTES_PER_S = 500e6  # at least, with all ranks of a node at it
 
 
 class Coordinator:
@@ -58,27 +67,49 @@ class Coordinator:
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
         self._job = JobConfig.model_validate(job)
         self._options = options
-        self._store = RunStore(self._job, lambda step: self._chaos.committing(step), options.get("origin"))
-        self._cluster = Cluster(self._job, options.get("slot_bytes", 0))
+        self._store = self._open_store()
+        self._cluster = self._find_cluster()
         self._record = RunRecord(self._job)
         self._followers = Followers()
         if options.get("submission"):
             self._record.attached(options["submission"])
-        gpus = worker_needs(self._job.cluster, living_nodes()).gpus
-        self._device = "cuda" if gpus else "cpu"
-        self._machine = Machine(self._job, planner(self._job, self._device))
-        self._event_log: Path | None = None
+        self._device = self._cluster.device()
+        self._flush_s = options.get("slot_bytes", 0) / FLUSH_BYTES_PER_S
+        default = default_planner(self._job, self._device)
+        self._machine = Machine(self._job, default=default, flush_s=self._flush_s)
+        self._planner = self._find_planner()
+        self._event_log: EventLogWriter
+        self._begun, self._early = False, EarlyEvents()
         self._tracking: Tracking | None = None
+        self._metrics: MetricsService | None = None
         self._loop = asyncio.new_event_loop()
-        self._executor = CommandExecutor(self._loop, self._cluster, self._store, self._record, self._dispatch)
+        self._executor = CommandExecutor(
+            self._loop, self._cluster, self._store, self._record, self._dispatch, self._planner.ask
+        )
+        self._supervisor = self._executor.supervisor
+        self._evidence = Evidence(
+            self._cluster.evidence,
+            lambda: open_storage(self._job.storage, self._job.name),
+            self._record.evidence,
+        )
         self._chaos = CoordinatorChaos(
             self._job.chaos, self._store.claim_fault, self._cluster, self._executor.spawn
         )
         threading.Thread(target=self._serve, name="coordinator", daemon=True).start()
 
+    def _open_store(self) -> RunStore:
+        origin, data = self._options.get("origin"), self._options.get("data", "")
+        return RunStore(self._job, lambda step: self._chaos.committing(step), origin, data)
+
+    def _find_planner(self) -> PlannerProcess:
+        return PlannerProcess(self._job, self._device, self._post)
+
+    def _find_cluster(self) -> Cluster:
+        return Cluster(self._job, self._options.get("slot_bytes", 0))
+
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._executor.spawn(self._begin())
+        self._executor.spawn(self._supervisor.or_exit("the begin of a term", self._begin))
         if self._options.get("tied_to"):
             self._executor.spawn(self._end_with(self._options["tied_to"]))
         self._loop.run_forever()
@@ -114,14 +145,29 @@ class Coordinator:
         """Ask for a ``stop`` (with a commit) or a ``checkpoint``."""
         self._post(m.UserRequest(what))  # type: ignore[arg-type]
 
-    def heartbeat(self, node: str, figures: list[dict[str, Any]]) -> None:
-        """Take the pages of a node's living workers, once a second from every agent."""
-        newest = max((m.GenerationId(f["term"], f["n"]) for f in figures if f["term"]), default=None)
-        steps = {f["worker"]: f["step"] for f in figures if m.GenerationId(f["term"], f["n"]) == newest}
+    def heartbeats(self, caller: str, beats: dict[str, list[dict[str, Any]]]) -> str:
+        """Take the pages of living workers by node: the calling agent's, and those that it brings along.
+
+        Returns the node whose agent is to carry the caller's heartbeats from now on; empty: none, it calls.
+        """
+        events = [self._heartbeat(node, figures) for node, figures in beats.items()]
+        self._loop.call_soon_threadsafe(self._beaten, events)
+        return self._cluster.groups.called(caller, len(beats) - 1, time.monotonic())
+
+    def _heartbeat(self, node: str, figures: list[dict[str, Any]]) -> m.Heartbeat:
+        newest = max(((f["term"], f["n"]) for f in figures if f["term"]), default=None)
+        steps = {f["worker"]: f["step"] for f in figures if (f["term"], f["n"]) == newest}
+        others = tuple(f["worker"] for f in figures if f["worker"] not in steps)
         self._cluster.heard(node)
         self._record.figures(node, figures)
-        self._post(m.Heartbeat(node, newest, steps))
-        self._loop.call_soon_threadsafe(self._chaos.reached, max(steps.values(), default=0))
+        return m.Heartbeat(node, None if newest is None else m.GenerationId(*newest), steps, others)
+
+    def agent_restarted(self, node: str, metrics: dict[str, str]) -> None:
+        """Hear that a node's agent died, was started again, and has taken over what it found there."""
+        self._cluster.agent_back(node, metrics)
+        self._record.note(
+            "warning", "agent", f"the agent of node {node[:8]} died and is back; its workers went on"
+        )
 
     def sealed(self, node: str, generation: tuple[int, int], step: int, slots: list[m.SlotInfo]) -> None:
         """Hear that all members on a node sealed a pinned snapshot."""
@@ -133,57 +179,98 @@ class Coordinator:
 
     def stalled(self, worker: str, generation: list[int], phase: str, waited_s: float) -> None:
         """Hear that a worker is in a phase for longer than the phase's limit."""
-        self._post(m.Stalled(worker, m.GenerationId(*generation), phase, waited_s))
+        event = m.Stalled(worker, m.GenerationId(*generation), phase, waited_s)
+        self._loop.call_soon_threadsafe(self._hear_stall, event)
+
+    def evidence(self, node: str, generation: tuple[int, int], found: list[dict[str, Any]]) -> None:
+        """Hear where workers were that are killed now."""
+        entries = [{"node": node, **entry} for entry in found]
+        self._loop.call_soon_threadsafe(
+            self._evidence.add, m.GenerationId(*generation), entries, "did not leave in time"
+        )
+
+    def _beaten(self, events: list[m.Heartbeat]) -> None:
+        for event in events:
+            self._cluster.note_workers(event.node, (*event.steps, *event.others))
+            self._dispatch(event)
+        self._chaos.reached(max((step for event in events for step in event.steps.values()), default=0))
 
     # --- the loop's thread -------------------------------------------------------------------------------
 
     def _post(self, event: m.Event) -> None:
         self._loop.call_soon_threadsafe(self._dispatch, event)
 
+    def _hear_stall(self, event: m.Stalled) -> None:
+        """Pass a stall on once it is known where all ranks are: what follows moves them."""
+        spec = self._machine.memory.spec
+        self._executor.spawn(self._evidence.heard(event, spec, self._dispatch))
+
     def _dispatch(self, event: m.Event) -> None:
-        if self._executor.ending or not self._executor.term:
+        if self._executor.ending:
+            return
+        if not self._begun and not isinstance(event, m.Begin):
+            self._early.keep(event)
             return
         now = time.monotonic()
         if isinstance(event, m.WorkerExited):
             self._cluster.gone(event.worker)
-        commands = self._machine.handle(event, now)
+        try:
+            commands = self._machine.handle(event, now)
+        except Exception as error:  # noqa: BLE001 (told by exit)
+            self._supervisor.exit("the machine", error)
+            return
         if commands or not isinstance(event, m.Tick | m.Heartbeat):
             log.debug("%s -> %s", event, commands)
-        self._write_event(now, event, commands)
-        self._record.observe(event, commands, time.time())
-        if self._tracking is not None:
-            self._tracking.observe(event, commands)
+        self._observe(now, event, commands)
         for command in commands:
             if isinstance(command, m.Finish):
-                self._executor.spawn(self._end(command))
+                self._executor.spawn(self._supervisor.or_exit("the end", partial(self._end, command)))
             else:
-                self._executor.carry_out(command)
+                self._supervisor.guarded(
+                    f"command {type(command).__name__}", self._executor.carry_out, command
+                )
 
-    def _write_event(self, now: float, event: m.Event, commands: list[m.Command]) -> None:
-        assert self._event_log is not None
-        with self._event_log.open("a") as file:
-            file.write(event_line(now, event, commands) + "\n")
+    def _observe(self, now: float, event: m.Event, commands: list[m.Command]) -> None:
+        """Let everything follow that decides nothing; an error there keeps no command from being obeyed."""
+        guarded, line = self._supervisor.guarded, 0
+        if self._machine.eventful:
+            line = self._event_log.next_line
+        guarded("the run's record", self._record.observe, event, commands, time.time(), line)
+        if line:
+            guarded("the event log", self._event_log.add, now, self._machine.slept_s, event, commands)
+        else:
+            guarded("the event log", self._event_log.quiet, now, event)
+        if self._tracking is not None:
+            guarded("tracking", self._tracking.observe, event, commands)
 
     async def _begin(self) -> None:
         patience = StoragePatience(self._job, self._cluster.activity, self._record.note)
         try:
             self._executor.term = await patience.call(self._store.claim)
+            self._cluster.run_identity = self._store.identity
             found = await self._cluster.hello(self._executor.term)
-            specs = [agent["spec"] for agent in found.values() if agent["spec"]]
-            commits, generations = await patience.call(partial(self._store.state, not specs))
+            running = any(agent["spec"] for agent in found.values())
+            commits, generations = await patience.call(partial(self._store.state, not running))
+        except FencedError as error:
+            await self._end(m.Finish("fenced", str(error)))
+            return
         except PicotronError as error:
             failed = isinstance(error, StorageError)
             await self._end(m.Finish("storage" if failed else "failed", str(error), m.Source("slots")))
             return
         folder = Path(self._options["event_folder"])
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._executor.term == 1:  # another run had this name once
-            for stale in folder.glob("events-*.jsonl"):
-                stale.unlink()
-        self._record.recall(event_log_lines(folder))
-        self._event_log = folder / f"events-{self._executor.term}.jsonl"
-        self._event_log.write_text(header_line(self._job, {"device": self._device}) + "\n")
+        planner = {"device": self._device, "answers": "events", "flush_s": self._flush_s}
+        self._event_log = await open_event_log(
+            self._job,
+            self._options,
+            planner,
+            self._executor.term,
+            self._record,
+            self._store,
+            self._supervisor,
+        )
         self._record.begin(self._executor.term, self._store.commit_figures)
+        self._evidence.begin(self._executor.term, folder)
         for line in self._options.get("notes", ()):
             self._record.note("info", "launch", line)
         for line in self._store.news:
@@ -191,75 +278,107 @@ class Coordinator:
         for complaint in self._store.complaints:
             self._record.note("warning", "storage", complaint)
         self._tracking = Tracking(self._job, self._store, self._record, folder)
-        workers = tuple(m.Member(w, node) for node, agent in found.items() for w in agent["workers"])
-        self._cluster.adopt_workers(workers)
-        self._dispatch(
-            m.Begin(
-                term=self._executor.term,
-                commits=commits,
-                generations=generations,
-                running=max(specs, key=lambda spec: spec.id, default=None),
-                workers=workers,
-                busy=tuple(
-                    m.BusyWorker(worker, m.GenerationId(term, n))
-                    for agent in found.values()
-                    for worker, term, n in agent["busy"]
-                ),
-                kept=tuple(slot for agent in found.values() for slot in agent.get("kept", ())),
-                kept_by=max(
-                    (agent["kept_by"] for agent in found.values() if agent.get("kept_by")),
-                    key=lambda spec: spec.id,
-                    default=None,
-                ),
-            )
+        kept = {} if running else await self._cluster.keeping(generations)
+        begin = begin_event(
+            self._executor.term,
+            commits,
+            generations,
+            found,
+            self._cluster.traits,
+            self._record.failed_s_ago(),
+            kept,
         )
-        self._executor.spawn(self._tick())
-        self._executor.spawn(self._watch_nodes())
+        self._cluster.adopt_workers(begin.workers)
+        self._begun = True
+        for event in (begin, *self._early.take()):
+            self._dispatch(event)
+        if self._record.stop_is_owed:
+            self._dispatch(m.UserRequest("stop"))
+        self._start_loops(folder)
+
+    def _start_loops(self, folder: Path) -> None:
+        def going() -> bool:
+            return not self._executor.ending
+
+        keep = self._supervisor.keep
+        self._executor.spawn(keep("ticks", self._tick, going, TICK_S))
+        self._executor.spawn(self._watch_nodes(going))
+        self._executor.spawn(keep("the watch of drains", self._watch_drains, going, NODE_POLL_S))
         if self._job.metrics.enabled:
-            self._executor.spawn(self._serve_metrics(folder))
+            self._executor.spawn(keep("metrics", partial(self._serve_metrics, folder), going, NODE_POLL_S))
 
     async def _tick(self) -> None:
-        while not self._executor.ending:
-            self._dispatch(m.Tick())
-            await asyncio.sleep(TICK_S)
+        self._dispatch(m.Tick())
 
-    async def _watch_nodes(self) -> None:
+    async def _watch_nodes(self, going: Callable[[], bool]) -> None:
         room = RoomRequest()
-        while not self._executor.ending:
-            for event in await self._cluster.changes(self._executor.term):
-                self._dispatch(event)
-            if self._job.cluster.autoscale:
-                missing = self._machine.view.missing
-                await asyncio.to_thread(room.update, missing, self._cluster.needs, time.monotonic())
-            await asyncio.sleep(NODE_POLL_S)
+        work = partial(self._look_at_nodes, room)
+        await self._supervisor.keep("the watch of nodes", work, going, NODE_POLL_S)
         room.clear()
+
+    async def _look_at_nodes(self, room: RoomRequest) -> None:
+        for event in await self._cluster.changes(self._executor.term):
+            self._dispatch(event)
+        if self._job.cluster.autoscale:
+            missing = self._machine.view.missing
+            await asyncio.to_thread(room.update, missing, self._cluster.needs, time.monotonic())
+
+    async def _watch_drains(self) -> None:
+        """Tell the machine of nodes that are to go until it knows; slow joins do not delay it."""
+        for notice in await self._cluster.drains():
+            if notice.node not in self._machine.view.draining:
+                self._dispatch(notice)
 
     async def _serve_metrics(self, event_folder: Path) -> None:
         file = targets_file(event_folder)
-        service = MetricsService(
-            self._job, self._record, lambda: self._machine.memory.state, get_node_ip_address(), file
-        )
-        await service.keep(lambda: self._cluster.metrics, lambda: not self._executor.ending)
+        if self._metrics is None:
+            self._metrics = MetricsService(
+                self._job, self._record, lambda: self._machine.memory.state, get_node_ip_address(), file
+            )
+        await self._metrics.keep(lambda: self._cluster.metrics, lambda: not self._executor.ending)
 
     # --- the end -----------------------------------------------------------------------------------------
 
     async def _end(self, finish: m.Finish) -> None:
-        """Stop everything of the run, write the summary, answer the driver's next question with it."""
+        """Stop everything of the run, write the summary, answer the driver's next question with it.
+
+        Where a newer coordinator has taken over, the run is its to end. Only if that one is not of this
+        cluster (the same name and storage are used elsewhere) what is here still goes.
+        """
+        finish = replace(finish, detail=redact_words(finish.detail))
         self._executor.ending = True
+        self._planner.close()
+        if finish.status != "fenced" and self._executor.term and await self._executor.is_newest() is False:
+            finish = m.Finish("fenced", "a newer coordinator has taken over; this one does not end its run")
+        if finish.status == "fenced" and not await is_this_process(coordinator_name(self._job.name)):
+            log.warning("fenced (%s): this process leaves everything as it is", finish.detail)
+            os._exit(0)
         for node, figures in (await self._cluster.figures()).items():
             self._record.figures(node, figures)  # the last evaluation may be younger than a heartbeat
-        if finish.status != "fenced":  # else all of it belongs to the coordinator that took over
+        try:
             await self._cluster.close(self._executor.term, finish.keep, finish.status == "finished")
+        except FencedError as error:
+            finish = m.Finish("fenced", str(error))
         summary = self._record.summary(finish)
         if finish.status not in ("fenced", "storage"):
-            try:
-                summary = await asyncio.to_thread(self._store.finish, summary)
-            except StorageError as error:
-                log.warning("summary not written: %s", error)
-            if self._tracking is not None:
-                await self._tracking.finish()
-            targets_file(Path(self._options["event_folder"])).unlink(missing_ok=True)
+            summary = await self._summed_up(summary)
         self._record.done(finish, summary)
+        if self._begun:
+            await asyncio.to_thread(self._event_log.close)
+        await self._leave(finish)
+
+    async def _summed_up(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Store the summary, and end the trackers; returns it with what the ledger says."""
+        try:
+            summary = await asyncio.to_thread(self._store.finish, summary)
+        except (StorageError, FencedError) as error:
+            log.warning("summary not written: %s", error)
+        if self._tracking is not None:
+            await self._tracking.finish()
+        targets_file(Path(self._options["event_folder"])).unlink(missing_ok=True)
+        return summary
+
+    async def _leave(self, finish: m.Finish) -> None:
         if self._options["owns_ray"]:
             if finish.status == "finished" and finish.keep is None:
                 kept_slots.discard(run_folders(self._job))  # committed, though nobody lived to note it
@@ -276,9 +395,3 @@ class Coordinator:
         while not self._record.status(0)["done"]:
             self._dispatch(m.UserRequest("stop"))
             await asyncio.sleep(owner_process.POLL_S)
-
-
-def event_log_lines(folder: Path) -> list[dict[str, Any]]:
-    """Read all records of all terms, oldest first, without the headers."""
-    files = sorted(folder.glob("events-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
-    return [json.loads(line) for path in files for line in path.read_text().splitlines()[1:]]

@@ -5,49 +5,53 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import RayError
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.support.precision import precision_problem
 from picotron_ray.coordinator.messages import (
+    AgentRestarting,
     DrainNotice,
+    Fenced,
     GenerationSpec,
     Member,
     NodeJoined,
     NodeLost,
-    Source,
+    NodeTraits,
     WorkerReady,
 )
+from picotron_ray.runtime.coordinator.admission import joined, objection, traits_of
+from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
+from picotron_ray.runtime.coordinator.ray_calls import NO_ANSWER, answer, ask_all, is_dead, refusal
+from picotron_ray.runtime.coordinator.run_actors import IsNewest, RunActors
 from picotron_ray.runtime.coordinator.start_actors import start_agent, start_worker
 from picotron_ray.runtime.coordinator.storage_patience import Activity
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
-from picotron_ray.runtime.ray_cluster.kept_slots import MARKED_ALONE
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, worker_actor_name
-from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, snapshot_problem
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name
 from picotron_ray.runtime.ray_cluster.placement import (
     NodeView,
     WorkerNeeds,
     draining_nodes,
+    keeping_nodes,
     living_nodes,
+    restarting,
     worker_needs,
 )
 
 log = logging.getLogger(__name__)
-CLOSE_TIMEOUT_S = 10.0
+HELLO_S = 10.0  # longest wait for an agent that lives already when a term begins; a later one joins
+JOIN_S = 60.0  # longest wait for a fresh agent
+LOOK_S = 1.0  # how long one look at the nodes waits for those that join
+MOST_ERRORS = 3  # errors of an agent in a row, after which it counts as dead
 SILENT_BEATS = 3.0  # x elastic.heartbeat_s: an agent that said nothing for so long is asked whether it lives
-NodeEvent = NodeJoined | NodeLost | DrainNotice | WorkerReady
+NodeEvent = NodeJoined | NodeLost | AgentRestarting | WorkerReady | Fenced
 
 
-async def answer(reference: Any, timeout_s: float | None = None) -> Any:
-    """Await a Ray call from any event loop."""
-    return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
-
-
-class Cluster:
+class Cluster(RunActors):
     """Agents, workers and nodes of a run.
 
     All methods run on the coordinator's loop; each may be called again after a lost reply.
@@ -55,55 +59,105 @@ class Cluster:
 
     def __init__(self, job: JobConfig, slot_bytes: int = 0) -> None:
         """``slot_bytes``: of one snapshot slot of one worker, as the driver planned it; 0: not known."""
-        self._job, self._slot_bytes = job, slot_bytes
-        self._agents: dict[str, ActorHandle] = {}
-        self._workers: dict[str, ActorHandle] = {}
-        self._node_of: dict[str, str] = {}
+        super().__init__(job)
+        self._slot_bytes = slot_bytes
+        self.run_identity = ""  # told to every agent
         self._heard: dict[str, float] = {}  # node: when its agent last spoke, by the monotonic clock
         self._order: list[str] = []  # nodes in the order in which they joined
+        self._errors: Counter[str] = Counter()  # by node: errors of its agent in a row
+        self._news: list[NodeEvent] = []  # not handed out yet
         self._home = ray.get_runtime_context().get_node_id()
         self._needs: WorkerNeeds | None = None
-        self._draining: set[str] = set()
+        self._joining: dict[str, asyncio.Task[list[NodeEvent]]] = {}  # nodes whose agent is coming up
         self.metrics: dict[str, dict[str, str]] = {}  # what each agent says of its metrics endpoint
-        self._placed: dict[str, str] = {}  # ready worker: its node, where it holds resources
         self._capacity: dict[str, int] = {}  # as last told, of the nodes that may take part
-        self._device_bytes: dict[str, int] = {}  # memory of each node's smallest device; 0: not known
+        self._traits: dict[str, NodeTraits] = {}
         self._versions = node_versions(job)
+        self.groups = BeatGroups(job.elastic.heartbeat_s)
 
     # --- nodes -------------------------------------------------------------------------------------------
 
     async def hello(self, term: int) -> dict[str, dict[str, Any]]:
-        """Greet the agents that live already; returns what each says, by node."""
-        found: dict[str, dict[str, Any]] = {}
-        for view in await asyncio.to_thread(living_nodes):
+        """Greet the agents that live already, all at once; returns what each says, by node.
+
+        One that does not answer in time is not in it, which says nothing of what it has: it is greeted again
+        by ``changes``.
+
+        Raises:
+            FencedError: an agent knows a newer term.
+        """
+        handles: dict[str, ActorHandle] = {}
+        views = {view.id: view for view in await asyncio.to_thread(living_nodes)}
+        needs = worker_needs(self._job.cluster, list(views.values()))
+        for view in views.values():
             try:
-                handle = ray.get_actor(agent_name(self._job.name, view.id), NAMESPACE)
-                found[view.id] = await answer(handle.hello.remote(term), 30)
-            except (ValueError, RayError):
-                continue  # no agent there, or it died with its node
-            self._agents[view.id] = handle
-            self.metrics[view.id] = found[view.id]["metrics"]
+                handles[view.id] = ray.get_actor(agent_name(self._job.name, view.id), NAMESPACE)
+            except ValueError:
+                continue  # no agent there
+        found: dict[str, dict[str, Any]] = {}
+        for node, said in (await ask_all(handles, "hello", HELLO_S, term, self.run_identity)).items():
+            if isinstance(said, dict):
+                found[node] = said
+                self._traits[node] = traits_of(self._job, views[node], said, needs)
+                self._agents[node] = handles[node]
+                self.metrics[node] = said["metrics"]
+            elif (refused := refusal(said)) is not None:
+                raise refused
+            else:
+                log.warning("node %s is not heard at the beginning: %r", node[:8], said)
         return found
 
+    async def keeping(self, generations: tuple[GenerationSpec, ...]) -> dict[str, int]:
+        """Newest step that each node keeps from an earlier launch; a run without one has none."""
+        if not generations:
+            return {}
+        return await asyncio.to_thread(lambda: keeping_nodes(living_nodes(), self._job))
+
     async def changes(self, term: int) -> list[NodeEvent]:
-        """Return the events of nodes since the last call."""
+        """Return the events of nodes since the last call; what an error cuts short comes with the next."""
         views = {view.id: view for view in await asyncio.to_thread(living_nodes)}
         if self._needs is None or not self._needs.gpus:
             self._needs = worker_needs(self._job.cluster, list(views.values()))
-        events: list[NodeEvent] = []
         for node in [node for node in self._order if node not in views]:
             self._forget(node)
-            events.append(NodeLost(node, "Ray reports it dead"))
-        for node in await self._without_agent(term):
-            self.agent_died(node)
-            events.append(NodeLost(node, "its agent died"))
+            self._news.append(NodeLost(node, "Ray reports it dead"))
+        for event in await self._silent_agents(term):
+            if isinstance(event, NodeLost):
+                self.agent_died(event.node)
+            self._news.append(event)
+        await self._greet(term, views)
+        self._news += self._changed_room(views)
+        news, self._news = self._news, []
+        return news
+
+    async def _greet(self, term: int, views: dict[str, NodeView]) -> None:
+        """Have new nodes join, all at once; those that take longer than ``LOOK_S`` join in a later look."""
+        going = await asyncio.to_thread(draining_nodes)
+        for node in sorted(views.keys() - set(self._order) - self._joining.keys() - going.keys()):
+            self._joining[node] = asyncio.create_task(self._join(term, views[node]))
+        if self._joining:
+            await asyncio.wait(self._joining.values(), timeout=LOOK_S)
+        done = [node for node, task in self._joining.items() if task.done()]
         # the coordinator's own node comes first, so that a scripted fault can spare it
-        for node in sorted(views.keys() - set(self._order), key=lambda node: (node != self._home, node)):
-            joined = await self._join(term, views[node])
-            if joined:
-                self._order.append(node)
-                events += joined
-        return [*events, *self._changed_room(views), *await self._drains()]
+        for node in sorted(done, key=lambda node: (node != self._home, node)):
+            task = self._joining.pop(node)
+            if node not in views:  # it died meanwhile
+                self._forget(node)
+            elif (error := task.exception()) is not None:
+                log.error("node %s cannot join", node[:8], exc_info=error)  # tried again, with all others
+            else:
+                if any(isinstance(event, NodeJoined) for event in task.result()):
+                    self._order.insert(0 if node == self._home else len(self._order), node)
+                self._news += task.result()
+
+    def device(self) -> str:
+        """Return the kind of device that workers get: "cuda" or "cpu"."""
+        return "cuda" if worker_needs(self._job.cluster, living_nodes()).gpus else "cpu"
+
+    @property
+    def traits(self) -> tuple[NodeTraits, ...]:
+        """Traits of the nodes whose agents were heard."""
+        return tuple(self._traits.values())
 
     @property
     def needs(self) -> WorkerNeeds:
@@ -115,19 +169,35 @@ class Cluster:
         """Note that an agent spoke."""
         self._heard[node] = time.monotonic()
 
-    async def _without_agent(self, term: int) -> list[str]:
-        """Nodes that Ray holds to be alive, but whose agent has died; only silent ones are asked."""
-        dead, now = [], time.monotonic()
-        for node in self._order:
-            if now - self._heard.setdefault(node, now) < SILENT_BEATS * self._job.elastic.heartbeat_s:
-                continue
-            try:
-                await answer(self._agents[node].hello.remote(term), CLOSE_TIMEOUT_S)
-            except (ActorUnavailableError, TimeoutError):
-                continue
-            except RayActorError:
-                dead.append(node)
-        return dead
+    def agent_back(self, node: str, metrics: dict[str, str]) -> None:
+        """Note that an agent was started again; it may be scraped at another address."""
+        self.heard(node)
+        self.metrics[node] = metrics
+
+    async def _silent_agents(self, term: int) -> list[NodeEvent]:
+        """Ask silent agents, of nodes that Ray holds to be alive, whether they live.
+
+        One that does not answer is not dead; one that fails is asked again before it counts as dead.
+        """
+        now = time.monotonic()
+        limit_s = SILENT_BEATS * self._job.elastic.heartbeat_s
+        silent = [node for node in self._order if now - self._heard.setdefault(node, now) >= limit_s]
+        handles = {node: self._agents[node] for node in silent}
+        found: list[NodeEvent] = []
+        for node, said in (await ask_all(handles, "hello", LOOK_S, term)).items():
+            if not isinstance(said, BaseException):
+                self._errors.pop(node, None)
+            elif isinstance(said, NO_ANSWER):
+                self._errors.pop(node, None)
+                if await asyncio.to_thread(restarting, handles[node]):
+                    found.append(AgentRestarting(node))
+            elif (refused := refusal(said)) is not None:
+                found.append(Fenced(str(refused)))
+            else:
+                self._errors[node] += 1
+                if is_dead(said) or self._errors[node] >= MOST_ERRORS:
+                    found.append(NodeLost(node, "its agent died"))
+        return found
 
     def agent_died(self, node: str) -> None:
         """Forget a node, so that it gets a fresh agent where Ray holds it to be alive."""
@@ -137,11 +207,11 @@ class Cluster:
     def _changed_room(self, views: dict[str, NodeView]) -> list[NodeEvent]:
         """Find nodes whose capacity for us changed: other runs and jobs take and give room."""
         events: list[NodeEvent] = []
-        for node, told in self._capacity.items():
+        for node in self._order:
             capacity = self._room(views[node])
-            if capacity != told:
+            if node in self._capacity and capacity != self._capacity[node]:
                 self._capacity[node] = capacity
-                events.append(NodeJoined(node, capacity, device_bytes=self._device_bytes[node]))
+                events.append(joined(self._traits[node], capacity))
         return events
 
     def _room(self, view: NodeView) -> int:
@@ -154,10 +224,6 @@ class Cluster:
         own = sum(node == view.id for node in self._placed.values())
         return min(view.capacity(self._needs), own + view.room(self._needs))
 
-    def gone(self, worker: str) -> None:
-        """Note that a worker's process has ended: it holds no resources any more."""
-        self._placed.pop(worker, None)
-
     async def _join(self, term: int, view: NodeView) -> list[NodeEvent]:
         """Put an agent on a node; nothing where it has no room, or cannot be reached yet."""
         assert self._needs is not None
@@ -165,122 +231,79 @@ class Cluster:
             return []
         handle = start_agent(self._job, view.id, view.host)
         try:
-            hello = await answer(handle.hello.remote(term), 60)
+            hello = await answer(handle.hello.remote(term, self.run_identity), JOIN_S)
             self._agents[view.id] = handle
             self.metrics[view.id] = hello["metrics"]
         except (RayError, TimeoutError) as error:
+            if (refused := refusal(error)) is not None:
+                return [Fenced(str(refused))]
             log.warning("node %s has no agent yet: %s", view.id[:8], error)
             return []
         strangers = [Member(worker, view.id) for worker in hello["workers"] if worker not in self._workers]
         self.adopt_workers(tuple(strangers))  # known now; the machine judges what becomes of them
         capacity = self._room(view)
-        mismatch = self._mismatch(hello, capacity)
+        device = "cuda" if self._needs.gpus else "cpu"
+        mismatch = objection(self._job, hello, self._versions, device, self._slot_bytes, capacity)
         if not mismatch:
             self._capacity[view.id] = capacity
-        facts = _facts(hello)
-        self._device_bytes[view.id] = facts.device_bytes if self._needs.gpus else 0
-        kept, kept_by = hello.get("kept", ()), hello.get("kept_by")
-        joined = NodeJoined(view.id, capacity, mismatch, self._device_bytes[view.id], kept, kept_by)
-        return [joined, *(WorkerReady(member.worker, member.node) for member in strangers)]
-
-    def _mismatch(self, hello: dict[str, Any], workers: int) -> str:
-        """Reason for which a node may not take part, from what its agent says; empty: it may."""
-        theirs = hello["versions"]
-        seen = [f"{k} {theirs[k]} (expected {v})" for k, v in self._versions.items() if theirs[k] != v]
-        device = "cuda" if self.needs.gpus else "cpu"
-        facts = _facts(hello)
-        problem = precision_problem(self._job, device, facts.capabilities)
-        room = snapshot_problem(self._job, facts.snapshot_bytes, self._slot_bytes, workers)
-        return "; ".join([*seen, *([f"precision: {problem}"] if problem else []), *filter(None, [room])])
+        self._traits[view.id] = traits_of(self._job, view, hello, self._needs)
+        event = joined(self._traits[view.id], capacity, mismatch, hello)
+        return [event, *(WorkerReady(member.worker, member.node) for member in strangers)]
 
     def _forget(self, node: str) -> None:
-        self._order.remove(node)
+        if node in self._order:
+            self._order.remove(node)
         self._capacity.pop(node, None)
         self._placed = {worker: at for worker, at in self._placed.items() if at != node}
         self._heard.pop(node, None)
+        self._traits.pop(node, None)
+        self.groups.forget(node)
+        self._errors.pop(node, None)
+        self._store_failures.pop(node, None)
         self._agents.pop(node, None)
         for worker in self.workers_on(node):  # if they live, a later agent there reports them as strangers
             self._workers.pop(worker)
         self.metrics.pop(node, None)
 
-    async def _drains(self) -> list[NodeEvent]:
-        notices: list[NodeEvent] = []
+    async def drains(self) -> list[DrainNotice]:
+        """Return the notices of all nodes of the run that are to go, as long as they last."""
+        notices: list[DrainNotice] = []
         for node, deadline in (await asyncio.to_thread(draining_nodes)).items():
-            if node in self._order and node not in self._draining:
-                self._draining.add(node)
+            if node in self._order:
                 left = deadline - time.time()
                 notices.append(DrainNotice(node, time.monotonic() + left if deadline else 0.0))
         return notices
+
+    async def free(self, term: int, node: str, is_newest: IsNewest) -> None:
+        """End all that the run has on a node that is to go; it is not looked at any more.
+
+        Args:
+            is_newest: as for ``kill_worker``.
+        """
+        agent, workers = self._agents.get(node), self._workers_of(node)
+        self._forget(node)  # first, or its end would count as a loss
+        if agent is not None:
+            await self._close_nodes(term, None, {node: agent}, {node: workers}, is_newest)
 
     def remove_node(self, index: int) -> None:
         """Unplug the node that joined as number ``index`` (a scripted fault)."""
         if index < len(self._order):
             self._agents[self._order[index]].die.remote()
 
-    # --- actors ------------------------------------------------------------------------------------------
+    async def start_worker(self, worker: str, node: str) -> str:
+        """Start a worker and wait until it is ready; returns the fingerprint of the data that it sees.
 
-    async def store_address(self, spec: GenerationSpec) -> tuple[str, int]:
-        """Ask for the rendezvous store of a generation: the one on the node of rank 0."""
-        host, port = await self.call_agent(spec.members[0].node, "store_address")
-        return host, port
-
-    async def call_agent(self, node: str, method: str, *arguments: Any) -> Any:
-        """Call the agent of a node; raises RayError where it is gone."""
-        handle = self._agents.get(node)
-        if handle is None:
-            raise RayError(f"node {node[:8]} has no agent")
-        return await answer(getattr(handle, method).remote(*arguments))
-
-    async def call_worker(self, worker: str, method: str, *arguments: Any) -> Any:
-        """Call a worker; raises RayError where it is gone."""
-        handle = self._workers.get(worker)
-        if handle is None:
-            raise RayActorError(error_msg=f"worker {worker} is gone")
-        return await answer(getattr(handle, method).remote(*arguments))
-
-    def adopt_workers(self, members: tuple[Member, ...]) -> None:
-        """Find the handles of workers that an earlier coordinator started."""
-        for member in members:
-            self._node_of[member.worker] = member.node
-            try:
-                name = worker_actor_name(self._job.name, member.worker)
-                self._workers[member.worker] = ray.get_actor(name, NAMESPACE)
-                self._placed[member.worker] = member.node
-            except ValueError:
-                log.warning("worker %s has a page but no actor", member.worker)
-
-    async def start_worker(self, worker: str, node: str) -> None:
-        """Start a worker and wait until it is ready; raises RayError where it cannot be."""
+        Raises:
+            RayError: it cannot be started.
+            TimeoutError: it is not ready after twice the time that the machine gives it.
+        """
         assert self._needs is not None
         self._node_of[worker] = node
-        self._workers[worker] = start_worker(self._job, worker, node, self._needs)
-        await answer(self._workers[worker].ready.remote())
+        self._workers[worker] = start_worker(self._job, worker, node, self._needs, self._slot_bytes)
+        ready: Any = self._workers[worker].ready.remote()
+        fingerprint: str = await answer(ready, 2 * self._job.cluster.start_timeout_s)
         self._placed[worker] = node
-
-    async def kill_worker(self, term: int, worker: str) -> None:
-        """Kill a worker by SIGKILL through its node's agent; through Ray where the agent is gone too."""
-        handle = self._workers.pop(worker, None)
-        self.gone(worker)
-        try:
-            await self.call_agent(self._node_of.get(worker, ""), "kill", term, worker)
-        except RayError:
-            log.debug("no agent to kill %s", worker)
-        if handle is not None:
-            ray.kill(handle)
-
-    def workers_on(self, node: str) -> list[str]:
-        """Workers that were started on a node and not killed since."""
-        return [worker for worker in self._workers if self._node_of[worker] == node]
-
-    async def figures(self) -> dict[str, list[dict[str, Any]]]:
-        """Ask for the pages of all living workers, by node, as they are now."""
-        found = {}
-        for node, handle in self._agents.items():
-            try:
-                found[node] = await answer(handle.figures.remote(), CLOSE_TIMEOUT_S)
-            except (RayError, TimeoutError) as error:
-                log.debug("no figures from node %s: %s", node[:8], error)
-        return found
+        return fingerprint
 
     async def activity(self) -> Activity:
         """Say whether the run has agents, and whether a worker is in a generation; needs no term."""
@@ -293,27 +316,3 @@ class Cluster:
             return "none"
         pages = [page for pages in (await self.figures()).values() for page in pages]
         return "training" if any(page["phase"] != "idle" for page in pages) else "idle"
-
-    async def close(self, term: int, keep: Source | None = None, finished: bool = True) -> None:
-        """End every worker and agent of the run, and remove the nodes' folders, but the slots of ``keep``.
-
-        Args:
-            finished: the run is done; else slots that are marked already stay too: they are not committed.
-        """
-        key: tuple[int, ...] | None = None if finished else MARKED_ALONE
-        if keep is not None:
-            writer = keep.generation
-            key = () if writer is None else (writer.term, writer.n, keep.step)
-        for handle in self._workers.values():
-            ray.kill(handle)
-        for handle in self._agents.values():
-            try:
-                await answer(handle.close.remote(key), CLOSE_TIMEOUT_S)
-            except (RayError, TimeoutError) as error:
-                log.debug("agent: %s", error)
-            ray.kill(handle)
-
-
-def _facts(hello: dict[str, Any]) -> NodeFacts:
-    """Facts that an agent tells of its node; one of an older version, which is refused by name, has none."""
-    return hello.get("facts") or NodeFacts()

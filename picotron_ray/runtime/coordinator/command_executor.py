@@ -8,28 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayError
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.errors import CorruptError
+from picotron_ray.coordinator.out_of_memory import OOM
+from picotron_ray.errors import CorruptError, SlotReusedError, StorageFullError
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.coordinator.cluster import Cluster
+from picotron_ray.runtime.coordinator.event_log.files import encode_record
+from picotron_ray.runtime.coordinator.ray_calls import NO_ANSWER, is_dead, refusal
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.coordinator.supervision import Supervisor
+from picotron_ray.runtime.run_storage.data_record import data_problem
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
 UNAVAILABLE_RETRY_S = 0.2
+MOST_TRIES = 3  # of a call that an agent fails, before it counts as a loss
+CALL_ERRORS = (RayError, TimeoutError)
 
 
 class CommandExecutor:
     """Methods by command, on the coordinator's loop.
 
-    ``report`` takes the events that come of commands. ``term`` is set once it is claimed. ``ending`` stops
-    all that would otherwise try again.
+    ``report`` takes the events that come of commands, ``plan`` the planner's questions. ``term`` is set once
+    it is claimed. ``ending`` stops all that would otherwise try again. ``supervisor`` hears of tasks that
+    fail.
     """
 
     def __init__(
@@ -39,14 +47,18 @@ class CommandExecutor:
         store: RunStore,
         record: RunRecord,
         report: Callable[[m.Event], None],
+        plan: Callable[[Sequence[m.LayoutQuestion]], None],
     ) -> None:
         self._loop = loop
         self._cluster = cluster
         self._store = store
         self._record = record
         self._report = report
+        self._plan = plan
         self._parts: dict[tuple[m.GenerationId, int], dict[str, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.supervisor = Supervisor(record.note)
+        self._newest: m.GenerationId | None = None  # that was ordered
         self.term = 0
         self.ending = False
 
@@ -55,73 +67,109 @@ class CommandExecutor:
         self._methods[type(command)](self, command)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task on the loop; one that fails is noted among the run's events."""
+        """Run a task on the loop.
+
+        One that is refused by a newer term says so to the machine; any other error is told by the supervisor.
+        """
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._spawned_ended)
 
     def _spawned_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a coordinator task failed", exc_info=task.exception())
-            self._record.note("error", "internal", f"coordinator: {task.exception()!r}")
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        refused = refusal(error)
+        if refused is not None:
+            self._report(m.Fenced(str(refused)))
+        else:
+            self.supervisor.failed("a task", error)
 
     def _start_worker(self, command: m.StartWorker) -> None:
         async def start() -> None:
             try:
-                await self._cluster.start_worker(command.worker, command.node)
-            except RayError as error:
+                data = await self._cluster.start_worker(command.worker, command.node)
+            except CALL_ERRORS as error:
                 self._report(m.WorkerExited(command.worker, f"start_failed: {_line(error)}"))
             else:
-                self._report(m.WorkerReady(command.worker, command.node))
+                refused = data_problem(self._store.data, data)
+                self._report(m.WorkerReady(command.worker, command.node, refused))
 
         self.spawn(start())
 
-    def _stop_worker(self, command: m.StopWorker) -> None:
-        self.spawn(self._cluster.kill_worker(self.term, command.worker))
+    def _kill_worker(self, command: m.KillWorker | m.StopWorker) -> None:
+        self.spawn(self._cluster.kill_worker(self.term, command.worker, self.is_newest))
 
-    def _kill_worker(self, command: m.KillWorker) -> None:
-        self.spawn(self._cluster.kill_worker(self.term, command.worker))
+    async def is_newest(self) -> bool | None:
+        """Whether this term is the newest that the log holds; None: storage does not answer."""
+        return await self._loop.run_in_executor(self._store.executor, self._store.is_newest)
 
     def _run_generation(self, command: m.RunGeneration) -> None:
+        self._newest = command.spec.id
         self.spawn(self._run_members(command.spec))
 
     async def _run_members(self, spec: m.GenerationSpec) -> None:
         """Start all members; without a rendezvous store only what runs already is joined."""
-        home, store = spec.members[0].node, None
-        while store is None and not self.ending:
-            try:
-                store = await self._cluster.store_address(spec)
-            except ActorUnavailableError:
-                await asyncio.sleep(UNAVAILABLE_RETRY_S)
-            except RayError as error:
-                # its workers may not be taken for members that are ready: the retries would be used up
-                # at once, long before Ray notices that the node is gone
-                self._cluster.agent_died(home)
-                self._report(m.NodeLost(home, f"no rendezvous store: {_line(error)}"))
-                break
+        store, home = await self._find_store(spec)
+        if self._newest != spec.id:
+            return  # given up meanwhile
+        shared = self._cluster.shared(spec)
         for member in spec.members:
             if store is not None or member.node != home:
-                self.spawn(self._run_member(spec, member, store))
+                self.spawn(self._run_member(spec.id, shared, member, store))
+
+    async def _find_store(self, spec: m.GenerationSpec) -> tuple[tuple[str, int] | None, str]:
+        """Return the address of a rendezvous store (None: there is none) and the node that was asked.
+
+        After silence another one is asked, of another node from the second time on, until the machine gives
+        the generation up. An error is tried again before its node counts as lost.
+        """
+        tries, home = 0, spec.members[0].node
+        while not self.ending and self._newest == spec.id:
+            home = self._cluster.store_home(spec)
+            try:
+                return await self._cluster.store_address(home), home
+            except CALL_ERRORS as error:
+                if (refused := refusal(error)) is not None:
+                    raise refused from error
+                tries += not isinstance(error, NO_ANSWER)
+                if is_dead(error) or tries >= MOST_TRIES:
+                    # its workers may not be taken for members that are ready: the retries would be used up
+                    # at once, long before Ray notices that the node is gone
+                    self._cluster.agent_died(home)
+                    self._report(m.NodeLost(home, f"no rendezvous store: {_line(error)}"))
+                    break
+                log.warning("rendezvous store on node %s: %s", home[:8], _line(error))
+                await asyncio.sleep(UNAVAILABLE_RETRY_S)
+        return None, home
 
     async def _run_member(
-        self, spec: m.GenerationSpec, member: m.Member, store: tuple[str, int] | None
+        self, generation: m.GenerationId, spec: Any, member: m.Member, store: tuple[str, int] | None
     ) -> None:
-        """Run one member's whole generation; a lost reply is asked for again, because a second call joins."""
+        """Run one member's whole generation; a lost reply is asked for again, because a second call joins.
+
+        Args:
+            spec: the generation's spec, or a reference to it.
+        """
         while not self.ending:
             try:
                 answer = await self._cluster.call_worker(
-                    member.worker, "run_generation", self.term, spec, store
+                    member.worker, "run_generation", self.term, spec, store, timeout_s=None
                 )
-            except ActorUnavailableError:
+            except NO_ANSWER:
                 await asyncio.sleep(UNAVAILABLE_RETRY_S)
-            except RayActorError:
-                self._report(m.WorkerExited(member.worker, "process died"))
-                return
             except RayError as error:
-                self._report(
-                    m.Outcome(member.worker, spec.id, FailureKind.FAILED, -1, f"error: {_line(error)}")
-                )
+                if (refused := refusal(error)) is not None:
+                    raise refused from error
+                if isinstance(error, OutOfMemoryError):
+                    cause = f"{OOM}: killed by Ray, whose node ran low on memory"
+                    self._report(m.WorkerExited(member.worker, cause))
+                elif is_dead(error):
+                    self._report(m.WorkerExited(member.worker, "process died"))
+                else:
+                    detail = f"error: {_line(error)}"
+                    self._report(m.Outcome(member.worker, generation, FailureKind.FAILED, -1, detail))
                 return
             else:
                 self._report(answer)
@@ -136,39 +184,48 @@ class CommandExecutor:
 
     def _tell(self, worker: str, method: str, *arguments: Any) -> None:
         """Call a worker without waiting for its answer: the effect comes back as an event."""
+        self._told(f"{method} of {worker}", self._cluster.call_worker(worker, method, *arguments))
 
-        async def call() -> None:
+    def _told(self, what: str, call: Coroutine[Any, Any, Any]) -> None:
+        """Await a call whose effect shows elsewhere; a refusal by a newer term is told."""
+
+        async def told() -> None:
             try:
-                await self._cluster.call_worker(worker, method, *arguments)
-            except RayError as error:
-                log.debug("%s of %s: %s", method, worker, _line(error))
+                await call
+            except CALL_ERRORS as error:
+                if (refused := refusal(error)) is not None:
+                    raise refused from error
+                log.info("%s: %s", what, _line(error))
 
-        self.spawn(call())
+        self.spawn(told())
 
     def _collect_inventory(self, command: m.CollectInventory) -> None:
         async def collect() -> None:
-            try:
-                slots = await self._cluster.call_agent(command.node, "inventory", self.term)
-            except ActorUnavailableError:
-                return  # it may be there: no answer is not an empty one, and the machine asks again
-            except RayError as error:
-                log.warning("no inventory from node %s: %s", command.node[:8], _line(error))
-                slots = ()
+            """No answer and an error are not an empty answer: the machine asks again."""
+            slots = await self._cluster.call_agent(command.node, "inventory", self.term)
             self._report(m.Inventory(command.node, command.request, slots))
 
-        self.spawn(collect())
+        self._told(f"inventory of node {command.node[:8]}", collect())
 
     def _upload(self, command: m.Upload) -> None:
         async def upload() -> None:
             error = ""
             try:
                 part = await self._cluster.call_agent(
-                    command.node, "upload", self.term, _pair(command.generation), command.step, command.slots
-                )
+                    command.node, "upload", self.term, _pair(command.generation), command.step, command.slots,
+                    timeout_s=self._cluster.upload_s,
+                )  # fmt: skip
                 self._parts.setdefault((command.generation, command.step), {})[command.node] = part
+            except TimeoutError:
+                return  # it may go on: the machine asks again
             except RayError as failure:
+                if (refused := refusal(failure)) is not None:
+                    raise refused from failure
                 cause = getattr(failure, "cause", None)
                 error = f"corrupt:{cause.where}" if isinstance(cause, CorruptError) else _line(failure)
+                error = f"gone:{cause.where}" if isinstance(cause, SlotReusedError) else error
+                if isinstance(cause, StorageFullError):
+                    self.spawn(self._collect())  # else it waits for a commit that has no room
             self._report(m.Uploaded(command.node, command.generation, command.step, error))
 
         self.spawn(upload())
@@ -185,50 +242,46 @@ class CommandExecutor:
         event = await self._loop.run_in_executor(self._store.executor, work)
         if event.kind == "commit" and event.seq:
             self._parts = {key: value for key, value in self._parts.items() if key[1] > event.step}
-            self.spawn(self._collect_garbage())
+            self.spawn(self._after_commit())
         self._report(event)
 
-    async def _collect_garbage(self) -> None:
+    async def _after_commit(self) -> None:
+        record = await asyncio.to_thread(lambda: encode_record(self._record.memo()))
+        await self._loop.run_in_executor(self._store.executor, self._store.save_record, record)
+        await self._collect()
+
+    async def _collect(self) -> None:
         await self._loop.run_in_executor(self._store.executor, self._store.collect_garbage)
 
     def _release(self, command: m.Release) -> None:
         generation = _pair(command.generation)
-
-        async def release() -> None:
-            try:
-                await self._cluster.call_agent(command.node, "release", self.term, generation, command.step)
-            except RayError as error:
-                log.debug("release on node %s: %s", command.node[:8], _line(error))
-
-        self.spawn(release())
+        self._tell_agent(command.node, "release", generation, command.step)
         for worker in self._cluster.workers_on(command.node):
             self._tell(worker, "committed", self.term, generation, command.committed)
 
     def _keep_slots(self, command: m.KeepSlots) -> None:
-        async def mark() -> None:
-            key = (*_pair(command.generation), command.step)
-            try:
-                await self._cluster.call_agent(command.node, "keep", self.term, key)
-            except RayError as error:
-                log.warning("slots on node %s are not marked: %s", command.node[:8], _line(error))
-
-        self.spawn(mark())
+        self._tell_agent(command.node, "keep", (*_pair(command.generation), command.step))
 
     def _quarantine(self, command: m.Quarantine) -> None:
-        self.spawn(self._quarantined(command))
+        assert command.generation is not None
+        self._tell_agent(command.node, "quarantine", command.slot, (*_pair(command.generation), command.step))
 
-    async def _quarantined(self, command: m.Quarantine) -> None:
-        try:
-            await self._cluster.call_agent(command.node, "quarantine", self.term, command.slot)
-        except RayError as error:
-            log.debug("quarantine on node %s: %s", command.node[:8], _line(error))
+    def _tell_agent(self, node: str, method: str, *arguments: Any) -> None:
+        call = self._cluster.call_agent(node, method, self.term, *arguments)
+        self._told(f"{method} on node {node[:8]}", call)
+
+    def _plan_layouts(self, command: m.PlanLayouts) -> None:
+        self._plan(command.questions)
+
+    def _free_node(self, command: m.FreeNode) -> None:
+        self.spawn(self._cluster.free(self.term, command.node, self.is_newest))
 
     def _alert(self, command: m.Alert) -> None:
         self._record.note(command.level, command.kind, command.text, command.data)
 
     _methods: ClassVar[dict[type, Callable[[CommandExecutor, Any], None]]] = {
         m.StartWorker: _start_worker,
-        m.StopWorker: _stop_worker,
+        m.StopWorker: _kill_worker,
         m.KillWorker: _kill_worker,
         m.RunGeneration: _run_generation,
         m.Interrupt: _interrupt,
@@ -240,6 +293,8 @@ class CommandExecutor:
         m.KeepSlots: _keep_slots,
         m.TakeSnapshot: _take_snapshot,
         m.Quarantine: _quarantine,
+        m.PlanLayouts: _plan_layouts,
+        m.FreeNode: _free_node,
         m.Alert: _alert,
     }
 

@@ -12,7 +12,11 @@ from typing import Any
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import REPORTED
 from picotron_ray.observability.catalogue import CATALOGUE
-from picotron_ray.observability.coordinator_metrics import COMMIT_BUCKETS_S, RECOVERY_BUCKETS_S
+from picotron_ray.observability.coordinator_metrics import (
+    COMMIT_BUCKETS_S,
+    PLAN_BUCKETS_S,
+    RECOVERY_BUCKETS_S,
+)
 from picotron_ray.observability.exporter import Distribution, Sample
 from picotron_ray.runtime.coordinator.records import Measured
 from picotron_ray.runtime.coordinator.run_record import RunRecord
@@ -42,6 +46,11 @@ class CoordinatorFigures:
             yield Sample("picotron_elastic_failures_total", count, {"kind": kind.value})
         for level in LEVELS:
             yield Sample("picotron_elastic_events_total", measured.noted.get(level, 0), {"level": level})
+        for origin in ("planned", "default"):
+            count = measured.plans.get(origin, 0)
+            yield Sample("picotron_elastic_planned_generations_total", count, {"origin": origin})
+        searches = Distribution.of(measured.planned_s, PLAN_BUCKETS_S)
+        yield Sample("picotron_elastic_planner_seconds", searches)
         yield Sample("picotron_elastic_lost_steps_total", sum(failure["lost_steps"] for failure in failures))
         recoveries = [failure["recovered_s"] for failure in failures if failure["recovered_s"] is not None]
         distribution = Distribution.of(recoveries, RECOVERY_BUCKETS_S)

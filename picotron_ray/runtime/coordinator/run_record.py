@@ -9,24 +9,34 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.codec import decode
 from picotron_ray.data.batch import samples_of
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
+from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
+from picotron_ray.runtime.coordinator.event_log.memo import observations, plain_facts, read_facts
 from picotron_ray.runtime.coordinator.records import (
+    CHECKPOINTS_KEPT,
     Facts,
     FailureRecord,
     GenerationRecord,
     Measured,
+    failure_ages_s,
     failure_entry,
     generation_entry,
+    goodput,
+    involved_in,
+    median_step_s,
+    places,
     sign_of,
 )
 
+SEQ_GAP = 1_000_000
+"""More events than an earlier term can have told since its last record; numbers of events never repeat."""
 EXIT_CODES = {"finished": 0, "failed": 3, "storage": 4, "fenced": 3, "stopped": 130}
 
 
@@ -46,6 +56,10 @@ class RunRecord:
         self._running = False  # a generation of this term, or one that it adopted
         self._open: list[FailureRecord] = []  # no step has gone on since
         self._metrics: dict[str, Any] | None = None
+        self._launch = ""
+        self._stop_of: str | None = None  # launch that was asked to stop
+        self._line = 0  # of this term's log, newest that was observed
+        self._continues = False  # events are numbered on from where an earlier term was
         self._uncommitted = False  # storage fails, or something that was kept is still to be committed
 
     def begin(self, term: int, commit_figures: Mapping[int, dict[str, Any]]) -> None:
@@ -62,12 +76,13 @@ class RunRecord:
     # --- filling -----------------------------------------------------------------------------------------
 
     def note(self, level: str, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
-        """Note an event for people; numbered, so that a driver asks only for what it has not seen."""
+        """Note an event for people, without secrets; a driver asks for numbers that it has not seen."""
+        text = redact_words(text)
         with self._lock:
             self._seq += 1
             event = {"seq": self._seq, "t": time.time(), "level": level, "kind": kind, "text": text}
             self._facts.events.append({**event, "data": data or {}})
-            self._facts.noted[level] += 1
+            self._facts.count(level, kind, data or {})
             if kind == "storage-wait" or (kind, level) == ("kept", "info"):
                 self._uncommitted = True
 
@@ -112,36 +127,85 @@ class RunRecord:
         text = f"step {step} ({samples}) was bad: its update was left out"
         self.note("warning", "skipped", text, {"step": step})
 
-    def recall(self, lines: list[dict[str, Any]]) -> None:
-        """Learn from the event logs of earlier terms, on this machine's monotonic clock."""
-        offset = time.time() - time.monotonic()
-        with self._lock:
-            for line in lines:
-                at_s = line["now"] + offset
-                self._began = min(self._began, at_s)
-                self.observe(decode(line["event"]), [decode(command) for command in line["commands"]], at_s)
+    def recall(self, memo: dict[str, Any] | None, lines: Iterable[LoggedLine], launch: str = "") -> None:
+        """Learn what earlier terms knew: their record, where there is one, and the lines of their logs since.
 
-    def observe(self, event: m.Event, commands: list[m.Command], at_s: float) -> None:
+        Args:
+            launch: identity of the launch that this coordinator belongs to, as the headers have it.
+        """
+        with self._lock:
+            self._launch = launch
+            if memo is not None:
+                self._remember(memo)
+            for launch_then, event, commands, at_s in observations(lines):
+                self._launch = launch_then
+                self._began = min(self._began, at_s)
+                self.observe(event, commands, at_s)
+            self._launch = launch
+
+    def _remember(self, memo: dict[str, Any]) -> None:
+        self._facts = read_facts(memo["facts"])
+        self._open = [self._facts.failures[index] for index in memo["open"]]
+        self._began, self._uncommitted = memo["began_s"], memo["uncommitted"]
+        self._stop_of, self._seq = memo["stop_of"], memo["seq"] + SEQ_GAP
+        self._continues = True
+
+    def memo(self) -> dict[str, Any]:
+        """Return the record as of the last line that was observed, as JSON values; ``recall`` reads it."""
+        with self._lock:
+            return {
+                "term": self._term,
+                "line": self._line,
+                "began_s": self._began,
+                "seq": self._seq,
+                "uncommitted": self._uncommitted,
+                "stop_of": self._stop_of,
+                "open": places(self._facts.failures, self._open),
+                "goodput": goodput(self._facts, time.time() - self._began),
+                "wall_s": time.time() - self._began,
+                "facts": plain_facts(self._facts),
+            }
+
+    def failed_s_ago(self) -> tuple[float, ...]:
+        """Return how long ago each failure of the last day was, oldest first."""
+        with self._lock:
+            return failure_ages_s(self._facts, time.time() - self._began)
+
+    @property
+    def stop_is_owed(self) -> bool:
+        """Whether this launch was asked to stop, of whichever term, and has not ended yet."""
+        with self._lock:
+            return self._stop_of == self._launch
+
+    def observe(self, event: m.Event, commands: list[m.Command], at_s: float, line: int = 0) -> None:
         """Follow the machine: note failures, and which generation came of each.
 
         Args:
             at_s: seconds since the epoch.
+            line: number of the event's line in the term's log; 0: it has none.
         """
         with self._lock:
+            self._line = line or self._line
             self._observe_event(event, at_s)
             for command in commands:
                 if isinstance(command, m.RunGeneration):
                     self._generation(command.spec)
                 elif isinstance(command, m.Alert) and command.kind == "failure":
                     self._judged(command.data, at_s)
+                elif isinstance(command, m.Finish):
+                    self._stop_of = None
 
     def _observe_event(self, event: m.Event, at_s: float) -> None:
+        if isinstance(event, m.UserRequest) and event.what == "stop":
+            self._stop_of = self._launch
         if isinstance(event, m.Uploaded | m.Appended) and event.error:
             self._uncommitted = True
         if isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self._committed(event)
             self._uncommitted = False
             self._facts.committed_at_s = at_s
+        if isinstance(event, m.Planned) and not event.error:
+            self._facts.planned_s.append(event.planned_s)
         record = self._facts.generations[-1] if self._facts.generations else None
         if record is None:
             return
@@ -158,6 +222,9 @@ class RunRecord:
         sign = sign_of(event)
         if sign is not None:
             self._failed(*sign, record, at_s)
+            bad = event.bad_step if isinstance(event, m.Outcome) and self._open else 0
+            if bad and self._open[-1].kind is FailureKind.NUMERICS:
+                self._open[-1].target = f"step {bad}"
 
     def _judged(self, data: dict[str, Any], at_s: float) -> None:
         """Note a failure that the machine found without a sign of its own, as at a term's beginning."""
@@ -179,6 +246,7 @@ class RunRecord:
             failure = FailureRecord(
                 kind, target, record.end_step, at_s - self._began, involved=record.involved
             )
+            failure.struck = str(record.spec.id)
             self._facts.failures.append(failure)
             self._open.append(failure)
         elif last is not None and target in last.involved and explains(kind, last.kind):
@@ -197,8 +265,7 @@ class RunRecord:
                 failure.restored_from = spec.source.kind
         if generations:
             generations[-1].end_step = max(spec.resume_step, generations[-1].spec.resume_step)
-        involved = frozenset(name for member in spec.members for name in (member.worker, member.node))
-        generations.append(GenerationRecord(spec, spec.resume_step, involved))
+        generations.append(GenerationRecord(spec, spec.resume_step, involved_in(spec)))
         text = (
             f"generation {spec.id}: {spec.layout} on {len(spec.members)} workers from step {spec.resume_step}"
             f" ({spec.source.kind}): {spec.reason}"
@@ -213,6 +280,14 @@ class RunRecord:
         figures = self._commit_figures.get(event.step)
         stall_s = max((page["pinned_wait_s"] for page in self._facts.pages.values()), default=0.0)
         self._facts.checkpoints.append({"step": event.step, "stall_s": stall_s, **(figures or {})})
+        del self._facts.checkpoints[:-CHECKPOINTS_KEPT]
+
+    def evidence(self, name: str, generation: str) -> None:
+        """Note what tells where the ranks of a generation were, by its name in storage."""
+        with self._lock:
+            if name not in self._facts.evidence.values():
+                self._facts.evidence.setdefault(generation, name)  # the first is of all ranks
+                self.note("info", "evidence", f"stacks of generation {generation} are in {name}")
 
     def serves(self, endpoints: dict[str, str], file: str) -> None:
         """Note metrics endpoints (``host:port`` by node or ``coordinator``) and the file that lists them."""
@@ -225,7 +300,7 @@ class RunRecord:
         """Return the state for the driver; ``events`` are those numbered above ``since``."""
         with self._lock:
             record = self._facts.generations[-1] if self._facts.generations else None
-            page = self._leader(record)
+            page = self._facts.leader(record)
             step = page.get("step", record.spec.resume_step if record else 0)
             step_time = page.get("step_time_s") or 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
@@ -236,6 +311,8 @@ class RunRecord:
                 if self._finish
                 else ("running" if self._running else "starting"),
                 "term": self._term,
+                "continues": self._continues,
+                "stopping": self.stop_is_owed,
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
                 "generation": str(record.spec.id) if record else None,
                 "layout": str(record.spec.layout) if record else None,
@@ -246,14 +323,14 @@ class RunRecord:
                 "steps": self._job.steps,
                 "loss": page.get("loss") or None,
                 "tokens_per_s": tokens / step_time if step_time else None,
-                "eval_loss": self._eval_loss(),
-                "eval_step": self._eval_step(),
-                "baseline_loss": self._baseline(),
+                "eval_loss": self._facts.newest_eval().get("eval_loss"),
+                "eval_step": self._facts.newest_eval().get("eval_step"),
+                "baseline_loss": self._facts.baseline(),
                 "uncommitted": self._uncommitted,
                 "committed": max((entry["step"] for entry in self._facts.checkpoints), default=None),
                 "pages": dict(self._facts.pages),
                 "metrics": self._metrics,
-                "failures": [failure_entry(failure) for failure in self._facts.failures],
+                "failures": [failure_entry(each, self._facts.evidence) for each in self._facts.failures],
                 "events": [event for event in self._facts.events if event["seq"] > since],
                 "done": self._summary is not None,
                 "exit_code": EXIT_CODES[self._finish.status] if self._finish else None,
@@ -264,66 +341,30 @@ class RunRecord:
     def measured(self) -> Measured:
         """Return the facts that are served as metrics, beyond ``status``."""
         with self._lock:
-            facts = self._facts
-            return Measured(
-                leader=dict(self._leader(facts.generations[-1] if facts.generations else None)),
-                generation=facts.generations[-1].spec.id.n if facts.generations else None,
-                generations=len(facts.generations),
-                tokens=facts.tokens,
-                checkpoints=list(facts.checkpoints),
-                committed_at_s=facts.committed_at_s,
-                noted=dict(facts.noted),
-                evaluations=dict(facts.evaluations),
-            )
-
-    def _leader(self, record: GenerationRecord | None) -> dict[str, Any]:
-        """Return the page of rank 0 of the running generation; empty while there is none."""
-        if record is not None:
-            for page in self._facts.pages.values():
-                if (page["term"], page["n"], page["rank"]) == (record.spec.id.term, record.spec.id.n, 0):
-                    return page
-        return {}
-
-    def _newest_eval(self) -> dict[str, Any]:
-        pages = [page for page in self._facts.pages.values() if page["eval_step"] >= 0]
-        return max(pages, key=lambda page: page["eval_step"], default={})
-
-    def _eval_loss(self) -> float | None:
-        return self._newest_eval().get("eval_loss")
-
-    def _baseline(self) -> float | None:
-        return max((page["baseline_loss"] for page in self._facts.pages.values()), default=None)
-
-    def _eval_step(self) -> int | None:
-        return self._newest_eval().get("eval_step")
+            generations = self._facts.generations
+            return self._facts.measured(dict(self._facts.leader(generations[-1] if generations else None)))
 
     def summary(self, finish: m.Finish) -> dict[str, Any]:
         """Return the content of summary.json, without the ledger's part, which is added when it is stored."""
         with self._lock:
             facts = self._facts
-            times = sorted(facts.step_times)
-            median = times[len(times) // 2] if times else 0.0
+            median = median_step_s(facts)
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             wall = time.time() - self._began
-            steps = (
-                facts.generations[-1].end_step - facts.generations[0].spec.resume_step
-                if facts.generations
-                else 0
-            )
             return {
                 "run": self._job.name,
                 "status": finish.status,
                 "detail": finish.detail,
                 "submissions": list(facts.submissions),
                 "steps": facts.generations[-1].end_step if facts.generations else 0,
-                "eval_loss": self._eval_loss(),
-                "baseline_loss": self._baseline(),
+                "eval_loss": self._facts.newest_eval().get("eval_loss"),
+                "baseline_loss": self._facts.baseline(),
                 "tokens_per_s": tokens / median if median else None,
                 "mfu": None,  # needs the device's peak rate: unknown on a CPU
-                "goodput": min(1.0, steps * median / wall) if wall else None,
+                "goodput": goodput(facts, wall),
                 "wall_s": wall,
                 "generations": [generation_entry(record) for record in facts.generations],
-                "failures": [failure_entry(failure) for failure in facts.failures],
+                "failures": [failure_entry(each, facts.evidence) for each in facts.failures],
                 "checkpoints": list(facts.checkpoints),
             }
 

@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome
 from picotron_ray.runtime.node_agent.agent import Agent
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, node_folder, worker_actor_name
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, worker_actor_name
 from picotron_ray.runtime.ray_cluster.placement import WorkerNeeds, on_node
 
 
@@ -39,25 +39,30 @@ class WorkerActor:
 
 
 def start_agent(job: JobConfig, node: str, host: str) -> ActorHandle:
-    """Start the agent of one node; an agent that lives there already is reused."""
-    folder = str(node_folder(job.snapshot.folder, job.name, node))
+    """Start the agent of one node; an agent that lives there already is reused.
+
+    One whose process dies is started again by Ray, on its node alone.
+    """
     options = {
         "name": agent_name(job.name, node),
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "get_if_exists": True,
         "num_cpus": 0,
-        "max_restarts": 0,
+        "max_restarts": -1,
         "max_concurrency": 32,
         "scheduling_strategy": on_node(node),
     }
     actor: Any = ray.remote(Agent).options(**options)
-    return actor.remote(job.model_dump(mode="json"), node, folder, host)
+    return actor.remote(job.model_dump(mode="json"), node, host)
 
 
-def start_worker(job: JobConfig, worker: str, node: str, needs: WorkerNeeds) -> ActorHandle:
-    """Start a fresh worker on one node; its name is never used again."""
-    folder = str(node_folder(job.snapshot.folder, job.name, node))
+def start_worker(job: JobConfig, worker: str, node: str, needs: WorkerNeeds, slot_bytes: int) -> ActorHandle:
+    """Start a fresh worker on one node; its name is never used again.
+
+    Args:
+        slot_bytes: of each of its snapshot slots, at least; 0: not known.
+    """
     options = {
         "name": worker_actor_name(job.name, worker),
         "namespace": NAMESPACE,
@@ -71,4 +76,4 @@ def start_worker(job: JobConfig, worker: str, node: str, needs: WorkerNeeds) -> 
         "scheduling_strategy": on_node(node),
     }
     actor: Any = ray.remote(WorkerActor).options(**options)
-    return actor.remote(job.model_dump(mode="json"), worker, node, folder)
+    return actor.remote(job.model_dump(mode="json"), worker, node, slot_bytes)

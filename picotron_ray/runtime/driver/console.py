@@ -106,6 +106,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
             f"{len(commits)} commits, the newest of step {max(commits, default='-')}; {ledger['samples']}"
             f" samples fed, {ledger['lost']} lost, {ledger['repeated']} repeated"
             + (f", {ledger['skipped']} without an update" if ledger.get("skipped") else "")
+            + (f"; {ledger['passed_over']} passed over" if ledger.get("passed_over") else "")
         )
     return lines
 

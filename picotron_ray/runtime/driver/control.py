@@ -73,7 +73,8 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> dict[s
     if now and not discard:
         _refuse_uncommitted(run)
     if _is_local_and_dead_or_unwanted(run, now, discard):
-        console.print(f"run {run}: ended what was left of it", markup=False)
+        deleted = ", and deleted what storage had not taken" if discard else ""
+        console.print(f"run {run}: ended what was left of it{deleted}", markup=False)
         return None
     try:
         coordinator, local = connect_to_run(run)
@@ -87,7 +88,7 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> dict[s
     coordinator.request.remote("stop")
     with follow_run.without_rays_messages(), follow_run.signal_handlers() as signals:
         with ProgressView(console) as progress:
-            final = follow_run.follow(run, coordinator, progress, signals)
+            final = follow_run.follow(run, coordinator, progress, signals, stop=True)
         if final is not None:
             follow_run.take_down(local, coordinator)
     return None if final is None else dict(final["summary"])
@@ -165,7 +166,7 @@ def kill_actors(run: str, discard: bool = False) -> int:
         _kill(coordinator_name(run))
     agents = [ray.get_actor(name, NAMESPACE) for name in names if name.startswith(agent_name(run, ""))]
     ray.wait(
-        [agent.close.remote(None if discard else MARKED_ALONE) for agent in agents],
+        [agent.close.remote(None, None if discard else MARKED_ALONE) for agent in agents],
         num_returns=len(agents),
         timeout=15,
     ) if agents else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -239,5 +240,7 @@ def ensure_coordinator(
         "tied_to": tied_to,
         "notes": list(resolved.notes),
         "slot_bytes": resolved.slot_bytes,
+        "launch": uuid.uuid4().hex,
+        "data": resolved.data.fingerprint if resolved.data else "",
     }
     return actor.remote(resolved.job.model_dump(mode="json"), settings), False

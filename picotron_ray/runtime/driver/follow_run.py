@@ -97,9 +97,17 @@ def find_coordinator(run: str) -> Any:
 
 
 def follow(
-    run: str, coordinator: Any, progress: ProgressView, signals: Signals, ray_job: Submission | None = None
+    run: str,
+    coordinator: Any,
+    progress: ProgressView,
+    signals: Signals,
+    ray_job: Submission | None = None,
+    stop: bool = False,
 ) -> dict[str, Any] | None:
     """Show the run until it is done; returns its last status, or None where the user left.
+
+    A stop, by signal or by ``stop``, is asked for until the coordinator's status says that it knows, also of
+    one that is restarted meanwhile.
 
     Returns once all others that follow the run have heard of its end too: the caller then ends what they ask.
     """
@@ -110,6 +118,7 @@ def follow(
             progress.say(
                 "stopping at the next step, with a commit; interrupt again to leave it running instead"
             )
+            stop = True
             _request(coordinator, "stop")
         status = poll(coordinator, since, follower=FOLLOWER)
         if status is None:
@@ -122,9 +131,12 @@ def follow(
                 )
         else:
             heard = time.monotonic()
-            if status["term"] != term:  # a restarted coordinator numbers its events anew
+            if stop and not status["stopping"] and not status["done"]:
+                _request(coordinator, "stop")
+            if status["term"] != term:
                 term, asked = status["term"], since
-                since = 0
+                if not status["continues"]:  # it numbers its events anew
+                    since = 0
                 if ray_job is not None:
                     coordinator.attached.remote(ray_job.plain())
                 if asked:

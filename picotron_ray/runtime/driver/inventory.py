@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, LayoutError
+from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import profile_of
-from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.refusal import workers_that_do
 from picotron_ray.planner.search import PlannedLayout, choose_layout
+from picotron_ray.planner.snapshot_room import slot_budget
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, snapshot_problem
 
 
@@ -32,7 +33,7 @@ class Plan:
 
     Fields:
         planned: the layout and its cost.
-        slot_bytes: of one snapshot slot of the worker with the largest state.
+        slot_bytes: of one snapshot slot of the worker that writes most, now or after a node is lost.
         left_out: a line for each node that has no room for its workers' slots.
     """
 
@@ -63,8 +64,7 @@ def plan(job: JobConfig, device: str, nodes: Sequence[InventoryNode], slots: boo
     staying = list(nodes)
     while True:
         planned = _planned(job, device, staying)
-        estimate = memory_estimate(job, planned.layout)
-        slot_bytes = int(estimate.state_bytes + estimate.host_state_bytes)
+        slot_bytes = _slot_bytes(job, device, staying, planned)
         short = [node for node in staying if slots and _problem(job, node, slot_bytes)]
         if not short:
             return Plan(planned, slot_bytes, tuple(left_out))
@@ -74,15 +74,27 @@ def plan(job: JobConfig, device: str, nodes: Sequence[InventoryNode], slots: boo
             raise ConfigError(*left_out[:3])
 
 
+def _slot_bytes(job: JobConfig, device: str, nodes: list[InventoryNode], planned: PlannedLayout) -> int:
+    least = min(node.facts.device_bytes for node in nodes)
+
+    def choose(workers: int, sizes: tuple[int, ...]) -> Layout:
+        return choose_layout(job, workers, profile_of(device, least), sizes).layout
+
+    return slot_budget(job, planned.layout, _taken(nodes, planned.layout.world_size), choose)
+
+
 def _problem(job: JobConfig, node: InventoryNode, slot_bytes: int) -> str | None:
-    return snapshot_problem(job, node.facts.snapshot_bytes, slot_bytes, node.workers)
+    return node.facts.folder_problem or snapshot_problem(
+        job, node.facts.snapshot_bytes, slot_bytes, node.workers
+    )
 
 
 def _planned(job: JobConfig, device: str, nodes: list[InventoryNode]) -> PlannedLayout:
     """The cheapest of the layouts on all nodes, on those but the ones with the smallest cards, and so on."""
     found: list[PlannedLayout] = []
-    for least in sorted({node.facts.device_bytes for node in nodes}):
-        group = [node for node in nodes if node.facts.device_bytes >= least]
+    memory = [_memory(job, device, node) for node in nodes]
+    for least in sorted(set(memory)):
+        group = [node for node, there in zip(nodes, memory, strict=True) if there >= least]
         sizes = _taken(group, job.cluster.max_workers)
         if len(group) < len(nodes) and sum(sizes) < job.cluster.min_workers:
             break
@@ -95,6 +107,11 @@ def _planned(job: JobConfig, device: str, nodes: list[InventoryNode]) -> Planned
     return min(found, key=lambda planned: planned.cost_s)
 
 
+def _memory(job: JobConfig, device: str, node: InventoryNode) -> int:
+    """Memory for each worker on a node, in bytes; 0: not known."""
+    return node.facts.worker_bytes(device, min(node.workers, job.cluster.max_workers))
+
+
 def _taken(nodes: list[InventoryNode], most: int) -> tuple[int, ...]:
     """Workers per node, the fullest first, of at most ``most``."""
     sizes: list[int] = []
@@ -105,9 +122,9 @@ def _taken(nodes: list[InventoryNode], most: int) -> tuple[int, ...]:
 
 def _what_would_do(job: JobConfig, device: str, nodes: list[InventoryNode]) -> str:
     """Name the number of workers with the largest of these cards that would do, where memory is missing."""
-    best = max(nodes, key=lambda node: node.facts.device_bytes)
+    best = max(nodes, key=lambda node: _memory(job, device, node))
     workers, most = sum(_taken(nodes, job.cluster.max_workers)), job.cluster.max_workers
-    enough = workers_that_do(job, workers, profile_of(device, best.facts.device_bytes), best.workers)
+    enough = workers_that_do(job, workers, profile_of(device, _memory(job, device, best)), best.workers)
     if enough is None:
         return ""
     cards = best.facts.card_names

@@ -10,47 +10,30 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from picotron_ray.checkpoint.snapshot.slot_pool import choose_folder
-from picotron_ray.checkpoint.storage.base import Storage, get_json
-from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded, get_json
+from picotron_ray.checkpoint.store.run_log import RunLog, decode_entry, entry_key
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.devices import device_problems, offload_problems
 from picotron_ray.config.support.extras import needed_extras
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
-from picotron_ray.errors import ConfigError, NotFoundError, SlotError
-from picotron_ray.layout.layout import Layout
+from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.observability.ports import check_ports
 from picotron_ray.observability.trackers import check_trackers
-from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.runtime.driver.inventory import InventoryNode, Plan, plan, with_those_to_come
 from picotron_ray.runtime.driver.resolve_precision import able_nodes
-from picotron_ray.runtime.ray_cluster.connect import run_folders
-from picotron_ray.runtime.ray_cluster.kept_slots import kept_bytes
+from picotron_ray.runtime.driver.snapshot_folder import plan_with_folder
+from picotron_ray.runtime.ray_cluster.connect import refuse_unauthenticated, run_folders
+from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
+from picotron_ray.runtime.ray_cluster.kept_slots import foreign_step, foreign_text, kept_step
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import facts_of, living_nodes, worker_needs
 
 
-def snapshot_note(job: JobConfig, layout: Layout) -> str | None:
-    """Check the room for all slots on one machine, each as large as its worker may need; returns a warning.
-
-    Raises:
-        ConfigError: there is too little.
-    """
-    estimate = memory_estimate(job, layout)
-    slots = job.snapshot.slots * layout.world_size
-    need = int(estimate.state_bytes + estimate.host_state_bytes) * slots
-    need -= sum(map(kept_bytes, run_folders(job)))  # committed, and gone, before the first slot is made
-    try:
-        _, note = choose_folder(job.snapshot.folder, job.snapshot.overflow_folder, need)
-    except SlotError as error:
-        raise ConfigError(f"snapshot.folder: {error}") from error
-    return note
-
-
 def check_services(job: JobConfig) -> None:
-    """Raise ConfigError where metrics' ports are taken or a tracker cannot be used."""
+    """Raise ConfigError where Ray would ask nobody who they are, ports are taken, or a tracker is no use."""
+    refuse_unauthenticated(job)
     check_ports(job.metrics, local=not os.environ.get("RAY_ADDRESS"))
     check_trackers(job.trackers)
 
@@ -70,8 +53,25 @@ def check_resume_step(job: JobConfig, storage: Storage) -> None:
         )
 
 
+def _check_kept_slots(job: JobConfig, storage: Storage) -> None:
+    """Refuse to begin where this machine keeps uncommitted slots of another run of that name."""
+    folders = run_folders(job)
+    if kept_step(folders) is None:
+        return
+    try:
+        first = decode_entry(1, get_bounded(storage, entry_key(1), JSON_BYTES)).nonce
+    except NotFoundError:
+        first = "none yet"  # storage that was emptied, or is another one
+    except CorruptError:
+        return  # not known
+    step = foreign_step(folders, first)
+    if step is not None:
+        raise ConfigError(f"name: {foreign_text(step, job.name)}")
+
+
 def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
     """Compare with the run of that name in storage: one line per changed key; ConfigError where refused."""
+    _check_kept_slots(job, storage)
     try:
         saved: dict[str, Any] = get_json(storage, "run.json")["config"]
     except NotFoundError:
@@ -79,9 +79,10 @@ def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
     return check_resume(saved, job)
 
 
-def check_cluster(job: JobConfig, own_ray: bool = False) -> Plan | None:
+def check_cluster(job: JobConfig, own_ray: bool = False) -> tuple[JobConfig, Plan] | None:
     """Check that the connected cluster can host ``min_workers``, with the kernels and precision asked for,
-    and that a layout and its snapshots fit on its nodes; returns what would run there.
+    and that a layout and its snapshots fit on its nodes; returns what would run there, and the job with the
+    folder of its snapshots.
 
     Args:
         own_ray: it was started for this run, on this machine, which was looked at before. None is returned
@@ -125,8 +126,9 @@ def check_cluster(job: JobConfig, own_ray: bool = False) -> Plan | None:
     if not hosts:
         return None
     silent = [f"node {n.host} did not say what it has" for n in nodes if n.id not in facts]
-    planned = plan(job, device, with_those_to_come(job, hosts))
-    return replace(planned, left_out=(*planned.left_out, *silent))
+    job, planned, note = plan_with_folder(job, device, with_those_to_come(job, hosts))
+    notes = (*([note] if note else []), *planned.left_out, *silent)
+    return job, replace(planned, left_out=notes)
 
 
 def _of(device: str, facts: NodeFacts) -> NodeFacts:
@@ -135,14 +137,14 @@ def _of(device: str, facts: NodeFacts) -> NodeFacts:
 
 
 def plan_here(job: JobConfig) -> Plan:
-    """Plan for a Ray of the run's own, on this machine; room for slots is `snapshot_note`'s to judge.
+    """Plan for a Ray of the run's own, on this machine; room for slots is `with_folder_here`'s to judge.
 
     Raises:
         ConfigError: no layout fits.
     """
     cards = [] if job.cluster.device == "cpu" else Gpus().cards()
     workers = min(job.cluster.max_workers, len(cards) or job.cluster.max_workers)
-    here = InventoryNode(os.uname().nodename, workers, NodeFacts(cards))
+    here = InventoryNode(os.uname().nodename, workers, NodeFacts(cards, host_bytes=host_bytes()))
     return plan(job, "cuda" if cards else "cpu", [here], slots=False)
 
 

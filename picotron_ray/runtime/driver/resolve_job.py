@@ -25,6 +25,7 @@ from picotron_ray.config.validation.check import check as broken_rules
 from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.driver.submission import Submission, refuse_lost_folders
+from picotron_ray.runtime.ray_cluster.interfaces import on_loopback
 
 if TYPE_CHECKING:
     from picotron_ray.data.dataset import DataSplits
@@ -216,18 +217,24 @@ def _layout(at: ResolvedJob) -> ResolvedJob:
     """Choose the layout of a run with a Ray of its own. Touches: asks NVML for this machine's GPUs."""
     from picotron_ray.runtime.driver.preflight import plan_here
 
-    return replace(at, layout=plan_here(at.job).planned.layout) if at.owns_ray else at
+    if not at.owns_ray:
+        return at
+    plan = plan_here(at.job)
+    return replace(at, layout=plan.planned.layout, slot_bytes=plan.slot_bytes)
 
 
 def _snapshot_room(at: ResolvedJob) -> ResolvedJob:
     """Find room for that layout's snapshot slots. Touches: looks at the free space of their folders."""
-    from picotron_ray.runtime.driver.preflight import snapshot_note
+    from picotron_ray.runtime.driver.snapshot_folder import with_folder_here
 
-    return at.noting(snapshot_note(at.job, at.layout)) if at.layout is not None else at
+    if at.layout is None:
+        return at
+    job, note = with_folder_here(at.job, at.layout.world_size, at.slot_bytes)
+    return replace(at, job=job).noting(note)
 
 
 def _services(at: ResolvedJob) -> ResolvedJob:
-    """Check metrics' ports and the trackers. Touches: binds the ports for a moment."""
+    """Check authentication, metrics' ports and trackers. Touches: binds the ports for a moment."""
     from picotron_ray.runtime.driver.preflight import check_services
 
     check_services(at.job)
@@ -260,8 +267,12 @@ def _same_run(at: ResolvedJob) -> ResolvedJob:
 def _running_run(at: ResolvedJob) -> ResolvedJob:
     """Compare with the run of that name, which goes on, so at any step. Touches: reads its storage."""
     from picotron_ray.runtime.driver.preflight import check_same_run
+    from picotron_ray.runtime.run_storage.data_record import check_data
 
-    return at.noting(*check_same_run(at.job, _opened(at)))
+    notes = check_same_run(at.job, _opened(at))
+    if at.data is not None:
+        check_data(_opened(at), at.job.name, at.data.fingerprint)
+    return at.noting(*notes)
 
 
 def _own_precision(at: ResolvedJob) -> ResolvedJob:
@@ -309,10 +320,11 @@ def _room(at: ResolvedJob) -> ResolvedJob:
     """Check room, kernels and precision of the connected cluster. Touches: asks its nodes."""
     from picotron_ray.runtime.driver.preflight import check_cluster
 
-    plan = check_cluster(at.job, at.owns_ray)
-    if plan is None:
+    found = check_cluster(at.job, at.owns_ray)
+    if found is None:
         return at
-    return replace(at, layout=plan.planned.layout, slot_bytes=plan.slot_bytes).noting(*plan.left_out)
+    job, plan = found
+    return replace(at, job=job, layout=plan.planned.layout, slot_bytes=plan.slot_bytes).noting(*plan.left_out)
 
 
 def _init_from(at: ResolvedJob) -> ResolvedJob:
@@ -342,13 +354,9 @@ def settle_start(
     return job.model_copy(update={"init_from": job.init_from.model_copy(update={"step": step})}), record
 
 
-def _metrics_host(at: ResolvedJob) -> ResolvedJob:
-    """Serve metrics to this machine alone where Ray was started for the run alone."""
-    metrics = at.job.metrics
-    if not at.owns_ray or metrics.host is not None:
-        return at
-    own = metrics.model_copy(update={"host": "127.0.0.1"})
-    return replace(at, job=at.job.model_copy(update={"metrics": own}))
+def _addresses(at: ResolvedJob) -> ResolvedJob:
+    """Serve this machine alone where Ray was started for the run alone."""
+    return replace(at, job=on_loopback(at.job)) if at.owns_ray else at
 
 
 def _opened(at: ResolvedJob) -> Storage:
@@ -385,7 +393,8 @@ ON_THE_CLUSTER = (
     OWN_MODEL,
     ResolveStep("precision", _precision),
     ResolveStep("room", _room),
+    DATA,
     INIT_FROM,
-    ResolveStep("metrics host", _metrics_host),
+    ResolveStep("addresses", _addresses),
 )
 """What is settled once the run's Ray is connected, before its coordinator exists."""

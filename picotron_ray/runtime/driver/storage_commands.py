@@ -14,6 +14,8 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.codec import decode_spec
+from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.errors import ConfigError, CorruptError
@@ -129,6 +131,12 @@ def _refuse_running(run: str) -> None:
         )
 
 
+def _writer(log: RunLog, term: int, n: int) -> GenerationSpec:
+    """The generation that wrote a commit, as the log holds it; its entry comes before the commit's."""
+    bodies = [entry.body for entry in log.entries() if entry.kind == "generation"]
+    return decode_spec(next(body["spec"] for body in bodies if (body["term"], body["n"]) == (term, n)))
+
+
 def verify_ledger(job: JobConfig) -> dict[str, Any]:
     """Recompute every token digest of the newest good commit's ledger from the source data.
 
@@ -142,5 +150,13 @@ def verify_ledger(job: JobConfig) -> dict[str, Any]:
         raise ConfigError(f"name: run {job.name!r} has no commit yet, so no ledger to verify")
     lines = read_ledger(storage, good.manifest)
     data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
-    report = check(lines, data.train, job.seed, job.data.global_batch, last_step=good.manifest.step)
+    manifest = good.manifest
+    report = check(
+        lines,
+        data.train,
+        job.seed,
+        job.data.global_batch,
+        last_step=manifest.step,
+        passed=[rewind.passed for rewind in _writer(log, manifest.term, manifest.n).rewinds],
+    )
     return {"commit": good.manifest.step, "complaints": list(good.complaints), **report.to_dict()}

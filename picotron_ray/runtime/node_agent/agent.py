@@ -2,47 +2,61 @@
 
 It watches its workers' heartbeat pages twelve times a second, reports to the coordinator, kills by pid
 (immediate, where ``ray.kill`` takes seconds), keeps the snapshot slots of living and dead workers,
-uploads them to storage, serves the node's metrics, and holds the standing rendezvous store. It decides
-nothing about the run: what it sees becomes an event of the coordinator, what it is told is done at once
-and may be told twice.
+uploads them to storage, hands boxes of them to members on other nodes, serves the node's metrics, and
+starts the standing rendezvous store. It decides nothing about the run: what it sees becomes an event of
+the coordinator, what it is told is done at once and may be told twice.
+
+Its process may die: Ray starts it again on the same node, and the constructor finds workers, pages, slots
+and store where they were. Nothing that the run needs lives in its memory alone; the newest term, which
+fences older coordinators off, is in the node's folder.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader
-from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX, list_slots
-from picotron_ray.checkpoint.snapshot.slot_reader import set_pinned, verify
-from picotron_ray.checkpoint.storage.base import Storage
-from picotron_ray.checkpoint.storage.open import open_storage
-from picotron_ray.checkpoint.store.upload import upload_slots
+from picotron_ray.checkpoint.shard_service.channel import Endpoint
+from picotron_ray.checkpoint.shard_service.server import ShardServer
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
+from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
+from picotron_ray.checkpoint.snapshot.slot_reader import set_pinned
+from picotron_ray.checkpoint.snapshot.slot_sweep import owner
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, SlotInfo
-from picotron_ray.errors import CorruptError, PicotronError, SlotError
-from picotron_ray.observability.exporter import Exporter, PortTakenError, address
+from picotron_ray.errors import FencedError
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
-from picotron_ray.runtime.node_agent.cpu_use import CpuUse
-from picotron_ray.runtime.node_agent.metrics import AgentFigures
+from picotron_ray.runtime.node_agent.beats import Beats, Figures
+from picotron_ray.runtime.node_agent.burial import bury
+from picotron_ray.runtime.node_agent.calls import call_agent, call_coordinator
+from picotron_ray.runtime.node_agent.kept_state import KeptState
+from picotron_ray.runtime.node_agent.metrics import AgentFigures, serve_metrics
+from picotron_ray.runtime.node_agent.oom_watch import OomWatch
+from picotron_ray.runtime.node_agent.rendezvous import RendezvousServer
+from picotron_ray.runtime.node_agent.reports import AWAY, Reports
+from picotron_ray.runtime.node_agent.seal_watch import SealWatch
+from picotron_ray.runtime.node_agent.specs import newest_spec
+from picotron_ray.runtime.node_agent.stall_watch import StallWatch
+from picotron_ray.runtime.node_agent.term_file import TermFile
+from picotron_ray.runtime.node_agent.uploads import Uploads
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
+from picotron_ray.runtime.ray_cluster.interfaces import listen_address_or_problem
+from picotron_ray.runtime.ray_cluster.names import ledger_folder, node_folder
 from picotron_ray.runtime.ray_cluster.node_facts import look
+from picotron_ray.runtime.ray_cluster.private_folder import remove_tree
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.08
@@ -51,103 +65,74 @@ WATCH_S = 0.08
 class Agent:
     """Ray actor. Several methods run at a time."""
 
-    def __init__(self, job: dict[str, Any], node: str, folder: str, host: str) -> None:
+    def __init__(self, job: dict[str, Any], node: str, host: str) -> None:
         self._job = JobConfig.model_validate(job)
-        self._node, self._host = node, host
-        self._folder = Path(folder)
+        self._node = node
+        self._host, self._problem = listen_address_or_problem(self._job, host)  # told at hello
+        self._folder = node_folder(self._job.snapshot.folder, self._job.name, node)
+        actor = ray.get_runtime_context().get_actor_id() or ""
         cleanup.claim(self._folder)
-        self._lock = threading.Lock()
-        self._term = 0
+        self._terms = TermFile(self._folder, actor)
+        self._kept = KeptState(self._folder, self._info)
+        self._back = self._terms.found  # after a death; the coordinator has not heard of it yet
         self._gpus = Gpus()
         self._gone: set[str] = set()  # workers whose end has been reported
-        self._cpu_use = CpuUse()
-        self._stalls: dict[str, int] = {}  # worker -> phase_count of the stall reported
-        self._sealed: tuple[int, int, int] = (0, 0, -1)  # term, n, step last reported
-        self._quarantined: set[str] = set()
-        self._store_lock = threading.Lock()
-        self._store: subprocess.Popen[str] | None = None
-        self._store_address: tuple[str, int] | None = None
-        self._storage: Storage | None = None
-        self._metrics = self._serve_metrics() if self._job.metrics.enabled else {}
+        self._reports = Reports(self._tell)
+        self._oom_watch = OomWatch()
+        self._stalls = StallWatch(self._folder, self._node, self._reports, self._tell)
+        self._seal_watch = SealWatch(self._reports, node, self._folder, self._info)
+        self._quarantined: dict[str, SlotKey] = {}  # file: the state that was found bad in it
+        self._uploads = Uploads(self._job, node, self._folder)
+        self._rendezvous = RendezvousServer(self._folder, self._host, actor, os.getppid())
+        self._shards = ShardServer(
+            self._folder,
+            self._host,
+            self._job.snapshot.fetch_timeout_s,
+            self._job.snapshot.serve_bytes_per_s,
+            lambda name, key: self._quarantined.get(name) == key,
+            ledger_folder(self._job.name),
+        )
+        self._metrics = serve_metrics(self._job, node, self._host, AgentFigures(self._folder, self._living))
+        to_agent = partial(call_agent, self._job.name)
+        self._beats = Beats(node, self._job.elastic.heartbeat_s, self._tell, to_agent)
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watcher.start()
 
-    def _serve_metrics(self) -> dict[str, str]:
-        """Listen for scrapes; returns ``{"address": …}``, or ``{"problem": …}`` where it cannot listen."""
-        metrics = self._job.metrics
-        host, labels = metrics.host or self._host, {"run": self._job.name, "node": self._node}
-        figures = AgentFigures(self._folder, self._living)
-        try:
-            exporter = Exporter("agent", labels, figures, host, metrics.port)
-        except PortTakenError as error:
-            return {"problem": str(error)}
-        return {"address": address(host, self._host, exporter.port)}
-
     # --- about this node -----------------------------------------------------------------------------
 
-    def hello(self, term: int) -> dict[str, Any]:
-        """Return what the node is and what runs on it; a newer term fences older coordinators off."""
+    def hello(self, term: int, run: str = "") -> dict[str, Any]:
+        """Return what the node is and what runs on it; a newer term fences older coordinators off.
+
+        Args:
+            run: identity of the run (`RunLog.identity`), which slots are kept with.
+        """
         self._accept(term)
-        with self._store_lock:
-            self._start_store()  # now, so that it listens by the time the workers have imported torch
-        self._stalls.clear()  # what an earlier coordinator was told, this one has not heard
-        self._sealed = (0, 0, -1)
+        self._terms.learn(run)
+        self._rendezvous.start()  # now, so that it listens by the time the workers have imported torch
+        self._stalls.forget()  # what an earlier coordinator was told, this one has not heard
+        self._seal_watch.forget()
         spec = self._newest_spec()
         living = self._living()
         return {
             "node": self._node,
             "pid": os.getpid(),
+            "problem": self._problem,
             "versions": node_versions(self._job),
             "workers": [page.worker for page in living],
             "busy": [(page.worker, page.term, page.n) for page in living if page.phase != "idle"],
             "spec": spec,
-            **self._kept(),
+            **self._kept.told(self._terms.run),
             "metrics": self._metrics,
-            "facts": look(self._job.snapshot.folder, self._job.name, self._gpus),
+            "facts": look(self._job.snapshot.folder, self._job.name, gpus=self._gpus),
         }
 
     def _newest_spec(self) -> GenerationSpec | None:
-        specs = [decode_spec(json.loads(path.read_text())) for path in self._folder.glob("*.spec")]
-        return max(specs, key=lambda spec: spec.id, default=None)
+        return newest_spec(self._folder)
 
-    def _kept(self) -> dict[str, Any]:
-        """Slots that an earlier launch could not commit, and the newest generation that it knew of."""
-        marker = kept_slots.read_marker(self._folder)
-        if marker is None:
-            return {"kept": (), "kept_by": None}
-        listed = list_slots(self._folder)
-        kept = tuple(self._info(path, header) for path, header in listed if path.name in marker["slots"])
-        return {"kept": kept, "kept_by": decode_spec(marker["spec"]) if marker["spec"] else None}
-
-    def store_address(self) -> tuple[str, int]:
-        """Return the address of the standing rendezvous store on this node; waits until it listens."""
-        with self._store_lock:
-            store = self._start_store()
-            if self._store_address is None:
-                assert store.stdout is not None
-                line = store.stdout.readline()
-                if not line:
-                    raise PicotronError(f"the rendezvous store on node {self._node[:8]} did not start")
-                answer = json.loads(line)
-                self._store_address = (answer["host"], answer["port"])
-            return self._store_address
-
-    def _start_store(self) -> subprocess.Popen[str]:
-        """Return the store's process: the living one, or a new one, which takes seconds to listen."""
-        if self._store is None or self._store.poll() is not None:
-            command = [
-                sys.executable,
-                "-m",
-                "picotron_ray.comm.rendezvous_store",
-                "--parent-pid",
-                str(os.getpid()),
-            ]
-            self._store_address = None
-            self._store = subprocess.Popen(
-                [*command, "--host", self._host], stdout=subprocess.PIPE, text=True
-            )
-        return self._store
+    def store_address(self) -> tuple[str, int, int]:
+        """Return host and port of the rendezvous store once it listens, and how many were replaced."""
+        return (*self._rendezvous.address(), self._rendezvous.replaced)
 
     def figures(self) -> list[dict[str, Any]]:
         """Return the pages of the living workers, as heartbeats carry them."""
@@ -156,19 +141,16 @@ class Agent:
     # --- slots -----------------------------------------------------------------------------------------
 
     def inventory(self, term: int) -> tuple[SlotInfo, ...]:
-        """Return all sealed slots of this node whose digests hold."""
+        """Return all sealed slots of this node, but those that were found bad.
+
+        Headers alone are read, as recovery waits for the answer: who loads a slot checks what it loads.
+        """
         self._accept(term)
-        found = []
-        for path, header in list_slots(self._folder):
-            if path.name in self._quarantined:
-                continue
-            try:
-                verify(path)
-            except (CorruptError, SlotError) as error:
-                log.warning("slot %s is set aside: %s", path.name, error)
-                continue
-            found.append(self._info(path, header))
-        return tuple(found)
+        return tuple(
+            self._info(path, header)
+            for path, header in list_slots(self._folder)
+            if self._quarantined.get(path.name) != header.key
+        )
 
     def _info(self, path: Path, header: SlotHeader) -> SlotInfo:
         return SlotInfo(
@@ -180,75 +162,73 @@ class Agent:
             fragments=tuple(Fragment(*fragment) for fragment in header.fragments),
         )
 
-    def read_slot(self, name: str) -> bytes:
-        """Return a whole slot file, for a worker on another node."""
-        return (self._folder / Path(name).name).read_bytes()
+    def shard_service(self) -> Endpoint:
+        """Return where members on other nodes read the slots of this one, and the token that they need."""
+        return self._shards.endpoint
 
-    def quarantine(self, term: int, name: str) -> None:
-        """Never offer this slot again."""
+    def quarantine(self, term: int, name: str, key: SlotKey) -> None:
+        """Never offer state ``key`` in this file again; one that is written over it is another slot."""
         self._accept(term)
-        self._quarantined.add(name)
+        self._quarantined[name] = key
 
     def upload(
         self, term: int, generation: tuple[int, int], step: int, slots: tuple[str, ...]
     ) -> dict[str, Any]:
-        """Put the chunks of pinned slots into storage; returns this node's part of the manifest."""
+        """Put the chunks of pinned slots into storage; returns this node's part of the manifest.
+
+        Asked again for what is under way, it joins that: the first answer was lost, or takes long.
+        """
         self._accept(term)
-        if self._storage is None:
-            self._storage = open_storage(self._job.storage, self._job.name)
-        paths = [self._folder / name for name in slots]
-        codec, owner = self._job.checkpoint.codec, self._node[:16]
-        _pin(paths, reading=True)
-        try:
-            part = upload_slots(paths, self._storage, *generation, step, owner=owner, codec=codec)
-        except PicotronError:
-            _pin(paths, reading=False)  # until it is asked for again, a newer checkpoint may take the slots
-            raise
-        return part.to_dict()
+        return self._uploads.upload(generation, step, slots)
 
     def release(self, term: int, generation: tuple[int, int], step: int) -> None:
         """Unpin the slots up to a committed state, and delete those that dead workers left behind.
 
-        Of slots that an earlier launch kept, the committed ones go too: the new workers' need the room.
+        Of slots that an earlier launch kept, the committed ones go too: the new workers' need the room. Those
+        that the newest generation came from stay until a state of its own is released: it may have to be
+        started again from them.
         """
         self._accept(term)
+        newest = self._newest_spec()
+        older = newest is not None and generation < (newest.id.term, newest.id.n)
+        needed = {info.slot for info in newest.source.slots} if newest is not None and older else set()
+        self._uploads.settle((*generation, step))
         living = {page.worker for page in self._living()}
-        kept = {info.slot: info for info in self._kept()["kept"]}
-        done = {name for name, info in kept.items() if (*_pair(info), info.step) <= (*generation, step)}
+        kept = self._kept.told(self._terms.run)["kept"]
+        done = {info.slot for info in kept if (*_pair(info), info.step) <= (*generation, step)}
         if done:
             kept_slots.let_go(self._folder, done, [n for n in done if owner(Path(n)) not in living])
+        marker = kept_slots.read_marker(self._folder)
         for path, header in list_slots(self._folder):
-            if header.key > (*generation, step):
+            if header.key > (*generation, step) or (marker is not None and path.name in marker["slots"]):
                 continue
-            if header.key < (*generation, step) and owner(path) not in living:
+            dead = header.key < (*generation, step) and owner(path) not in living
+            if dead and path.name not in needed:
                 path.unlink(missing_ok=True)
-            else:
+                continue
+            with suppress(FileNotFoundError):  # of a dead worker, and removed since the listing
                 set_pinned(path, False)
 
     def keep(self, term: int, key: tuple[int, int, int]) -> None:
         """Mark the slots of state (term, n, step): the next launch finds them, whatever ends this one."""
         self._accept(term)
-        self._mark(key)
-
-    def _mark(self, key: tuple[int, ...]) -> bool:
-        """Mark the slots of a state beside those that are marked already; False where there are none."""
-        before = self._kept()
-        marked = {info.slot for info in before["kept"]}
-        slots = {
-            path.name: header.step
-            for path, header in list_slots(self._folder)
-            if not key or header.key == key or path.name in marked
-        }
-        if slots:
-            kept_slots.mark(self._folder, slots, plain(self._newest_spec() or before["kept_by"]))
-        return bool(slots)
+        self._kept.mark(key, self._terms.run)
 
     # --- workers -----------------------------------------------------------------------------------------
 
     def kill(self, term: int, worker: str) -> bool:
         """Kill a worker of this node by SIGKILL to its pid; True where it was alive."""
         self._accept(term)
-        return self._kill_page(read_page(self._folder / f"{worker}.page"))
+        page = read_page(self._folder / f"{worker}.page")
+        if page is not None and page.phase != "idle" and process_alive(page.pid, page.start_ticks):
+            self._stalls.before_kill(page)
+        return self._kill_page(page)
+
+    def evidence(self, term: int, generation: tuple[int, int], most_bytes: int) -> list[dict[str, Any]]:
+        """Ask the members of a generation on this node where they are; an entry for each."""
+        self._accept(term)
+        members = [p for p in self._living() if (p.term, p.n) == tuple(generation) and p.phase != "idle"]
+        return self._stalls.testimony(members, most_bytes)
 
     def _kill_page(self, page: PageView | None) -> bool:
         if page is None or not process_alive(page.pid, page.start_ticks):
@@ -261,111 +241,95 @@ class Agent:
         self._closing.set()
         for page in self._pages():
             self._kill_page(page)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        cleanup.release(self._folder)
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def close(self, keep: tuple[int, ...] | None = None) -> None:
+    def close(self, term: int | None, keep: tuple[int, ...] | None = None) -> None:
         """End the run on this node: kill what is left, remove the node's folder.
 
         Args:
+            term: of the coordinator that ends the run; None: a person does, whom no term fences off.
             keep: (term, n, step) of a state whose slots stay for the next launch, empty: all that are sealed;
                 None: none stays.
+
+        Raises:
+            FencedError: a newer coordinator goes on with the run.
         """
+        if term is not None:
+            self._accept(term)
         self._closing.set()
+        self._uploads.close()
+        self._shards.close()
         self._watcher.join(timeout=2)
         for page in self._pages():
             self._kill_page(page)
-        if self._store is not None:
-            self._store.kill()
-            self._store.wait()
-        if keep is not None and self._mark(keep):
+        self._rendezvous.stop()
+        foreign = term is not None and "foreign" in self._kept.told(self._terms.run)
+        if foreign or (keep is not None and self._kept.mark(keep, self._terms.run)):
             kept_slots.strip(self._folder)
         else:
             cleanup.release(self._folder)
+            remove_tree(ledger_folder(self._job.name))
 
     # --- watching --------------------------------------------------------------------------------------
 
     def _accept(self, term: int) -> None:
-        if term < self._term:
-            raise PicotronError(
-                f"refused: term {term} is older than {self._term}; another coordinator took over"
-            )
-        self._term = term
+        newest = self._terms.newest(term)
+        if term < newest:
+            raise FencedError(f"refused: term {term} is older than {newest}; another coordinator took over")
 
     def _pages(self) -> list[PageView]:
-        pages = (read_page(path) for path in sorted(self._folder.glob("*.page")))
-        return [page for page in pages if page is not None]
+        paths = sorted(self._folder.glob("*.page"))
+        return [page for path in paths if (page := read_page(path)) is not None]
 
     def _living(self) -> list[PageView]:
         return [page for page in self._pages() if process_alive(page.pid, page.start_ticks)]
 
     def _watch(self) -> None:
-        beat = 0.0
+        beat, errors = 0.0, 0
         while not self._closing.wait(WATCH_S):
             now = time.monotonic()
-            due = now >= beat
-            if due:
+            if due := now >= beat:
                 beat = now + self._job.elastic.heartbeat_s
             try:
                 self._look(now, heartbeat=due)
-            except (ray.exceptions.RayError, ValueError) as error:
-                log.debug("coordinator away: %s", error)  # workers carry on; the next look tries again
+            except AWAY as error:  # workers carry on; the next look tries again
+                log.debug("coordinator away: %s", error)
+            except Exception:  # a full disk, a torn page: nothing ends the watch
+                errors += 1
+                if errors & (errors - 1) == 0:
+                    log.exception("the watch failed, %d times by now", errors)
 
     def _look(self, now: float, heartbeat: bool) -> None:
+        if self._back:
+            self._reports.tell(now, "restarted", "agent_restarted", self._node, self._metrics)
+            self._back = False
         pages = self._pages()
+        self._oom_watch.look()
         living = []
         for page in pages:
             if process_alive(page.pid, page.start_ticks):
                 living.append(page)
             elif page.worker not in self._gone:
-                self._tell("worker_exited", page.worker, "process gone")
+                cause = self._oom_watch.cause()
+                self._reports.tell(now, page.worker, "worker_exited", page.worker, cause)
                 self._gone.add(page.worker)
-        self._report_stalls(living, now)
-        self._report_sealed(living)
+        if heartbeat:  # first: no error of what follows may silence the node
+            self._beats.send([asdict(page) for page in living], now)
+        self._stalls.report(living, now)
+        self._seal_watch.look(living, now)
+        self._reports.look(now)
         if heartbeat:
-            self._tell("heartbeat", self._node, [asdict(page) for page in living])
+            bury(self._folder, living, self._newest_spec)
 
-    def _report_stalls(self, living: list[PageView], now: float) -> None:
-        stuck = [
-            page for page in living if page.stalled(now) and self._stalls.get(page.worker) != page.phase_count
-        ]
-        if stuck:
-            self._cpu_use.look(living, now)
-        for page in stuck:
-            if self._cpu_use.excuses(page, living, now):
-                continue
-            self._tell("stalled", page.worker, [page.term, page.n], page.phase, now - page.phase_since_s)
-            self._stalls[page.worker] = page.phase_count
+    def carry(self, node: str, figures: Figures) -> bool:
+        """Take another node's heartbeat along; False where it had better call the coordinator itself."""
+        return self._beats.carry(node, figures)
 
-    def _report_sealed(self, living: list[PageView]) -> None:
-        newest = max(((page.term, page.n) for page in living), default=(0, 0))
-        members = [page for page in living if (page.term, page.n) == newest]
-        step = min((page.pinned for page in members), default=-1)
-        if step >= 0 and (*newest, step) != self._sealed:
-            slots = [
-                self._info(path, header)
-                for path, header in list_slots(self._folder)
-                if (header.term, header.n, header.step) == (*newest, step)
-            ]
-            self._tell("sealed", self._node, newest, step, slots)
-            self._sealed = (*newest, step)
-
-    def _tell(self, method: str, *arguments: Any) -> None:
-        coordinator = ray.get_actor(coordinator_name(self._job.name), NAMESPACE)
-        getattr(coordinator, method).remote(*arguments)
+    def _tell(self, method: str, *arguments: Any) -> Future[Any]:
+        return call_coordinator(self._job.name, method, *arguments)
 
 
 def _pair(info: SlotInfo) -> tuple[int, int]:
     return (info.generation.term, info.generation.n)
-
-
-def _pin(paths: list[Path], reading: bool) -> None:
-    for path in paths:
-        if path.exists():
-            set_pinned(path, True, reading)
-
-
-def owner(slot: Path) -> str:
-    """Return the worker that wrote a slot: ``<worker>.<index>.slot``."""
-    return slot.name.removesuffix(SUFFIX).rpartition(".")[0]

@@ -12,9 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX
-from picotron_ray.observability.exporter import Distribution, Sample
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.observability.exporter import Distribution, Exporter, PortTakenError, Sample, address
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime.heartbeat import PageView, cpu_seconds
+
+
+def serve_metrics(
+    job: JobConfig, node: str, host: str, figures: Callable[[], list[Sample]]
+) -> dict[str, str]:
+    """Listen for scrapes of a node's figures.
+
+    Returns:
+        ``{"address": …}``, or ``{"problem": …}`` where it cannot listen; nothing where nobody asked for it.
+    """
+    if not job.metrics.enabled:
+        return {}
+    listen, labels = job.metrics.host or host, {"run": job.name, "node": node}
+    try:
+        exporter = Exporter("agent", labels, figures, listen, job.metrics.port)
+    except PortTakenError as error:
+        return {"problem": str(error)}
+    return {"address": address(listen, host, exporter.port)}
 
 
 class AgentFigures:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.heartbeat import process_alive, process_start_ticks, read_page
-from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
+from picotron_ray.runtime.ray_cluster import kept_slots, local_ray, private_folder
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
@@ -32,6 +31,8 @@ def clear(job: JobConfig, dead: LocalRay | None) -> None:
     if dead is not None:
         local_ray.stop(dead, grace_s=0.0)
     for folder in run_folders(job):
+        if (why := private_folder.problem(folder.parent)) is not None:
+            raise ConfigError(f"snapshot.folder: {why}")
         for worker, pid in living_workers(folder):
             raise ConfigError(
                 f"name: run {job.name!r} is in use on this machine by worker {worker} (pid {pid}) of another"
@@ -61,21 +62,22 @@ def claim(folder: Path) -> None:
 
     Slots that such a node keeps are taken over.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SIGNATURE).write_text(f"{os.getpid()} {process_start_ticks(os.getpid())}")
+    private_folder.make(folder)
+    signature = f"{os.getpid()} {process_start_ticks(os.getpid())}"
+    private_folder.write_text(folder / SIGNATURE, signature)
     for other in folder.parent.iterdir():
-        if other == folder or not other.is_dir():
+        if other == folder or not private_folder.is_own(other):
             continue
         keeps = kept_slots.read_marker(other) is not None
         if keeps and not _signed_by_living(other) and not _living(other.glob("*.page")):
             kept_slots.take_over(folder, other)
         elif not keeps and not _in_use(other):
-            shutil.rmtree(other, ignore_errors=True)
+            private_folder.remove_tree(other)
 
 
 def release(folder: Path) -> None:
     """Remove a node's folder, and the run's where it was the last one on this machine."""
-    shutil.rmtree(folder, ignore_errors=True)
+    private_folder.remove_tree(folder)
     with contextlib.suppress(OSError):  # another node of a test's cluster may still have its folder there
         folder.parent.rmdir()
 

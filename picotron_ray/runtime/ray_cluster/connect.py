@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from pathlib import Path
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import PicotronError
+from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.runtime.ray_cluster import local_ray
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, run_folder
@@ -34,6 +35,15 @@ def run_folders(job: JobConfig) -> tuple[Path, ...]:
     """Folders of this machine that belong to the run alone and go away with its local Ray."""
     bases = (job.snapshot.folder, job.snapshot.overflow_folder)
     return tuple(run_folder(base, job.name).absolute() for base in bases if base)
+
+
+def refuse_unauthenticated(job: JobConfig) -> None:
+    """Raise ConfigError where Ray is to ask nobody who they are and the user has not agreed to that."""
+    if os.environ.get("RAY_AUTH_MODE") == "disabled" and not job.cluster.allow_unauthenticated:
+        raise ConfigError(
+            "cluster.allow_unauthenticated: saw RAY_AUTH_MODE=disabled in the environment, with which whoever"
+            " reaches Ray's ports runs code as you; unset it, or set cluster.allow_unauthenticated=true"
+        )
 
 
 def connect(job: JobConfig) -> LocalRay | None:
@@ -67,7 +77,10 @@ def _refresh_authentication() -> None:
 
 
 PROBE_S = 5.0
-"""Longest wait for the first answer; an address where nothing listens is left to Ray's own retries."""
+"""Longest wait for the answer to one call."""
+ANSWER_S = 20.0
+"""Longest wait for a Ray that does not answer yet, as its head is starting."""
+PROBE_PAUSE_S = 1.0
 
 _SET_TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to that cluster's token"
 
@@ -81,7 +94,7 @@ def connect_to(address: str) -> None:
             f"RAY_ADDRESS: saw {address!r}, but Ray Client cannot hold a run; use the head's host:port on a"
             " machine of the cluster, or `ray job submit -- python -m picotron_ray.launch ...`"
         )
-    _refuse_wrong_token(address)
+    _probe(address)
     try:
         ray.init(
             address=address,
@@ -95,24 +108,35 @@ def connect_to(address: str) -> None:
         raise ClusterError(f"no Ray answers at {address!r}: {first}") from error
 
 
-def _refuse_wrong_token(address: str) -> None:
-    """Make one call with the token that Ray would use: ``ray.init`` itself retries a refusal for a minute.
+def _probe(address: str) -> None:
+    """Call until it answers, with the token that Ray would use: ``ray.init`` retries for many minutes.
 
     Raises:
-        ClusterError: the cluster wants a token, and not this one.
+        ClusterError: nothing answers, or the cluster wants a token and not this one.
     """
-    import grpc
-    from ray._private.grpc_utils import init_grpc_channel
     from ray._private.services import canonicalize_bootstrap_address
-    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-    from ray.exceptions import AuthenticationError
 
     try:
         where = canonicalize_bootstrap_address(address)
     except (ValueError, OSError) as error:
         raise ClusterError(f"RAY_ADDRESS: saw {address!r}, expected auto or host:port: {error}") from error
-    if where is None:
-        return
+    until = time.monotonic() + ANSWER_S
+    while where is not None and not _answers(where):
+        if time.monotonic() >= until:
+            raise ClusterError(
+                f"no Ray answers at {address!r} within {ANSWER_S:g} s; start it (`ray start --head`), or"
+                " unset RAY_ADDRESS for a Ray of this machine"
+            )
+        time.sleep(PROBE_PAUSE_S)
+
+
+def _answers(where: str) -> bool:
+    """Make one call; False where nothing listens, or says nothing."""
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+    from ray.exceptions import AuthenticationError
+
     with init_grpc_channel(where) as channel:
         stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         try:
@@ -125,3 +149,5 @@ def _refuse_wrong_token(address: str) -> None:
                     f"the Ray at {where} refuses the token that this process has, or has none"
                     f" ({error.details()}); {_SET_TOKEN}"
                 ) from error
+            return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return True

@@ -12,43 +12,82 @@ Whatever is killed in between: the marker is written before files move, and unli
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Collection, Iterable, Sequence
+import logging
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
+from picotron_ray.coordinator.messages import Source
+from picotron_ray.runtime.ray_cluster import names
+from picotron_ray.runtime.ray_cluster.private_folder import is_own, remove_tree, write_text
+
+log = logging.getLogger(__name__)
 MARKER = "kept.json"
 MARKED_ALONE = (0, 0, 0)
 """Key of a state that no slot has: an agent that is to keep that keeps what is marked already."""
 
 
+def key_of(keep: Source | None, finished: bool) -> tuple[int, ...] | None:
+    """Return what an agent is told to keep at the end of a run (``Agent.close``).
+
+    Args:
+        keep: state that could not be committed; without a generation: all slots; None: none.
+        finished: the run is done; else slots that are marked already stay too.
+    """
+    if keep is None:
+        return None if finished else MARKED_ALONE
+    writer = keep.generation
+    return () if writer is None else (writer.term, writer.n, keep.step)
+
+
 def read_marker(folder: Path) -> dict[str, Any] | None:
-    """``{"slots": {file: step}, "spec": …}`` of a folder that keeps slots; None where it keeps none."""
+    """``{"slots": {file: step}, "spec": …, "run": …}`` of a folder that keeps slots; None where none is."""
     try:
         marker: dict[str, Any] = json.loads((folder / MARKER).read_text())
     except FileNotFoundError:
         return None
     marker["slots"] = {name: step for name, step in marker["slots"].items() if Path(name).name == name}
-    return marker
+    return {"run": "", **marker}
 
 
-def _write_marker(folder: Path, slots: dict[str, int], spec: Any) -> None:
-    temporary = folder / f"{MARKER}.new"
-    with temporary.open("w") as file:
-        json.dump({"slots": slots, "spec": spec}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / MARKER)
+def is_foreign(marker: dict[str, Any], run: str) -> bool:
+    """Whether a marker is of another run than the one of that identity; an unknown one may be any run's."""
+    return bool(run and marker["run"]) and marker["run"] != run
 
 
-def mark(folder: Path, slots: dict[str, int], spec: Any) -> None:
+def mark(folder: Path, slots: dict[str, int], spec: Any, run: str = "") -> None:
     """Mark slots (file: step) of a node's folder as kept.
 
     Args:
         spec: the newest generation's, as JSON; a later launch may find no log entry of it.
+        run: identity of the run; "" where it is not known.
     """
-    _write_marker(folder, slots, spec)
+    write_text(folder / MARKER, json.dumps({"slots": slots, "spec": spec, "run": run}), durable=True)
+    _enter(folder.parent)
+
+
+def _enter(run_folder: Path) -> None:
+    """Note where slots are kept, for whoever does not know ``snapshot.folder`` (``stop``)."""
+    index = names.kept_index(run_folder.name)
+    try:
+        index.mkdir(parents=True, exist_ok=True)
+        write_text(index / blake3(bytes(run_folder)).hexdigest()[:16], str(run_folder))
+    except OSError as error:
+        log.warning("%s keeps slots, which only a launch will find: %s", run_folder, error)
+
+
+def entered(run: str) -> list[Path]:
+    """Run folders of this machine that keep slots of a run; entries of others are removed."""
+    found = []
+    for entry in sorted(names.kept_index(run).glob("*")):
+        folder = Path(entry.read_text())
+        if folder.name == run and keeping([folder]):
+            found.append(folder)
+        else:
+            entry.unlink(missing_ok=True)
+    return found
 
 
 def strip(folder: Path) -> None:
@@ -61,15 +100,18 @@ def strip(folder: Path) -> None:
 
 def take_over(folder: Path, other: Path) -> None:
     """Move the slots that ``other`` keeps into ``folder``, which keeps them from now on."""
-    theirs, mine = read_marker(other), read_marker(folder) or {"slots": {}, "spec": None}
+    theirs, mine = read_marker(other), read_marker(folder) or {"slots": {}, "spec": None, "run": ""}
     assert theirs is not None
+    if is_foreign(theirs, mine["run"]):
+        log.warning("%s keeps slots of another run than %s: they stay there", other, folder)
+        return
     specs = [spec for spec in (mine["spec"], theirs["spec"]) if spec]
     newest = max(specs, key=lambda spec: (spec["id"]["term"], spec["id"]["n"]), default=None)
-    _write_marker(folder, {**mine["slots"], **theirs["slots"]}, newest)
+    mark(folder, {**mine["slots"], **theirs["slots"]}, newest, theirs["run"] or mine["run"])
     for name in theirs["slots"]:
         if (other / name).exists():  # else an earlier take-over was cut short after it
             (other / name).rename(folder / name)
-    shutil.rmtree(other)
+    remove_tree(other)
 
 
 def let_go(folder: Path, slots: Collection[str], dead: Iterable[str]) -> None:
@@ -82,7 +124,7 @@ def let_go(folder: Path, slots: Collection[str], dead: Iterable[str]) -> None:
         return
     left = {name: step for name, step in marker["slots"].items() if name not in slots}
     if left:
-        _write_marker(folder, left, marker["spec"])
+        mark(folder, left, marker["spec"], marker["run"])
     else:
         (folder / MARKER).unlink()
     for name in dead:
@@ -91,7 +133,8 @@ def let_go(folder: Path, slots: Collection[str], dead: Iterable[str]) -> None:
 
 def keeping(run_folders: Iterable[Path]) -> list[Path]:
     """Node folders below a run's folders that keep slots."""
-    return sorted(marker.parent for folder in run_folders for marker in folder.glob(f"*/{MARKER}"))
+    found = sorted(marker.parent for folder in run_folders for marker in folder.glob(f"*/{MARKER}"))
+    return [folder for folder in found if is_own(folder)]
 
 
 def kept_step(run_folders: Iterable[Path]) -> int | None:
@@ -100,11 +143,32 @@ def kept_step(run_folders: Iterable[Path]) -> int | None:
     return max((step for marker in markers if marker for step in marker["slots"].values()), default=None)
 
 
-def kept_here(run_folders: Sequence[Path], discarded: bool) -> int | None:
-    """Look for kept slots below these folders and, where ``discarded``, delete them; returns their step."""
-    step = kept_step(run_folders)
+def foreign_step(run_folders: Iterable[Path], run: str) -> int | None:
+    """Newest step that is kept below a run's folders for another run of its name; None where nothing is."""
+    markers = [read_marker(folder) for folder in keeping(run_folders)]
+    steps = [s for marker in markers if marker and is_foreign(marker, run) for s in marker["slots"].values()]
+    return max(steps, default=None)
+
+
+def foreign_text(step: int, run: str) -> str:
+    """Words for slots that are another run's."""
+    return (
+        f"saw step {step} of another run of the name {run!r} kept in memory, which its storage could not"
+        f" take; launch that again with its own storage.url, choose another name, or `picotron-ray stop {run}"
+        " --discard`"
+    )
+
+
+def kept_here(run: str, base: str, discarded: bool) -> int | None:
+    """Look for kept slots of a run on this machine and, where ``discarded``, delete them; returns their step.
+
+    Args:
+        base: a ``snapshot.folder`` to look into besides those that were noted.
+    """
+    folders = list(dict.fromkeys([names.run_folder(base, run), *entered(run)]))
+    step = kept_step(folders)
     if discarded and step is not None:
-        discard(run_folders)
+        discard(folders)
     return step
 
 
@@ -120,12 +184,12 @@ def remove_rest(run_folder: Path) -> None:
         strip(path)
     for path in run_folder.iterdir() if run_folder.is_dir() else ():
         if path not in spared:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
     if not spared:
-        shutil.rmtree(run_folder, ignore_errors=True)
+        remove_tree(run_folder)
 
 
 def discard(run_folders: Iterable[Path]) -> None:
     """Delete everything below a run's folders, kept slots included."""
     for folder in run_folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)

@@ -81,9 +81,13 @@ def rays_folder(temp_folder: Path) -> Path:
     return temp_folder / "r"
 
 
-def default_temp_folder(run: str) -> Path:
-    """A short path: Ray puts sockets below it, whose paths must stay under 108 bytes."""
-    digest = hashlib.sha256(f"{state_folder()}/{run}".encode()).hexdigest()[:8]
+def default_temp_folder(run: str, states: Path | None = None) -> Path:
+    """A short path: Ray puts sockets below it, whose paths must stay under 108 bytes.
+
+    Args:
+        states: folder of the state files, where another process has another one than this.
+    """
+    digest = hashlib.sha256(f"{states or state_folder()}/{run}".encode()).hexdigest()[:8]
     return Path(tempfile.gettempdir()) / f"picotron-{os.getuid()}-{digest}"
 
 

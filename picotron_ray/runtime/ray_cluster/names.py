@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from picotron_ray.runtime.ray_cluster.private_folder import user_folder
+
 NAMESPACE = "picotron_ray"
 
 
@@ -21,12 +23,15 @@ def worker_actor_name(run: str, worker: str) -> str:
 
 
 def run_folder(snapshot_folder: str, run: str) -> Path:
-    """Folder of everything that one run keeps in the memory file system of a machine."""
-    return Path(snapshot_folder) / "picotron_ray" / run
+    """Folder of everything that one run of this user keeps in the memory file system of a machine."""
+    return user_folder(snapshot_folder) / run
 
 
 def node_folder(snapshot_folder: str, run: str, node: str) -> Path:
-    """Folder of one Ray node's slots and heartbeat pages; several nodes of a test may share a machine."""
+    """Folder of one Ray node's slots and heartbeat pages; several nodes of a test may share a machine.
+
+    To be asked on the node itself: its processes may be another user's than the caller's.
+    """
     return run_folder(snapshot_folder, run) / node[:16]
 
 
@@ -34,6 +39,16 @@ def cache_folder() -> Path:
     """Folder of tokenised data, shared by all runs of a user on a machine."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "picotron_ray"
+
+
+def kept_index(run: str) -> Path:
+    """Folder of files that name the places where this machine's user keeps slots of a run."""
+    return event_folder(run).with_name("kept")
+
+
+def ledger_folder(run: str) -> Path:
+    """Folder on this machine's disk for ledger lines that snapshots do not carry any more."""
+    return event_folder(run).with_name("ledger")
 
 
 def event_folder(run: str) -> Path:

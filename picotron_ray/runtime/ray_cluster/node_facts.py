@@ -7,14 +7,17 @@ hello.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from picotron_ray.checkpoint.snapshot.slot_file import free_bytes
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import Capability
 from picotron_ray.observability.nvml import Card, Gpus
+from picotron_ray.runtime.ray_cluster.host_memory import host_bytes, share_of
+from picotron_ray.runtime.ray_cluster.kept_slots import keeping
 from picotron_ray.runtime.ray_cluster.names import run_folder
+from picotron_ray.runtime.ray_cluster.private_folder import problem, user_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +28,18 @@ class NodeFacts:
         cards: GPUs that its driver shows; none where there is no driver.
         snapshot_bytes: what slots of the run may take in ``snapshot.folder`` there: free bytes, and those of
             the slots that it has from before.
+        overflow_bytes: the same of ``snapshot.overflow_folder``.
+        overflow_kept: whether an earlier launch has left slots there.
+        folder_problem: why this user cannot have a folder in ``snapshot.folder``; empty: it can.
+        host_bytes: memory that processes there may have; 0: not known.
     """
 
     cards: list[Card] = field(default_factory=list)
     snapshot_bytes: int = 0
+    overflow_bytes: int = 0
+    overflow_kept: bool = False
+    folder_problem: str = ""
+    host_bytes: int = 0
 
     @property
     def capabilities(self) -> list[Capability]:
@@ -45,6 +56,14 @@ class NodeFacts:
         """Memory of the smallest card; 0 where none is known."""
         return min((card.memory_bytes for card in self.cards if card.memory_bytes), default=0)
 
+    def worker_bytes(self, device: str, workers: int) -> int:
+        """Memory for each of so many workers: of the smallest card, or its share of the host's; 0: not known.
+
+        Args:
+            device: ``"cuda"`` or ``"cpu"``.
+        """
+        return self.device_bytes if device == "cuda" else share_of(self.host_bytes, workers)
+
 
 def snapshot_problem(job: JobConfig, room_bytes: int, slot_bytes: int, workers: int) -> str | None:
     """Explain why a node has no room for the slots of its workers; None where it has."""
@@ -54,13 +73,20 @@ def snapshot_problem(job: JobConfig, room_bytes: int, slot_bytes: int, workers: 
     return (
         f"snapshot.folder: saw room for {room_bytes / 1e9:.3g} GB in {job.snapshot.folder}, expected"
         f" {need / 1e9:.3g} GB for {job.snapshot.slots} slots of {slot_bytes / 1e9:.3g} GB for each of"
-        f" {min(workers, job.cluster.max_workers)} workers; enlarge it, or lower snapshot.slots"
+        f" {min(workers, job.cluster.max_workers)} workers; enlarge it, lower snapshot.slots, or"
+        " name a disk folder in snapshot.overflow_folder"
     )
 
 
-def look(folder: str, run: str, gpus: Gpus | None = None) -> NodeFacts:
+def look(folder: str, run: str, overflow: str | None = None, gpus: Gpus | None = None) -> NodeFacts:
     """Look at this node."""
-    return NodeFacts((gpus or Gpus()).cards(), _snapshot_bytes(folder, run))
+    cards, room, host = (gpus or Gpus()).cards(), _snapshot_bytes(folder, run), host_bytes()
+    why = problem(user_folder(folder))
+    found = NodeFacts(cards, room, host_bytes=host, folder_problem=f"snapshot.folder: {why}" if why else "")
+    if overflow is None:
+        return found
+    kept = bool(keeping([run_folder(overflow, run)]))
+    return replace(found, overflow_bytes=_snapshot_bytes(overflow, run), overflow_kept=kept)
 
 
 def _snapshot_bytes(folder: str, run: str) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
 from ray._private import state as ray_state
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -16,7 +17,6 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ClusterConfig
 from picotron_ray.runtime.ray_cluster.connect import ClusterError
 from picotron_ray.runtime.ray_cluster.kept_slots import kept_here
-from picotron_ray.runtime.ray_cluster.names import run_folder
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, look
 
 # a sliver of what only the head has: a soft node affinity would be ignored by an actor that needs no CPU,
@@ -25,6 +25,8 @@ ON_HEAD = {"node:__internal_head__": 0.001}
 T = TypeVar("T")
 LOOK_S = 60.0
 """Longest wait for a node to say what it has; a task on it starts a process."""
+KEPT_LOOK_S = 20.0
+"""The same, where a run that goes on waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class NodeView:
     gpus: float
     free_cpus: float
     free_gpus: float
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def capacity(self, needs: WorkerNeeds) -> int:
         """Workers that fit on the whole node, however busy it is now."""
@@ -72,6 +75,7 @@ def living_nodes() -> list[NodeView]:
             gpus=node["Resources"].get("GPU", 0.0),
             free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
             free_gpus=free.get(node["NodeID"], {}).get("GPU", 0.0),
+            labels=dict(node.get("Labels") or {}),
         )
         for node in ray.nodes()
         if node["Alive"]
@@ -93,18 +97,24 @@ def draining_nodes() -> dict[str, float]:
     return {node: ms / 1000 for node, ms in ray_state.state.get_draining_nodes().items()}
 
 
+def restarting(actor: ActorHandle) -> bool:
+    """Whether Ray is starting the process of an actor again; only its private state tells (true of 2.60)."""
+    found: Any = ray_state.actors(actor_id=actor._actor_id.hex())
+    return bool(found) and found["State"] == "RESTARTING"
+
+
 def on_node(node: str) -> NodeAffinitySchedulingStrategy:
     """Scheduling on this node or nowhere."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def kept_on(nodes: Sequence[NodeView], run: str, folder: str, discard: bool) -> dict[str, int]:
-    """Newest step that each node keeps of a run in its snapshot folder, deleted there where ``discard``.
+    """Newest step that each node keeps of a run, wherever it does, deleted there where ``discard``.
 
     Raises:
         ClusterError: a node does not answer; the others have done as they were told.
     """
-    found = _ask(nodes, kept_here, [run_folder(folder, run)], discard)
+    found = _ask(LOOK_S, nodes, kept_here, run, folder, discard)
     silent = [node.host for node in nodes if node.id not in found]
     if silent:
         raise ClusterError(
@@ -116,17 +126,25 @@ def kept_on(nodes: Sequence[NodeView], run: str, folder: str, discard: bool) -> 
 
 def facts_of(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, NodeFacts]:
     """Ask nodes for their facts; by node, without those that do not answer in time."""
-    return _ask(nodes, look, job.snapshot.folder, job.name)
+    return _ask(LOOK_S, nodes, look, job.snapshot.folder, job.name, job.snapshot.overflow_folder)
 
 
-def _ask(nodes: Sequence[NodeView], work: Callable[..., T], *arguments: Any) -> dict[str, T]:
+def keeping_nodes(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, int]:
+    """Newest step that nodes keep of a run, by node; without those that keep none or do not answer soon."""
+    found = _ask(KEPT_LOOK_S, nodes, kept_here, job.name, job.snapshot.folder, False)
+    return {node: step for node, step in found.items() if step is not None}
+
+
+def _ask(
+    timeout_s: float, nodes: Sequence[NodeView], work: Callable[..., T], *arguments: Any
+) -> dict[str, T]:
     """Run a function on all nodes at once; by node, what those answer that do so in time."""
     task: Any = ray.remote(work)
     asked = {}
     for node in nodes:
         here = task.options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node.id))
         asked[node.id] = here.remote(*arguments)
-    ray.wait(list(asked.values()), num_returns=len(asked), timeout=LOOK_S)
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
     found = {}
     for node_id, answer in asked.items():
         with contextlib.suppress(RayError):

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage, get_json
+from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded, get_json
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit, parent_of
@@ -30,6 +30,7 @@ from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, Ge
 from picotron_ray.errors import AlreadyExistsError, FencedError, PartsGoneError, StorageError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
+from picotron_ray.runtime.run_storage.data_record import checked_ledger, settle_data
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import saved_config
@@ -46,14 +47,20 @@ class RunStore:
     """Storage of one run, as one coordinator term sees it."""
 
     def __init__(
-        self, job: JobConfig, on_commit: Callable[[int], None], origin: dict[str, Any] | None = None
+        self,
+        job: JobConfig,
+        on_commit: Callable[[int], None],
+        origin: dict[str, Any] | None = None,
+        data: str = "",
     ) -> None:
         """
         Args:
             on_commit: called with the step between a manifest and its log entry (scripted faults).
             origin: the verified commit that ``init_from`` names, for a run that has no run.json yet.
+            data: fingerprint of the data that the launch saw; "": it did not look.
         """
         self._origin = origin
+        self.data = data  # the run's own, once the term is claimed
         self._job = job
         self._on_commit = on_commit
         self._storage: Storage = open_storage(job.storage, job.name)
@@ -70,19 +77,27 @@ class RunStore:
             self._storage.put_if_absent("run.json", json.dumps(saved, indent=1).encode())
         except AlreadyExistsError:
             log.debug("run.json is there already")
+        self.data = settle_data(self._storage, self._job.name, self.data)
         return self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}")
+
+    @property
+    def identity(self) -> str:
+        """Identity of the run, once a term is claimed (`RunLog.identity`)."""
+        return self._log.identity
 
     def state(self, verify: bool) -> tuple[tuple[Commit, ...], tuple[GenerationSpec, ...]]:
         """Commits and generations, as the log holds them, oldest first.
 
-        ``verify``: read the newest commit whole, and leave out what is damaged (told in ``complaints``).
-        Not for the adoption of a running generation, which needs no commit and should not wait for it.
+        ``verify``: look whether all of the newest commit is there, and leave out those that are damaged (told
+        in ``complaints``). No chunk is read: workers check what they load. Not for the adoption of a running
+        generation, which needs no commit and should not wait for it.
         Raises StorageError where there are commits and none of them can be used.
         """
         self._import_origin()
         entries = self._log.commits()
         if verify:
-            good = latest_good(self._storage, self._log, self._job.checkpoint.resume_step)
+            step = self._job.checkpoint.resume_step
+            good = latest_good(self._storage, self._log, step, read_chunks=False)
             self.complaints = list(good.complaints) if good else list(self._log.complaints())
             entries = [entry for entry in entries if good is not None and entry.seq <= good.entry.seq]
         generations = tuple(
@@ -163,9 +178,36 @@ class RunStore:
             log.warning("%s of step %d: %s", event.kind, event.step, error)
             return replace(event, error=str(error), parts_gone=isinstance(error, PartsGoneError))
 
+    def is_newest(self) -> bool | None:
+        """Whether this term is the newest that the log holds now; None: storage does not answer."""
+        try:
+            self._log.confirm()
+        except FencedError:
+            return False
+        except StorageError as error:
+            log.warning("the newest term is not known: %s", error)
+            return None
+        return True
+
     def claim_fault(self, index: int) -> bool:
         """Claim scripted fault ``index``; true once in the life of the run."""
         return claim(self._storage, index)
+
+    def save_record(self, record: bytes) -> None:
+        """Keep the run's record so far beside the commits; each term has one of its own, so none is lost."""
+        try:
+            self._storage.put(f"records/{self._log.term:06d}.json", record)
+        except StorageError as error:
+            log.warning("the run's record is not in storage: %s", error)  # the next commit brings a newer one
+
+    def newest_record(self) -> bytes | None:
+        """Return what ``save_record`` of the newest earlier term kept; None where there is none."""
+        try:
+            keys = sorted(entry.key for entry in self._storage.list("records/"))
+            return get_bounded(self._storage, keys[-1], JSON_BYTES) if keys else None
+        except StorageError as error:
+            log.warning("the run's record is not read: %s", error)
+            return None
 
     def collect_garbage(self) -> None:
         """Retire commits beyond retention and delete chunks that nothing needs."""
@@ -179,26 +221,33 @@ class RunStore:
             log.warning("garbage collection is put off: %s", error)
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Add what the committed ledger says, and store ``summary.json``."""
+        """Add what the committed ledger says, and store ``summary.json``.
+
+        Raises:
+            FencedError: a newer term was claimed: the summary is its coordinator's.
+            StorageError: storage does not take it.
+        """
+        self._log.confirm()
         complete = {**summary, **self._ledger_figures()}
         self._storage.put("summary.json", json.dumps(complete, indent=1).encode())
         return complete
 
     def _ledger_figures(self) -> dict[str, Any]:
         lines = self.ledger_lines()
-        steps = [line["step"] for line in lines]
-        batch = self._job.data.global_batch
         return {
             "tokens": sum(line["tokens"] for line in lines),
-            "first_loss": lines[0]["loss"] if lines else None,
+            "first_loss": next((line["loss"] for line in lines if "passed_over" not in line), None),
             "final_loss": lines[-1]["loss"] if lines else None,
-            "ledger": {
-                "samples": sum(line["samples"][1] - line["samples"][0] for line in lines),
-                "lost": batch * len(set(range(1, max(steps, default=0) + 1)) - set(steps)),
-                "repeated": batch * (len(steps) - len(set(steps))),
-                "skipped": batch * sum("skipped" in line for line in lines),
-            },
+            "ledger": checked_ledger(self._job, lines, self.data, self._passed()),
         }
+
+    def _passed(self) -> list[range]:
+        """Steps that rewinds of the newest commit's history pass over."""
+        newest = self._log.commits()[-1:]
+        writer = (newest[0].body["term"], newest[0].body["n"]) if newest else None
+        bodies = [entry.body for entry in self._log.entries() if entry.kind == "generation"]
+        found = [decode_spec(b["spec"]) for b in bodies if (b["term"], b["n"]) == writer]
+        return [rewind.passed for spec in found for rewind in spec.rewinds]
 
     def ledger_lines(self, after: int = 0) -> list[dict[str, Any]]:
         """Lines of the newest commit's ledger of steps above ``after``, in order; none before a commit."""

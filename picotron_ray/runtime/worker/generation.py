@@ -1,70 +1,60 @@
 """Part of one worker in one generation: groups, build, restore, loop, and an orderly way out.
 
 Any end of the loop leads the same way out. A clean live state (no optimizer write was under way) that is not
-sealed yet is flushed into a slot. Then every reference to the process groups is dropped and they are closed,
-so that the next generation starts in the same process. The first rung of the recovery ladder, live state, is
-thereby a slot like any other.
+sealed yet is flushed into a slot: the first rung of the recovery ladder is a slot like any other. Then each
+reference to the process groups is dropped and they are closed, and the next generation starts in the process.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from picotron_ray.checkpoint.snapshot.slot_format import SlotKey, slot_bytes
-from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
+from picotron_ray.checkpoint.shard_service.client import RemoteSlot
+from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
+from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
+from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX, SlotPool
+from picotron_ray.checkpoint.snapshot.slot_sweep import owner
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store.commit_source import CommitSource
 from picotron_ray.checkpoint.store.import_commit import weights_only
-from picotron_ray.checkpoint.store.manifest import Identity, Manifest, load_manifest
+from picotron_ray.checkpoint.store.manifest import INITIAL_WEIGHTS, Identity, Manifest, load_manifest
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
+from picotron_ray.checkpoint.store.verify import quarantine_chunk
 from picotron_ray.checkpoint.torch_state import StateTensor, restore
 from picotron_ray.comm.process_groups import ProcessGroups
-from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind, SlotInfo
-from picotron_ray.data.dataset import DataSplits
 from picotron_ray.data.loader import BatchLoader
-from picotron_ray.errors import CorruptError, NumericsError, PeerLostError, StorageError
+from picotron_ray.errors import (
+    CorruptError,
+    NumericsError,
+    PeerLostError,
+    StorageError,
+)
 from picotron_ray.failures import FailureKind
-from picotron_ray.runtime.heartbeat import Page
+from picotron_ray.models.layers.init import VERSION
+from picotron_ray.runtime.phase_limits import StepWork
+from picotron_ray.runtime.worker.compile_phase import compile_phase, compiles
 from picotron_ray.runtime.worker.memory_limit import limit_memory
+from picotron_ray.runtime.worker.outcomes import judge
+from picotron_ray.runtime.worker.remote_slots import RemoteSlots, fetch_spilled
+from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.runtime.worker.storage_wait import StorageWait
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
-from picotron_ray.train.precision.gradient_variability import GradientVariability
-from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter
+from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter, flush_bytes
 from picotron_ray.train.step_sync import STOP
 from picotron_ray.train.update_policy import UpdatePolicy
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class WorkerResources:
-    """Resources that a worker keeps between generations."""
-
-    job: JobConfig
-    worker: str
-    node: str
-    folder: Path
-    device: torch.device
-    data: DataSplits
-    page: Page
-    storage: Callable[[], Storage]
-    fetch_slot: Callable[[SlotInfo], bytes]  # a slot that lies on another node
-    pool: SlotPool | None = None  # made by the first generation, which knows how large the state is
-    variability: GradientVariability = field(
-        default_factory=GradientVariability
-    )  # of the parts' gradients, so far
-    limited: bool = False  # its memory, from the first generation's first step on
 
 
 class GenerationRun:
@@ -82,10 +72,17 @@ class GenerationRun:
         self._requests = Requests()
         self._updates = UpdatePolicy(resources.job)
         self._interrupted = False
-        self._tail: list[str] = []
+        self._initial_weights: int | None = None  # version of those that the run began with
+        self._tail = LedgerTail(resources.ledger)
         self._engine: Engine | None = None
         self._snapshots: Snapshotter | None = None
         self._loader: BatchLoader | None = None
+        self._work = StepWork.of(
+            spec.layout,
+            resources.job.data.global_batch,
+            warm=resources.stepped.issuperset(member.worker for member in spec.members),
+            compiles=compiles(resources.job),
+        )
         self._groups = ProcessGroups(
             host=store[0],
             port=store[1],
@@ -108,49 +105,59 @@ class GenerationRun:
             return
         self._interrupted = True
         self._groups.abort()
+        parts: tuple[Any, ...] = (self._loader, self._snapshots)
+        for part in filter(None, parts):
+            part.stop_waiting()
 
     def committed(self, step: int) -> None:
         """Drop ledger lines up to ``step``: they are in storage, snapshots need not carry them any more."""
-        # the loop appends at the end while this drops from the front: both are single list operations
-        lines = list(self._tail)
-        keep = next((i for i, line in enumerate(lines) if json.loads(line)["step"] > step), len(lines))
-        del self._tail[:keep]
+        self._tail.committed(step)
 
     # --- the generation ------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
         """Take part until the end of training, an interrupt or a fault; never raises."""
+        bad: tuple[int, str] = (0, "")
         try:
-            kind, detail = self._train(), ""
+            with compile_phase(self._resources.page, self._resources.job):
+                kind, detail = self._train(), ""
         except Exception as error:
             kind, detail = self._judge(error)
+            bad = (error.bad_step, error.reason) if isinstance(error, NumericsError) else bad
             if kind is FailureKind.FAILED:
                 log.exception("generation %s failed on rank %d", self.spec.id, self.rank)
             error.__traceback__ = None  # its frames hold the model and the groups
-        step = self._leave()
+        try:
+            step = self._leave()
+        except Exception as error:
+            step = -1
+            log.exception("generation %s: rank %d could not leave in order", self.spec.id, self.rank)
+            if not isinstance(kind, FailureKind):  # else that failure explains more
+                kind, detail = FailureKind.FAILED, f"error: leaving: {type(error).__name__}: {error}"
+            error.__traceback__ = None
         first_step_at_s = self._resources.page.value("first_step_at_s")
-        self.outcome = Outcome(self._resources.worker, self.spec.id, kind, step, detail, first_step_at_s)
+        if first_step_at_s:
+            self._resources.stepped = frozenset(member.worker for member in self.spec.members)
+        self.outcome = Outcome(
+            self._resources.worker, self.spec.id, kind, step, detail, first_step_at_s, *bad
+        )
         self.done.set()
         return self.outcome
 
     def _train(self) -> OutcomeKind:
         resources, spec, page = self._resources, self.spec, self._resources.page
-        page.begin(spec.id.term, spec.id.n, self.rank, spec.resume_step)
+        page.begin(spec.id.term, spec.id.n, self.rank, spec.resume_step, self._work)
         page.phase("rendezvous")
         self._groups.connect()
-        page.phase("build")
-        self._engine = build_engine(
-            resources.job, spec.layout, self.rank, self._groups, resources.device, resources.variability
-        )
-        page.put(built_at_s=time.time())
-        applied = "; ".join(self._engine.applied) or "one process"
-        print(f"generation {spec.id} rank {self.rank}: {spec.layout}: {applied}", flush=True)
+        self._engine = self._built()
         page.phase("restore")
         self._restore(self._engine)
         page.put(clean=spec.resume_step)
         self._raise_if_interrupted()
         at = spec.layout.coordinates(self.rank)
         eval_batches = resources.data.eval_batches(spec.layout, at.dp, resources.job.evaluate.samples)
+        if resources.job.adaptive_precision.error_bound is not None:
+            page.phase("evaluate", resources.job.elastic.first_step_timeout_s)
         if policy := self._engine.adapt(eval_batches):
             full = sorted(set(policy.sensitivity) - policy.low)
             print(
@@ -166,6 +173,7 @@ class GenerationRun:
             global_batch=resources.job.data.global_batch,
             start_step=spec.resume_step,
             depth=resources.job.data.prefetch_steps,
+            passes_over=spec.passes_over,
         )
         self._snapshots = self._snapshotter(self._engine.state())
         loop = Loop(
@@ -183,6 +191,7 @@ class GenerationRun:
             updates=self._updates,
             tail=self._tail,
             start_step=spec.resume_step,
+            passes_over=spec.passes_over,
         )
         limit = resources.job.cluster.worker_memory_bytes
         if limit is not None and not resources.limited:  # the threads' stacks are there by now
@@ -191,18 +200,33 @@ class GenerationRun:
         page.put(restored_at_s=time.time())
         return loop.run()
 
+    def _built(self) -> Engine:
+        """Build the engine, and say what was applied."""
+        resources, page = self._resources, self._resources.page
+        page.phase("build")
+        engine = build_engine(
+            resources.job,
+            self.spec.layout,
+            self.rank,
+            self._groups,
+            resources.device,
+            resources.variability,
+            page.moved,
+        )
+        page.put(built_at_s=time.time())
+        applied = "; ".join(engine.applied) or "one process"
+        print(f"generation {self.spec.id} rank {self.rank}: {self.spec.layout}: {applied}", flush=True)
+        return engine
+
     def _restore(self, engine: Engine) -> None:
         source, resources = self.spec.source, self._resources
         if source.kind == "init":
             if resources.job.init_from.run is not None:
                 raise StorageError(f"the commit of run {resources.job.init_from.run} to start from is gone")
-            engine.initialise(resources.job.seed)
+            engine.initialise(resources.job.seed, resources.page.moved)
+            self._initial_weights = VERSION if resources.job.model.builder is None else None
         elif source.kind == "slots":
-            slots = [(info.slot, self._open_slot(info)) for info in source.slots]
-            reader = SlotSource(slots)
-            restore(engine.state(), reader)
-            self._tail.extend(reader.views[0].header.ledger)
-            self._updates.restore(reader.views[0].header.extra)
+            self._restore_slots(engine)
         else:
             wait = StorageWait(resources.page, resources.job.storage, self._leave_if_asked)
             wait.read(lambda: self._restore_commit(engine))
@@ -210,14 +234,49 @@ class GenerationRun:
             resources.page.phase("restore")
         engine.set_step(source.step, self._updates.skipped)
 
+    def _restore_slots(self, engine: Engine) -> None:
+        """Read the state from slots: those of this node are mapped, of others the boxes are asked for."""
+        resources = self._resources
+        config, leave = resources.job.snapshot, self._leave_if_asked
+        others = RemoteSlots(resources.page, config, resources.find_service, leave)
+        with closing(others):
+            found = [(info.slot, self._slot(info, others)) for info in self.spec.source.slots]
+            source = SlotSource(found, self._protected())
+            restore(engine.state(), source, resources.page.moved)
+            fetch_spilled(source.views[0], resources.ledger)
+        self._tail.restore(source.views[0].header.ledger)
+        self._take_over(source.views[0].header.extra)
+        resources.page.phase("restore")
+
+    def _slot(self, info: SlotInfo, others: RemoteSlots) -> Path | RemoteSlot:
+        resources = self._resources
+        return resources.folder / info.slot if info.node == resources.node else others.open(info)
+
     def _restore_commit(self, engine: Engine) -> None:
         storage = self._resources.storage()
         manifest = self._manifest(storage)
         if weights_only(manifest):
-            engine.initialise(self._resources.job.seed)  # moments of zero; the weights are overwritten
+            engine.initialise(
+                self._resources.job.seed, self._resources.page.moved
+            )  # moments of zero; the weights are overwritten
         state = engine.weights() if weights_only(manifest) else engine.state()
-        restore(state, CommitSource(storage, manifest))
-        self._updates.restore(manifest.extra)
+        try:
+            restore(state, CommitSource(storage, manifest), self._resources.page.moved)
+        except CorruptError as error:
+            if error.where.startswith("chunks/"):
+                quarantine_chunk(storage, error.where, manifest.step)
+            raise
+        self._take_over(manifest.extra)
+
+    def _take_over(self, extra: Mapping[str, Any]) -> None:
+        """Go on with what the restored state says of its past."""
+        self._updates.restore(extra)
+        self._initial_weights = extra.get(INITIAL_WEIGHTS)
+
+    def _extra(self) -> dict[str, Any]:
+        """Return what slots keep of this state's past, besides the ledger."""
+        known = self._initial_weights is not None
+        return self._updates.extra() | ({INITIAL_WEIGHTS: self._initial_weights} if known else {})
 
     def _leave_if_asked(self) -> None:
         """Leave before the first step, where no exchange takes the request to stop."""
@@ -235,14 +294,13 @@ class GenerationRun:
 
     def _snapshotter(self, state: list[StateTensor]) -> Snapshotter:
         resources, spec = self._resources, self.spec
-        if resources.pool is None:
-            capacity = slot_bytes([tensor.shard for tensor in state if tensor.primary])
-            resources.pool = SlotPool(
-                resources.folder, resources.worker, resources.job.snapshot.slots, capacity
-            )
         nodes = [member.node for member in spec.members]
         identity = (spec.id.term, spec.id.n)
         writer = SnapshotWriter.of(identity, self.rank, spec.layout, nodes, resources.job.data.global_batch)
+        if resources.pool is None:
+            capacity = max(resources.slot_bytes, flush_bytes(state, writer.index, writer.count))
+            count, dead = resources.job.snapshot.slots, self._dead_slots()
+            resources.pool = SlotPool(resources.folder, resources.worker, count, capacity, dead)
         return Snapshotter(
             pool=resources.pool,
             writer=writer,
@@ -250,8 +308,13 @@ class GenerationRun:
             protected=self._protected(),
             on_sealed=self._sealed,
             on_phase=self._copying,
-            extra=self._updates.extra,
+            extra=self._extra,
         )
+
+    def _dead_slots(self) -> bool:
+        """Whether workers that are no members left slots here: the agent removes them once it may."""
+        members = {member.worker for member in self.spec.members}
+        return any(owner(path) not in members for path in self._resources.folder.glob(f"*{SUFFIX}"))
 
     def _protected(self) -> SlotKey:
         """Key of the state that this generation came from.
@@ -280,59 +343,51 @@ class GenerationRun:
         if page.on_phase is not None:
             page.on_phase(page.computing_step, phase)
 
-    def _open_slot(self, info: SlotInfo) -> Path | bytes:
-        resources = self._resources
-        return resources.folder / info.slot if info.node == resources.node else resources.fetch_slot(info)
-
     def _raise_if_interrupted(self) -> None:
         if self._interrupted:
             raise PeerLostError("interrupted before the first step")
 
     def _judge(self, error: Exception) -> tuple[OutcomeKind, str]:
-        if isinstance(error, CorruptError):
-            where = error.where if self.spec.source.kind == "slots" else self.spec.source.manifest
-            return FailureKind.FAILED, f"corrupt:{where}"
-        if isinstance(error, NumericsError):
-            return FailureKind.NUMERICS, str(error)
-        if self._interrupted:
-            return "interrupted", ""
-        if _out_of_memory(error):
-            return FailureKind.FAILED, f"oom: {error}"
-        if self._groups.lost_peer(error):
-            return FailureKind.PEER_LOST, str(error)[:200]
-        return FailureKind.FAILED, f"error: {type(error).__name__}: {error}"
+        return judge(error, self.spec.source, self._interrupted, self._groups.lost_peer)
 
     def _leave(self) -> int:
-        """Flush the clean state and close everything; returns the step of the clean state, -1 if none."""
+        """Flush the clean state and close everything; returns the step of the clean state, -1 if none.
+
+        Whatever raises, the rest is closed all the same; it is raised at the end.
+        """
         page = self._resources.page
         clean = int(page.value("clean"))
-        if self._snapshots is not None:
-            page.phase("flush")
-            clean = self._flushed(self._snapshots, clean)
-            self._snapshots.close()
-        if self._loader is not None:
-            self._loader.close()
-        if self._engine is not None:
-            self._engine.close()
+        with ExitStack() as last:
+            last.callback(self._left)
+            self._close_at(last)
+            if self._snapshots is not None:
+                page.phase("flush")
+                clean = self._flushed(self._snapshots, clean)
+        return clean
+
+    def _close_at(self, last: ExitStack) -> None:
+        """Have snapshots, loader and engine closed, in this order; no frame that waits refers to them."""
+        for part in (self._engine, self._loader, self._snapshots):
+            if part is not None:
+                last.callback(part.close)
+
+    def _left(self) -> None:
+        """Let go of the groups and everything that refers to them."""
+        page = self._resources.page
         self._engine = self._snapshots = self._loader = None
         gc.collect()
-        self._groups.close()
-        page.put(clean=-1)
-        page.phase("idle")
-        page.forget_limits()
-        return clean
+        try:
+            self._groups.close()
+        finally:
+            page.put(clean=-1)
+            page.phase("idle")
 
     def _flushed(self, snapshots: Snapshotter, clean: int) -> int:
         """Seal the live state of step ``clean``, if any; -1 where there is none that may be kept."""
         try:
             if clean >= 0:
-                snapshots.flush(clean, self._tail, pinned=False)
+                snapshots.flush(clean, self._tail.lines(), pinned=False)
         except NumericsError as error:
             log.warning("generation %s on rank %d: %s", self.spec.id, self.rank, error)
             return -1
         return clean
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, of the device or of the host, whose allocator has no error class in torch."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -12,6 +12,8 @@ import re
 import resource
 from pathlib import Path
 
+import torch
+
 
 def limit_memory(more_bytes: int) -> None:
     """Let the calling process take that many bytes more than it has now, and no more."""
@@ -19,3 +21,8 @@ def limit_memory(more_bytes: int) -> None:
     assert found is not None
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (int(found[1]) * 1024 + more_bytes, hard))
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, of the device or of the host, whose allocator has no error class in torch."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

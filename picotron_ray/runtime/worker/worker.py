@@ -12,8 +12,9 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import threading
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,13 +24,20 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import plain
-from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Outcome, SlotInfo
+from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Outcome
 from picotron_ray.data.dataset import build_dataset
+from picotron_ray.errors import FencedError
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.chaos.worker_chaos import WorkerChaos
 from picotron_ray.runtime.heartbeat import Page
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, cache_folder
-from picotron_ray.runtime.worker.generation import GenerationRun, WorkerResources
+from picotron_ray.runtime.ray_cluster.interfaces import carry_collectives
+from picotron_ray.runtime.ray_cluster.names import cache_folder, ledger_folder, node_folder
+from picotron_ray.runtime.ray_cluster.private_folder import write_text
+from picotron_ray.runtime.worker.generation import GenerationRun
+from picotron_ray.runtime.worker.nccl_settings import prepare_nccl
+from picotron_ray.runtime.worker.remote_slots import find_service
+from picotron_ray.runtime.worker.resources import WorkerResources
+from picotron_ray.runtime.worker.testimony import testify
 from picotron_ray.train.optim.quantized_state import codebook_of
 from picotron_ray.train.precision.precision import check_precision
 from picotron_ray.train.step_sync import SNAPSHOT, STOP
@@ -41,9 +49,10 @@ FLAGS = {"boundary": STOP, "snapshot": SNAPSHOT, "hard": None}
 class Worker:
     """Ray actor. Several methods run at a time; ``run_generation`` occupies one of its threads."""
 
-    def __init__(self, job: dict[str, Any], worker: str, node: str, folder: str) -> None:
+    def __init__(self, job: dict[str, Any], worker: str, node: str, slot_bytes: int = 0) -> None:
         torch.set_num_threads(1)
         self._job = JobConfig.model_validate(job)
+        carry_collectives(self._job, ray.util.get_node_ip_address(), os.environ)
         preload(self._job)
         self._chaos = WorkerChaos(self._job.chaos, self._open_storage)
         self._lock = threading.Lock()
@@ -52,10 +61,13 @@ class Worker:
         self._storage: Storage | None = None
         device = self._device()
         check_precision(self._job, device)  # a node may have several kinds of GPU
-        path = Path(folder)
+        path = node_folder(self._job.snapshot.folder, self._job.name, node)
+        testify(path, worker)
+        if device.type == "cuda":
+            prepare_nccl(os.environ)
         page = Page(path / f"{worker}.page", self._job.elastic, self._chaos)
         data = build_dataset(self._job.data, self._job.model.vocab_size, self._job.seed, cache_folder())
-        page.put(baseline_loss=data.bigram_entropy)
+        page.put(baseline_loss=data.bigram_entropy, spins=device.type == "cuda")
         self._resources = WorkerResources(
             job=self._job,
             worker=worker,
@@ -65,7 +77,9 @@ class Worker:
             data=data,
             page=page,
             storage=self._open_storage,
-            fetch_slot=self._fetch_slot,
+            ledger=ledger_folder(self._job.name),
+            find_service=partial(find_service, self._job.name, self._job.snapshot.fetch_timeout_s),
+            slot_bytes=slot_bytes,
         )
         # Leaving a generation collects garbage, because whatever still refers to its process groups must
         # go. Over all that torch and Ray have imported that takes 0.15 s; set apart here, 2 ms.
@@ -84,10 +98,6 @@ class Worker:
             self._storage = open_storage(self._job.storage, self._job.name, answered)
         return self._storage
 
-    def _fetch_slot(self, info: SlotInfo) -> bytes:
-        agent = ray.get_actor(agent_name(self._job.name, info.node), NAMESPACE)
-        return bytes(ray.get(agent.read_slot.remote(info.slot)))
-
     # --- called through Ray ------------------------------------------------------------------------------
 
     def ready(self) -> str:
@@ -98,10 +108,18 @@ class Worker:
         """Take part in a generation, or join one, or repeat the outcome of one that has ended.
 
         Without the address of a store no new one is begun.
+
+        Raises:
+            FencedError: the call is of a coordinator that was replaced.
         """
         with self._lock:
-            if not self._accept(term) or (self._run is not None and spec.id < self._run.spec.id):
-                return Outcome(self._resources.worker, spec.id, FailureKind.FAILED, -1, "refused: older term")
+            if not self._accept(term):
+                raise FencedError(
+                    f"refused: term {term} is older than {self._term}; another coordinator took over"
+                )
+            if self._run is not None and spec.id < self._run.spec.id:
+                detail = f"refused: {spec.id} is older than {self._run.spec.id}"
+                return Outcome(self._resources.worker, spec.id, FailureKind.FAILED, -1, detail)
             previous = self._run
             joined = previous is not None and previous.spec.id == spec.id
             if not joined and store is None:
@@ -163,9 +181,7 @@ class Worker:
     def _remember(self, spec: GenerationSpec) -> None:
         """Leave the spec where the agent finds it, for a coordinator that was not there when it began."""
         path = self._resources.folder / f"{self._resources.worker}.spec"
-        temporary = path.with_suffix(".spec-new")
-        temporary.write_text(json.dumps(plain(spec)))
-        temporary.rename(path)
+        write_text(path, json.dumps(plain(spec)))
 
 
 def preload(job: JobConfig) -> None:

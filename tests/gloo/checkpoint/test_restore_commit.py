@@ -12,7 +12,7 @@ from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.commit_source import CommitSource
 from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.checkpoint.store.shard_sources import Piece
+from picotron_ray.checkpoint.store.shard_sources import Cutter, Piece, cut_whole
 from picotron_ray.checkpoint.torch_state import StateTensor, _copy, copy_to_device, restore
 from picotron_ray.errors import CorruptError, StorageError
 from picotron_ray.layout.layout import Layout
@@ -106,9 +106,9 @@ def test_a_part_is_taken_from_every_piece_that_has_some_of_it() -> None:
         def prepare(self, needed: list[Piece]) -> None:
             told.append(needed)
 
-        def read(self, piece: Piece) -> memoryview:
+        def cutter(self, piece: Piece) -> Cutter:
             told.append(piece)
-            return piece.handle.contiguous().view(torch.uint8).reshape(-1).numpy().data
+            return cut_whole(piece, piece.handle.contiguous().view(torch.uint8).reshape(-1).numpy().data)
 
         def finish(self) -> None:
             told.append("finished")

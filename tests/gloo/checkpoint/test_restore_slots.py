@@ -149,6 +149,11 @@ def test_slots_of_two_steps_are_never_mixed(tmp_path: Path) -> None:
     second = write_slots(tmp_path, full_state(1), 2, 1, step=6)
     with pytest.raises(CorruptError, match="never mixed"):
         source([first[0], second[1]])
+    header = open_slot(second[0]).header
+    one = [("slot", second[0])]
+    assert SlotSource(one, header.key).views[0].header.step == 6
+    with pytest.raises(CorruptError, match="expected"):
+        SlotSource(one, (header.term, header.n, 5))  # its file was used again since it was chosen
 
 
 def test_another_model_or_precision_is_refused(tmp_path: Path) -> None:

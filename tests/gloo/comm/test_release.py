@@ -8,6 +8,7 @@ import gc
 import signal
 import sys
 import threading
+import time
 
 import pytest
 
@@ -60,13 +61,34 @@ def test_a_group_that_does_not_end_is_left_to_its_thread() -> None:
     assert thread not in group_release._inside_torch
 
 
-def test_garbage_that_refers_to_groups_is_collected_first(collections: list[int]) -> None:
-    kept, groups = [object()], [object(), object()]
+def test_garbage_that_refers_to_groups_is_collected_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, groups = [Group()], [object(), object()]
+    kept[0].may_end.set()
     groups.append(kept[0])
+    monkeypatch.setattr(gc, "collect", kept.clear)
     assert release(groups)
-    assert collections == [1]
+    assert (kept, groups) == ([], [])
+    monkeypatch.setattr(gc, "collect", pytest.fail)
     assert release([]), "nothing to look at"
-    assert collections == [1]
+
+
+def test_who_lets_go_of_a_group_last_does_not_wait_in_its_destructor(collections: list[int]) -> None:
+    """A traceback or a cache keeps it: its end is the other thread's all the same, once they let go."""
+    kept = [Group()]
+    may_end, ended_by = kept[0].may_end, kept[0].ended_by
+    began = time.monotonic()
+    assert not release([object(), kept[0]])
+    assert time.monotonic() - began < group_release.PROMPT_S, "nobody knows how long that lasts"
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "release-groups")
+    time.sleep(0.1)
+    assert thread.is_alive()
+    began = time.monotonic()
+    kept.clear()
+    assert time.monotonic() - began < 1, "not here"
+    assert ended_by == []
+    may_end.set()
+    thread.join(5)
+    assert ended_by == [thread]
 
 
 def test_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

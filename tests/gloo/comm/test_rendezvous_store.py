@@ -15,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from picotron_ray.comm import rendezvous_store
 from picotron_ray.comm.rendezvous_store import main, wait_for_exit
+from picotron_ray.comm.sockets import tcp_sockets
 
 
 def test_it_serves_at_the_address_that_it_prints(
@@ -26,6 +27,8 @@ def test_it_serves_at_the_address_that_it_prints(
         address = json.loads(capsys.readouterr().out)
         assert address["host"] == "127.0.0.1"
         assert address["port"] > 1023, "any free one"
+        local = {info.local for info in tcp_sockets() if info.listening and info.local[1] == address["port"]}
+        assert local == {("127.0.0.1", address["port"])}, "torch's own would listen at all addresses"
         TCPStore(address["host"], address["port"], is_master=False).set("key", "value")
         assert TCPStore(address["host"], address["port"], is_master=False).get("key") == b"value"
         asked.append(pid)

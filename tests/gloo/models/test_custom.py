@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.layout.shards import whole as whole_box
 from picotron_ray.models.custom import (
     CustomDefinition,
     build_whole,
@@ -215,7 +216,7 @@ def test_stages_one_after_the_other_are_the_whole() -> None:
             found.materialise(stage, torch.device("cpu"))
             with torch.no_grad():
                 for name, parameter in stage.named_parameters():
-                    parameter.copy_(initial(found.specs[name]))
+                    parameter.copy_(initial(found.specs[name], whole_box(found.specs[name].shape)))
             x = logits_of(stage.forward(x))
         return x
 
@@ -233,8 +234,8 @@ def test_the_whole_gives_logits_ties_again_and_begins_as_it_was_built() -> None:
     assert whole.mask.tolist() == [0.0, 1.0, 2.0]
     assert whole.forward(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 5)
     initial, expected = found.initial(3), dict(build_whole(named("tied"), 3).named_parameters())
-    assert all(torch.equal(initial(spec), expected[spec.name]) for spec in found.table)
-    assert not any(initial(spec).requires_grad for spec in found.table)
+    assert all(torch.equal(initial(spec, whole_box(spec.shape)), expected[spec.name]) for spec in found.table)
+    assert not any(initial(spec, whole_box(spec.shape)).requires_grad for spec in found.table)
     assert found.close_norms(whole) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +12,27 @@ from typing import Any
 import pytest
 import torch
 
+from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.checkpoint.snapshot.slot_format import slot_bytes
 from picotron_ray.checkpoint.storage.local import LocalStorage
-from picotron_ray.checkpoint.store.manifest import UPDATES
+from picotron_ray.checkpoint.store.manifest import INITIAL_WEIGHTS, UPDATES
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Outcome, SlotInfo, Source
-from picotron_ray.errors import CorruptError, PeerLostError, StorageError, StorageUnavailableError
+from picotron_ray.errors import (
+    CorruptError,
+    PeerLostError,
+    SlotUnreachableError,
+    StorageError,
+    StorageUnavailableError,
+)
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
+from picotron_ray.models.layers.init import VERSION
 from picotron_ray.runtime.heartbeat import Page, read_page
+from picotron_ray.runtime.phase_limits import ENOUGH, StepWork
 from picotron_ray.runtime.worker import generation, storage_wait
-from picotron_ray.runtime.worker.generation import GenerationRun, WorkerResources
+from picotron_ray.runtime.worker.generation import GenerationRun
+from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.train.step_sync import STOP
 from tests.support.checkpoint.checkpoint_kit import make_state, save
 from tests.support.runs.coordinator_world import job
@@ -77,7 +88,7 @@ class Bench:
             data=data,  # type: ignore[arg-type]
             page=self.page,
             storage=lambda: "storage",  # type: ignore[arg-type, return-value]
-            fetch_slot=lambda info: self.note("fetch", info.slot),
+            find_service=lambda node, meanwhile: None,  # type: ignore[arg-type, return-value]
         )
         self.engine = SimpleNamespace(
             applied=(),
@@ -95,7 +106,7 @@ class Bench:
         self.set("Loop", self.loop)
         self.set("SlotPool", lambda *words: self.note("pool", *words) or "pool")
         self.set("Snapshotter", lambda **words: words)
-        self.set("SnapshotWriter", SimpleNamespace(of=lambda *words: words))
+        self.set("SnapshotWriter", SimpleNamespace(of=self.writer))
         self.set("limit_memory", partial(self.note, "limit"))
         self.set("restore", partial(self.note, "restore"))
         self.set("gc", SimpleNamespace(collect=partial(self.note, "collect garbage")))
@@ -106,6 +117,9 @@ class Bench:
 
     def note(self, *words: Any, **named: Any) -> None:
         self.told.append((*words, *named.items()))
+
+    def writer(self, *words: Any) -> Any:
+        return SimpleNamespace(words=words, index=0, count=1)
 
     def groups(self, **named: Any) -> Any:
         self.grouped = named
@@ -119,7 +133,8 @@ class Bench:
 
     def loader(self, data: Any, **named: Any) -> Any:
         self.loaded = named
-        return SimpleNamespace(close=partial(self.note, "close loader"))
+        stop = partial(self.note, "loader stops")
+        return SimpleNamespace(close=partial(self.note, "close loader"), stop_waiting=stop)
 
     def loop(self, **named: Any) -> Any:
         self.looped = named
@@ -149,6 +164,7 @@ class Bench:
             skipped=2,
             flush=lambda step, tail, pinned: self.note("flush", step, pinned),
             close=partial(self.note, "close snapshots"),
+            stop_waiting=partial(self.note, "snapshots stop"),
         )
 
 
@@ -172,10 +188,10 @@ def test_a_generation_goes_through_all_its_phases_and_leaves_nothing(bench: Benc
         ("connect",),
         ("phase", "build"),
         ("phase", "restore"),
-        ("initialise", bench.resources.job.seed),
+        ("initialise", bench.resources.job.seed, bench.page.moved),
         ("set step", 4, 0),
         ("eval batches", SPEC.layout, 1, bench.resources.job.evaluate.samples),
-        ("pool", bench.resources.folder, "w1", bench.resources.job.snapshot.slots, slot_bytes([])),
+        ("pool", bench.resources.folder, "w1", bench.resources.job.snapshot.slots, slot_bytes([]), False),
         ("loop", 4, 77.0),
         ("phase", "flush"),
         ("flush", 4, False),
@@ -192,18 +208,38 @@ def test_a_generation_goes_through_all_its_phases_and_leaves_nothing(bench: Benc
     assert (seen.built_at_s, seen.restored_at_s, seen.phase) == (77.0, 77.0, "idle")
     assert (bench.loaded["dp_index"], bench.loaded["start_step"], bench.looped["start_step"]) == (1, 4, 4)
     assert (bench.looped["rank"], bench.looped["identity"]) == (1, {"term": 2, "n": 3})
-    assert bench.snapshots["writer"][:2] == ((2, 3), 1)
-    assert bench.snapshots["writer"][3] == ["n0", "n1"]
+    assert bench.snapshots["writer"].words[:2] == ((2, 3), 1)
+    assert bench.snapshots["writer"].words[3] == ["n0", "n1"]
     assert (run._engine, run._snapshots, run._loader) == (None, None, None)
     bench.told.clear()
     assert bench.outcome(bench.make()).kind == "finished"
     assert "pool" not in [words[0] for words in bench.told], "it is kept"
 
 
-def test_the_limits_of_phases_are_forgotten_with_the_generation(bench: Bench) -> None:
-    bench.page._limits["forward"] = 1.0
+@pytest.mark.parametrize(("planned", "made"), [(1 << 30, 1 << 30), (1, slot_bytes([]))])
+def test_slots_are_as_large_as_launch_planned_or_as_this_layout_needs(
+    bench: Bench, planned: int, made: int
+) -> None:
+    bench.resources.slot_bytes = planned
     bench.outcome(bench.make())
-    assert bench.page._limits == {}
+    slots = bench.resources.job.snapshot.slots
+    assert ("pool", bench.resources.folder, "w1", slots, made, False) in bench.told
+
+
+def test_hang_limits_live_on_over_generations(bench: Bench) -> None:
+    """A worker that has taken steps with these members is judged by them; one among strangers is not."""
+    limits = bench.page._limits
+    bench.outcome(bench.make())
+    assert limits._here.work == StepWork("dp2-tp1-pp1-mb1", 16.0, 1.0)
+    limits.stepped()
+    for _ in range(ENOUGH):
+        limits.learn("forward", 0.5)
+    bench.resources.stepped = frozenset({"w0", "w1"})
+    assert bench.make()._work.warm
+    bench.outcome(bench.make())
+    assert limits._here.p99 == {"forward": 0.5}
+    bench.resources.stepped = frozenset({"w1"})
+    assert not bench.make()._work.warm
 
 
 @pytest.mark.parametrize(
@@ -228,6 +264,7 @@ def corrupt() -> CorruptError:
     ("error", "kind", "detail"),
     [
         (corrupt(), FailureKind.FAILED, "corrupt:"),
+        (SlotUnreachableError("silent", "a.slot"), FailureKind.FAILED, "unreachable:a.slot"),
         (torch.OutOfMemoryError("x"), FailureKind.FAILED, "oom: x"),
         (MemoryError("x"), FailureKind.FAILED, "oom: x"),
         (RuntimeError("can't allocate memory: x"), FailureKind.FAILED, "oom: can't allocate memory: x"),
@@ -271,6 +308,22 @@ def test_an_interrupt_strikes_at_once_or_at_the_next_step(bench: Bench) -> None:
     assert bench.page.value("clean") == -1
 
 
+def test_an_interrupt_ends_the_waits_that_no_group_knows_of(bench: Bench) -> None:
+    """For a batch, and for a slot that an upload pins: else a member that waits there is killed for it."""
+    run = bench.make()
+
+    def interrupted(**named: Any) -> Any:
+        loop = Bench.loop(bench, **named)
+        run.interrupt(None)
+        return loop
+
+    bench.set("Loop", interrupted)
+    bench.ends = RuntimeError("the loader was closed while a batch was awaited")
+    assert bench.outcome(run).kind == "interrupted"
+    found = [words[0] for words in bench.told]
+    assert found[found.index("abort") + 1 :][:2] == ["loader stops", "snapshots stop"]
+
+
 def test_a_state_that_is_not_clean_is_not_flushed(bench: Bench) -> None:
     def spoil(**named: Any) -> Any:
         loop = Bench.loop(bench, **named)
@@ -287,41 +340,100 @@ def test_a_state_that_is_not_clean_is_not_flushed(bench: Bench) -> None:
 
 def test_lines_of_the_ledger_are_dropped_up_to_the_commit(bench: Bench) -> None:
     run = bench.make()
-    run._tail.extend(f'{{"step": {step}}}' for step in (3, 4, 6))
+    run._tail.restore([f'{{"step": {step}}}' for step in (3, 4, 6)])
     for step, left in ((2, 3), (4, 1), (5, 1), (6, 0)):
         run.committed(step)
-        assert len(run._tail) == left
+        assert len(run._tail.lines()) == left
+
+
+def test_two_commits_at_once_drop_no_line_that_a_snapshot_needs() -> None:
+    """The loop adds lines meanwhile, as two late messages may be handled at a time."""
+    tail = LedgerTail()
+    tail.restore([f'{{"step": {step}}}' for step in range(1, 501)])
+    threads = [
+        threading.Thread(target=lambda: [tail.committed(step) for step in range(1, 501)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for step in range(501, 1001):
+        tail.add(step, str(step))
+    for thread in threads:
+        thread.join()
+    assert tail.lines() == tuple(str(step) for step in range(501, 1001))
+
+
+PARTS = ("flush", "close snapshots", "close loader", "close engine", "close groups")
+
+
+@pytest.mark.parametrize("bad", PARTS)
+def test_a_part_that_cannot_be_closed_keeps_no_other_open_and_no_one_waiting(bench: Bench, bad: str) -> None:
+    note = bench.note
+
+    def spoil(*words: Any, **named: Any) -> None:
+        note(*words, **named)
+        if words[0] == bad:
+            raise OSError(28, "No space left on device")
+
+    bench.note = spoil  # type: ignore[method-assign]
+    bench.engine.close = partial(spoil, "close engine")
+    run = bench.make()
+    found = bench.outcome(run)
+    assert run.done.is_set(), "the next generation of this worker waits for it"
+    assert [words[0] for words in bench.told if words[0] in PARTS] == list(PARTS)
+    assert (found.kind, found.step) == (FailureKind.FAILED, -1)
+    assert found.detail.startswith("error: leaving: OSError: [Errno 28] No space left")
+    assert bench.told[-1] == ("phase", "idle")
+    bench.ends = RuntimeError("peer")
+    assert bench.outcome(bench.make()).kind is FailureKind.PEER_LOST, "that explains more"
+
+
+def no() -> None:
+    """Nothing is to be closed."""
 
 
 def test_each_source_is_restored_in_its_own_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, manifest = (
-        SimpleNamespace(ledger=["line"], extra={UPDATES: {"skipped": 2}}),
+        SimpleNamespace(ledger=['{"step": 4}'], extra={UPDATES: {"skipped": 2}}),
         SimpleNamespace(extra={}),
     )
     views = [SimpleNamespace(header=kept), None]
-    bench.set("SlotSource", lambda slots: SimpleNamespace(views=views, slots=slots))
+    bench.set("SlotSource", lambda slots, key: SimpleNamespace(views=views, slots=slots))
     bench.set("CommitSource", lambda storage, manifest: (storage, manifest))
+    bench.set("RemoteSlots", lambda *words: SimpleNamespace(open=lambda info: f"from {info.node}", close=no))
     infos = tuple(SlotInfo(node, f"{node}.slot", OTHER, 4, 0, ()) for node in ("n1", "n0"))
     run = bench.make(replace(SPEC, source=Source("slots", 4, OTHER, infos)))
     run._restore(bench.engine)  # type: ignore[arg-type]
-    fetched, (_, state, source), step = bench.told
-    assert (fetched, state, step) == (("fetch", "n0.slot"), [], ("set step", 4, 2))
-    assert source.slots == [("n1.slot", bench.resources.folder / "n1.slot"), ("n0.slot", None)]
-    assert run._tail == ["line"]
+    (_, state, source, _), phase, step = bench.told
+    assert (state, phase, step) == ([], ("phase", "restore"), ("set step", 4, 2))
+    assert source.slots == [("n1.slot", bench.resources.folder / "n1.slot"), ("n0.slot", "from n0")]
+    assert run._tail.lines() == ('{"step": 4}',)
     monkeypatch.setattr(GenerationRun, "_manifest", lambda self, storage: manifest)
     seed = bench.resources.job.seed
-    for only, before, what in ((True, [("initialise", seed)], "weights"), (False, [], [])):
+    for only, before, what in ((True, [("initialise", seed, bench.page.moved)], "weights"), (False, [], [])):
         bench.set("weights_only", lambda manifest, only=only: only)
         run = bench.make(replace(SPEC, source=Source("commit", 6, OTHER, manifest="m6")))
         run._restore(bench.engine)  # type: ignore[arg-type]
         assert bench.told == [
-            ("phase", "storage"), *before, ("restore", what, ("storage", manifest)),
+            ("phase", "storage"), *before, ("restore", what, ("storage", manifest), bench.page.moved),
             ("wait for all", "restored"), ("phase", "storage"), ("phase", "restore"), ("set step", 6, 0),
         ]  # fmt: skip
     bench.resources.job = job(init_from__run="other")
     run = bench.make()
     with pytest.raises(StorageError, match="the commit of run other to start from is gone"):
         run._restore(bench.engine)  # type: ignore[arg-type]
+
+
+def test_the_version_of_the_initial_weights_goes_from_slot_to_slot(bench: Bench) -> None:
+    """A run that an older version began keeps what that version began it with: its slots name none."""
+    run = bench.make()
+    assert run._extra() == {}
+    run._restore(bench.engine)  # type: ignore[arg-type]
+    assert run._extra() == {INITIAL_WEIGHTS: VERSION}
+    for found in ({}, {INITIAL_WEIGHTS: 1}, {INITIAL_WEIGHTS: 7, UPDATES: {"skipped": 2}}):
+        run._take_over(found)
+        kept = run._extra()
+        assert kept.get(INITIAL_WEIGHTS) == found.get(INITIAL_WEIGHTS)
+        assert kept.get(UPDATES, {}).get("skipped", 0) == run._updates.skipped
 
 
 def test_a_restore_sits_out_an_outage_and_may_be_left(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +460,49 @@ def test_a_restore_sits_out_an_outage_and_may_be_left(bench: Bench, monkeypatch:
     assert len(ends) == 2, "asked to stop before it was tried"
     assert run._judge(PeerLostError("x")) == ("interrupted", "")
     assert run._requests.take() == STOP, "for the others, should it have stayed"
+
+
+def test_a_chunk_that_fails_its_digest_is_quarantined_by_who_reads_it(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(str(tmp_path / "runs"), "r1")
+    bench.resources.storage = lambda: storage
+    monkeypatch.setattr(GenerationRun, "_manifest", lambda self, storage: SimpleNamespace(extra={}, step=6))
+    bench.set("weights_only", lambda manifest: False)
+    bench.set("CommitSource", lambda storage, manifest: "source")
+    run = bench.make(replace(SPEC, source=Source("commit", 6, OTHER, manifest="m6")))
+    for where in ("chunks/ab/abcd", "m6"):
+
+        def restore(*words: Any, where: str = where) -> None:
+            raise CorruptError("torn", where)
+
+        bench.set("restore", restore)
+        with pytest.raises(CorruptError):
+            run._restore(bench.engine)  # type: ignore[arg-type]
+    assert [found.key for found in storage.list("")] == ["quarantine/chunks/abcd"]
+
+
+def test_whoever_reads_slots_of_another_node_lives_and_can_be_called_away(bench: Bench) -> None:
+    beats: list[tuple[str, float]] = []
+
+    class Slots:
+        def __init__(self, page: Page, config: Any, find: Any, leave_if_asked: Any) -> None:
+            self.leave_if_asked = leave_if_asked
+
+        def open(self, info: SlotInfo) -> str:
+            self.leave_if_asked()
+            beats.append((info.slot, 0.0))
+            return "slot"
+
+        def close(self) -> None:
+            beats.append(("closed", 0.0))
+
+    bench.set("RemoteSlots", Slots)
+    run = bench.make(replace(SPEC, source=Source("slots", 4, OTHER, (SlotInfo("n0", "s", OTHER, 4, 0, ()),))))
+    run.interrupt(None)
+    with pytest.raises(PeerLostError):
+        run._restore(bench.engine)  # type: ignore[arg-type]
+    assert beats == [("closed", 0.0)]
 
 
 def test_the_state_that_a_generation_came_from_is_protected(bench: Bench) -> None:

@@ -155,8 +155,8 @@ def test_gradients_go_down_and_updates_come_back_once(
     ours, weights = made(bucket_bytes)
     total = sum(weight.nbytes for weight in weights)
     held = {x.untyped_storage().data_ptr() for values in ours.moments.values() for x in values.values()}
-    on_host = {x.untyped_storage().data_ptr() for x in host}
-    assert held < on_host, "every moment lies in memory that was asked for as the host's"
+    has_gpus = {x.untyped_storage().data_ptr() for x in host}
+    assert held < has_gpus, "every moment lies in memory that was asked for as the host's"
     moments = sum(x.nbytes for x in host if x.untyped_storage().data_ptr() in held)
     assert moments == 2 * total
     staging = sum(x.nbytes for x in host) - moments

@@ -18,8 +18,8 @@ from picotron_ray.checkpoint.torch_state import StateTensor, first_nonfinite
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import ScheduleConfig
 from picotron_ray.coordinator.lineage import descend
-from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Outcome, Source
-from picotron_ray.coordinator.policies.restore_point import newest_slots
+from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Outcome, Rewind, Source
+from picotron_ray.coordinator.policies.restore_point import newest_slots, older_state
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.failures import FailureKind
@@ -36,6 +36,7 @@ from tests.support.gloo.train_jobs.bad_step_jobs import (
     bad_generation,
     left_out_by_hand,
     loop_of,
+    past_a_rewind,
     with_a_bad_step,
 )
 from tests.support.gloo.train_jobs.remesh_jobs import worker_name
@@ -89,6 +90,17 @@ def test_the_moments_do_not_see_a_skipped_step(pool: Pool, optimizer: str) -> No
     assert far <= WEIGHTS_TOLERANCE, name
 
 
+def test_steps_passed_over_are_steps_without_their_updates(pool: Pool) -> None:
+    job = job_with_a_schedule("adamw", MODEL)
+    ranks = pool.run(2, past_a_rewind, job, TWO, (2, 3))
+    far, name = worst(assemble([state for state, _ in ranks]), assemble([left_out_by_hand(job, 2, 3)]))
+    assert far <= WEIGHTS_TOLERANCE, name
+    for _, lines in ranks:
+        told = [json.loads(line) for line in lines]
+        assert [line.get("passed_over", False) for line in told] == [False, True, True, False]
+        assert [line["rows"] == [] for line in told] == [False, True, True, False]
+
+
 def test_a_skipped_step_of_fp16_leaves_the_loss_scale() -> None:
     """NaN of the training's own lets the scaler halve down to 1; the next step begins as if it had not."""
     job = make_job("adamw", BATCH, steps=STEPS, precision="fp16")
@@ -103,12 +115,12 @@ def test_a_skipped_step_of_fp16_leaves_the_loss_scale() -> None:
     kept = weight.detach().clone()
     weight.fill_(math.nan)
     loop._step(2)
-    assert json.loads(loop.tail[-1])["loss"] is None
+    assert json.loads(loop.tail.lines()[-1])["loss"] is None
     weight.copy_(kept)
     assert torch.equal(scale, before)
     loop._step(3)
     assert torch.equal(scale, before + torch.tensor([0.0, 1.0]))
-    assert [bool(json.loads(line).get("skipped")) for line in loop.tail] == [False, True, False]
+    assert [bool(json.loads(line).get("skipped")) for line in loop.tail.lines()] == [False, True, False]
 
 
 class Training:
@@ -135,13 +147,21 @@ class Training:
         self.layouts: dict[GenerationId, Layout] = {}
         self.spec: GenerationSpec | None = None
 
-    def begin(self, bad: Bad, kill: tuple[int, int, str] = NOBODY) -> list[Worker]:
-        """Start a generation from the newest state that is sealed."""
-        source = newest_slots(slots_in(self.folder), self.layouts, self.spec) or Source("init")
+    def begin(
+        self,
+        bad: Bad,
+        kill: tuple[int, int, str] = NOBODY,
+        source: Source | None = None,
+        rewinds: tuple[Rewind, ...] = (),
+    ) -> list[Worker]:
+        """Start a generation from the newest state that is sealed, or from ``source``."""
+        source = source or newest_slots(slots_in(self.folder), self.layouts, self.spec) or Source("init")
         workers = self.pool.need(2)
         members = tuple(Member(worker_name(worker.pid), "node") for worker in workers)
         identity = GenerationId(self.term, len(self.layouts) + 1)
-        self.spec = GenerationSpec(identity, members, TWO, source, "test", descend(self.spec, source))
+        self.spec = GenerationSpec(
+            identity, members, TWO, source, "test", descend(self.spec, source), rewinds=rewinds
+        )
         self.layouts[identity] = TWO
         self.pool.start(workers, bad_generation, self.job, self.spec, str(self.folder), kill, bad)
         return workers
@@ -194,6 +214,25 @@ def test_a_bad_step_is_in_the_ledger_and_the_limit_outlives_a_recovery(pool: Poo
     assert losses([line for line in ledger if '"step":3' not in line]) == pytest.approx(
         losses([line for line in told if '"step":3' not in line])[:5], rel=1e-12
     ), "the restored moments have not seen step 3 either"
+
+
+def test_a_rewound_run_is_one_that_never_fed_the_samples(pool: Pool, tmp_path: Path) -> None:
+    """Ranks report the step; a generation from an older state passes over what lies between."""
+    run = Training(pool, tmp_path, on_nonfinite="rewind")
+    outcomes = run.generation(Bad(gradients=(6,)))
+    assert [(o.kind, o.step, o.bad_step, o.bad_reason) for o in outcomes] == [
+        (FailureKind.NUMERICS, 5, 6, "non-finite")
+    ] * 2
+    source = older_state(slots_in(tmp_path), run.layouts, (), run.spec, wanted=4, below=6)[0]
+    assert source.step == 4
+    workers = run.begin(Bad(), source=source, rewinds=(Rewind(4, 6, "non-finite"),))
+    assert [worker.receive().kind for worker in workers] == ["finished"] * 2
+    newest = max((header for _, header in list_slots(tmp_path)), key=lambda header: (header.step, header.n))
+    data = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, tmp_path)
+    report = check(newest.ledger, data.train, run.job.seed, BATCH, [(run.term, 2, 4)], 8, [range(5, 7)])
+    assert report.wrong == ()
+    assert (report.ok, report.samples, report.passed_over, report.skipped) == (True, 60, 2 * BATCH, 0)
+    assert newest.extra["update_policy"]["skipped"] == 2, "the optimizer's bias correction knows"
 
 
 def test_stop_ends_every_rank_before_the_update(pool: Pool, tmp_path: Path) -> None:

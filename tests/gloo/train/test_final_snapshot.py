@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool, list_slots
 from picotron_ray.checkpoint.torch_state import StateTensor
 from picotron_ray.layout.layout import Layout
@@ -47,7 +48,7 @@ def test_it_takes_the_place_of_what_all_ranks_have_newer(
 
     monkeypatch.setattr(loop_module, "exchange", exchange)
     loop = Loop.__new__(Loop)
-    loop.page, loop.tail = SimpleNamespace(phase=lambda name: None), []  # type: ignore[assignment]
+    loop.page, loop.tail = SimpleNamespace(phase=lambda name: None), LedgerTail()  # type: ignore[assignment]
     loop.layout, loop.device = Layout(), torch.device("cpu")
     loop.snapshots, loop.requests = snapshots, Requests()
     loop.requests.add(STOP)

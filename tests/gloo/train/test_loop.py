@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import ScheduleConfig
 from picotron_ray.layout.layout import Layout
@@ -20,6 +21,7 @@ from picotron_ray.train.step_sync import SNAPSHOT, STOP
 from picotron_ray.train.update_policy import UpdatePolicy
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, make_job
 
+OLD = '{"step":0}'
 DIGEST = bytes(range(16))
 
 
@@ -95,7 +97,8 @@ def job_of(steps: int, **intervals: Any) -> JobConfig:
 def loop(parts: Any, job: JobConfig, start: int) -> Loop:
     held_out: Any = [SimpleNamespace(global_tokens=16), SimpleNamespace(global_tokens=4)]
     identity = {"term": 3, "n": 7}
-    asked, tail = (parts, parts.requests, UpdatePolicy(job)), ["old"]
+    asked, tail = (parts, parts.requests, UpdatePolicy(job)), LedgerTail()
+    tail.restore([OLD])
     return Loop(job, Layout(), identity, 0, CPU, parts, parts, held_out, parts, *asked, tail, start)
 
 
@@ -126,6 +129,7 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
     figures = {
         "learning_rate": 0.05,
         "sealed": 1,
+        "complete": 1,
         "wait_s": 0.25,
         "pinned_wait_s": 0.25,
     }
@@ -141,8 +145,8 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
     flush = ["flush", "wait_copied", ("observe", 1), ("flush", 4, 3, True)]
     assert parts.log == [*step, *first, *step, *second, *end, *flush]
     assert parts.computing_step == 4
-    assert made.tail[0] == "old"
-    assert json.loads(made.tail[1]) == {
+    assert made.tail.lines()[0] == OLD
+    assert json.loads(made.tail.lines()[1]) == {
         "step": 3,
         "term": 3,
         "n": 7,
@@ -154,14 +158,14 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
         "learning_rate": 0.05,
         "at_s": 1234.568,
     }
-    assert " " not in made.tail[1]
+    assert " " not in made.tail.lines()[1]
 
 
 def test_experts_are_told_of_where_there_are_any(parts: Parts) -> None:
     parts.loads = {0: ExpertLoad((1.0, 1.0), 4), 1: ExpertLoad((0.5, 2.5), 3)}
     made = loop(parts, job_of(3), 2)
     made.run()
-    line = json.loads(made.tail[1])
+    line = json.loads(made.tail.lines()[1])
     assert (line["expert_imbalance"], line["dropped"]) == (2.5, 7)
 
 

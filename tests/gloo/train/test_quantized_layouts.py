@@ -72,7 +72,7 @@ def test_no_step_is_far_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         found[kind] = assemble([rank.state for rank in ranks])["embed.weight"] / job.optimizer.learning_rate
     far = {kind: np.abs(values - found["full"]).max() for kind, values in found.items()}
     print(f"learning rates apart: {far}")
-    assert far["8bit"] < 1 < 10 < far["zeros"]
+    assert far["8bit"] < 2 < 10 < far["zeros"]
 
 
 def curve(moments: str, optimizer: str = "adamw") -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader
 from picotron_ray.checkpoint.torch_state import StateTensor
+from picotron_ray.errors import SlotRoomError
+from picotron_ray.layout import snapshot_shares
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.train import snapshot
@@ -52,8 +55,25 @@ class Slots:
 
     def __init__(self) -> None:
         self.slot, self.busy, self.asked = Slot(), 0, list[tuple[int, int, int]]()
+        self.lacking, self.grown = False, list[int]()
+        self.room, self.may_grow = True, threading.Event()
+        self.missing = 0
 
-    def choose(self, newest: tuple[int, int, int]) -> Slot | None:
+    def short(self, capacity: int) -> bool:
+        return self.lacking
+
+    def grow(self, capacity: int, newest: tuple[int, int, int], stopped: Any) -> None:
+        self.grown.append(capacity)
+        assert self.may_grow.wait(10)
+        if not self.room:
+            raise SlotRoomError("no room")
+        self.lacking = False
+
+    def fill(self) -> None:
+        self.missing -= 1
+
+    def choose(self, newest: tuple[int, int, int], generation: tuple[int, int]) -> Slot | None:
+        assert generation == FIRST_KEY[:2]
         self.asked.append(newest)
         self.busy -= 1
         return self.slot if self.busy < 0 else None
@@ -69,9 +89,10 @@ STATE = [tensor("a", 4), tensor("b", 2, primary=False), tensor("c", 4)]
 class Taker:
     """A snapshotter of one of ``count`` replicas on a node, and what it has said."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, lacking: bool = False) -> None:
         self.sealed: list[tuple[int, bool]] = []
         self.slots = Slots()
+        self.slots.lacking = lacking
         nodes = ["n1", "n2"] if count == 1 else ["n1", "n1"]
         writer = SnapshotWriter.of((3, 7), 5, LAYOUT, nodes * 4, 16)
         self.taken = Snapshotter(
@@ -105,6 +126,14 @@ def test_the_place_of_a_rank_among_replicas_of_its_node() -> None:
     assert found == SnapshotWriter(3, 7, 7, LAYOUT, 16, LAYOUT.state_group(7), 2, 3)
     assert SnapshotWriter.of((3, 7), 6, LAYOUT, nodes, 16).count == 1
     assert LAYOUT.state_group(7) == LAYOUT.state_group(4) != LAYOUT.state_group(3)
+
+
+def test_slots_that_had_no_room_are_made_beside_the_training(alone: Taker) -> None:
+    alone.slots.missing = 1
+    for step in (9, 10):
+        assert alone.taken.begin(step, [], pinned=False)
+        alone.taken.wait_copied()
+    assert (alone.slots.missing, len(alone.written)) == (0, 2)
 
 
 def test_a_snapshot_holds_this_members_share(alone: Taker) -> None:
@@ -212,6 +241,92 @@ def test_a_flush_holds_everything(alone: Taker) -> None:
     assert alone.sealed == [(9, False), (9, False), (9, True), (10, False)]
 
 
+def test_a_large_state_is_flushed_with_the_next_replicas_share(
+    alone: Taker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_shares, "WHOLE_BYTES", 0)
+    taken, group = alone.taken, LAYOUT.state_group(5)
+    assert taken.flush(9, ["z"], pinned=False)
+    header, shards, _, _ = alone.written[0]
+    assert header.fragments == ((group, 1, 4), (group, 2, 4))
+    assert [(shard.name, shard.box) for shard in shards] == [("a", Box((2,), (2,))), ("c", Box((0,), (2,)))]
+    assert taken.flush(9, [], pinned=False)
+    assert len(alone.written) == 1, "it is there already"
+
+
+def test_a_flush_without_room_holds_its_own_share_at_least(
+    alone: Taker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, slot, write = alone.taken, alone.slots.slot, alone.slots.slot.write
+
+    def small(header: SlotHeader, shards: tuple[Shard, ...], data: Any, **rest: Any) -> None:
+        if len(shards) > 1:
+            raise SlotRoomError("no room")
+        write(header, shards, data, **rest)
+
+    monkeypatch.setattr(slot, "write", small)
+    assert taken.flush(9, [], pinned=True)
+    assert [header.fragments for header, *_ in alone.written] == [((LAYOUT.state_group(5), 1, 4),)]
+    slot.error = SlotRoomError("none at all")
+    assert not taken.flush(10, [], pinned=False)
+    assert taken.skipped == 1
+    with pytest.raises(SlotRoomError, match="none at all"):
+        taken.flush(10, [], pinned=True)
+
+
+def test_slots_grow_beside_the_steps() -> None:
+    """Until they are large enough nothing waits for them but a checkpoint."""
+    found = Taker(4, lacking=True)
+    taken, slots = found.taken, found.slots
+    began = time.monotonic()
+    assert not taken.begin(1, [], pinned=False)
+    assert time.monotonic() - began < 1
+    assert (taken.skipped, slots.grown, slots.asked) == (1, [taken._capacity], [])
+    threading.Timer(0.05, slots.may_grow.set).start()
+    assert taken.begin(2, [], pinned=True)
+    taken.wait_copied()
+    assert [header.step for header, *_ in found.written] == [2]
+    assert taken.begin(3, [], pinned=False)
+    taken.close()
+    assert slots.grown == [taken._capacity], "once"
+
+
+def test_who_is_called_away_grows_no_further() -> None:
+    found = Taker(4, lacking=True)
+    stopped: list[bool] = []
+
+    def grow(capacity: int, newest: tuple[int, int, int], asked: Any) -> None:
+        while not asked():
+            time.sleep(0.01)
+        stopped.append(asked())
+
+    found.slots.grow = grow  # type: ignore[method-assign]
+    found.taken._grow_if_short()  # the first one, as a new generation does
+    found.slots.may_grow.set()
+    found.taken.stop_waiting()
+    found.taken.flush(3, [], pinned=False)
+    assert stopped == [True]
+    found.taken.close()
+
+
+def test_without_room_to_grow_steps_go_on_and_it_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    found = Taker(4, lacking=True)
+    taken, slots = found.taken, found.slots
+    slots.room, slots.slot.error = False, SlotRoomError("slot w.0 needs more")
+    slots.may_grow.set()
+    for step in range(1, 9):
+        taken.begin(step, [], pinned=True)
+        taken.wait_copied()
+    assert (taken.skipped, len(slots.grown), found.written) == (8, 8, [])
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 5 skips snapshots that do not fit: no room"
+    ]
+    slots.room, slots.slot.error = True, None
+    assert taken.begin(9, [], pinned=True)
+    taken.close()
+    assert [header.step for header, *_ in found.written] == [9]
+
+
 def test_the_only_replica_of_a_node_needs_no_flush() -> None:
     found = Taker(1)
     one = Snapshotter(
@@ -228,6 +343,14 @@ def test_the_only_replica_of_a_node_needs_no_flush() -> None:
     assert one._executor._shutdown
     assert (one._whole, one._share, one._pending) == ([], [], None)
     found.taken.close()
+
+
+def test_a_flush_waits_for_no_slot_once_its_member_is_to_leave(alone: Taker) -> None:
+    alone.slots.busy = 1 << 30
+    threading.Timer(0.05, alone.taken.stop_waiting).start()
+    began = time.monotonic()
+    assert not alone.taken.flush(9, [], pinned=True)
+    assert 0.04 < time.monotonic() - began < 5
 
 
 def test_a_flush_waits_for_a_slot_where_it_must(alone: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +385,7 @@ def test_the_end_waits_for_the_copy_under_way(alone: Taker) -> None:
 def test_the_cost_is_smoothed(alone: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 12.0, 20.0, 27.0])
     monkeypatch.setattr(snapshot.time, "monotonic", lambda: next(times))
-    header = alone.taken._header(4, [], 0, 1)
+    header = alone.taken._header(4, [], (0,))
     for expected in (2.0, 0.8 * 2.0 + 0.2 * 7.0):
         alone.taken._write(alone.slots.slot, header, STATE, False)  # type: ignore[arg-type]
         assert alone.taken.cost_s == pytest.approx(expected)

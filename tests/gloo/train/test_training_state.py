@@ -29,7 +29,9 @@ def test_all_that_a_rank_keeps_and_its_values_at_step_0(rank: int, speaks: bool)
     began: list[str] = []
     scale, moment = torch.ones(2), torch.ones(2)
     scaling: Any = SimpleNamespace(tensors=lambda: (scale,), initialise=lambda: began.append("scale"))
-    definition: Any = SimpleNamespace(initial=lambda seed: lambda spec: torch.arange(4.0) + seed)
+    definition: Any = SimpleNamespace(
+        initial=lambda seed: lambda spec, box: torch.arange(2.0) + box.offset[0] + seed
+    )
     mesh: Any = SimpleNamespace(layout=layout, rank=rank)
     state = TrainingState(definition, mesh, held, held[:1], {"exp_avg": {"a": moment}}, scaling)
     assert [(item.shard, item.primary) for item in state.tensors()] == [

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from blake3 import blake3
 
+from picotron_ray.checkpoint.storage.base import get_json
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store import commit_source
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit import _without_repeats, assemble, commit, missing_chunks, put_fresh
 from picotron_ray.checkpoint.store.commit_source import CommitSource
+from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.manifest import (
     ChunkInfo,
     Manifest,
@@ -29,7 +33,13 @@ from picotron_ray.checkpoint.store.manifest import (
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
 from picotron_ray.checkpoint.store.verify import CommitReport, Verifier, latest_good, read_ledger
-from picotron_ray.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
+from picotron_ray.errors import (
+    AlreadyExistsError,
+    CorruptError,
+    NotFoundError,
+    StorageError,
+    StorageUnavailableError,
+)
 from picotron_ray.layout.shards import Box, Shard
 from tests.support.checkpoint.checkpoint_kit import (
     generation,
@@ -69,6 +79,49 @@ def test_a_save_tells_of_itself_before_it_looks(
     assert puts[-1] == ("intents/6-1-1-node0.json", {"chunks": None})
 
 
+def test_intents_are_renewed_until_their_state_is_settled(storage: LocalStorage) -> None:
+    intents = Intents(storage, renew_s=0.01)
+
+    def until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 5
+        while not done():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def there() -> list[str]:
+        return [entry.key for entry in storage.list("intents/")]
+
+    intents.put("intents/a", (1, 1, 5), None)
+    intents.put("intents/b", (1, 1, 6), ["y", "x"])
+    for _ in range(2):  # collection took them for dead, or a commit was faster than a renewal
+        storage.delete("intents/a")
+        storage.delete("intents/b")
+        until(lambda: there() == ["intents/a", "intents/b"])
+    assert get_json(storage, "intents/b") == {"chunks": ["x", "y"]}
+    intents.settle((1, 1, 5))
+    until(lambda: there() == ["intents/b"])
+    intents.drop("intents/b")
+    until(lambda: intents._thread is None)
+    assert there() == ["intents/b"], "its save has failed; it may be tried again"
+
+
+def test_storage_that_fails_does_not_end_the_renewals() -> None:
+    puts: list[str] = []
+
+    def put(key: str, data: bytes) -> None:
+        puts.append(key)
+        if len(puts) in (2, 3):
+            raise StorageUnavailableError("down")
+
+    intents = Intents(cast(Any, SimpleNamespace(put=put)), renew_s=0.01)
+    intents.put("intents/a", (1, 1, 5), None)
+    deadline = time.monotonic() + 5
+    while len(puts) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    intents.drop("intents/a")
+
+
 def test_a_thousand_names_are_tried() -> None:
     tried: list[str] = []
 
@@ -100,8 +153,8 @@ def test_a_phase_is_told_before_the_entry(storage: LocalStorage, log: RunLog, me
 
 def test_parts_of_no_layout_have_no_groups(storage: LocalStorage, memory_path: Path) -> None:
     (part,) = upload(storage, memory_path / "s", make_state(1), (1, 1, 5))
-    manifest, lines = assemble([replace(part, layout={}, fragments=())], None)
-    assert (manifest.layout, lines) == ({}, list(ledger(1, 5)))
+    manifest, new = assemble([replace(part, layout={}, fragments=())], None)
+    assert (manifest.layout, new.lines) == ({}, {1: list(ledger(1, 5))})
     for kept in (4, 3):
         with pytest.raises(StorageError, match=rf"no ledger line of step {kept + 1}, expected 1\.\.5"):
             assemble([replace(part, ledger=part.ledger[:kept])], None)

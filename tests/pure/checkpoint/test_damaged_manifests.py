@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit import commit, parent_of
 from picotron_ray.checkpoint.store.gc import collect
 from picotron_ray.checkpoint.store.manifest import Identity, committed_manifest, load_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.checkpoint.store.verify import latest_good, read_ledger
+from picotron_ray.checkpoint.store.verify import latest_good, quarantine_chunk, read_ledger
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import CorruptError
 from tests.support.checkpoint.checkpoint_kit import (
@@ -141,3 +143,77 @@ def test_an_entry_of_an_older_version_says_what_is_missing(run: Run) -> None:
     )
     with pytest.raises(CorruptError, match="the log says step 22"):
         parent_of(run.storage, run.log, 1, 1)
+
+
+# --- a coordinator that resumes ------------------------------------------------------------------------
+
+
+class NoChunks(LocalStorage):
+    """Storage that hands out no chunk."""
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        assert not key.startswith("chunks/"), "the state is not read"
+        return super().get_range(key, start, length)
+
+    get = None  # type: ignore[assignment]
+
+
+def resumed(run: Run) -> tuple[int, list[str]]:
+    """Step that a coordinator resumes from, and its complaints."""
+    good = latest_good(NoChunks(str(run.folder / "runs"), "r1"), run.log, read_chunks=False)
+    assert good is not None
+    return good.manifest.step, list(good.complaints)
+
+
+def own_chunk(run: Run, step: int) -> str:
+    """Key of a chunk that no other commit has."""
+    others = {
+        a
+        for s, body in run.bodies().items()
+        if s != step
+        for a in committed_manifest(run.storage, body).chunks
+    }
+    own = sorted(set(committed_manifest(run.storage, run.bodies()[step]).chunks) - others)
+    return chunk_key(own[0])
+
+
+def test_a_resuming_coordinator_reads_no_chunk(run: Run) -> None:
+    assert resumed(run) == (20, [])
+    key = own_chunk(run, 20)
+    run.storage.put(key, bytes(run.storage.size(key) or 0))
+    assert resumed(run) == (20, []), "what is damaged inside, its reader finds"
+
+
+def test_a_chunk_that_is_gone_or_cut_is_seen_without_reading_it(run: Run) -> None:
+    key = own_chunk(run, 20)
+    data = run.storage.get(key)
+    run.storage.put(key, data[:-1])
+    step, (line,) = resumed(run)
+    assert (step, f"has {len(data) - 1} bytes, expected {len(data)}" in line) == (15, True)
+    gone(run.storage, own_chunk(run, 15))
+    step, (_, line) = resumed(run)
+    assert (step, "is missing from" in line) == (10, True)
+
+
+def test_a_chunk_that_a_worker_found_damaged_marks_its_commits_until_it_is_put_again(run: Run) -> None:
+    quarantine_chunk(run.storage, own_chunk(run, 20), 20)
+    step, (line,) = resumed(run)
+    assert (step, "was found damaged when it was read" in line) == (15, True)
+    upload(run.storage, run.folder / "again", make_state(20), (1, 1, 20))
+    assert resumed(run) == (20, [])
+
+
+def test_a_chunk_that_was_damaged_on_its_way_is_fetched_once_more(run: Run) -> None:
+    class Noisy(LocalStorage):
+        spoilt: ClassVar[list[str]] = []
+
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            data = super().get_range(key, start, length)
+            if key.startswith("chunks/") and key not in self.spoilt:
+                self.spoilt.append(key)
+                return data[:-1] + bytes([data[-1] ^ 1])
+            return data
+
+    manifest = committed_manifest(run.storage, run.bodies()[20])
+    assert same(load(Noisy(str(run.folder / "runs"), "r1"), manifest), make_state(20))
+    assert Noisy.spoilt

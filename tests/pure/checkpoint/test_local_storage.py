@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -25,7 +26,13 @@ from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.config.schema.service import StorageConfig
-from picotron_ray.errors import AlreadyExistsError, CorruptError, StorageError, StorageUnavailableError
+from picotron_ray.errors import (
+    AlreadyExistsError,
+    CorruptError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 from tests.support.checkpoint.storage_suite import StorageConformance
 
 
@@ -104,7 +111,9 @@ def test_full_and_read_only_file_systems_for_real(tmp_path: Path) -> None:
         text=True,
     )
     full, read_only = done.stdout.splitlines()
-    assert full.startswith(f"StorageError {tmp_path}/r1 is full (No space left on device) while writing x")
+    assert full.startswith(
+        f"StorageFullError {tmp_path}/r1 is full (No space left on device) while writing x"
+    )
     assert read_only.startswith(f"StorageError {tmp_path}/r1 cannot be written (Read-only file system)")
 
 
@@ -115,8 +124,8 @@ def test_unknown_kind() -> None:
 @pytest.mark.parametrize(
     ("number", "kind", "text"),
     [
-        (errno.ENOSPC, StorageError, "is full"),
-        (errno.EDQUOT, StorageError, "is full"),
+        (errno.ENOSPC, StorageFullError, "is full"),
+        (errno.EDQUOT, StorageFullError, "is full"),
         (errno.EROFS, StorageError, "cannot be written"),
         (errno.EACCES, StorageError, "cannot be written"),
         (errno.EIO, StorageUnavailableError, "check the disk"),
@@ -316,3 +325,61 @@ def test_temporary_files_are_kept_for_a_day(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(local.time, "time", lambda: 1e9)
     local._remove_stale(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["86399", "86400"]
+
+
+# --- a full disk -----------------------------------------------------------------------------------------
+
+
+def test_collection_can_write_on_a_disk_that_is_full(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the reserve, which is for the log and for lists of what is to be deleted alone."""
+    storage.put_if_absent("log/00000001.json", b"{}")
+    reserve = Path(storage.where) / ".tmp" / "reserve"
+    assert reserve.stat().st_blocks * 512 >= local.RESERVE_BYTES
+    real = local._write_durably
+
+    def full(path: Path, data: bytes) -> None:
+        if reserve.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, data)
+
+    monkeypatch.setattr(local, "_write_durably", full)
+    for key in ("chunks/00/x", "summary.json"):
+        with pytest.raises(StorageFullError, match="is full"):
+            storage.put(key, b"x")
+    assert reserve.exists()
+    storage.put_if_absent("log/00000002.json", b"{}")
+    assert not reserve.exists()
+    storage.put("condemned/1.json", b"{}")
+    assert not reserve.exists(), "it is not taken again at once: that would fill the disk anew"
+    storage.delete("condemned/1.json")
+    monkeypatch.setattr(local, "_write_durably", real)
+    storage.put("clock/now", b"")
+    assert reserve.exists(), "there may be room again"
+    assert {entry.key for entry in storage.list("")} == {
+        "log/00000001.json",
+        "log/00000002.json",
+        "clock/now",
+    }
+
+
+@pytest.mark.deep
+def test_a_full_disk_ends_nothing_and_is_freed_by_collection(tmp_path: Path) -> None:
+    """A real one: a small memory file system that is filled up between two saves."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mount namespaces are not permitted here")
+    command = ["unshare", "-rm", sys.executable, "-m", "tests.support.checkpoint.full_disk", str(disk)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["full"] == "No space left on device"
+    for name in ("save", "end"):
+        assert said[name].startswith(f"StorageFullError: {disk}/runs/r is full (No space left on device)")
+    assert said["collect"] == 2, "the commit of step 5: its chunk and its manifest"
+    assert said["good"] == [10, True]
+    assert said["reports"] == [[20, []], [10, []]]
+    assert said["left"] == ["reserve"], "no half of a file"

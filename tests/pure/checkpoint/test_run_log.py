@@ -225,3 +225,11 @@ def test_lineage(storage: LocalStorage) -> None:
     kept = commits_on(log.entries(), log.commits(), (1, 4))
     assert [(e.body["n"], e.body["step"]) for e in kept] == [(1, 5), (3, 7)]
     assert commits_on(log.entries(), log.commits(), (1, 5)) == []
+
+
+def test_a_writer_learns_of_a_newer_term_without_an_append(storage: LocalStorage) -> None:
+    older = claimed(storage)
+    older.confirm()
+    claimed(storage, "b").confirm()
+    with pytest.raises(FencedError, match="this writer has term 1"):
+        older.confirm()

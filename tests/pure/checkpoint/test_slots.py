@@ -138,7 +138,7 @@ def test_a_slot_that_does_not_fit_leaves_nothing_open(tmp_path: Path) -> None:
 def test_a_slot_that_was_removed_meanwhile_does_not_fit_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, descriptor: int, capacity: int) -> None:
+    def full(path: Path, descriptor: int, start: int, length: int) -> None:
         path.unlink()
         raise SlotError("no room")
 
@@ -150,10 +150,10 @@ def test_a_slot_that_was_removed_meanwhile_does_not_fit_either(
 def test_slots_that_do_not_all_fit_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = slot_file._allocate
 
-    def second_fails(path: Path, descriptor: int, capacity: int) -> None:
+    def second_fails(path: Path, descriptor: int, start: int, length: int) -> None:
         if path.name == "w.1.slot":
             raise SlotError("no room")
-        allocate(path, descriptor, capacity)
+        allocate(path, descriptor, start, length)
 
     pool = SlotPool(tmp_path, "v", 2, 1)
     pool.close()
@@ -335,6 +335,25 @@ def test_pool_never_gives_a_slot_that_may_be_needed(tmp_path: Path) -> None:
     assert [header.step for _, header in list_slots(tmp_path)] == [7, 7, 8]
     pool.close(unlink=True)
     assert list_slots(tmp_path) == []
+
+
+def test_what_a_rewind_went_back_behind_gives_way(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, "w", 3, slot_bytes(SHARDS))
+    for step in (4, 5, 6):
+        slot = pool.choose((1, 1, 0))
+        assert slot is not None
+        slot.write(SlotHeader(1, 1, step, 0), SHARDS, contents(step))
+    assert pool.choose((1, 1, 4)) is None, "of the present generation: 5 and 6 may become complete"
+    void = pool.choose((1, 1, 4), (1, 2))
+    assert void is not None
+    assert void.key == (1, 1, 5), "and never the state that it came from"
+    void.write(SlotHeader(1, 2, 9, 0), SHARDS, contents(9))
+    other = pool.choose((1, 1, 4), (1, 2))
+    assert other is not None
+    assert other.key == (1, 1, 6)
+    other.write(SlotHeader(1, 2, 10, 0), SHARDS, contents(10))
+    assert pool.choose((1, 1, 4), (1, 2)) is None
+    pool.close(unlink=True)
 
 
 def test_a_newer_checkpoint_takes_the_slot_of_an_older_one_that_nobody_uploads(tmp_path: Path) -> None:

@@ -173,3 +173,23 @@ def test_summary_names_what_was_survived_and_what_the_ledger_says() -> None:
         report.summary_lines({**SUMMARY, "status": "failed", "detail": "no progress", "ledger": None})
     )
     assert "because: no progress" in failed
+
+
+def test_the_doctor_says_a_line_for_each_check_and_fails_by_its_exit_code(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    words = ["doctor", "tiny", f"storage.url={tmp_path}/runs", "--no-drill"]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert {line[:4].strip() for line in lines} <= {"ok", "WARN", "skip"}
+    assert [line for line in lines if "storage conditional put" in line]
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    done = CliRunner().invoke(cli.app, [*words, f"snapshot.folder={tmp_path}/gone", "--json"])
+    assert done.exit_code == 3
+    found = json.loads(done.stdout)
+    assert found["ok"] is False
+    assert [check["check"] for check in found["checks"] if check["status"] == "failed"] == ["snapshot folder"]
+    assert CliRunner().invoke(cli.app, ["doctor", "tiny", "steps=0"]).exit_code == 2

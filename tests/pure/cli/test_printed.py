@@ -25,7 +25,7 @@ DRIVER = "picotron_ray.runtime.driver"
 STORAGE = "picotron_ray.runtime.run_storage"
 COMMIT = {"step": 7, "kept": ["newest", "best"], "problems": []}
 DAMAGED = {"step": 8, "kept": [], "problems": ["chunk 1 is gone"]}
-LEDGER = {"steps": 3, "samples": 24, "lost": 0, "repeated": 0, "skipped": 0, "wrong": []}
+LEDGER = {"steps": 3, "samples": 24, "lost": 0, "repeated": 0, "skipped": 0, "passed_over": 0, "wrong": []}
 STATUS: dict[str, Any] = {
     "run": "night", "state": "running", "layout": "dp1-tp1-pp1-mb4", "members": ["w0"], "pages": {},
     "step": 4, "steps": 9, "loss": 2.5, "tokens_per_s": 10.0,

@@ -500,7 +500,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "elastic.max_skipped_steps",
         "less than elastic.skip_window_steps=5",
     ),
-    "what is not offered": ("elastic: {on_nonfinite: rewind}", "elastic.on_nonfinite", "one of skip, stop"),
+    "what is not offered": (
+        "elastic: {on_nonfinite: again}",
+        "elastic.on_nonfinite",
+        "one of skip, rewind, stop",
+    ),
     "warm-up": (
         "steps: 10\noptimizer: {schedule: {warmup_steps: 11}}",
         "optimizer.schedule.warmup_steps",

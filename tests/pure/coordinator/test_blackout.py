@@ -42,7 +42,8 @@ def slots_are_not_marked(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_kept_is_not_taken_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(event_handlers, "take_up", lambda *_: None)
+    for module in (event_handlers, final_wait):
+        patch.setattr(module, "take_up", lambda *_: None)
 
 
 def a_restarted_coordinator_forgets_what_was_kept(patch: pytest.MonkeyPatch) -> None:

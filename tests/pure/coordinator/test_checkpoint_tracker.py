@@ -60,7 +60,7 @@ def test_what_is_settled_is_forgotten_with_all_before_it(tracker: CheckpointTrac
     tracker.committed = 4
     assert tracker.settled((6, ONE.id), ["n0", "n2"]) == [release("n0", 6, 4), release("n2", 6, 4)]
     assert tracker.pending is None
-    assert list(tracker.seals) == list(tracker.layouts) == [(7, ONE.id)]
+    assert list(tracker.seals) == [(7, ONE.id)]
     assert tracker.released == (6, ONE.id)
     assert tracker.settled((5, ONE.id), []) == []
     assert tracker.released == (6, ONE.id), "an older one changes nothing"
@@ -78,7 +78,7 @@ def test_of_several_whole_states_the_newest_is_uploaded_and_the_older_are_freed(
     seal(tracker, 7, nodes=("n1",))
     freed = [release("n0", 5), release("n1", 5)]
     assert tracker.plan(0.0) == [*freed, upload("n0", 6), upload("n1", 6)]
-    assert list(tracker.seals) == list(tracker.layouts) == [(6, ONE.id), (7, ONE.id)]
+    assert list(tracker.seals) == [(6, ONE.id), (7, ONE.id)]
     tracker.uploaded(m.Uploaded("n0", ONE.id, 6, "down"), 1.0)
     seal(tracker, 4)
     assert tracker.plan(1.2) == [], "there is nothing better than the one that fails"
@@ -111,18 +111,20 @@ def test_starting_what_is_under_way_changes_nothing(tracker: CheckpointTracker) 
 
 def test_a_lost_slot_is_taken_from_its_own_node_and_state_alone(tracker: CheckpointTracker) -> None:
     seal(tracker, 5, 6)
-    before = {key: dict(held) for key, held in tracker.seals.items()}
-    tracker.slot_lost("n9", "w0.5")
-    tracker.slot_lost("n0", "w1.5")
-    assert tracker.seals == before
-    tracker.slot_lost("n0", "w0.5")
+    before = {key: dict(sealed.held) for key, sealed in tracker.seals.items()}
+    tracker.slot_lost("n9", "w0.5", (5, ONE.id))
+    tracker.slot_lost("n0", "w1.5", (5, ONE.id))
+    tracker.slot_lost("n0", "w0.5", (6, ONE.id))  # names of files are reused
+    assert {key: sealed.held for key, sealed in tracker.seals.items()} == before
+    tracker.slot_lost("n0", "w0.5", (5, ONE.id))
     before[5, ONE.id]["n0"] = ()
-    assert tracker.seals == before
+    assert {key: sealed.held for key, sealed in tracker.seals.items()} == before
     tracker.plan(0.0)
-    tracker.slot_lost("n0", "w1.6")
-    tracker.slot_lost("n9", "w0.6")
+    tracker.slot_lost("n0", "w1.6", (6, ONE.id))
+    tracker.slot_lost("n9", "w0.6", (6, ONE.id))
+    tracker.slot_lost("n0", "w0.6", (5, ONE.id))
     assert tracker.pending is not None, "it does not need these"
-    tracker.slot_lost("n0", "w0.6")
+    tracker.slot_lost("n0", "w0.6", (6, ONE.id))
     assert tracker.pending is None
 
 
@@ -133,7 +135,7 @@ def test_a_lost_node_takes_what_it_has_not_uploaded(tracker: CheckpointTracker) 
     tracker.node_lost("n0")
     tracker.node_lost("n9")
     assert tracker.pending is not None
-    assert [list(held) for held in tracker.seals.values()] == [["n1"]]
+    assert [list(sealed.held) for sealed in tracker.seals.values()] == [["n1"]]
     tracker.node_lost("n1")
     assert tracker.pending is None
     tracker.node_lost("n1")
@@ -147,7 +149,7 @@ def test_a_rewind_keeps_what_is_on_the_lineage(tracker: CheckpointTracker) -> No
         tracker.start(state or (12, ONE.id), snapshot(ONE, 10))
         tracker.rewound(two)
         assert (tracker.released == state, tracker.pending is not None) == (kept or state is None, kept)
-    assert list(tracker.seals) == list(tracker.layouts) == [(10, ONE.id)]
+    assert list(tracker.seals) == [(10, ONE.id)]
     assert tracker.release_void() == [release("n0", 20)]
     assert tracker.void == []
 

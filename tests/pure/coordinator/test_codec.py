@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import MESSAGES, decode, decode_spec, encode, plain
+from picotron_ray.coordinator.plan_book import no_default
 from picotron_ray.coordinator.replay import event_line, header_line, replay
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
@@ -53,7 +54,7 @@ def test_every_message_is_known_to_the_codec() -> None:
     }
     values = {
         "GenerationId", "Fragment", "SlotInfo", "Source", "Member", "Link", "GenerationSpec", "Commit",
-        "BusyWorker",
+        "BusyWorker", "LayoutQuestion", "NodeTraits", "Strike", "Rewind",
     }  # fmt: skip
     assert set(MESSAGES) == defined - values
 
@@ -115,7 +116,7 @@ def recorded() -> list[str]:
 def planner(config: JobConfig, header: dict[str, Any]) -> Any:
     assert header == {"speed": 1.0}
     assert config == job()
-    return choose_dp
+    return choose_dp, no_default
 
 
 def test_a_log_replays_to_identical_commands() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.event_handlers import AGENT_PATIENCE
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 from tests.support.runs.coordinator_world import World, flush, gid, job, of, outcomes, snapshot, spec
@@ -192,6 +193,26 @@ def test_a_node_lost_by_silence_comes_back_without_its_workers_and_one_that_ray_
     assert world.send(m.Heartbeat("b", None)) == [], "its silence was death"
 
 
+def test_a_node_whose_agent_is_started_again_is_not_lost_but_is_not_waited_for_forever() -> None:
+    world = World()
+    world.up(("a", 2), ("b", 2))
+    timeout_s = world.config.elastic.node_timeout_s
+    world.send(m.AgentRestarting("nobody"))
+
+    def away(seconds: float) -> None:
+        for _ in range(int(seconds)):
+            world.send(m.AgentRestarting("b"))
+            world.wait(1.0, but=("b",))
+
+    away(3 * timeout_s)
+    assert (world.state, world.machine.view.nodes) == (MachineState.RUNNING, ("a", "b"))
+    world.send(m.Heartbeat("b", None))
+    away(AGENT_PATIENCE * timeout_s)
+    assert world.machine.view.nodes == ("a", "b"), "each restart counts for itself"
+    away(2 * timeout_s)
+    assert world.machine.view.nodes == ("a",)
+
+
 # --- the generation --------------------------------------------------------------------------------
 
 
@@ -248,6 +269,33 @@ def test_corrupt_data_explains_itself_and_unknown_names_do_not() -> None:
         assert world.machine.memory.bad_manifests == ({"m20"} if name == "m20" else set())
 
 
+def test_a_node_with_other_data_is_refused_by_name_and_nothing_more_starts_there() -> None:
+    why = "data.path: the files hold other samples: fingerprint bb, expected aa"
+    world = World(job(cluster__max_workers=3))
+    starts = of(world.begin(("a", 1), ("b", 2)), m.StartWorker)
+    bad = [start for start in starts if start.node == "b"]
+    commands = world.send(*(m.WorkerReady(start.worker, "b", why) for start in bad))
+    assert [c.text for c in of(commands, m.Alert)] == [f"node b may not take part: {why}"], "once"
+    assert of(commands, m.KillWorker) == [m.KillWorker(start.worker, f"refused: {why}") for start in bad]
+    world.send(*(m.WorkerExited(start.worker, "killed") for start in bad))
+    world.send(m.NodeJoined("b", 2), *(m.WorkerReady(s.worker, "a") for s in starts if s.node == "a"))
+    commands = world.wait(150.0)
+    assert {start.node for start in of(commands, m.StartWorker)} == set()
+    assert of(world.log, m.Finish) == [], "the other node goes on alone"
+    world.send(m.NodeLost("b", "gone"))
+    assert of(world.send(m.NodeJoined("b", 2)), m.StartWorker), "it may have been mended"
+
+
+def test_a_run_whose_only_node_has_other_data_says_so_and_ends() -> None:
+    world = World()
+    starts = of(world.begin(("a", 2)), m.StartWorker)
+    (end,) = of(world.send(m.WorkerReady(starts[0].worker, "a", "other data")), m.Finish)
+    assert (end.status, end.detail) == ("failed", "node a may not take part: other data")
+    waits = World(job(cluster__autoscale=True))
+    starts = of(waits.begin(("a", 2)), m.StartWorker)
+    assert of(waits.send(m.WorkerReady(starts[0].worker, "a", "other data")), m.Finish) == []
+
+
 # --- checkpoints -----------------------------------------------------------------------------------
 
 
@@ -288,8 +336,37 @@ def test_a_slot_that_its_upload_found_corrupt_is_not_used_again() -> None:
     bad = sealed[0].slot
     commands = world.send(m.Uploaded("a", one.id, 5, f"corrupt: {bad}"))
     assert [c.text for c in of(commands, m.Alert)] == [f"upload of step 5 on a failed: corrupt: {bad}"]
-    assert of(commands, m.Quarantine) == [m.Quarantine("a", bad)]
-    assert world.machine.memory.bad_slots == {("a", bad)}
+    assert of(commands, m.Quarantine) == [m.Quarantine("a", bad, one.id, 5)]
+    assert world.machine.memory.bad_slots == {("a", bad, one.id, 5)}
+    assert of(world.send(m.Uploaded("a", one.id, 5, f"corrupt: {bad}")), m.Quarantine) == [], "told once"
+
+
+def test_a_later_state_in_the_file_of_a_bad_slot_is_used() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    held = flush(one, 7, [0])
+    bad = m.Uploaded("a", one.id, 3, f"corrupt:{held[0].slot}")
+    world.send(bad)
+    assert world.machine.memory.bad_slots == {("a", held[0].slot, one.id, 3)}
+    commands = world.send(*outcomes(one, FailureKind.PEER_LOST, 7))
+    spec = world.run(world.answer(commands, held))
+    assert (spec.source.kind, spec.resume_step) == ("slots", 7)
+
+
+def test_an_upload_whose_pin_was_given_up_is_no_corruption_and_no_failure_of_storage() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    sealed = snapshot(one, 5)
+    commands = world.send(m.SnapshotSealed("a", one.id, 5, sealed))
+    (asked,) = of(commands, m.Upload)
+    commands = world.send(m.Uploaded("a", one.id, 5, f"gone:{asked.slots[0]}"))
+    memory = world.machine.memory
+    assert [alert.level for alert in of(commands, m.Alert)] == ["info"]
+    assert (of(commands, m.Quarantine), memory.bad_slots, memory.storage_problem) == ([], set(), "")
+    assert not memory.storage_fails
+    assert of(world.send(m.Tick()), m.Upload) == [], "of that state not all is there any more"
+    again = world.send(m.SnapshotSealed("a", one.id, 6, snapshot(one, 6)))
+    assert [command.step for command in of(again, m.Upload)] == [6]
 
 
 def test_a_commit_that_fails_gives_way_to_a_newer_checkpoint() -> None:
@@ -350,3 +427,24 @@ def test_old_seals_free_nothing_before_the_first_inventory_of_a_restart() -> Non
     seals = [m.SnapshotSealed(node, ONE.id, step, ()) for node, step in (("n0", 7), ("n1", 5))]
     assert of(world.send(*seals), m.Release) == []
     assert (world.machine.memory.seen_step, world.machine.memory.progressed) == (0, False)
+
+
+def test_a_refusal_that_names_a_newer_term_ends_the_coordinator_at_once() -> None:
+    for nodes in ((), (("a", 4),)):
+        world = World()
+        if nodes:
+            world.up(*nodes)
+        why = "refused: term 1 is older than 2"
+        finish = of(world.send(m.Fenced(why)), m.Finish)
+        assert [(end.status, why in end.detail) for end in finish] == [("fenced", True)]
+        assert world.send(m.WorkerExited("w1-1", "killed"), m.Tick()) == []
+
+
+def test_failures_of_earlier_terms_count_for_a_day() -> None:
+    world = World()
+    world.now = 1000.0
+    world.begin(("a", 4), failed_s_ago=(86_399.0, 30.0))
+    assert world.machine.view.failures == 2
+    world.now += 2.0
+    world.send(m.Tick())
+    assert world.machine.view.failures == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode, encode
 from picotron_ray.coordinator.lineage import ancestors, on_lineage
@@ -234,6 +236,48 @@ def test_a_restarted_coordinator_takes_it_up_before_its_ready_workers_start() ->
     commands = world.send(m.Begin(3, (), (), None, workers, (), on_b(snapshot(one, 40)), one))
     assert [(c.node, c.step) for c in of(commands, m.Upload)] == [("b", 40)]
     assert world.state is MachineState.STARTING
+
+
+@pytest.mark.parametrize(("committed", "ends"), [(0, True), (39, True), (40, False)])
+def test_a_run_does_not_go_on_without_what_a_refused_node_keeps(committed: int, ends: bool) -> None:
+    _, one = ended()
+    world = World(job(storage__final_wait_s=WAIT_S))
+    commits = (m.Commit(committed, one.id, "m", 2),) if committed else ()
+    world.send(m.Begin(2, commits, (one,)))
+    kept = on_b(snapshot(one, 40))
+    commands = world.send(m.NodeJoined("b", 4, "torch 1 (expected 2)", kept=kept, kept_by=one))
+    found = of(commands, m.Finish)
+    assert bool(found) == ends
+    if ends:
+        (end,) = found
+        assert (end.status, end.keep) == ("failed", m.Source("slots"))
+        assert "node b keeps step 40, which is not committed, and may not take part: torch 1" in end.detail
+        assert "--discard" in end.detail
+
+
+def test_a_node_that_keeps_state_is_waited_for_however_late_it_joins() -> None:
+    _, one = ended()
+    world = World(job(storage__final_wait_s=WAIT_S))
+    keeping = {"late": 40, "old": 5}
+    world.send(m.Begin(2, (m.Commit(10, one.id, "m", 2),), (one,), keeping=keeping))
+    world.ready(world.send(m.NodeJoined("a", 4)))
+    assert not of(world.log, m.CollectInventory), "all workers are ready, and would void step 40"
+    late = tuple(replace(slot, node="late") for slot in snapshot(one, 40))
+    commands = world.send(m.NodeJoined("late", 4, kept=late, kept_by=one))
+    assert [(c.node, c.step) for c in of(commands, m.Upload)] == [("late", 40)]
+    world.send(m.Uploaded("late", one.id, 40))
+    spec = world.run(world.answer(world.log_appends()))
+    assert (spec.source.kind, spec.resume_step) == ("commit", 40)
+
+
+def test_a_node_that_keeps_state_and_never_joins_ends_the_launch_by_name() -> None:
+    _, one = ended()
+    world = World(job(storage__final_wait_s=WAIT_S))
+    world.send(m.Begin(2, (), (one,), keeping={"late": 40}))
+    world.ready(world.send(m.NodeJoined("a", 4)))
+    (end,) = of(world.wait(world.config.cluster.start_timeout_s + 1), m.Finish)
+    assert (end.status, end.keep) == ("failed", m.Source("slots"))
+    assert "node late keeps step 40, which is not committed, and did not join" in end.detail
 
 
 def test_half_a_state_is_waited_for_and_then_done_without() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.generation_stop import kill
+from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 from tests.support.runs.coordinator_world import World, flush, job, of, outcomes
@@ -52,6 +53,14 @@ def test_the_first_that_caused_a_failure_is_to_blame_and_no_later_one(world: Wor
     found = recovery(world.answer(commands, flush(one, 5, [0, 1, 3])))
     assert (found["cause"], found["target"]) == ("killed", w[2])
     assert (found["lost_steps"], found["remesh_s"]) == (0, 0.0)
+
+
+def test_members_have_the_time_that_writing_their_state_takes(world: World) -> None:
+    world.machine = Machine(world.config, world.choose, world.default, flush_s=7.0)
+    one = world.up(("a", 4))
+    world.send(lost(world, one.members[0].worker))
+    assert of(world.wait(WAIT_S + 6.5), m.KillWorker) == []
+    assert len(of(world.wait(0.5), m.KillWorker)) == 3
 
 
 def test_those_that_do_not_answer_are_reminded_killed_and_blamed(world: World) -> None:

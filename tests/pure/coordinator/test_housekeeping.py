@@ -216,3 +216,35 @@ def test_a_run_grows_into_a_layout_that_is_bigger_and_faster() -> None:
 @pytest.mark.parametrize(("step", "modes"), [(98, ["boundary"]), (99, [])])
 def test_a_run_that_is_about_to_end_does_not_grow(step: int, modes: list[str]) -> None:
     assert grown(Planner(n2=(2, 1.0), n3=(3, 0.5)), 2, 1, step) == modes
+
+
+def test_a_member_that_never_enters_its_generation_is_noticed() -> None:
+    """No page judges it before its first phase: its call was lost, or the store is waited for."""
+    limit_s = job().elastic.first_step_timeout_s
+    for entered, aborted in ((True, False), (False, True)):
+        world = World()
+        spec = world.up(("a", 2), ("b", 2))
+        on_a, on_b = ([x.worker for x in spec.members if x.node == node] for node in "ab")
+        late = [] if entered else on_b[1:]
+        shown = {name: 0 for name in (*on_a, *on_b) if name not in late}
+        told: list[m.Command] = []
+        for _ in range(int(limit_s) + 1):
+            world.now += 1.0
+            for node, names in (("a", on_a), ("b", on_b)):
+                steps = {name: 0 for name in names if name in shown}
+                told += world.send(m.Heartbeat(node, spec.id if steps else None, steps))
+            told += world.send(m.Tick())
+        assert (world.state is MachineState.ABORTING) is aborted
+        hit = [c.data["target"] for c in of(told, m.Alert) if c.kind == "failure"]
+        assert hit == late
+
+
+def test_a_generation_that_goes_on_is_not_watched_for_its_launch() -> None:
+    world = World()
+    spec = world.up(("a", 4))
+    world.now += 1.0
+    world.send(m.Heartbeat("a", spec.id, {spec.members[0].worker: 3}))
+    for _ in range(200):
+        world.now += 1.0
+        world.send(m.Heartbeat("a", spec.id, {spec.members[0].worker: 3}), m.Tick())
+    assert world.state is MachineState.RUNNING

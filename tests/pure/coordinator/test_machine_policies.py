@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.machine_memory import MOST_CHOICES
+from picotron_ray.coordinator.plan_book import MOST_ANSWERS
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import LayoutError
 from picotron_ray.failures import FailureKind
@@ -78,10 +78,45 @@ def test_a_corrupt_slot_is_quarantined_and_the_next_rung_used() -> None:
     spec = world.spec
     told = [m.Outcome(x.worker, spec.id, FailureKind.FAILED, 5, f"corrupt:{bad}") for x in spec.members]
     commands = world.send(*told)
-    assert of(commands, m.Quarantine) == [m.Quarantine("a", bad)]
+    assert of(commands, m.Quarantine) == [m.Quarantine("a", bad, first.id, 5)]
     world.answer(commands, (*flush(first, 5, [0, 1]), *snapshot(first, 4)))
     assert (world.spec.resume_step, world.spec.source.slots[0].slot != bad) == (5, True)
     assert world.machine.view.failures == 2
+
+
+def test_slots_that_cannot_be_reached_give_way_to_others_and_then_to_a_commit() -> None:
+    world = World()
+    first = world.up(("a", 2), ("b", 2))
+    world.log_appends()
+    held = flush(first, 5, [0, 1, 2, 3])
+    fail(world, "error: boom", slots=held)
+    nodes = []
+    for _ in range(2):
+        spec = world.spec
+        (slot,) = spec.source.slots
+        nodes.append(slot.node)
+        told = [
+            m.Outcome(x.worker, spec.id, FailureKind.FAILED, 5, f"unreachable:{slot.slot}")
+            for x in spec.members
+        ]
+        commands = world.send(*told)
+        assert of(commands, m.Quarantine) == [], "it may be sound: another node reads it"
+        world.answer(commands, held)
+    assert sorted(nodes) == ["a", "b"]
+    assert world.spec.source.kind == "init", "there is no commit yet"
+    assert len(world.machine.memory.bad_slots) == 4, "all that these nodes hold of that state"
+
+
+def test_commits_that_are_all_damaged_end_the_run_instead_of_starting_anew() -> None:
+    world = World()
+    old = spec(1, m.Source("init"), None)
+    started = world.begin(("a", 4), term=2, commits=(m.Commit(10, gid(1), "m10", 2),), generations=(old,))
+    world.answer(world.ready(started))
+    fail(world, "corrupt:m10", step=10)
+    (end,) = of(world.log, m.Finish)
+    assert (end.status, end.detail[:58]) == (
+        "storage", "all commits are damaged, the newest one is of step 10; see"
+    )  # fmt: skip
 
 
 def test_a_corrupt_commit_falls_back_to_the_older_one() -> None:
@@ -103,7 +138,7 @@ def test_upload_that_finds_a_corrupt_slot_quarantines_it_and_uses_a_replica() ->
     for node in ("a", "b"):
         world.send(m.SnapshotSealed(node, one.id, 50, tuple(s for s in sealed if s.node == node)))
     commands = world.send(m.Uploaded("a", one.id, 50, f"corrupt:{sealed[0].slot}"))
-    assert of(commands, m.Quarantine) == [m.Quarantine("a", sealed[0].slot)]
+    assert of(commands, m.Quarantine) == [m.Quarantine("a", sealed[0].slot, one.id, 50)]
     assert {c.node for c in of(commands, m.Upload)} >= {"b"}
 
 
@@ -208,25 +243,6 @@ def test_the_coordinators_own_sleep_is_nobodys_silence() -> None:
     world.now += 60.0
     assert not of(world.send(m.Tick()), m.Interrupt)
     assert world.state is MachineState.RUNNING
-
-
-def test_a_draining_node_is_left_at_a_boundary() -> None:
-    world = World()
-    one = world.up(("a", 2), ("b", 2))
-    commands = world.send(m.DrainNotice("b", 30.0), m.DrainNotice("b", 30.0))
-    assert len(of(commands, m.TakeSnapshot)) == 1
-    assert {c.mode for c in of(commands, m.Interrupt)} == {"boundary"}
-    after = world.run(world.answer(world.send(*outcomes(one, "interrupted", 8)), snapshot(one, 8)))
-    assert {member.node for member in after.members} == {"a"}
-    assert after.resume_step == 8
-
-
-def test_a_drain_that_leaves_too_few_is_only_saved_from() -> None:
-    world = World(job(cluster__min_workers=4))
-    world.up(("a", 4))
-    commands = world.send(m.DrainNotice("a", 30.0))
-    assert of(commands, m.TakeSnapshot)
-    assert not of(commands, m.Interrupt)
 
 
 def test_a_checkpoint_on_request() -> None:
@@ -396,7 +412,7 @@ def test_a_node_with_cards_too_small_for_any_layout_does_not_shrink_the_run() ->
     """Two workers with 80 GB fit; with a third of 16 GB no layout does, and the run goes on with the two."""
     asked: list[tuple[int, tuple[int, ...], int]] = []
 
-    def choose(workers: int, node_sizes: tuple[int, ...], device_bytes: int) -> Choice:
+    def choose(workers: int, node_sizes: tuple[int, ...], device_bytes: int, limit_bytes: int) -> Choice:
         asked.append((workers, node_sizes, device_bytes))
         if device_bytes < 80:
             raise LayoutError("too small")
@@ -417,15 +433,15 @@ def test_the_planners_answers_are_kept_for_the_newest_questions_alone() -> None:
     world.up(("a", 4))
     memory = world.machine.memory
     workers = list(memory.roster.workers.values())
-    for device_bytes in range(1, 2 * MOST_CHOICES):
+    for device_bytes in range(1, 2 * MOST_ANSWERS):
         memory.roster.nodes["a"].device_bytes = device_bytes
         memory.choice(workers, 4)
-    assert len(memory.choices) == MOST_CHOICES
-    assert list(memory.choices)[-1] == (4, (4,), 2 * MOST_CHOICES - 1)
+    assert len(memory.plans.answers) == MOST_ANSWERS
+    assert list(memory.plans.answers)[-1] == m.LayoutQuestion(4, (4,), 2 * MOST_ANSWERS - 1)
 
 
 def test_small_cards_are_not_done_without_below_the_least_number_of_workers() -> None:
-    def choose(workers: int, node_sizes: tuple[int, ...], device_bytes: int) -> Choice:
+    def choose(workers: int, node_sizes: tuple[int, ...], device_bytes: int, _: int) -> Choice:
         return choose_dp(workers if device_bytes < 80 else 100)
 
     world = World(job(cluster__max_workers=3, cluster__min_workers=3), choose=choose)
@@ -434,7 +450,7 @@ def test_small_cards_are_not_done_without_below_the_least_number_of_workers() ->
 
 
 def test_of_large_and_many_cards_the_faster_layout_is_taken() -> None:
-    world = World(job(cluster__max_workers=3), choose=lambda n, sizes, least: choose_dp(n))
+    world = World(job(cluster__max_workers=3), choose=lambda n, *_: choose_dp(n))
     started = world.send(m.Begin(1), m.NodeJoined("big", 2, "", 80), m.NodeJoined("small", 1, "", 16))
     assert len(world.run(world.answer(world.ready(started))).members) == 3
 

@@ -138,7 +138,7 @@ def test_layouts_are_known_from_sources_where_the_log_entry_is_missing() -> None
 
 def test_breaker_changes_the_remedy_before_it_gives_up() -> None:
     breaker = Breaker(100, 6)
-    remedies = [breaker.record(FailureKind.WORKER_EXITED, 10)[0] for _ in range(6)]
+    remedies = [breaker.record(FailureKind.WORKER_EXITED, 10, 0.0)[0] for _ in range(6)]
     assert remedies == [
         Remedy.RETRY, Remedy.EXCLUDE, Remedy.COMMIT, Remedy.SHRINK, Remedy.SHRINK, Remedy.GIVE_UP,
     ]  # fmt: skip
@@ -147,18 +147,18 @@ def test_breaker_changes_the_remedy_before_it_gives_up() -> None:
 def test_breaker_progress_means_a_step_that_was_never_reached() -> None:
     breaker = Breaker(100, 6)
     for _ in range(3):
-        breaker.record(FailureKind.FAILED, 10)
+        breaker.record(FailureKind.FAILED, 10, 0.0)
     assert not breaker.progressed(10)
-    assert breaker.record(FailureKind.FAILED, 8)[0] is Remedy.SHRINK
+    assert breaker.record(FailureKind.FAILED, 8, 0.0)[0] is Remedy.SHRINK
     assert breaker.progressed(11)
     assert not breaker.progressed(12), "told once"
-    assert breaker.record(FailureKind.FAILED, 12)[0] is Remedy.RETRY
+    assert breaker.record(FailureKind.FAILED, 12, 0.0)[0] is Remedy.RETRY
 
 
 def test_breaker_counts_everything_in_total_but_lost_nodes_not_in_a_row() -> None:
     breaker = Breaker(7, 3)
-    assert [breaker.record(FailureKind.NODE_LOST, 5)[0] for _ in range(7)] == [Remedy.RETRY] * 7
-    remedy, why = breaker.record(FailureKind.CORRUPT, 50)
+    assert [breaker.record(FailureKind.NODE_LOST, 5, 0.0)[0] for _ in range(7)] == [Remedy.RETRY] * 7
+    remedy, why = breaker.record(FailureKind.CORRUPT, 50, 0.0)
     assert remedy is Remedy.GIVE_UP
     assert "max_failures=7" in why
 
@@ -224,7 +224,7 @@ def test_workers_start_on_the_biggest_node_first_and_never_beyond_its_room() -> 
 
 def test_no_worker_starts_on_a_draining_node_and_those_there_are_replaced() -> None:
     here = roster(("a", 2), ("b", 2), workers="a a")
-    here.nodes["a"].draining = True
+    here.drain("a")
     assert starts(here, 2, 0.0) == ["b", "b"]
     assert here.usable() == []
 
@@ -264,7 +264,7 @@ def test_no_worker_starts_where_enough_live_and_the_dying_take_their_room() -> N
 
 def test_a_node_that_is_lost_takes_its_workers_and_may_speak_again_where_it_was_only_silent() -> None:
     here = roster(("a", 3), ("b", 1), workers="a a b")
-    here.join("a", 3, 0.0, 16)
+    here.join("a", 3, 0.0, m.NodeTraits("a", 16))
     assert [worker.name for worker in here.lose("a", silent=True)] == ["w0", "w1"]
     assert (list(here.nodes), list(here.workers)) == (["b"], ["w2"])
     [(lost, names)] = here.silent.values()
@@ -287,19 +287,19 @@ def test_members_sit_together_and_keep_their_order() -> None:
 def test_the_planner_is_told_where_the_workers_stand_and_their_smallest_device() -> None:
     here = roster(("a", 2), ("b", 3), ("c", 1), workers="a b a b b c")
     workers = list(here.workers.values())
-    assert here.question(workers, 9) == (6, (3, 2, 1), 0)
+    assert here.question(workers, 9) == m.LayoutQuestion(6, (3, 2, 1))
     for node, device_bytes in (("a", 16), ("b", 80), ("c", 16)):
-        assert not here.join(node, here.nodes[node].capacity, 1.0, device_bytes)
-    assert here.question(workers, 4) == (4, (3, 1), 16)
-    assert here.join("d", 4, 1.0, 24)
+        assert not here.join(node, here.nodes[node].capacity, 1.0, m.NodeTraits(node, device_bytes))
+    assert here.question(workers, 4) == m.LayoutQuestion(4, (3, 1), 16)
+    assert here.join("d", 4, 1.0, m.NodeTraits("d", 24))
     assert here.nodes["d"].device_bytes == 24
     everyone, large = here.by_device(workers)
     assert everyone == workers
-    assert here.question(large, 9) == (3, (3,), 80)
+    assert here.question(large, 9) == m.LayoutQuestion(3, (3,), 80)
     assert not here.join("b", 3, 2.0)  # a node whose room changed says nothing of its devices
     assert here.nodes["b"].device_bytes == 80
     del here.nodes["a"]
-    assert here.question(workers, 9)[2] == 16  # not known of one node: those of the others count
+    assert here.question(workers, 9).device_bytes == 16  # not known of one node: those of the others count
     assert here.by_device(workers[1:5]) == [workers[1:5]]
     assert here.by_device([]) == []
 
@@ -392,7 +392,7 @@ def test_a_lost_node_or_slot_plans_the_checkpoint_anew_from_the_replicas() -> No
     checkpoints.node_lost("n0")
     assert [c.node for c in of(checkpoints.plan(1.0), m.Upload)] == ["n1"]
     assert checkpoints.pending is not None
-    checkpoints.slot_lost("n1", checkpoints.pending.parts["n1"][0])
+    checkpoints.slot_lost("n1", checkpoints.pending.parts["n1"][0], checkpoints.pending.state)
     assert checkpoints.plan(2.0) == []
     assert checkpoints.pending is None
     assert checkpoints.wake_at is None
@@ -412,3 +412,15 @@ def test_a_rewind_voids_the_checkpoints_after_it() -> None:
     assert {c.step for c in of(checkpoints.release_void(), m.Release)} == {20}
     assert checkpoints.release_void() == []
     assert checkpoints.pending is None
+
+
+def test_failures_of_another_day_do_not_count() -> None:
+    """A run of months outlives any number of failures that come one by one."""
+    breaker = Breaker(2, 100)
+    hour_s = 3600.0
+    for day in range(100):
+        for hour in (0, 12):
+            at = (24.0 * day + hour) * hour_s
+            assert breaker.record(FailureKind.NODE_LOST, day, at)[0] is Remedy.RETRY
+    assert breaker.total(at) == 2
+    assert breaker.record(FailureKind.NODE_LOST, 100, at + hour_s)[0] is Remedy.GIVE_UP

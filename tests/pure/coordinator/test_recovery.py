@@ -219,7 +219,7 @@ def test_a_run_that_is_given_up_says_why_and_by_what() -> None:
     (end,) = of(failed(world), m.Finish)
     first = world.spec.members[0].worker
     assert end.detail == (
-        f"2 failures, more than elastic.max_failures=1; last: worker {first} failed: error: boom"
+        f"2 failures in 24 hours, more than elastic.max_failures=1; last: worker {first} failed: error: boom"
     )
 
 

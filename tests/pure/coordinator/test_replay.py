@@ -9,6 +9,7 @@ import pytest
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.plan_book import no_default
 from picotron_ray.coordinator.replay import event_line, header_line, replay
 from tests.support.runs.coordinator_world import choose_dp, job
 
@@ -24,7 +25,7 @@ def recorded(terms: tuple[int, ...] = (1,)) -> list[str]:
 
 def planner(config: Any, facts: dict[str, Any]) -> Any:
     assert (config, facts["device"]) == (job(), "cpu")
-    return choose_dp
+    return choose_dp, no_default
 
 
 def test_lines_are_the_same_whatever_the_order_of_their_keys() -> None:

@@ -19,6 +19,7 @@ import pytest
 from picotron_ray.coordinator import (
     append_queue,
     checkpoint_tracker,
+    drains,
     event_handlers,
     generation_stop,
     machine,
@@ -38,19 +39,24 @@ pytestmark = pytest.mark.timeout(400)  # seconds of work, but a busy machine may
 
 SEEDS = int(os.environ.get("PICOTRON_SIMULATOR_SEEDS", "1000"))
 BAD_STEP_SEEDS = 120
-FEW = 400  # seeds within which a planted mutation must be caught
+FEW = 1000  # seeds within which a planted mutation must be caught
 LIKELY = {"void_states_count": 117, "the_fence_is_ignored": 145}  # seeds that are tried first
 
 
 @pytest.fixture(scope="module")
 def swept() -> tuple[list[Report], Coverage]:
-    """All seeds, spread over the cores.
+    """All seeds of the default run."""
+    return sweep(range(SEEDS))
+
+
+def sweep(seeds: range) -> tuple[list[Report], Coverage]:
+    """Simulate seeds, spread over the cores.
 
     Their processes are not traced for coverage, which would double the time, but where a run records which
     test touches which line; the other tests here run the same lines in this process.
     """
     cores = min(4, os.cpu_count() or 1)
-    shares = [range(first, SEEDS, cores) for first in range(cores)]
+    shares = [seeds[first::cores] for first in range(cores)]
     reports: list[Report] = []
     coverage = Coverage()
     with pytest.MonkeyPatch.context() as patch:
@@ -69,8 +75,17 @@ def test_invariants_hold_for_every_seed(swept: tuple[list[Report], Coverage]) ->
     assert len(reports) == SEEDS
     broken = [f"seed {report.seed}: {report.failures[0]}" for report in reports if report.failures]
     assert not broken, "\n".join(broken[:10])
-    assert min(report.events for report in reports) >= 200
+    assert min(report.events for report in reports) >= 150
     assert min(len(report.faults) for report in reports) >= 3
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3000)  # ten minutes on two cores of their own
+def test_invariants_hold_for_ten_thousand_seeds() -> None:
+    reports, coverage = sweep(range(SEEDS, 10_000))
+    broken = [f"seed {report.seed}: {report.failures[0]}" for report in reports if report.failures]
+    assert not broken, "\n".join(broken[:10])
+    print(coverage.table(list(FAULTS)))
 
 
 def test_faults_reach_every_transition(
@@ -85,6 +100,7 @@ def test_faults_reach_every_transition(
         (MachineState.NEW, MachineState.DONE),
         (MachineState.ABORTING, MachineState.DONE),
         (MachineState.LEAVING, MachineState.DONE),
+        (MachineState.COLLECTING, MachineState.DONE),
     }
     assert set(coverage.unseen()) <= rare, "the end by fencing in a state that is soon over may be missed"
     for name in FAULTS:
@@ -252,6 +268,12 @@ def only_one_node_is_asked(patch: pytest.MonkeyPatch) -> None:
         memory.awaited = dict(list(memory.awaited.items())[:1])
 
     patch.setattr(machine, "collect", collect)
+
+
+@mutation
+def a_drained_node_goes_with_the_only_copy(patch: pytest.MonkeyPatch) -> None:
+    at_rest = (MachineState.RUNNING, MachineState.WAITING)
+    patch.setattr(drains, "_settled", lambda memory: memory.state in at_rest)
 
 
 @mutation

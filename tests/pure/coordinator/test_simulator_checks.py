@@ -40,6 +40,7 @@ class Bench:
             self.node.workers[member.worker] = SimWorker(member.worker, self.node)
         self.memory = SimpleNamespace(
             transitions=[],
+            state=MachineState.NEW,
             spec=START,
             incident=None,
             distrust_slots=False,
@@ -48,7 +49,8 @@ class Bench:
         )
         self.shell: Any = SimpleNamespace(
             machine=SimpleNamespace(memory=self.memory), newest=START, heard={"n1"}, commits=[], fenced=False,
-            quarantined=set(), finished=None,
+            quarantined=set(), finished=None, born_at=0.0, paused_until=0.0, told_seals=set(),
+            planner=SimpleNamespace(silent_until=0.0),
         )  # fmt: skip
         self.sim.shell = self.shell
         self.checks.specs[A] = START
@@ -117,8 +119,8 @@ def test_nothing_follows_a_fence_or_an_end(bench: Bench) -> None:
 
 def test_names_are_used_once_and_slots_stay_set_aside(bench: Bench) -> None:
     start = m.StartWorker("w9", "n1")
-    assert bench.handled(start, m.Quarantine("n1", "s")) == []
-    assert bench.shell.quarantined == {("n1", "s")}
+    assert bench.handled(start, m.Quarantine("n1", "s", A, 3)) == []
+    assert bench.shell.quarantined == {("n1", "s", A, 3)}
     assert bench.handled(start) == ["worker name w9 was used twice"]
 
 
@@ -287,7 +289,7 @@ def test_a_launch_from_slots_needs_one_whole_good_state(bench: Bench) -> None:
     assert bench.launch(m.Source("slots", 7, A, (*slots, replace(slots[0], step=6)))) == [
         "1.4 resumes from a mixture of states"
     ]
-    bench.shell.quarantined = {("n1", "w2.7"), ("n1", "other")}
+    bench.shell.quarantined = {("n1", "w2.7", A, 7), ("n1", "other", A, 7)}
     assert bench.launch(m.Source("slots", 7, A, slots)) == ["1.5 resumes from a quarantined slot"]
     bench.shell.quarantined = set()
     assert bench.launch(m.Source("commit", 7, A)) == []
@@ -349,9 +351,9 @@ def test_a_launch_takes_the_newest_slots_that_can_be_known(bench: Bench) -> None
     bench.memory.remedy = Remedy.COMMIT
     assert launched() == []
     bench.memory.remedy = None
-    bench.shell.quarantined = {("n1", "w1.7")}
+    bench.shell.quarantined = {("n1", "w1.7", A, 7)}
     assert launched() == []
-    bench.shell.quarantined = {("n2", "w1.7")}
+    bench.shell.quarantined = {("n2", "w1.7", A, 7)}
     assert launched() == seen
     bench.memory.roster.nodes = {"n2": None}
     assert launched() == []

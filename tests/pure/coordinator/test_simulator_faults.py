@@ -71,13 +71,13 @@ def test_a_drained_node_goes_when_it_was_announced(quiet: Quiet) -> None:
     faults.drain(quiet.sim)
     arrival, going = quiet.planned
     assert arrival[1:] == (quiet.shell.deliver.__name__, m.DrainNotice("n1", 106.0))
-    assert going == (6.0, "_drained", quiet.sim, gone)
+    assert going == (6.0, "_drained", quiet.sim, gone, 100.0)
     quiet.planned.clear()
-    faults._drained(quiet.sim, gone)
+    faults._drained(quiet.sim, gone, 100.0)
     assert list(quiet.sim.nodes) == ["n2"]
     assert quiet.planned[-2:] == [(1.1, "tell", m.NodeLost("n1", "removed")), (5.5, "add_node", 3)]
     quiet.planned.clear()
-    faults._drained(quiet.sim, gone)
+    faults._drained(quiet.sim, gone, 100.0)
     assert quiet.planned == [(5.5, "add_node", 3)], "it went before"
 
 
@@ -271,7 +271,7 @@ def test_a_node_beats_until_it_is_gone(quiet: Quiet) -> None:
     sim, node = quiet.sim, quiet.sim.nodes["n1"]
     beat_s = job().elastic.heartbeat_s
     sim._beat(node)
-    assert (quiet.heard, quiet.planned) == ([m.Heartbeat("n1", None, {})], [(beat_s, "_beat", node)])
+    assert (quiet.heard, quiet.planned) == ([m.Heartbeat("n1", None, {}, ("w1",))], [(beat_s, "_beat", node)])
     quiet.run().step = 7
     sim._beat(node)
     assert quiet.heard[1:] == [m.Heartbeat("n1", A, {"w1": 7})]
@@ -460,14 +460,16 @@ def test_slots_stay_pinned_until_their_release(quiet: Quiet, reports: list[Any])
         "dead.2.5": False, "dead.2.6": True, "dead.3.1": True,
         "live.1.9": False, "live.2.4": False, "live.2.5": False, "live.2.6": True, "live.3.1": True,
     }  # fmt: skip
-    node.quarantine("dead.2.5")
-    node.quarantine("nothing")
+    node.quarantine(m.Quarantine("n1", "dead.2.5", m.GenerationId(1, 2), 5))
+    node.quarantine(m.Quarantine("n1", "dead.2.6", m.GenerationId(1, 2), 3))  # overwritten since
+    node.quarantine(m.Quarantine("n1", "nothing", m.GenerationId(1, 2), 5))
     node.collect(7)
     ((inventory, reliable),) = reports
     assert ([slot.slot for slot in inventory.slots], inventory.request, reliable) == (
         list(node.slots), 7, False
     )  # fmt: skip
     assert "dead.2.5" not in node.slots
+    assert "dead.2.6" in node.slots
 
 
 def test_uploads_say_why_they_fail(quiet: Quiet, reports: list[Any]) -> None:
@@ -486,7 +488,8 @@ def test_uploads_say_why_they_fail(quiet: Quiet, reports: list[Any]) -> None:
     sim.storage.down_until = 100.1
     assert (uploaded(), sim.storage.parts) == ("storage is down", {})
     sim.storage.down_until = 100.0
-    assert uploaded(m.Upload("n1", A, 5, ("5.0", "5.9"))) == "a slot is gone"
+    assert uploaded(m.Upload("n1", A, 5, ("5.0", "5.9"))) == "gone:5.9"
+    assert uploaded(m.Upload("n1", A, 5, ("5.1", "5.9"))) == "gone:5.9"
     node.slots["5.1"].corrupt = True
     assert (uploaded(), sim.storage.parts) == ("corrupt:5.1", {})
     node.slots["5.1"].corrupt = False

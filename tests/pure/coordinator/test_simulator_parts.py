@@ -15,6 +15,7 @@ from picotron_ray.coordinator.simulator.shell import Shell
 from picotron_ray.coordinator.simulator.slots import SimSlot, complete
 from picotron_ray.coordinator.simulator.storage import SimStorage, digest_of
 from picotron_ray.coordinator.simulator.world import Sim
+from picotron_ray.coordinator.states import MachineState
 from picotron_ray.layout.layout import Layout
 from tests.support.runs.coordinator_world import choose_dp, job
 
@@ -84,7 +85,7 @@ def shell() -> Any:
     sim = Sim(1, job(), choose_dp, checks)
     checks.sim = sim
     made = sim.shell = Shell(sim)
-    memory = SimpleNamespace(term=1, quiet=True, transitions=[])
+    memory = SimpleNamespace(term=1, quiet=True, transitions=[], state=MachineState.NEW)
     handled: list[m.Event] = []
     made.machine = SimpleNamespace(
         memory=memory, wake_at=None, handled=handled, handle=lambda event, now: handled.append(event) or []

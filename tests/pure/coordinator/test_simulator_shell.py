@@ -13,6 +13,7 @@ from picotron_ray.coordinator.simulator.shell import Shell
 from picotron_ray.coordinator.simulator.slots import SimSlot
 from picotron_ray.coordinator.simulator.training import LONGEST_RENDEZVOUS_S
 from picotron_ray.coordinator.simulator.world import RETRY_S
+from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from tests.support.runs.quiet_simulation import SPEC, TWO, A, Quiet
@@ -33,7 +34,9 @@ class Bench(Quiet):
             lambda node, event, reliable: self.reports.append((node.name, event, reliable))
         )
         self.made = self.sim.shell = Shell(self.sim)
-        self.memory = SimpleNamespace(term=1, quiet=False, transitions=[])
+        self.memory = SimpleNamespace(
+            term=1, quiet=False, transitions=[], state=MachineState.NEW, roster=SimpleNamespace(workers={})
+        )
         machine: Any = SimpleNamespace(memory=self.memory, wake_at=None, handle=self.handle)
         self.made.machine = machine
 
@@ -209,7 +212,7 @@ def test_orders_are_sent_to_the_nodes_that_they_name(bench: Bench) -> None:
         (m.CollectInventory("n1", 7), [("n1", False), ("collect", 7)]),
         (upload, [("n1", False), ("upload", upload)]),
         (m.Release("n1", A, 5, 4), [("n1", False), ("release", A, 5)]),
-        (m.Quarantine("n1", "s"), [("n1", True), ("quarantine", "s")]),
+        (m.Quarantine("n1", "s", A, 5), [("n1", True), ("quarantine", m.Quarantine("n1", "s", A, 5))]),
         (m.Alert("info", "text", "kind", {}), []),
     ):
         bench.commands = [command]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from picotron_ray.data import loader as data_loader
 from picotron_ray.data.batch import StepBatch, eval_batches, make_batch
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.data.samples import Dataset
@@ -135,6 +136,29 @@ def test_loader_hands_its_error_to_the_caller_again_and_again() -> None:
         with pytest.raises(OSError, match="went away"):
             ahead.next()
     ahead.close()
+
+
+def test_a_read_that_hangs_holds_up_neither_a_stop_nor_the_next_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_loader, "CLOSE_S", 0.05)
+    mended = threading.Event()
+
+    def hung(*arguments: object) -> StepBatch:
+        mended.wait(10)
+        return make_batch(*arguments)  # type: ignore[arg-type]
+
+    ahead = loader(depth=1, make=hung)
+    threading.Timer(0.05, ahead.stop_waiting).start()
+    with pytest.raises(RuntimeError, match="closed while a batch was awaited"):
+        ahead.next()
+    began = time.monotonic()
+    ahead.close()
+    assert time.monotonic() - began < 2
+    assert ahead._thread.is_alive()
+    mended.set()
+    ahead._thread.join(5)
+    assert not ahead._thread.is_alive(), "it ends with the read"
 
 
 def test_close_releases_a_waiting_caller_and_leaves_no_thread() -> None:

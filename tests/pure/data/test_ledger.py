@@ -13,6 +13,7 @@ from picotron_ray.data import ledger_diagnosis
 from picotron_ray.data.batch import make_batch, token_digest
 from picotron_ray.data.ledger import LedgerReport, check
 from picotron_ray.data.ledger_diagnosis import _deviations, diagnose
+from picotron_ray.data.ledger_line import line_rows
 from picotron_ray.data.samples import Dataset
 from picotron_ray.data.shuffle import samples_between
 from picotron_ray.layout.layout import Layout
@@ -95,6 +96,71 @@ def test_planted_slips_of_one_rank_are_named(
     assert report.wrong == (f"step 5 of generation 1.1, replica 1 {words}",)
     assert (report.lost, report.repeated, report.samples) == (lost, repeated, STEPS * BATCH - lost)
     assert not report.ok
+
+
+# --- many replicas share a row -------------------------------------------------------------------------
+
+
+def wide(
+    step: int, fed_by: dict[int, list[int]] | None = None, dp: int = 40, batch: int = 90
+) -> dict[str, Any]:
+    """A line of many replicas; ``fed_by``: what one of them fed instead of its rows."""
+    dp, batch = 40, 90
+    parts = [make_batch(DATA, SEED, Layout(dp=dp), i, batch, step) for i in range(dp)]
+    rows = [(*part.rows, part.digest.hex()) for part in parts]
+    for replica, numbers in (fed_by or {}).items():
+        rows[replica] = (*rows[replica][:2], fed(numbers))
+    samples = [(step - 1) * batch, step * batch]
+    return {**line(step), "samples": samples, "rows": line_rows(rows), "tokens": batch * SEQ}
+
+
+def check_wide(lines: list[dict[str, Any]]) -> LedgerReport:
+    return check(lines, DATA, SEED, 90)
+
+
+def test_a_line_has_the_same_length_at_any_size() -> None:
+    sizes = {}
+    for dp in (16, 17, 1024):
+        rows = line_rows([(at, at + 1, f"{at:032x}") for at in range(dp)])
+        assert (rows[0][0], rows[-1][1]) == (0, dp)
+        sizes[dp] = len(json.dumps(rows))
+    assert sizes[1024] < 1.2 * sizes[16] + 16 * 8
+    assert line_rows([(0, 2, "a" * 32)]) == [[0, 2, "a" * 32]], "as it always was"
+
+
+def test_replicas_that_share_a_row_are_proven_together() -> None:
+    report = check_wide([wide(step) for step in range(1, 4)])
+    assert report == LedgerReport(3, 270, 0, 0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words", "lost", "repeated"),
+    [
+        ([93, 95], "skipped sample 94", 1, 0),
+        ([93, 93, 94], "fed sample 93 twice", 1, 1),
+        ([94, 93, 95], "fed samples 93 and 94 in each other's place", 0, 0),
+        ([93, 94, 10], "fed sample 10 in the place of 95", 1, 1),
+        ([1, 2, 3], "fed other tokens than rows 90..99 hold", 9, 0),
+    ],
+)
+def test_a_slip_of_one_of_many_replicas_is_named(
+    numbers: list[int], words: str, lost: int, repeated: int
+) -> None:
+    assert wide(2)["rows"][0][:2] + wide(2)["rows"][0][3:] == [90, 99, 3]
+    report = check_wide([wide(1), wide(2, {1: numbers})])
+    assert report.wrong == (f"step 2 of generation 1.1, replicas 0 to 2 {words}",)
+    assert (report.lost, report.repeated) == (lost, repeated)
+
+
+def test_shared_rows_that_do_not_fit_their_replicas_are_refused() -> None:
+    bad = wide(1)
+    bad["rows"][0][1] -= 1
+    assert check_wide([bad]).wrong == (
+        "step 1 of generation 1.1, replicas 0 to 2 says rows 0..8, expected 0..9",
+    )
+    for count in (0, "3", True):
+        bad["rows"][0][3] = count
+        assert "is not a ledger line" in check_wide([bad]).wrong[0]
 
 
 def test_the_first_sample_of_all_is_looked_for_too(ledger: list[dict[str, Any]]) -> None:
@@ -256,6 +322,26 @@ def test_samples_of_a_step_without_an_update_are_counted_and_count_as_fed(
     assert (report.ok, report.samples, report.skipped) == (True, 120, 20)
 
 
+def passing_over(ledger: list[dict[str, Any]], steps: range) -> list[dict[str, Any]]:
+    """The ledger of a run that a rewind took past some steps."""
+    nothing = {"rows": [], "tokens": 0, "loss": None, "grad_norm": None, "passed_over": True}
+    return [line | nothing if line["step"] in steps else line for line in ledger]
+
+
+def test_steps_that_a_rewind_passes_over_are_counted_and_not_lost(ledger: list[dict[str, Any]]) -> None:
+    steps = range(4, 7)
+    report = run(passing_over(ledger, steps), passed=[steps, range(5, 7)])
+    assert (report.ok, report.steps, report.samples, report.lost, report.passed_over) == (True, 12, 90, 0, 30)
+
+
+def test_a_step_is_passed_over_where_the_log_says_so_and_there_alone(ledger: list[dict[str, Any]]) -> None:
+    report = run(passing_over(ledger, range(4, 7)), passed=[range(4, 6)])
+    assert (report.lost, report.passed_over) == (10, 20)
+    assert report.wrong == ("step 6 of generation 1.1 was passed over, and the log knows of no rewind",)
+    report = run(ledger, passed=[range(4, 5)])
+    assert report.wrong == ("step 4 of generation 1.1 was fed, though a rewind passes over it",)
+
+
 def test_report_as_json(ledger: list[dict[str, Any]]) -> None:
     assert json.loads(json.dumps(run(ledger[1:]).to_dict())) == {
         "ok": False,
@@ -265,5 +351,6 @@ def test_report_as_json(ledger: list[dict[str, Any]]) -> None:
         "repeated": 0,
         "void": 0,
         "skipped": 0,
+        "passed_over": 0,
         "wrong": ["no line for step 1"],
     }

@@ -171,7 +171,12 @@ def wrong_words(line: str) -> list[str]:
         if words[0] not in group.commands:
             return [] if words[0] in ("…",) else [words[0]]
         group = group.commands[words.pop(0)]
-    known = {option for parameter in getattr(group, "params", ()) for option in parameter.opts} | {"--help"}
+    known = {
+        option
+        for parameter in getattr(group, "params", ())
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    known.add("--help")
     return [word for word in words if word.startswith("-") and word not in known]
 
 

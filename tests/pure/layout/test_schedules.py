@@ -17,6 +17,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import Command, Event, GenerationId, GenerationSpec, Source
+from picotron_ray.coordinator.plan_book import no_default
 from picotron_ray.coordinator.replay import event_line, header_line, replay
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
@@ -201,4 +202,4 @@ def test_an_event_log_of_the_former_name_replays() -> None:
     Recorder(config=job, choose=lambda *question: choice).up(("a", 4))
     former = [line.replace("gpipe", "afab") for line in lines]
     assert any("-afab-mb1" in line for line in former)
-    assert replay(former, lambda job, header: lambda *question: choice).difference is None
+    assert replay(former, lambda job, facts: (lambda *question: choice, no_default)).difference is None

@@ -11,8 +11,8 @@ from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
+from picotron_ray.planner import best_first
 from picotron_ray.planner import cost as cost_module
-from picotron_ray.planner import search
 from picotron_ray.planner.cost import StepCost, block_again, step_cost
 from picotron_ray.planner.memory import STATE_BYTES, memory_estimate, rank_memory
 from picotron_ray.planner.model_sizes import sizes_of, stage_bounds, stage_flops_per_token, stage_parameters
@@ -146,5 +146,5 @@ def test_a_budget_may_be_filled() -> None:
 
 def test_the_least_that_a_candidate_costs_leaves_out_offloaded_activations() -> None:
     cost = StepCost(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, offload_s=4.0)
-    least = {away: search._least_s(cost, Layout(offload_activations=away)) for away in (False, True)}
+    least = {away: best_first.least_s(cost, Layout(offload_activations=away)) for away in (False, True)}
     assert least == {False: 5.0, True: 1.0}

@@ -78,13 +78,13 @@ def test_all_actors_of_a_run_are_killed_the_coordinator_first(told: list[str]) -
     assert control.kill_actors("night") == 3
     assert told == [
         "kill night/coordinator",
-        "close night/agent/n1 (0, 0, 0)",
+        "close night/agent/n1 None (0, 0, 0)",
         "wait for 1 of ['close night/agent/n1']",
         "kill night/agent/n1",
     ], "the worker has ended meanwhile"
     told.clear()
     control.kill_actors("night", discard=True)
-    assert "close night/agent/n1 None" in told
+    assert "close night/agent/n1 None None" in told
     told.clear()
     assert control.kill_actors("other") == 1
     assert told == ["kill other/coordinator"]
@@ -244,7 +244,7 @@ def test_a_stop_follows_the_run_to_its_end(
     rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     final: list[Any] = [{"summary": {"status": "stopped"}}]
-    monkeypatch.setattr(follow_run, "follow", lambda *_: final[0])
+    monkeypatch.setattr(follow_run, "follow", lambda *_, stop: final[0] if stop else 1 / 0)
     monkeypatch.setattr(
         follow_run, "take_down", lambda local, coordinator: told.append(f"take down {local.run}")
     )

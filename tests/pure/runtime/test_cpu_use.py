@@ -11,8 +11,10 @@ from picotron_ray.runtime.node_agent import cpu_use
 from picotron_ray.runtime.node_agent.cpu_use import CpuUse
 
 
-def page(pid: int, n: int = 1, since_s: float = 0.0) -> Any:
-    return SimpleNamespace(pid=pid, term=1, n=n, phase_since_s=since_s, phase_limit_s=2.0)
+def page(pid: int, n: int = 1, since_s: float = 0.0, phase: str = "forward", spins: int = 0) -> Any:
+    return SimpleNamespace(
+        pid=pid, term=1, n=n, phase_since_s=since_s, phase_limit_s=2.0, phase=phase, progress=0, spins=spins
+    )
 
 
 @pytest.fixture
@@ -78,3 +80,18 @@ def test_patience_ends(used: dict[int, float]) -> None:
     use, busy = CpuUse(), page(1, since_s=5.0)
     assert use.excuses(busy, [busy], 25.0)
     assert not use.excuses(busy, [busy], 25.01)
+
+
+def test_a_spin_wait_for_the_device_is_no_work(used: dict[int, float]) -> None:
+    """Both take a whole core; what counts on CUDA is whether anything moves. Builders and readers do work."""
+    for phase, excused in (("backward", False), ("sync", False), ("build", True), ("compile", True)):
+        use, spinner = CpuUse(), page(1, phase=phase, spins=1)
+        use.look([spinner], 1.0)
+        used[1] += 0.5
+        use.look([spinner], 1.5)
+        assert use.excuses(spinner, [spinner], 1.5) is excused, phase
+    use, waiting, mate = CpuUse(), page(1, spins=1), page(2, spins=1)
+    use.look([waiting, mate], 1.0)
+    mate.progress += 1
+    use.look([waiting, mate], 1.5)
+    assert use.excuses(waiting, [waiting, mate], 1.5), "a mate that moves is waited for"

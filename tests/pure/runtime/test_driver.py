@@ -19,6 +19,7 @@ from picotron_ray.runtime.ray_cluster import supervisor
 from tests.support.runs.coordinator_world import job
 
 JOB = job(name="night")
+DATA: Any = SimpleNamespace(fingerprint="aa")
 LOCAL: Any = SimpleNamespace(run="night", alive=True)
 SUMMARY = {"run": "night", "status": "stopped", "steps": 3, "wall_s": 1.0}
 
@@ -203,7 +204,9 @@ def test_one_coordinator_is_started_on_the_head_and_lives_without_its_driver(
     bench.patch.setattr(
         driver,
         "resolve",
-        lambda resolved, stages: SimpleNamespace(job=JOB, start="origin", notes=("n",), slot_bytes=7),
+        lambda resolved, stages: SimpleNamespace(
+            job=JOB, start="origin", notes=("n",), slot_bytes=7, data=DATA
+        ),
     )
     bench.patch.setattr(driver, "event_folder", lambda run: tmp_path)
     bench.module("picotron_ray.runtime.coordinator.actor", Coordinator="actor")
@@ -218,9 +221,11 @@ def test_one_coordinator_is_started_on_the_head_and_lives_without_its_driver(
     submitted: Any = SimpleNamespace(plain=lambda: {"submission_id": "x"})
     (config, settings), attached = driver.ensure_coordinator(JOB, True, submitted, {"pid": 1})
     assert (config, attached) == (JOB.model_dump(mode="json"), False)
+    assert len(settings.pop("launch")) == 32
     assert settings == {
         "event_folder": str(tmp_path), "owns_ray": True, "origin": "origin",
         "submission": {"submission_id": "x"}, "tied_to": {"pid": 1}, "notes": ["n"], "slot_bytes": 7,
+        "data": "aa",
     }  # fmt: skip
     known = ("lifetime", "get_if_exists", "num_cpus", "max_restarts", "max_task_retries")
     assert [seen[name] for name in known] == ["detached", True, 0, -1, 0]

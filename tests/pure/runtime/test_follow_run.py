@@ -18,12 +18,15 @@ from picotron_ray.runtime.driver.console import ProgressView
 Answer = dict[str, Any] | None | Callable[[], None]
 
 
-def status(term: int, *seqs: int, done: bool = False, waiting: int = 0) -> dict[str, Any]:
+def status(
+    term: int, *seqs: int, done: bool = False, waiting: int = 0, stopping: bool = True
+) -> dict[str, Any]:
     events = [{"seq": n, "t": 0.0, "level": "info", "kind": "", "text": f"event {term}.{n}"} for n in seqs]
     return {
         "run": "night",
         "state": "running",
         "term": term,
+        "continues": False,
         "generation": None,
         "layout": None,
         "members": [],
@@ -33,6 +36,7 @@ def status(term: int, *seqs: int, done: bool = False, waiting: int = 0) -> dict[
         "tokens_per_s": None,
         "events": events,
         "done": done,
+        "stopping": stopping,
         "waiting": waiting,
     }
 
@@ -88,6 +92,19 @@ def test_every_event_is_shown_once_through_an_outage_and_a_restart(shown: Any) -
     seen = [line.split()[-1] for line in text.splitlines() if "event" in line]
     assert seen == ["1.1", "1.2", "1.3", "2.1", "2.2", "2.3"]
     assert coordinator.asked == [0, 2, 2, 3, 3, 0, 2]
+
+
+def test_a_stop_is_asked_for_until_the_coordinator_knows_over_its_restarts(shown: Any) -> None:
+    coordinator = Coordinator(
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+        status(1, stopping=False),
+        None,
+        status(2, stopping=False),
+        status(2),
+        status(2, done=True, stopping=False),
+    )
+    shown(coordinator)
+    assert coordinator.requests == ["stop"] * 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

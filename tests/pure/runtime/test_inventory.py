@@ -21,6 +21,7 @@ from picotron_ray.planner.device_profile import profile_of
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
 from picotron_ray.runtime.driver.inventory import InventoryNode, plan, with_those_to_come
 from picotron_ray.runtime.ray_cluster import node_facts
+from picotron_ray.runtime.ray_cluster.names import node_folder
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, look, snapshot_problem
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -138,7 +139,9 @@ def test_nodes_without_room_for_their_slots_are_left_out_by_name() -> None:
     assert found.planned.layout.world_size <= 8
     [line] = found.left_out
     assert line.startswith("node host-0 is left out: snapshot.folder: saw room for ")
-    assert line.endswith("for each of 8 workers; enlarge it, or lower snapshot.slots")
+    assert line.endswith(
+        "enlarge it, lower snapshot.slots, or name a disk folder in snapshot.overflow_folder"
+    )
     with pytest.raises(ConfigError, match="node host-0 is left out"):
         plan(job, "cuda", [small])
     assert plan(job, "cuda", [small], slots=False).left_out == ()
@@ -156,7 +159,7 @@ def test_a_node_without_room_is_told_what_it_would_need(tmp_path: Path) -> None:
 def test_the_slots_of_before_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_facts, "free_bytes", lambda folder: 100)
     assert look(str(tmp_path), "run").snapshot_bytes == 100
-    folder = tmp_path / "picotron_ray" / "run" / "node"
+    folder = node_folder(str(tmp_path), "run", "node")
     folder.mkdir(parents=True)
     (folder / "w.0.slot").write_bytes(b"\0" * 2**22)
     (folder / "w.page").write_bytes(b"\0" * 2**22)
@@ -185,3 +188,17 @@ def test_nodes_that_ray_may_add_are_planned_with() -> None:
     scaled = recipe("tiny", "cluster.max_workers=20", "cluster.autoscale=true")
     assert with_those_to_come(scaled, here) == [*here, here[1]]
     assert with_those_to_come(scaled, nodes(H100, 8, 8, 4)) == nodes(H100, 8, 8, 4)
+
+
+def test_a_node_without_cards_counts_with_its_share_of_the_measured_memory() -> None:
+    """8 GiB a worker hold what 1 GiB does not."""
+    job = recipe("smollm-135m", "cluster.max_workers=4", "data.global_batch=8")
+    ample, small = (InventoryNode("host", 4, NodeFacts([], AMPLE, host_bytes=gib * 2**30)) for gib in (32, 4))
+    assert ample.facts.worker_bytes("cpu", 4) == 8 * 2**30
+    assert ample.facts.worker_bytes("cuda", 4) == 0
+    room = budget_bytes(job, profile_of("cpu", 8 * 2**30).memory_bytes)
+    assert memory_estimate(job, plan(job, "cpu", [ample]).planned.layout).total_bytes <= room
+    with pytest.raises(ConfigError, match=r"saw room for 0\.87 GB per worker"):
+        plan(recipe("gpt2-medium", "cluster.max_workers=4", "data.global_batch=8"), "cpu", [small])
+    fewer = recipe("smollm-135m", "cluster.max_workers=1", "data.global_batch=8")
+    assert plan(fewer, "cpu", [small]).planned.layout.world_size == 1, "its share is of those that run"

@@ -7,21 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ElasticConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.layout.layout import Layout
-from picotron_ray.runtime.driver import preflight
+from picotron_ray.runtime.driver import snapshot_folder
+from picotron_ray.runtime.driver.preflight import check_same_run
 from picotron_ray.runtime.heartbeat import Page, process_start_ticks
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
-from picotron_ray.runtime.ray_cluster.names import node_folder, run_folder
+from picotron_ray.runtime.ray_cluster.names import kept_index, node_folder, run_folder
 
 OLD, NEW = ({"id": {"term": 1, "n": n}} for n in (1, 2))
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> JobConfig:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # notes of where slots are kept
     return JobConfig.model_validate({"name": "night", "snapshot": {"folder": str(tmp_path)}})
 
 
@@ -61,7 +64,9 @@ def test_a_new_agent_takes_over_what_dead_ones_kept(job: JobConfig) -> None:
     (b / cleanup.SIGNATURE).write_text("4194305 77")  # above any pid
     mine = node_folder(job.snapshot.folder, job.name, "mine")
     cleanup.claim(mine)
-    assert kept_slots.read_marker(mine) == {"slots": {"x.slot": 5, "y.slot": 5, "z.slot": 4}, "spec": NEW}
+    assert kept_slots.read_marker(mine) == {
+        "slots": {"x.slot": 5, "y.slot": 5, "z.slot": 4}, "spec": NEW, "run": ""
+    }  # fmt: skip
     assert (mine / "y.slot").read_bytes() == b"state of b"
     assert not a.exists()
     assert not b.exists()
@@ -94,7 +99,7 @@ def test_what_a_living_node_marked_is_its_own(job: JobConfig) -> None:
 def test_what_is_let_go_is_unmarked_first_and_the_marker_goes_with_the_last(job: JobConfig) -> None:
     folder = folder_of(job, "a", x=5, y=4)
     kept_slots.let_go(folder, ["y.slot"], ["y.slot"])
-    assert kept_slots.read_marker(folder) == {"slots": {"x.slot": 5}, "spec": OLD}
+    assert kept_slots.read_marker(folder) == {"slots": {"x.slot": 5}, "spec": OLD, "run": ""}
     assert not (folder / "y.slot").exists()
     kept_slots.let_go(folder, ["x.slot"], [])
     kept_slots.let_go(folder, ["x.slot"], [])
@@ -102,10 +107,56 @@ def test_what_is_let_go_is_unmarked_first_and_the_marker_goes_with_the_last(job:
     assert (folder / "x.slot").exists(), "its worker lives"
 
 
+def test_slots_of_another_run_of_the_name_are_told_apart_and_not_mixed(job: JobConfig) -> None:
+    folder, other = folder_of(job, "a", x=5), folder_of(job, "b", y=9)
+    runs = [folder.parent]
+    assert kept_slots.foreign_step(runs, "this") is None, "an older version did not say whose they are"
+    kept_slots.mark(folder, {"x.slot": 5}, OLD, "this")
+    kept_slots.mark(other, {"y.slot": 9}, OLD, "another")
+    assert kept_slots.foreign_step(runs, "this") == 9
+    assert kept_slots.foreign_step(runs, "another") == 5
+    assert kept_slots.foreign_step(runs, "") is None
+    kept_slots.take_over(folder, other)
+    assert (other / "y.slot").exists()
+    kept_slots.mark(folder, {"x.slot": 5, "w.slot": 4}, OLD, "this")
+    kept_slots.let_go(folder, ["w.slot"], [])
+    marker = kept_slots.read_marker(folder)
+    assert marker is not None
+    assert (marker["slots"], marker["run"]) == ({"x.slot": 5}, "this")
+    mine = node_folder(job.snapshot.folder, job.name, "mine")
+    mine.mkdir()
+    kept_slots.take_over(mine, folder)
+    assert kept_slots.read_marker(mine) == marker
+
+
+def test_a_launch_in_other_storage_is_refused_while_slots_of_that_name_are_kept(
+    job: JobConfig, tmp_path: Path
+) -> None:
+    job = job.model_copy(update={"storage": job.storage.model_copy(update={"url": str(tmp_path / "one")})})
+    storage = open_storage(job.storage, job.name)
+    log = RunLog(storage)
+    log.claim_term("here")
+    log.claim_term("there")
+    assert log.identity
+    folder = folder_of(job, "a", x=40)
+    kept_slots.mark(folder, {"x.slot": 40}, OLD, log.identity)
+    assert check_same_run(job, storage) == []
+    elsewhere = open_storage(job.storage.model_copy(update={"url": str(tmp_path / "two")}), job.name)
+    with pytest.raises(
+        ConfigError, match=r"name: saw step 40 of another run of the name .*stop .* --discard"
+    ):
+        check_same_run(job, elsewhere)
+    RunLog(elsewhere).claim_term("a run of its own")
+    with pytest.raises(ConfigError, match="saw step 40"):
+        check_same_run(job, elsewhere)
+    kept_slots.discard([folder.parent])
+    assert check_same_run(job, elsewhere) == []
+
+
 def test_a_marker_names_files_of_its_own_folder_alone(job: JobConfig) -> None:
     folder = folder_of(job, "a")
     kept_slots.mark(folder, {"../b/x.slot": 5, "x.slot": 4}, None)
-    assert kept_slots.read_marker(folder) == {"slots": {"x.slot": 4}, "spec": None}
+    assert kept_slots.read_marker(folder) == {"slots": {"x.slot": 4}, "spec": None, "run": ""}
 
 
 def test_the_end_of_a_local_ray_spares_them_and_remembers_where_they_are(
@@ -133,14 +184,14 @@ def test_kept_slots_count_as_room_for_those_of_the_next_launch(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        preflight, "choose_folder", lambda folder, overflow, need: asked.append(need) or (folder, "")
+        snapshot_folder, "choose_folder", lambda folder, overflow, need: asked.append(need) or (folder, "")
     )
-    preflight.snapshot_note(job, Layout())
+    assert snapshot_folder.with_folder_here(job, 2, 5000) == (job, None)
     folder = folder_of(job, "a", x=5)
     (folder / "x.slot").write_bytes(bytes(1000))
     (folder_of(job, "b") / "y.slot").write_bytes(bytes(77))
-    preflight.snapshot_note(job, Layout())
-    assert asked[0] - asked[1] == 1000
+    snapshot_folder.with_folder_here(job, 2, 5000)
+    assert asked == [job.snapshot.slots * 10_000, job.snapshot.slots * 10_000 - 1000]
 
 
 def test_a_run_that_lives_elsewhere_is_refused_with_its_kept_slots_in_place(job: JobConfig) -> None:
@@ -153,8 +204,33 @@ def test_a_run_that_lives_elsewhere_is_refused_with_its_kept_slots_in_place(job:
 
 def test_a_node_says_what_it_keeps_and_deletes_it_when_told(job: JobConfig) -> None:
     folder_of(job, "a", x=5, y=6)
-    run = [run_folder(job.snapshot.folder, job.name)]
-    assert kept_slots.kept_here(run, False) == 6
-    assert kept_slots.kept_here(run, True) == 6
-    assert kept_slots.kept_here(run, True) is None
-    assert not run[0].exists()
+    folder, other = run_folder(job.snapshot.folder, job.name), run_folder(job.snapshot.folder, "day")
+    (other / "n").mkdir(parents=True)
+    kept_slots.mark(other / "n", {"w.slot": 9}, None)
+    # the caller does not know where: `stop` has no config
+    for base in (job.snapshot.folder, "/nowhere"):
+        assert kept_slots.kept_here(job.name, base, False) == 6
+    assert kept_slots.kept_here(job.name, "/nowhere", True) == 6
+    assert not folder.exists()
+    assert kept_slots.kept_here(job.name, "/nowhere", True) is None
+    assert list(kept_index(job.name).iterdir()) == []
+    assert kept_slots.kept_here("day", "/nowhere", False) == 9
+
+
+def test_a_note_of_where_slots_are_is_believed_for_that_run_alone(job: JobConfig, tmp_path: Path) -> None:
+    victim = folder_of(job, "a", x=5).parent
+    index = kept_index("day")
+    index.mkdir(parents=True)
+    (index / "planted").write_text(str(victim))
+    assert kept_slots.kept_here("day", str(tmp_path), True) is None
+    assert victim.exists()
+
+
+def test_slots_are_kept_where_no_note_can_be_left(
+    job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    folder = folder_of(job, "a", x=5)
+    assert kept_slots.kept_step([folder.parent]) == 5
+    assert "which only a launch will find" in caplog.text

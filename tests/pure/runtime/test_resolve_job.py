@@ -28,7 +28,7 @@ from picotron_ray.runtime.driver.resolve_job import (
 )
 from picotron_ray.runtime.driver.submission import Submission
 
-PURE = ("metrics host",)
+PURE = ("addresses",)
 """Steps that look at nothing but the job."""
 
 
@@ -41,7 +41,7 @@ def test_the_order_of_the_steps() -> None:
     assert names(FROM_WORDS) == ["paths", "own model"]
     machine = ["data", "layout", "snapshot room", "services", "storage", "start", "same run"]
     assert names(ON_THE_MACHINE) == machine
-    assert names(ON_THE_CLUSTER) == ["own model", "precision", "room", "init_from", "metrics host"]
+    assert names(ON_THE_CLUSTER) == ["own model", "precision", "room", "data", "init_from", "addresses"]
     for step in (*FROM_WORDS, *ON_THE_MACHINE, *ON_THE_CLUSTER, RUNNING_RUN, OWN_PRECISION):
         said = step.take.__doc__ or ""
         assert ("Touches: " in said) != (step.name in PURE), f"{step.name} does not say what it touches"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.replay import event_line
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from tests.support.runs.coordinator_world import job
 
@@ -70,6 +72,23 @@ def test_every_failure_is_kept_though_no_heartbeat_came_between(run: Run) -> Non
     assert first["recovered_s"] == pytest.approx(0.4)
     assert (second["target"], second["step"], second["lost_steps"]) == ("b", 11, 1)
     assert second["recovered_s"] == pytest.approx(1.0)
+
+
+def test_a_failure_names_the_evidence_of_its_generation_after_a_restart_too(run: Run) -> None:
+    run.generation(1, "abc", 0, 1.0, "init")
+    run.record.evidence("evidence/1-1-1.1.json", "1.1")
+    run.record.evidence("evidence/1-1-1.1.json", "1.1")
+    run.tell(2.0, m.Stalled("a", run.spec.id, "forward", 3.0))
+    run.generation(2, "bc", 7, 2.1)
+    run.tell(3.0, m.WorkerExited("b", "process died"))
+    expected = ["evidence/1-1-1.1.json", None]
+    assert [failure["evidence"] for failure in run.failures()] == expected
+    told = [event["text"] for event in run.record.status(0)["events"] if event["kind"] == "evidence"]
+    assert told == ["stacks of generation 1.1 are in evidence/1-1-1.1.json"]
+    again = RunRecord(job())
+    again.recall(json.loads(json.dumps(run.record.memo())), [])
+    again.evidence("evidence/1-1-1.1.json", "1.1")
+    assert [failure["evidence"] for failure in again.status(0)["failures"]] == expected
 
 
 def test_a_fault_in_the_recovery_is_a_failure_of_its_own(run: Run) -> None:
@@ -245,7 +264,7 @@ def test_earlier_terms_are_recalled_in_this_times_clock(run: Run, monkeypatch: p
         json.loads(event_line(450.0 + at, event, []))
         for at, event in enumerate((m.Tick(), m.WorkerExited("a", "killed")))
     ]
-    run.record.recall(lines)
+    run.record.recall(None, [LoggedLine(1, {}, line) for line in lines])
     assert run.record.status(0)["began_s"] == BEGAN - 50.0
     (failure,) = run.failures()
     assert (failure["target"], failure["detected_s"]) == ("a", 1.0)
@@ -263,3 +282,70 @@ def test_what_the_machine_found_by_itself_is_a_failure_too(run: Run) -> None:
     judged(2.5, cause="late", target="b")
     (failure,) = run.failures()
     assert (failure["target"], failure["detected_s"]) == ("a", 2.0)
+
+
+def test_a_record_keeps_no_slots_of_the_generations_that_were(run: Run) -> None:
+    """At 1,000 ranks they would be most of it, and it is written with every commit."""
+    run.record.begin(1, {})
+    run.generation(1, "abc", 0, 1.0, "init")
+    one = run.spec.id
+    slot = m.SlotInfo("node", "a.0.slot", one, 7, 0, ())
+    two = replace(run.spec, id=m.GenerationId(1, 2), source=m.Source("slots", 7, one, (slot,)))
+    run.record.observe(m.Tick(), [m.RunGeneration(two)], BEGAN + 2.0)
+    kept = [entry["spec"]["source"] for entry in run.record.memo()["facts"]["generations"]]
+    assert [(source["kind"], source["slots"]) for source in kept] == [("init", []), ("slots", [])]
+
+
+def test_a_record_comes_back_as_it_was(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures that are still open too: the next term notes when their generation went on."""
+    run.record.begin(1, {5: {"bytes": 7}})
+    run.generation(1, "abc", 0, 1.0, "init")
+    run.tell(2.0, m.WorkerExited("a", "died"), run.outcome("b", 7, 1.5), run.outcome("c", 7, 1.5))
+    run.generation(2, "bc", 7, 2.1)
+    run.tell(2.5, m.Appended("commit", run.spec.id, 8, 3), m.Heartbeat("node", run.spec.id, {"b": 9}))
+    run.tell(3.0, m.WorkerExited("b", "died"), run.outcome("c", 9))
+    run.record.observe(m.UserRequest("stop"), [], BEGAN + 3.0, line=17)
+    memo = json.loads(json.dumps(run.record.memo()))
+    assert (memo["term"], memo["line"]) == (1, 17)
+    later = Run(monkeypatch)
+    later.record.recall(memo, [])
+    before, after = run.record.status(0), later.record.status(memo["seq"])
+    for name in ("failures", "committed", "began_s", "resume_step", "step", "members"):
+        assert after[name] == before[name], name
+    assert after["continues"]
+    assert after["events"] == [], "whoever has seen them is not told again"
+    later.spec = run.spec
+    later.generation(3, "c", 9, 3.2)
+    later.tell(4.0, m.Heartbeat("node", later.spec.id, {"c": 10}))
+    assert [failure["recovered_s"] is not None for failure in later.failures()] == [True, True]
+    assert len(later.failures()) == 2
+    (told, *_) = later.record.status(memo["seq"])["events"]
+    assert told["seq"] > memo["seq"]
+
+
+@pytest.mark.parametrize(("launch", "owed"), [("one", True), ("two", False)])
+def test_a_stop_is_owed_by_the_launch_that_was_asked(run: Run, launch: str, owed: bool) -> None:
+    stop = {"now": 1.0, "event": {"type": "UserRequest", "what": "stop"}, "commands": []}
+    line = LoggedLine(1, {"launch": "one", "offset_s": BEGAN}, stop)
+    run.record.recall(None, [line], launch)
+    assert run.record.stop_is_owed is run.record.status(0)["stopping"] is owed
+
+
+def test_a_stop_is_owed_until_the_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.record.recall(None, [], "one")
+    run.tell(1.0, m.UserRequest("checkpoint"))
+    assert not run.record.stop_is_owed
+    run.tell(1.0, m.UserRequest("stop"))
+    later = Run(monkeypatch)
+    later.record.recall(json.loads(json.dumps(run.record.memo())), [], "one")
+    assert later.record.stop_is_owed
+    later.record.observe(m.Tick(), [m.Finish("stopped", "step 5")], BEGAN + 2.0)
+    assert not later.record.stop_is_owed
+
+
+def test_a_record_stays_small_however_often_the_run_commits(run: Run) -> None:
+    run.generation(1, "a", 0, 1.0, "init")
+    for step in range(12_000):
+        run.tell(2.0, m.Appended("commit", run.spec.id, step, step))
+    assert len(run.record.memo()["facts"]["checkpoints"]) == 10_000
+    assert run.record.status(0)["committed"] == 11_999

@@ -47,6 +47,22 @@ def test_stop_names_the_samples() -> None:
         policy(on_nonfinite="stop").judge(3, math.nan, math.inf, False)
 
 
+def test_a_rewind_is_the_coordinators_to_decide_the_policy_reports_the_step() -> None:
+    found = policy(on_nonfinite="rewind", max_skipped_steps=1)
+    for _ in range(3):
+        with pytest.raises(NumericsError, match=r"^step 3 \(samples 16 to 23\): saw loss nan") as error:
+            found.judge(3, math.nan, 1.0, False)
+    assert (error.value.bad_step, error.value.reason) == (3, "non-finite")
+    found.pass_over()
+    assert (found.skipped, found.judge(4, 2.0, 1.0, True)) == (1, ""), "that is no skipped step of the limit"
+    again = policy(on_spike="rewind")
+    for step in range(1, SPIKE_WINDOW + 1):
+        take(again, step, 2.0 + 0.01 * (step % 2))
+    with pytest.raises(NumericsError) as error:
+        again.judge(SPIKE_WINDOW + 1, 9.0, 1.0, True)
+    assert error.value.reason == "spike"
+
+
 def test_the_last_step_is_not_skipped_where_it_is_not_finite() -> None:
     with pytest.raises(NumericsError, match=r"step 9 \(samples 64 to 71\).*the last step"):
         policy(steps=9).judge(9, math.nan, 1.0, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from pathlib import Path
@@ -13,12 +14,19 @@ import pytest
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode_spec
-from picotron_ray.errors import PicotronError, StorageError
+from picotron_ray.coordinator.replay import unseal
+from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator import actor as actor_module
-from picotron_ray.runtime.coordinator.actor import Coordinator, event_log_lines
+from picotron_ray.runtime.coordinator import supervision
+from picotron_ray.runtime.coordinator.actor import Coordinator
+from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
+from picotron_ray.runtime.coordinator.beginning import EarlyEvents
+from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
+from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
+from picotron_ray.runtime.coordinator.supervision import Supervisor
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.worker import worker as worker_module
@@ -82,17 +90,14 @@ def test_a_worker_runs_once_repeats_its_outcome_and_refuses_older_ones(worker: A
     assert decode_spec(json.loads((tmp_path / "w1.spec").read_text())) == spec(B)
     assert worker.run_generation(2, spec(B), None) == first.outcome, "joined"
     assert worker._run is first
-    old = failed(FailureKind.FAILED, A, "refused: older term")
+    old = failed(FailureKind.FAILED, A, "refused: 1.1 is older than 1.2")
     assert worker.run_generation(2, spec(A), STORE) == old
-    assert worker.run_generation(1, spec(C), STORE) == replace_id(old, C)
+    with pytest.raises(FencedError, match="term 1 is older than 2"):
+        worker.run_generation(1, spec(C), STORE)
     assert worker._run is first
     assert worker.run_generation(2, spec(C), STORE).generation == C
     assert first.told == [], "it was over"
     assert (worker._run.spec.id, worker._term) == (C, 2)
-
-
-def replace_id(outcome: m.Outcome, id_: m.GenerationId) -> m.Outcome:
-    return m.Outcome(outcome.worker, id_, outcome.kind, outcome.step, outcome.detail)
 
 
 def test_a_new_generation_ends_one_that_still_runs(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +146,23 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         spawn=lambda work: (work.close(), note("spawn", work.__name__)),
         carry_out=lambda command: note("carry out", command),
     )
+    made._planner, made._flush_s = SimpleNamespace(close=lambda: None), 0.5
+    made._evidence = SimpleNamespace(begin=lambda term, folder: None)
+    made._supervisor = Supervisor(lambda *words: note("note", *words))
+    made._begun, made._early = True, EarlyEvents()
     made._cluster = SimpleNamespace(
-        gone=lambda worker: note("gone", worker), heard=lambda node: note("heard", node)
+        gone=lambda worker: note("gone", worker),
+        heard=lambda node: note("heard", node),
+        groups=BeatGroups(1.0),
+        note_workers=lambda node, workers: None,
     )
-    made._machine = SimpleNamespace(handle=lambda event, now: note("event", event) or list(made.commands))
+    made._machine = SimpleNamespace(
+        handle=lambda event, now: note("event", event) or list(made.commands), eventful=True, slept_s=0.0
+    )
     made._record = SimpleNamespace(
-        observe=lambda event, commands, at_s: None,
+        observe=lambda event, commands, at_s, line: None,
+        stop_is_owed=False,
+        failed_s_ago=tuple,
         figures=lambda node, figures: note("figures", node, len(figures)),
         attached=lambda submission: note("attached", submission),
         status=lambda since: {"since": since, "done": since > 5},
@@ -154,7 +170,13 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made._tracking = SimpleNamespace(observe=lambda event, commands: note("tracked", event))
     made._chaos = SimpleNamespace(reached=lambda step: note("reached", step))
     made._followers = Followers()
-    made._event_log = tmp_path / "events-2.jsonl"
+    made.logged = []
+    made._event_log = SimpleNamespace(
+        next_line=1,
+        add=lambda now, slept_s, event, commands: made.logged.append(event),
+        quiet=lambda now, event: made.logged.append("quiet"),
+        close=lambda: None,
+    )
     return made
 
 
@@ -166,25 +188,42 @@ def events(coordinator: Any) -> list[Any]:
 
 def test_what_is_heard_becomes_an_event(coordinator: Any) -> None:
     coordinator.request("stop")
-    coordinator.stalled("w1", [1, 2], "reduce", 1.5)
     coordinator.sealed("n1", (1, 2), 5, [])
-    assert [words[0] for words in coordinator.told] == ["event", "tracked"] * 3
-    assert events(coordinator) == [
-        m.UserRequest("stop"), m.Stalled("w1", B, "reduce", 1.5), m.SnapshotSealed("n1", B, 5, ())
-    ]  # fmt: skip
-    assert len(coordinator._event_log.read_text().splitlines()) == 3
+    assert [words[0] for words in coordinator.told] == ["event", "tracked"] * 2
+    assert events(coordinator) == [m.UserRequest("stop"), m.SnapshotSealed("n1", B, 5, ())]
+    assert len(coordinator.logged) == 2
     coordinator.worker_exited("w1", "process gone")
     assert coordinator.told[0] == ("gone", "w1")
     assert events(coordinator) == [m.WorkerExited("w1", "process gone")]
 
 
-def test_nothing_is_handled_before_a_term_or_at_the_end(coordinator: Any) -> None:
+def test_a_stall_is_handled_once_it_is_known_where_all_ranks_are(coordinator: Any) -> None:
+    asked: list[Any] = []
+
+    async def before(*words: Any) -> None:
+        asked.append(words)
+        raise RuntimeError("no room for stacks")
+
+    coordinator._evidence = Evidence.__new__(Evidence)
+    coordinator._evidence.before = before
+
+    def run(work: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # told by its spawner; the stall is handled all the same
+            asyncio.run(work)
+
+    coordinator._executor.spawn = run
+    for spec in (None, SimpleNamespace(id=B, members=("w0", "w1"))):
+        coordinator._machine.memory = SimpleNamespace(spec=spec)
+        coordinator.stalled("w1", [1, 2], "reduce", 1.5)
+        assert events(coordinator) == [m.Stalled("w1", B, "reduce", 1.5)]
+    assert asked == [(B, 2, "worker w1 in phase reduce for 1.5 s")]
+
+
+def test_nothing_is_handled_at_the_end(coordinator: Any) -> None:
     coordinator._executor.ending = True
     coordinator.request("stop")
-    coordinator._executor.ending, coordinator._executor.term = False, 0
-    coordinator.worker_exited("w1", "x")
     assert coordinator.told == []
-    coordinator._executor.term, coordinator._tracking = 1, None
+    coordinator._executor.ending, coordinator._tracking = False, None
     coordinator.request("stop")
     assert coordinator.told == [("event", m.UserRequest("stop"))]
 
@@ -193,7 +232,7 @@ def test_commands_are_carried_out_and_the_end_begins(coordinator: Any) -> None:
     stop = m.StopWorker("w1")
     coordinator.commands = [stop, m.Finish("finished", ""), stop]
     coordinator.request("stop")
-    assert coordinator.told[2:] == [("carry out", stop), ("spawn", "_end"), ("carry out", stop)]
+    assert coordinator.told[2:] == [("carry out", stop), ("spawn", "or_exit"), ("carry out", stop)]
 
 
 def test_a_heartbeat_tells_the_steps_of_the_newest_generation(coordinator: Any) -> None:
@@ -203,18 +242,20 @@ def test_a_heartbeat_tells_the_steps_of_the_newest_generation(coordinator: Any) 
         {"term": 1, "n": 1, "worker": "old", "step": 9},
         {"term": 0, "n": 0, "worker": "idle", "step": 0},
     ]
-    coordinator.heartbeat("n1", pages)
+    assert coordinator.heartbeats("n1", {"n1": pages}) == "", "few nodes call by themselves"
     assert coordinator.told == [
         ("heard", "n1"),
         ("figures", "n1", 4),
-        ("event", m.Heartbeat("n1", B, {"a": 7, "b": 8})),
-        ("tracked", m.Heartbeat("n1", B, {"a": 7, "b": 8})),
+        ("event", m.Heartbeat("n1", B, {"a": 7, "b": 8}, ("old", "idle"))),
+        ("tracked", m.Heartbeat("n1", B, {"a": 7, "b": 8}, ("old", "idle"))),
         ("reached", 8),
     ]
     coordinator.told.clear()
-    coordinator.heartbeat("n1", pages[3:])
+    coordinator.heartbeats("n1", {"n1": pages[3:]})
     assert coordinator.told[2:] == [
-        ("event", m.Heartbeat("n1", None, {})), ("tracked", m.Heartbeat("n1", None, {})), ("reached", 0)
+        ("event", m.Heartbeat("n1", None, {}, ("idle",))),
+        ("tracked", m.Heartbeat("n1", None, {}, ("idle",))),
+        ("reached", 0),
     ]  # fmt: skip
 
 
@@ -235,6 +276,7 @@ class Store:
     """A store that answers as it is told."""
 
     commit_figures: Any = "figures of commits"
+    identity = "this run"
 
     def __init__(self, told: list[Any]) -> None:
         self.told, self.term, self.error = told, 2, None
@@ -248,6 +290,15 @@ class Store:
     def state(self, read_generations: bool) -> Any:
         self.told.append(("state", read_generations))
         return (m.Commit(5, A, "five", 1),), (spec(A),)
+
+    executor = None
+    newest: bool | None = True
+
+    def newest_record(self) -> bytes | None:
+        return None
+
+    def is_newest(self) -> bool | None:
+        return self.newest
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         if self.error is not None:
@@ -276,20 +327,35 @@ def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     coordinator._device = "cpu"
     coordinator._store = Store(told)
     coordinator._executor.term = 0
+    coordinator._begun = False
     for name, answer in {"summary": {"status": "s"}, "recall": None, "begin": None, "done": None}.items():
         setattr(coordinator._record, name, note(name, answer))
     coordinator._record.note = note("note")
+    coordinator._record.memo = lambda: {"term": 2, "line": 0}
     coordinator._cluster.activity = note_async("activity", "none")
     coordinator._cluster.hello = note_async("hello", coordinator.agents)
     coordinator._cluster.close = note_async("close")
     coordinator._cluster.figures = note_async("ask figures", {"n1": [1, 2]})
     coordinator._cluster.adopt_workers = note("adopt")
+    coordinator._cluster.traits = ()
+    coordinator._cluster.keeping = note_async("keeping", {})
     tracking = SimpleNamespace(observe=lambda event, _: note("tracked")(event), finish=note_async("track"))
     monkeypatch.setattr(actor_module, "Tracking", lambda *_: tracking)
     monkeypatch.setattr(actor_module, "LINGER_S", 0.0)
     monkeypatch.setattr(actor_module.local_ray, "announce_end", note("announce end"))
     monkeypatch.setattr(actor_module.kept_slots, "discard", note("discard"))
     monkeypatch.setattr(actor_module.ray, "get_actor", lambda name, namespace: (name, namespace))
+    coordinator.living = True
+
+    async def is_living(name: str) -> bool:
+        return coordinator.living
+
+    monkeypatch.setattr(actor_module, "is_this_process", is_living)
+
+    async def is_newest() -> bool | None:
+        return coordinator._store.is_newest()
+
+    coordinator._executor.is_newest = is_newest
     monkeypatch.setattr(actor_module.ray, "kill", note("kill"))
     return coordinator
 
@@ -311,22 +377,28 @@ def test_a_first_coordinator_begins_with_nothing(whole: Any, tmp_path: Path) -> 
     assert begin(whole) == [
         ("hello", 1),
         ("state", True),
-        ("recall", []),
+        ("recall", None, [], ""),
         ("begin", 1, "figures of commits"),
         ("note", "info", "launch", "hint"),
         ("note", "info", "init-from", "started from x"),
         ("note", "warning", "storage", "slow"),
+        ("keeping", (spec(A),)),
         ("adopt", ()),
         ("event", begun),
         ("tracked", begun),
-        ("spawn", "_tick"),
+        ("spawn", "keep"),
         ("spawn", "_watch_nodes"),
-        ("spawn", "_serve_metrics"),
+        ("spawn", "keep"),
+        ("spawn", "keep"),
     ]
-    assert sorted(path.name for path in folder.iterdir()) == ["events-1.jsonl", "notes.txt"]
-    head, line = (folder / "events-1.jsonl").read_text().splitlines()
-    assert json.loads(head)["planner"] == {"device": "cpu"}
-    assert json.loads(line)["event"]["type"] == "Begin"
+    whole._event_log.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["events-1.jsonl", "notes.txt", "record.json"]
+    whole._event_log.close()
+    head, line = (
+        json.loads(unseal(line) or "") for line in (folder / "events-1.jsonl").read_text().splitlines()
+    )
+    assert head["planner"] == {"device": "cpu", "answers": "events", "flush_s": 0.5}
+    assert line["event"]["type"] == "Begin"
 
 
 def test_a_later_coordinator_adopts_what_runs(whole: Any, tmp_path: Path) -> None:
@@ -343,11 +415,12 @@ def test_a_later_coordinator_adopts_what_runs(whole: Any, tmp_path: Path) -> Non
     workers = (m.Member("w1", "n1"), m.Member("w2", "n1"), m.Member("w3", "n2"))
     begun = m.Begin(2, (m.Commit(5, A, "five", 1),), (spec(A),), spec(B), workers, (m.BusyWorker("w1", B),))
     assert ("state", False) in told, "the agents know the generations"
-    assert ("recall", [{"old": 1}]) in told
+    assert ("recall", None, [LoggedLine(1, {}, {"old": 1})], "") in told
     assert ("adopt", workers) in told
     assert ("event", begun) in told
-    assert told[-1] == ("spawn", "_watch_nodes"), "no metrics were asked for"
-    assert sorted(path.name for path in folder.iterdir()) == ["events-1.jsonl", "events-2.jsonl"]
+    assert told.count(("spawn", "keep")) == 2, "no metrics were asked for"
+    whole._event_log.close()
+    assert {path.name for path in folder.iterdir()} == {"events-1.jsonl", "events-2.jsonl", "record.json"}
 
 
 @pytest.mark.parametrize(
@@ -370,7 +443,8 @@ def end(coordinator: Any, status: Any) -> list[Any]:
     finish = m.Finish(status, "why")
     asyncio.run(coordinator._end(finish))
     assert coordinator._executor.ending
-    assert coordinator.told[:2] == [("ask figures",), ("figures", "n1", 2)]
+    if coordinator.told:
+        assert coordinator.told[:2] == [("ask figures",), ("figures", "n1", 2)]
     return [words for words in coordinator.told[2:] if words != ("summary", finish)]
 
 
@@ -393,15 +467,13 @@ def test_an_end_closes_all_and_is_kept(whole: Any, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("status", "closed"), [("storage", [("close", 2, None, False)]), ("fenced", [])])
-def test_an_end_without_storage_leaves_the_record_to_others(
-    whole: Any, tmp_path: Path, status: Any, closed: list[Any]
-) -> None:
+@pytest.mark.parametrize("status", ["storage", "fenced"])
+def test_an_end_without_storage_leaves_the_record_to_others(whole: Any, tmp_path: Path, status: Any) -> None:
     begin(whole)
     file = tmp_path / "run" / "prometheus_targets.json"
     file.write_text("[]")
     done = ("done", m.Finish(status, "why"), {"status": "s"})
-    assert end(whole, status) == [*closed, done, ("announce end",)]
+    assert end(whole, status) == [("close", 2, None, False), done, ("announce end",)]
     assert file.exists()
 
 
@@ -443,13 +515,10 @@ def test_an_orphan_is_stopped_until_it_is_done(whole: Any, monkeypatch: pytest.M
 
 def test_time_and_nodes_become_events_until_the_end(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(whole)
-    monkeypatch.setattr(actor_module, "TICK_S", 0.0)
-    monkeypatch.setattr(actor_module, "NODE_POLL_S", 0.0)
     room: list[Any] = []
     request = SimpleNamespace(
         update=lambda missing, needs, now: room.append((missing, needs)), clear=lambda: room.append("clear")
     )
-    monkeypatch.setattr(actor_module, "RoomRequest", lambda: request)
     rounds = [0]
 
     def count(limit: int) -> None:
@@ -462,24 +531,172 @@ def test_time_and_nodes_become_events_until_the_end(whole: Any, monkeypatch: pyt
 
     whole._cluster.changes, whole._cluster.needs = changes, "needs"
     whole._machine.view = SimpleNamespace(missing=3)
+
+    def going() -> bool:
+        return not whole._executor.ending
+
+    monkeypatch.setattr(actor_module, "NODE_POLL_S", 0.0)
+    monkeypatch.setattr(actor_module, "RoomRequest", lambda: request)
     for autoscale, asked in ((True, [(3, "needs"), (3, "needs"), "clear"]), (False, ["clear"])):
         whole._job = job(cluster__autoscale=autoscale)
         whole._executor.ending, rounds[0] = False, 0
         whole.told.clear()
         room.clear()
-        asyncio.run(whole._watch_nodes())
+        asyncio.run(whole._watch_nodes(going))
         assert events(whole) == [m.NodeLost("n21", "gone")], "the second round comes too late to be handled"
         assert room == asked
     whole._executor.ending, rounds[0] = False, 0
     whole._machine.handle = lambda event, now: whole.told.append(("event", event)) or count(3) or []
-    asyncio.run(whole._tick())
+    asyncio.run(whole._supervisor.keep("ticks", whole._tick, going, 0.0))
     assert events(whole) == [m.Tick()] * 3
 
 
-def test_event_logs_are_read_in_the_order_of_their_terms(tmp_path: Path) -> None:
-    for term in (10, 9, 1):
-        lines = [{"head": term}, {"line": term, "at": 1}, {"line": term, "at": 2}]
-        (tmp_path / f"events-{term}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert [(line["line"], line["at"]) for line in event_log_lines(tmp_path)] == [
-        (1, 1), (1, 2), (9, 1), (9, 2), (10, 1), (10, 2)
-    ]  # fmt: skip
+# --- fenced and failing ------------------------------------------------------------------------------
+
+
+def test_a_stale_coordinator_touches_nothing_of_its_successors_run(
+    whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(whole)
+    whole.living = False
+    whole._store.newest = False
+    gone: list[int] = []
+
+    def leave(code: int) -> None:
+        gone.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(actor_module.os, "_exit", leave)
+    for finish in (m.Finish("failed", "lost all its workers"), m.Finish("fenced", "refused")):
+        whole.told.clear()
+        with pytest.raises(SystemExit):
+            asyncio.run(whole._end(finish))
+        assert whole.told == []
+    assert gone == [0, 0]
+
+
+def test_a_run_that_another_cluster_took_over_goes_without_a_summary(whole: Any) -> None:
+    begin(whole)
+    whole._store.newest = False
+    asyncio.run(whole._end(m.Finish("finished", "all steps")))
+    assert [words[1].status for words in whole.told if words[0] == "done"] == ["fenced"]
+    assert ("track",) not in whole.told
+
+
+def test_an_end_that_an_agent_refuses_is_another_coordinators(whole: Any) -> None:
+    begin(whole)
+
+    async def close(*words: Any) -> None:
+        raise FencedError("refused: term 2 is older than 3")
+
+    whole._cluster.close = close
+    asyncio.run(whole._end(m.Finish("finished", "all steps")))
+    (done,) = (words for words in whole.told if words[0] == "done")
+    assert done[1:] == (m.Finish("fenced", "refused: term 2 is older than 3"), {"status": "s"})
+
+
+def test_what_comes_before_the_begin_is_handled_after_it(whole: Any) -> None:
+    heartbeats = [m.Heartbeat("n1", B, {"w1": step}) for step in (1, 2)]
+    early = [m.UserRequest("stop"), heartbeats[0], m.WorkerExited("w1", "gone"), m.UserRequest("stop")]
+    for event in (*early, m.Tick(), heartbeats[1]):
+        whole._dispatch(event)
+    assert events(whole) == []
+    begin(whole)
+    first, *others = events(whole)
+    assert isinstance(first, m.Begin)
+    assert others == [m.UserRequest("stop"), heartbeats[1], m.WorkerExited("w1", "gone")]
+
+
+def test_a_begin_that_an_agent_refuses_is_fenced_at_once(whole: Any) -> None:
+    ended: list[m.Finish] = []
+
+    async def hello(term: int) -> Any:
+        raise FencedError("refused: term 2 is older than 3")
+
+    async def end(finish: m.Finish) -> None:
+        ended.append(finish)
+
+    whole._cluster.hello, whole._end = hello, end
+    begin(whole)
+    assert ended == [m.Finish("fenced", "refused: term 2 is older than 3")]
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    codes: list[int] = []
+    monkeypatch.setattr(supervision.os, "_exit", codes.append)
+    monkeypatch.setattr(supervision, "EXIT_PAUSE_S", 0.0)
+    return codes
+
+
+def test_an_error_of_the_machine_ends_the_process(coordinator: Any, exits: list[int]) -> None:
+    def handle(event: m.Event, now: float) -> Any:
+        raise AssertionError("no transition")
+
+    coordinator._machine.handle = handle
+    coordinator.request("stop")
+    assert exits == [supervision.EXIT_CODE]
+    note = ("note", "error", "internal", "coordinator: the machine: AssertionError('no transition')")
+    assert coordinator.told == [note]
+
+
+def test_a_begin_that_fails_ends_the_process(coordinator: Any, exits: list[int]) -> None:
+    async def begin() -> None:
+        raise KeyError("spec")
+
+    asyncio.run(coordinator._supervisor.or_exit("the begin", begin))
+    assert exits == [supervision.EXIT_CODE]
+
+
+def test_no_command_waits_for_what_only_follows(coordinator: Any) -> None:
+    """A full disk, a record or a tracker that fails: the machine's commands are obeyed all the same."""
+
+    def fail(*words: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    coordinator._event_log.add = coordinator._record.observe = coordinator._tracking.observe = fail
+    command = m.StopWorker("w1")
+    coordinator.commands = [command]
+    coordinator.request("stop")
+    coordinator.request("checkpoint")
+    assert coordinator.told.count(("carry out", command)) == 2
+    assert len([words for words in coordinator.told if words[0] == "note"]) == 6
+
+
+def test_a_loop_outlives_its_errors_and_tells_them_ever_more_seldom() -> None:
+    told: list[str] = []
+    rounds = [0]
+
+    async def work() -> None:
+        rounds[0] += 1
+        raise ValueError(rounds[0])
+
+    supervisor = Supervisor(lambda level, kind, text: told.append(text))
+    asyncio.run(supervisor.keep("nodes", work, lambda: rounds[0] < 9, 0.0))
+    assert supervisor.counts["nodes"] == 9
+    assert told == [
+        "coordinator: nodes: ValueError(1)",
+        *(f"coordinator: nodes: ValueError({n}) ({n} times by now)" for n in (2, 4, 8)),
+    ]
+
+
+def test_what_the_launch_was_asked_before_a_restart_is_asked_of_the_machine_again(whole: Any) -> None:
+    whole._record.stop_is_owed = True
+    begin(whole)
+    assert [type(event) for event in events(whole)] == [m.Begin, m.UserRequest]
+
+
+def test_a_log_that_cannot_be_read_keeps_no_term_from_beginning(whole: Any) -> None:
+    def recall(*words: Any) -> None:
+        raise KeyError("facts")
+
+    whole._record.recall = recall
+    told = begin(whole)
+    assert ("note", "error", "internal", "coordinator: what earlier terms knew: KeyError('facts')") in told
+    assert [type(event) for event in events(whole)] == [m.Begin]
+
+
+def test_signs_of_life_that_nothing_follows_from_get_no_line(coordinator: Any) -> None:
+    coordinator._machine.eventful = False
+    coordinator._dispatch(m.Tick())
+    assert coordinator.logged == ["quiet"]

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from picotron_ray.runtime.ray_cluster import local_ray, processes, supervisor
+from picotron_ray.runtime.ray_cluster import connect, local_ray, processes, supervisor
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay, LocalRayError
+from tests.support.runs.ray_jobs import free_port
 
 DRIVER = """
 import sys, ray
@@ -65,6 +66,15 @@ def assert_nothing_left(ray: LocalRay) -> None:
     assert processes.members(ray.mark, ray.session) == []
     assert not any(Path(folder).exists() for folder in ray.folders)
     assert local_ray.find("lifecycle") is None
+
+
+def test_an_address_where_nothing_answers_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would try again for many minutes, silently."""
+    monkeypatch.setattr(connect, "ANSWER_S", 0.5)
+    monkeypatch.setattr(connect, "PROBE_PAUSE_S", 0.1)
+    where = f"127.0.0.1:{free_port()}"
+    with pytest.raises(connect.ClusterError, match=f"no Ray answers at '{where}' within 0.5 s; start it"):
+        connect.connect_to(where)
 
 
 @pytest.mark.slow  # tests/ray/doors/test_launch.py goes through the same with a run

@@ -6,7 +6,11 @@ while Ray still holds it to be alive.
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,5 +89,46 @@ def test_a_node_goes_another_joins_and_goes_with_the_coordinator(two_nodes: Any,
     watched.coordinator.request.remote("stop")
     summary = watched.finish()
     assert summary["status"] == "stopped"
+    assert len(losses(job)) == summary["steps"]
+    check_ledger(job)
+
+
+def drain(cluster: Any, seconds: int) -> str:
+    """Ray gives notice to the worker node; returns its id."""
+    (going,) = cluster.worker_nodes
+    ray_command = [str(Path(sys.executable).parent / "ray"), "drain-node", "--address", cluster.address]
+    why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    when = ["--node-id", going.node_id, "--deadline-remaining-seconds", str(seconds)]
+    subprocess.run([*ray_command, *why, *when], check=True, capture_output=True, env=os.environ, timeout=60)
+    return str(going.node_id)
+
+
+@pytest.mark.deep
+def test_a_drained_node_is_left_and_can_go_before_its_deadline(two_nodes: Any, tmp_path: Path) -> None:
+    """Nobody has to kill it: workers, agent, slots and Ray's resources there are given back."""
+    import ray
+
+    from picotron_ray.runtime.ray_cluster.names import node_folder
+
+    job = tiny_job("drained", tmp_path, steps=100_000, cluster={"max_workers": 3})
+    watched = start(job)
+    full = watched.until(lambda s: s["step"] >= 10 and len(s["members"]) == 3 and len(s["pages"]) == 3)
+    asked = time.monotonic()
+    node = drain(two_nodes, 60)
+    watched.until(lambda s: len(s["members"]) == 1 and s["step"] > full["step"] + 10)
+    watched.until(lambda s: any(event["kind"] == "drained" for event in watched.events))
+
+    def held() -> bool:  # Ray takes a draining node away as soon as nothing is left on it
+        alive = any(entry["Alive"] for entry in ray.nodes() if entry["NodeID"] == node)
+        return alive or node_folder(job.snapshot.folder, job.name, node).exists()
+
+    while held():
+        assert time.monotonic() - asked < 50, "the node is still held when its time is nearly over"
+        time.sleep(0.2)
+    assert watched.look()["failures"] == [], "nothing failed"
+    watched.coordinator.request.remote("stop")
+    summary = watched.finish()
+    assert (summary["status"], summary["failures"]) == ("stopped", [])
+    assert [len(g["members"]) for g in summary["generations"]][-2:] == [3, 1]
     assert len(losses(job)) == summary["steps"]
     check_ledger(job)

@@ -3,43 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
+from picotron_ray.checkpoint.shard_service.client import RemoteSlot, ShardClient
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_reader import is_pinned
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.store.intents import Intents
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import plain
-from picotron_ray.errors import CorruptError, PicotronError
+from picotron_ray.errors import (
+    CorruptError,
+    FencedError,
+    PicotronError,
+    SlotReusedError,
+    SlotUnreachableError,
+    StorageFullError,
+)
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
+from picotron_ray.observability.nvml import Card
 from picotron_ray.runtime.coordinator import cluster as cluster_module
-from picotron_ray.runtime.coordinator import command_executor, room_request
-from picotron_ray.runtime.coordinator.cluster import Cluster
-from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
+from picotron_ray.runtime.coordinator import command_executor, ray_calls, room_request
+from picotron_ray.runtime.coordinator.admission import joined, objection, traits_of
+from picotron_ray.runtime.coordinator.records import sign_of
 from picotron_ray.runtime.coordinator.room_request import PATIENCE_S, RoomRequest
 from picotron_ray.runtime.heartbeat import Page, process_start_ticks
 from picotron_ray.runtime.node_agent import agent as agent_module
 from picotron_ray.runtime.node_agent.agent import Agent, owner
+from picotron_ray.runtime.node_agent.burial import bury
+from picotron_ray.runtime.node_agent.reports import AGAIN_S, Reports
 from picotron_ray.runtime.ray_cluster import kept_slots
 from picotron_ray.runtime.ray_cluster.names import agent_name
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, worker_needs
+from tests.support.runs.coordinator_parts import Bench, Nodes, Told, view
 from tests.support.runs.coordinator_world import job
 
-Told = list[tuple[Any, ...]]
 SHARD = Shard("w", "float32", (4,), Box((0,), (4,)))
 BODY = b"all of the state"
 A, B = m.GenerationId(1, 1), m.GenerationId(1, 2)
@@ -59,9 +77,31 @@ def told() -> Told:
 def agent(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> Agent:
     """An agent that looks only when it is asked to."""
     monkeypatch.setattr(Agent, "_watch", lambda self: None)
-    monkeypatch.setattr(Agent, "_tell", lambda self, *words: told.append(words))
-    config = job(metrics__enabled=False, elastic__hang_floor_s=1.0).model_dump(mode="json")
-    return Agent(config, "n1", str(tmp_path / "night" / "n1"), "127.0.0.1")
+    heard: Future[None] = Future()
+    heard.set_result(None)
+    monkeypatch.setattr(Agent, "_tell", lambda self, *words: told.append(words) or heard)
+    config = job(metrics__enabled=False, elastic__hang_floor_s=1.0, snapshot__folder=str(tmp_path))
+    return Agent(config.model_dump(mode="json"), "n1", "127.0.0.1")
+
+
+def test_an_agents_next_process_knows_its_term_and_says_that_it_is_back(
+    agent: Agent, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = SimpleNamespace(get_actor_id=lambda: "actor")
+    monkeypatch.setattr(agent_module.ray, "get_runtime_context", lambda: runtime)
+    config = agent._job.model_dump(mode="json")
+    first = Agent(config, "n1", "127.0.0.1")
+    first._accept(4)
+    first._look(1.0, heartbeat=False)
+    assert told == []
+    second = Agent(config, "n1", "127.0.0.1")
+    with pytest.raises(PicotronError, match="term 3 is older than 4"):
+        second._accept(3)
+    second._look(1.0, heartbeat=False)
+    second._look(2.0, heartbeat=False)
+    assert told == [("agent_restarted", "n1", {})]
+    runtime.get_actor_id = lambda: "another"
+    Agent(config, "n1", "127.0.0.1")._accept(1)  # of a run that starts its terms anew
 
 
 def page_of(agent: Agent, worker: str, term: int = 1, n: int = 1) -> Page:
@@ -79,24 +119,74 @@ def slot_of(agent: Agent, worker: str, step: int, n: int = 1, index: int = 0) ->
 
 
 def test_an_agent_obeys_the_newest_term_alone(agent: Agent) -> None:
-    agent.quarantine(2, "x")
-    agent.quarantine(2, "y")
+    agent.quarantine(2, "x", (1, 1, 5))
+    agent.quarantine(2, "y", (1, 1, 5))
     for call in (
-        lambda: agent.quarantine(1, "z"), lambda: agent.inventory(1), lambda: agent.kill(1, "w"),
+        lambda: agent.quarantine(1, "z", (1, 1, 5)), lambda: agent.inventory(1), lambda: agent.kill(1, "w"),
         lambda: agent.release(1, (1, 1), 3), lambda: agent.upload(1, (1, 1), 3, ()),
     ):  # fmt: skip
         with pytest.raises(PicotronError, match="term 1 is older than 2"):
             call()
-    assert agent._quarantined == {"x", "y"}
+    assert agent._quarantined == {"x": (1, 1, 5), "y": (1, 1, 5)}
 
 
-def test_an_inventory_leaves_out_what_is_damaged_or_set_aside(agent: Agent) -> None:
-    good, aside, torn = (slot_of(agent, f"w{n}", 5) for n in range(3))
-    torn.write_bytes(torn.read_bytes().replace(BODY, BODY[::-1]))
-    agent.quarantine(1, aside.name)
+def test_an_inventory_reads_headers_alone_and_leaves_out_what_was_set_aside(agent: Agent) -> None:
+    """Recovery waits for it, and digests of a node's slots can take longer than that."""
+    good, aside, damaged = (slot_of(agent, f"w{n}", 5) for n in range(3))
+    damaged.write_bytes(damaged.read_bytes().replace(BODY, BODY[::-1]))
+    agent.quarantine(1, aside.name, (1, 1, 5))
     wanted = m.SlotInfo("n1", good.name, A, 5, 0, (m.Fragment(0, 0, 1),))
-    assert agent.inventory(1) == (wanted,)
-    assert agent.read_slot(f"../{good.name}") == good.read_bytes()
+    assert agent.inventory(1) == (wanted, replace(wanted, slot=damaged.name))
+    peer = ShardClient(agent.shard_service, timeout_s=5.0)
+    with closing(peer):
+        assert RemoteSlot(peer, f"../{good.name}", (1, 1, 5)).header.rank == 0, "of its own folder alone"
+        for name in (aside.name, "none.0.slot"):
+            with pytest.raises(SlotUnreachableError, match=name):
+                RemoteSlot(peer, name, (1, 1, 5))
+
+
+def test_a_later_state_in_a_file_that_was_set_aside_is_offered(agent: Agent) -> None:
+    path = slot_of(agent, "w1", 5)
+    agent.quarantine(1, path.name, (1, 1, 5))
+    assert agent.inventory(1) == ()
+    slot_of(agent, "w1", 8)
+    assert [info.step for info in agent.inventory(1)] == [8]
+
+
+def test_a_late_upload_of_a_slot_that_was_given_up_is_no_corruption(agent: Agent) -> None:
+    storage = LocalStorage(agent._folder / "storage", "run")
+    agent._uploads._opened = storage, Intents(storage)
+    path = slot_of(agent, "w1", 8)
+    with pytest.raises(SlotReusedError) as reused:
+        agent.upload(1, (1, 1), 5, (path.name,))
+    assert reused.value.where == path.name
+    with pytest.raises(SlotReusedError):
+        agent.upload(1, (1, 1), 5, ("none.0.slot",))
+    path.write_bytes(path.read_bytes().replace(BODY, BODY[::-1]))
+    with pytest.raises(CorruptError):
+        agent.upload(1, (1, 1), 8, (path.name,))
+
+
+def test_an_upload_that_is_asked_for_again_joins_the_one_under_way(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, calls = threading.Event(), []
+
+    def upload(generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> dict[str, Any]:
+        calls.append(step)
+        assert may_end.wait(10)
+        return {"step": step}
+
+    monkeypatch.setattr(agent._uploads, "run", upload)
+    with ThreadPoolExecutor(3) as callers:
+        asked = [callers.submit(agent.upload, 1, (1, 1), step, ("s",)) for step in (5, 5, 6)]
+        while len(calls) < 2:
+            time.sleep(0.001)
+        may_end.set()
+        assert [answer.result()["step"] for answer in asked] == [5, 5, 6]
+    assert sorted(calls) == [5, 6]
+    assert agent.upload(1, (1, 1), 5, ("s",)) == {"step": 5}
+    assert sorted(calls) == [5, 5, 6], "nothing is remembered"
 
 
 def test_a_release_unpins_and_removes_what_the_dead_left(agent: Agent) -> None:
@@ -113,22 +203,55 @@ def test_a_release_unpins_and_removes_what_the_dead_left(agent: Agent) -> None:
 SPEC_OF_B = m.GenerationSpec(B, (m.Member("w1", "n1"),), Layout(), m.Source("init"), "test")
 
 
+def test_what_the_newest_generation_came_from_stays_until_a_state_of_its_own(agent: Agent) -> None:
+    """It may be started again from there: the dead worker's share of it is nowhere else."""
+    page_of(agent, "w1")
+    dead = slot_of(agent, "gone", 4)
+    info = m.SlotInfo("n1", dead.name, A, 4, 0, (m.Fragment(0, 0, 1),))
+    source = m.Source("slots", 4, A, (info,), layout=Layout())
+    spec = m.GenerationSpec(m.GenerationId(1, 3), (m.Member("w1", "n1"),), Layout(), source, "test")
+    (agent._folder / "w1.spec").write_text(json.dumps(plain(spec)))
+    agent.release(1, (1, 2), 9)  # a void state of a generation in between
+    assert (dead.exists(), is_pinned(dead)) == (True, False)
+    agent.release(1, (1, 3), 5)
+    assert not dead.exists()
+
+
 def test_marked_slots_are_told_until_they_are_committed(agent: Agent) -> None:
     (agent._folder / "w1.spec").write_text(json.dumps(plain(SPEC_OF_B)))
     slot_of(agent, "w1", 6, n=2)
     kept, older = slot_of(agent, "gone", 7, n=2), slot_of(agent, "gone", 6, n=2, index=1)
     agent.keep(1, (1, 2, 7))
     info = m.SlotInfo("n1", kept.name, B, 7, 0, (m.Fragment(0, 0, 1),))
-    said = agent._kept()
+    said = agent._kept.told("")
     assert (said["kept"], said["kept_by"]) == ((info,), SPEC_OF_B)
     with pytest.raises(PicotronError, match="older than 1"):
         agent.keep(0, (1, 2, 7))
     agent.release(1, (1, 2), 6)
-    assert agent._kept()["kept"] == (info,)
+    assert agent._kept.told("")["kept"] == (info,)
     assert older.exists()
     agent.release(1, (1, 2), 7)
-    assert agent._kept()["kept"] == ()
+    assert agent._kept.told("")["kept"] == ()
     assert not kept.exists(), "committed: its room is for others"
+
+
+def test_what_another_run_of_the_name_kept_is_neither_told_nor_deleted(agent: Agent) -> None:
+    path = slot_of(agent, "old", 7)
+    kept_slots.mark(agent._folder, {path.name: 7}, None, "another run")
+    assert agent.hello(1, "")["kept"][0].step == 7, "its coordinator does not know whose it is"
+    said = agent.hello(1, "this run")
+    assert (said["kept"], said["foreign"]) == ((), 7)
+    why = objection(agent._job, said, said["versions"], "cpu", 0, 1)
+    assert why.startswith("name: saw step 7 of another run of the name")
+    agent.release(1, (1, 9), 99)
+    agent.keep(1, (1, 1, 7))
+    assert path.exists()
+    agent.close(1)
+    marker = kept_slots.read_marker(agent._folder)
+    assert marker is not None
+    assert (marker["run"], path.exists()) == ("another run", True)
+    agent.close(None)
+    assert not path.exists(), "a person said so"
 
 
 def test_a_living_workers_slot_is_unmarked_and_stays(agent: Agent) -> None:
@@ -136,7 +259,7 @@ def test_a_living_workers_slot_is_unmarked_and_stays(agent: Agent) -> None:
     mine = slot_of(agent, "w1", 7)
     agent.keep(1, (1, 1, 7))
     agent.release(1, (1, 1), 7)
-    assert agent._kept()["kept"] == ()
+    assert agent._kept.told("")["kept"] == ()
     assert mine.exists()
 
 
@@ -146,7 +269,7 @@ def test_a_living_workers_slot_is_unmarked_and_stays(agent: Agent) -> None:
 def test_an_end_keeps_what_it_is_told_to(agent: Agent, keep: Any, left: set[int]) -> None:
     for index, step in enumerate((6, 7)):
         slot_of(agent, "w1", step, index=index)
-    agent.close(keep)
+    agent.close(None, keep)
     there = {path.name for path in agent._folder.glob("*")}
     assert there == {f"w1.{step - 6}.slot" for step in left} | ({kept_slots.MARKER} if left else set())
 
@@ -155,20 +278,19 @@ def test_an_end_by_hand_keeps_what_is_marked_alone(agent: Agent) -> None:
     for index, step in enumerate((6, 7)):
         slot_of(agent, "w1", step, index=index)
     agent.keep(1, (1, 1, 7))
-    agent.close(kept_slots.MARKED_ALONE)
+    agent.close(None, kept_slots.MARKED_ALONE)
     assert {path.name for path in agent._folder.glob("*")} == {"w1.1.slot", kept_slots.MARKER}
 
 
 def test_the_next_launchs_agent_takes_over_what_a_dead_node_kept(agent: Agent) -> None:
     slot_of(agent, "w1", 7)
-    agent.close(())
-    config = job(metrics__enabled=False).model_dump(mode="json")
-    fresh = Agent(config, "n2", str(agent._folder.parent / "n2"), "127.0.0.1")
-    (info,) = fresh._kept()["kept"]
+    agent.close(None, ())
+    fresh = Agent(agent._job.model_dump(mode="json"), "n2", "127.0.0.1")
+    (info,) = fresh._kept.told("")["kept"]
     assert (info.node, info.slot, info.step) == ("n2", "w1.0.slot", 7)
     assert [slot.slot for slot in fresh.inventory(2)] == ["w1.0.slot"]
     assert not agent._folder.exists()
-    fresh.close()
+    fresh.close(None)
 
 
 def test_an_exit_is_told_once(agent: Agent, told: Told) -> None:
@@ -178,9 +300,9 @@ def test_an_exit_is_told_once(agent: Agent, told: Told) -> None:
     assert told == [("worker_exited", "w2", "process gone")]
     told.clear()
     agent._look(1.0, heartbeat=True)
-    assert [(name, node, [page["worker"] for page in pages]) for name, node, pages in told] == [
-        ("heartbeat", "n1", ["w1"])
-    ]
+    ((name, node, beats),) = told
+    assert (name, node, list(beats)) == ("heartbeats", "n1", ["n1"])
+    assert [page["worker"] for page in beats["n1"]] == ["w1"]
     del alive
 
 
@@ -200,7 +322,7 @@ def test_a_stall_is_told_once_for_each_phase(
     agent: Agent, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     excused = [True]
-    monkeypatch.setattr(agent._cpu_use, "excuses", lambda *_: excused[0])
+    monkeypatch.setattr(agent._stalls.cpu_use, "excuses", lambda *_: excused[0])
     page = page_of(agent, "w1")
     page.phase("forward")
     page.put(phase_since_s=100.0, phase_limit_s=2.0)
@@ -256,88 +378,15 @@ def test_an_agent_that_cannot_reach_the_coordinator_looks_again(
 
     monkeypatch.setattr(Agent, "_look", look)
     monkeypatch.setattr(agent_module, "WATCH_S", 0.01)
-    config = job(metrics__enabled=False).model_dump(mode="json")
-    agent = Agent(config, "n1", str(tmp_path / "night" / "n1"), "127.0.0.1")
+    config = job(metrics__enabled=False, snapshot__folder=str(tmp_path)).model_dump(mode="json")
+    agent = Agent(config, "n1", "127.0.0.1")
     assert enough.wait(10)
-    agent.close()
+    agent.close(1)
     assert looks[:4] == [True, False, False, False]
     assert not (tmp_path / "night").exists()
 
 
 # --- executor --------------------------------------------------------------------------------------
-
-
-class Calls:
-    """A cluster whose answers are given: a value, or an error to raise; by method, one call each."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, list[Any]] = {}
-        self.seen: Told = []
-
-    def _next(self, method: str) -> Any:
-        waiting = self.answers.get(method, [])
-        answer = waiting.pop(0) if waiting else None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    async def call_agent(self, node: str, method: str, *arguments: Any) -> Any:
-        self.seen.append((node, method, *arguments))
-        return self._next(method)
-
-    async def call_worker(self, worker: str, method: str, *arguments: Any) -> Any:
-        self.seen.append((worker, method, *arguments))
-        return self._next(method)
-
-    async def start_worker(self, worker: str, node: str) -> None:
-        self._next("start")
-
-    async def kill_worker(self, term: int, worker: str) -> None:
-        self.seen.append(("kill", term, worker))
-
-    async def store_address(self, spec: m.GenerationSpec) -> Any:
-        return self._next("store")
-
-    def agent_died(self, node: str) -> None:
-        self.seen.append(("died", node))
-
-    def workers_on(self, node: str) -> list[str]:
-        return [f"{node}w"]
-
-
-class Bench:
-    """An executor with what it reports."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.calls, self.events, self.notes = Calls(), [], []
-        store: Any = SimpleNamespace(
-            executor=None,
-            append_generation=lambda spec: m.Appended("generation", spec.id, 0, 1),
-            commit=self._commit,
-            collect_garbage=lambda: self.calls.seen.append(("garbage",)),
-        )
-        record: Any = SimpleNamespace(note=lambda *words: self.notes.append(words))
-        cluster: Any = self.calls
-        self.executor = CommandExecutor(self.loop, cluster, store, record, self.events.append)
-        self.executor.term = 3
-        self.committed: list[Any] = []
-        self.seq = 7
-
-    def _commit(self, generation: m.GenerationId, step: int, parts: list[Any]) -> m.Appended:
-        self.committed.append((generation, step, parts))
-        return m.Appended("commit", generation, step, self.seq)
-
-    def run(self, *commands: m.Command) -> list[m.Event]:
-        async def all_done() -> None:
-            while tasks := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-        for command in commands:
-            self.executor.carry_out(command)
-        self.loop.run_until_complete(all_done())
-        found, self.events[:] = list(self.events), []
-        return found
 
 
 @pytest.fixture
@@ -351,6 +400,11 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 def test_starts_and_kills_come_back_as_events(bench: Bench) -> None:
     assert bench.run(m.StartWorker("w1", "n1")) == [m.WorkerReady("w1", "n1")]
+    bench.executor._store.data = "aa"
+    bench.calls.answers["start"] = ["aa", "bb"]
+    same, other = bench.run(m.StartWorker("w1", "n1"), m.StartWorker("w2", "n2"))
+    assert (same, other) == (m.WorkerReady("w1", "n1"), m.WorkerReady("w2", "n2", other.refused))
+    assert "fingerprint bb, expected aa" in other.refused
     bench.calls.answers["start"] = [RayError("one\nno room")]
     assert bench.run(m.StartWorker("w1", "n1")) == [m.WorkerExited("w1", "start_failed: no room")]
     bench.calls.answers["start"] = [RayError("")]
@@ -371,10 +425,28 @@ def test_members_run_and_lost_replies_are_asked_for_again(bench: Bench) -> None:
     assert bench.run(m.RunGeneration(SPEC)) == [m.Outcome("w1", A, FailureKind.FAILED, -1, "error: b"), end]
 
 
+def test_a_worker_that_ray_killed_for_memory_is_told_from_one_that_died(bench: Bench) -> None:
+    end = m.Outcome("w2", A, "finished", 9)
+    bench.calls.answers = {"store": [("h", 1)], "run_generation": [OutOfMemoryError("node is full"), end]}
+    killed = m.WorkerExited("w1", "oom: killed by Ray, whose node ran low on memory")
+    assert bench.run(m.RunGeneration(SPEC)) == [killed, end]
+    assert sign_of(killed) == (FailureKind.OUT_OF_MEMORY, "w1")
+    assert sign_of(m.WorkerExited("w1", "process gone")) == (FailureKind.WORKER_EXITED, "w1")
+    failed = m.Outcome("w1", A, FailureKind.FAILED, 3, "oom: tried to allocate 3 GiB")
+    assert sign_of(failed) == (FailureKind.OUT_OF_MEMORY, "w1")
+
+
+def test_questions_go_to_the_planner(bench: Bench) -> None:
+    questions = (m.LayoutQuestion(4), m.LayoutQuestion(3))
+    assert bench.run(m.PlanLayouts(questions)) == []
+    assert bench.planned == [questions]
+
+
 def test_without_a_store_only_members_elsewhere_join(bench: Bench) -> None:
-    bench.calls.answers = {"store": [RayError("gone")], "run_generation": [m.Outcome("w2", A, "finished", 9)]}
+    dead = RayActorError(error_msg="gone")
+    bench.calls.answers = {"store": [dead], "run_generation": [m.Outcome("w2", A, "finished", 9)]}
     assert bench.run(m.RunGeneration(SPEC)) == [
-        m.NodeLost("n1", "no rendezvous store: gone"), m.Outcome("w2", A, "finished", 9)
+        m.NodeLost("n1", f"no rendezvous store: {dead}"), m.Outcome("w2", A, "finished", 9)
     ]  # fmt: skip
     assert bench.calls.seen == [("died", "n1"), ("w2", "run_generation", 3, SPEC, None)]
     bench.executor.ending = True
@@ -389,30 +461,44 @@ def test_an_agent_without_an_answer_has_not_answered(bench: Bench) -> None:
     ask = m.CollectInventory("n1", 4)
     assert bench.run(ask) == [m.Inventory("n1", 4, (slot,))]
     assert bench.run(ask) == []
-    assert bench.run(ask) == [m.Inventory("n1", 4, ())]
+    assert bench.run(ask) == [], "an error says nothing of its slots: the machine asks again"
 
 
 def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
-    corrupt = RayError("x")
+    corrupt, reused = RayError("x"), RayError("x")
+    reused.cause = SlotReusedError("another", "s.slot")  # type: ignore[attr-defined]
     corrupt.cause = CorruptError("s.slot", "torn")  # type: ignore[attr-defined]
     where = corrupt.cause.where  # type: ignore[attr-defined]
-    bench.calls.answers["upload"] = [{"part": 1}, corrupt, RayError("down"), {"part": 2}]
+    bench.calls.answers["upload"] = [{"part": 1}, corrupt, RayError("down"), reused, {"part": 2}]
     upload = m.Upload("n1", A, 5, ("s",))
-    found = [bench.run(upload)[0], bench.run(upload)[0], bench.run(upload)[0]]
-    assert found == [m.Uploaded("n1", A, 5, error) for error in ("", f"corrupt:{where}", "down")]
-    assert bench.calls.seen == [("n1", "upload", 3, (1, 1), 5, ("s",))] * 3
+    found = [bench.run(upload)[0] for _ in range(4)]
+    errors = ("", f"corrupt:{where}", "down", "gone:s.slot")
+    assert found == [m.Uploaded("n1", A, 5, error) for error in errors]
+    assert bench.calls.seen == [("n1", "upload", 3, (1, 1), 5, ("s",))] * 4
     bench.run(replace(upload, node="n2", step=6))
     bench.calls.seen.clear()
     bench.seq = 0
     assert bench.run(m.AppendCommit(A, 5, ("n1", "n9"))) == [m.Appended("commit", A, 5, 0)]
     bench.seq = 7
     assert bench.run(m.AppendCommit(A, 5, ("n1",))) == [m.Appended("commit", A, 5, 7)]
-    assert bench.calls.seen == [("garbage",)], "only after a commit that was made"
+    after = [("record", b'{"seq":9}'), ("garbage",)]
+    assert bench.calls.seen == after, "only after a commit that was made"
     bench.run(m.AppendCommit(A, 5, ("n1",)), m.AppendCommit(A, 6, ("n2",)))
     assert bench.committed == [
         (A, 5, [{"part": 1}]), (A, 5, [{"part": 1}]), (A, 5, []), (A, 6, [{"part": 2}])
     ]  # fmt: skip
     assert bench.run(m.AppendGeneration(SPEC)) == [m.Appended("generation", A, 0, 1)]
+
+
+def test_storage_that_is_full_is_collected_before_the_next_try(bench: Bench) -> None:
+    """A collection after the next commit would wait for a commit that has no room."""
+    full = RayError("full")
+    full.cause = StorageFullError("full")  # type: ignore[attr-defined]
+    bench.calls.answers["upload"] = [full]
+    (found,) = bench.run(m.Upload("n1", A, 5, ("s",)))
+    assert isinstance(found, m.Uploaded)
+    assert found.error
+    assert ("garbage",) in bench.calls.seen
 
 
 def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
@@ -421,7 +507,7 @@ def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
     bench.calls.answers["interrupt"] = [RayError("x")]
     orders = (
         m.Interrupt("w1", A, "hard"), m.TakeSnapshot(A, ("w1", "w2")), m.Release("n1", A, 5, 4),
-        m.Quarantine("n1", "s"), m.Alert("warning", "text", "kind", {"x": 1}),
+        m.Quarantine("n1", "s", A, 3), m.Alert("warning", "text", "kind", {"x": 1}),
     )  # fmt: skip
     assert bench.run(*orders) == []
     assert bench.calls.seen == [
@@ -430,7 +516,7 @@ def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
         ("w2", "interrupt", 3, (1, 1), "snapshot"),
         ("n1", "release", 3, (1, 1), 5),
         ("n1w", "committed", 3, (1, 1), 4),
-        ("n1", "quarantine", 3, "s"),
+        ("n1", "quarantine", 3, "s", (1, 1, 3)),
     ]
     assert bench.notes == [("warning", "kind", "text", {"x": 1})]
 
@@ -438,7 +524,7 @@ def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
 def test_a_task_that_fails_is_noted(bench: Bench) -> None:
     bench.calls.answers["start"] = [RuntimeError("boom")]
     assert bench.run(m.StartWorker("w1", "n1")) == []
-    assert bench.notes == [("error", "internal", "coordinator: RuntimeError('boom')")]
+    assert bench.notes == [("error", "internal", "coordinator: a task: RuntimeError('boom')")]
     assert bench.executor._tasks == set()
 
 
@@ -489,10 +575,6 @@ def test_room_is_asked_for_once_it_is_missed_for_long(monkeypatch: pytest.Monkey
 # --- cluster ---------------------------------------------------------------------------------------
 
 
-def view(name: str, cpus: float = 4.0, free: float = 4.0, gpus: float = 0.0) -> NodeView:
-    return NodeView(name, f"host-{name}", cpus, gpus, free, gpus)
-
-
 def test_workers_that_fit_are_counted_by_what_they_need() -> None:
     node = NodeView("n", "h", 9.0, 2.0, 5.0, 1.0)
     assert (node.capacity(WorkerNeeds(2.0, 0.0)), node.room(WorkerNeeds(2.0, 0.0))) == (4, 2)
@@ -503,60 +585,6 @@ def test_workers_that_fit_are_counted_by_what_they_need() -> None:
     per = auto.cpus_per_worker
     found = [worker_needs(c, nodes) for c in (auto, cuda, cpu) for nodes in ([], [view("a", gpus=1.0)])]
     assert found == [WorkerNeeds(per, gpus) for gpus in (0.0, 1.0, 1.0, 1.0, 0.0, 0.0)]
-
-
-class Nodes:
-    """A cluster whose nodes, and what their agents answer, are given."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.views: list[NodeView] = []
-        self.drains: dict[str, float] = {}
-        self.hello: dict[str, Any] = {}
-        self.killed: list[str] = []
-        self.seen: list[Any] = []  # arguments of the agents' methods
-        self.now = 100.0
-        runtime = SimpleNamespace(get_node_id=lambda: "home")
-        monkeypatch.setattr(cluster_module.ray, "get_runtime_context", lambda: runtime)
-        monkeypatch.setattr(cluster_module.ray, "kill", self.killed.append)
-        monkeypatch.setattr(cluster_module.ray, "get_actor", self._actor)
-        monkeypatch.setattr(cluster_module, "node_versions", lambda job: {"torch": "1"})
-        monkeypatch.setattr(cluster_module, "living_nodes", lambda: self.views)
-        monkeypatch.setattr(cluster_module, "draining_nodes", lambda: self.drains)
-        monkeypatch.setattr(cluster_module, "start_agent", lambda job, node, host: self._agent(node))
-        monkeypatch.setattr(cluster_module, "answer", self._answer)
-        monkeypatch.setattr(
-            cluster_module, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: 1000.0)
-        )
-        self.cluster = Cluster(job())
-
-    def _actor(self, name: str, namespace: str) -> Any:
-        if "ghost" in name:
-            raise ValueError(name)
-        return f"actor {name}"
-
-    def _agent(self, node: str) -> Any:
-        def method(name: str) -> Any:
-            return SimpleNamespace(remote=lambda *arguments: self.seen.append(arguments) or (node, name))
-
-        return SimpleNamespace(
-            **{name: method(name) for name in ("hello", "close", "figures", "die", "kill")}
-        )
-
-    async def _answer(self, reference: Any, timeout_s: float | None = None) -> Any:
-        node, name = reference
-        plain = {
-            "workers": [],
-            "metrics": {"address": node},
-            "versions": {"torch": "1"},
-            "facts": NodeFacts(),
-        }
-        found = self.hello.get(node, plain) if name == "hello" else [node]
-        if isinstance(found, Exception):
-            raise found
-        return plain | found if name == "hello" else found
-
-    def changes(self) -> list[Any]:
-        return asyncio.run(self.cluster.changes(1))
 
 
 @pytest.fixture
@@ -608,6 +636,41 @@ def test_only_silent_agents_are_asked_whether_they_live(nodes: Nodes) -> None:
     nodes.hello["b"] = ActorUnavailableError("x", None)
     nodes.now += beats_s
     assert nodes.changes() == []
+    nodes.restarting = True
+    assert nodes.changes() == [m.AgentRestarting("b")]
+    nodes.cluster.agent_back("b", {"address": "moved"})
+    assert (nodes.changes(), nodes.cluster.metrics["b"]) == ([], {"address": "moved"})
+
+
+def test_an_agent_that_is_started_again_is_waited_for(nodes: Nodes) -> None:
+    nodes.cluster._agents["a"] = nodes._agent("a")
+    nodes.away = 3
+    assert asyncio.run(nodes.cluster.call_agent("a", "figures")) == ["a"]
+    nodes.away = 100
+    with pytest.raises(ActorUnavailableError):
+        asyncio.run(nodes.cluster.call_agent("a", "figures"))
+    assert nodes.away >= 100 - ray_calls.AGENT_BACK_S - 1
+
+
+def test_a_worker_is_killed_once_its_agent_is_back(nodes: Nodes) -> None:
+    nodes.views = [view("a")]
+    nodes.hello["a"] = {"workers": ["w1"]}
+    nodes.changes()
+    nodes.away, before = 2, len(nodes.seen)
+    asyncio.run(nodes.kill("w1", term=4))
+    assert len(nodes.killed) == 1, "through Ray, meanwhile"
+    assert nodes.seen[before:] == [(4, "w1")] * 3
+
+
+def test_an_end_waits_for_an_agent_that_is_started_again(nodes: Nodes) -> None:
+    nodes.cluster._agents["a"] = nodes._agent("a")
+    nodes.away = 2
+    asyncio.run(nodes.cluster.close(1))
+    assert (nodes.away, nodes.seen) == (0, [(1, None)] * 3)
+    nodes.away = 100
+    asyncio.run(nodes.cluster.close(1))
+    assert len(nodes.killed) == 2
+    assert nodes.away > 80, "but not for ever"
 
 
 def test_strangers_on_a_node_are_ready_workers(nodes: Nodes) -> None:
@@ -618,16 +681,112 @@ def test_strangers_on_a_node_are_ready_workers(nodes: Nodes) -> None:
     ]  # fmt: skip
     assert nodes.cluster.workers_on("a") == ["w1"]
     assert nodes.cluster._placed == {"w1": "a"}
-    asyncio.run(nodes.cluster.kill_worker(1, "w1"))
+    asyncio.run(nodes.kill("w1"))
     assert (len(nodes.killed), nodes.cluster.workers_on("a"), nodes.cluster._placed) == (1, [], {})
 
 
-def test_a_drain_is_told_once_in_our_own_time(nodes: Nodes) -> None:
+def test_drains_are_told_as_long_as_they_last_in_our_own_time(nodes: Nodes) -> None:
     nodes.views = [view("a"), view("b")]
+    nodes.changes()
     nodes.drains = {"a": 1030.0, "b": 0.0, "c": 5.0}
-    joined = [m.NodeJoined("a", 4), m.NodeJoined("b", 4)]
-    assert nodes.changes() == [*joined, m.DrainNotice("a", 130.0), m.DrainNotice("b", 0.0)]
+    for _ in range(2):
+        notices = asyncio.run(nodes.cluster.drains())
+        assert notices == [m.DrainNotice("a", 130.0), m.DrainNotice("b", 0.0)]
+
+
+def test_a_draining_node_is_not_taken_in_and_a_freed_one_not_again(nodes: Nodes) -> None:
+    nodes.views, nodes.drains = [view("a"), view("b")], {"a": 1030.0}
+    nodes.hello["b"] = {"workers": ["w1"]}
+    assert nodes.changes() == [m.NodeJoined("b", 4), m.WorkerReady("w1", "b")]
+    nodes.drains["b"] = 1030.0
+    asyncio.run(nodes.cluster.free(1, "b", says(True)))
+    assert nodes.seen[-1] == (1, None), "its agent keeps no slot"
+    assert len(nodes.killed) == 2, "the worker and the agent"
     assert nodes.changes() == []
+    nodes.views = []
+    assert nodes.changes() == [], "its end is no loss"
+    asyncio.run(nodes.cluster.free(1, "b", says(True)))
+    assert len(nodes.killed) == 2
+
+
+def says(newest: bool | None) -> Any:
+    async def is_newest() -> bool | None:
+        return newest
+
+    return is_newest
+
+
+@pytest.mark.parametrize(("newest", "killed"), [(True, 2), (False, 0), (None, 0)])
+def test_a_node_whose_agent_says_nothing_is_freed_by_the_newest_term_alone(
+    nodes: Nodes, newest: bool | None, killed: int
+) -> None:
+    nodes.views = [view("a")]
+    nodes.hello["a"] = {"workers": ["w1"]}
+    nodes.changes()
+    nodes.errors["close"] = TimeoutError()
+    asyncio.run(nodes.cluster.free(1, "a", says(newest)))
+    assert len(nodes.killed) == killed
+
+
+def test_a_worker_that_an_earlier_coordinator_was_starting_can_be_killed(nodes: Nodes) -> None:
+    nodes.views = [view("a")]
+    nodes.changes()
+    before = len(nodes.seen)
+    nodes.cluster.note_workers("a", ["w9"])
+    asyncio.run(nodes.kill("w9", newest=None))
+    assert nodes.seen[before:] == [(1, "w9")], "by its node's agent"
+
+
+def test_drains_and_deaths_are_heard_while_an_agent_hangs(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "LOOK_S", 0.01)
+    nodes.views = [view("a"), view("b")]
+
+    async def slow(reference: Any, timeout_s: float | None = None) -> Any:
+        if reference == ("slow", "hello"):
+            await hung.wait()
+        return await Nodes._answer(nodes, reference, timeout_s)
+
+    async def watch() -> list[Any]:
+        found = [await nodes.cluster.changes(1)]
+        nodes.views = [view("a"), view("slow")]
+        nodes.drains = {"a": 1030.0}
+        found += [await nodes.cluster.changes(1), await nodes.cluster.drains()]
+        hung.set()
+        found.append(await nodes.cluster.changes(1))
+        hung.clear()
+        nodes.views = [view("slow", free=2.0)]
+        return [*found, await nodes.cluster.changes(1)]
+
+    hung = asyncio.Event()
+    monkeypatch.setattr(cluster_module, "answer", slow)
+    _, lost, drains, joined, later = asyncio.run(watch())
+    assert lost == [m.NodeLost("b", "Ray reports it dead")]
+    assert drains == [m.DrainNotice("a", 130.0)]
+    assert joined == [m.NodeJoined("slow", 4)]
+    assert later == [m.NodeLost("a", "Ray reports it dead"), m.NodeJoined("slow", 2)]
+
+
+def test_a_node_that_dies_while_its_agent_comes_up_is_forgotten(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "LOOK_S", 0.01)
+    hung = asyncio.Event()
+
+    async def slow(reference: Any, timeout_s: float | None = None) -> Any:
+        await hung.wait()
+        return await Nodes._answer(nodes, reference, timeout_s)
+
+    async def watch() -> list[Any]:
+        nodes.views = [view("a")]
+        found = [await nodes.cluster.changes(1)]
+        hung.set()
+        nodes.views = []
+        return [*found, await nodes.cluster.changes(1), await nodes.cluster.changes(1)]
+
+    monkeypatch.setattr(cluster_module, "answer", slow)
+    assert asyncio.run(watch()) == [[], [], []]
 
 
 def test_a_fault_unplugs_the_node_of_its_number(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -648,13 +807,13 @@ def test_an_end_closes_all_there_is(nodes: Nodes) -> None:
     assert asyncio.run(nodes.cluster.figures()) == {"a": ["a"], "b": ["b"]}
     asyncio.run(nodes.cluster.close(1))
     assert len(nodes.killed) == 3
-    assert nodes.seen[-2:] == [(None,)] * 2
+    assert nodes.seen[-2:] == [(1, None)] * 2
     asyncio.run(nodes.cluster.close(1, finished=False))
-    assert nodes.seen[-2:] == [(kept_slots.MARKED_ALONE,)] * 2, "what is marked is not committed"
+    assert nodes.seen[-2:] == [(1, kept_slots.MARKED_ALONE)] * 2, "what is marked is not committed"
     asyncio.run(nodes.cluster.close(1, m.Source("slots", 7, B)))
-    assert nodes.seen[-2:] == [((1, 2, 7),)] * 2
+    assert nodes.seen[-2:] == [(1, (1, 2, 7))] * 2
     asyncio.run(nodes.cluster.close(1, m.Source("slots")))
-    assert nodes.seen[-2:] == [((),)] * 2
+    assert nodes.seen[-2:] == [(1, ())] * 2
 
 
 def test_what_agents_and_workers_do_is_told_without_a_term(nodes: Nodes) -> None:
@@ -725,12 +884,41 @@ def test_living_agents_are_greeted(nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     assert nodes.cluster.metrics == {"a": {"address": "a"}}
 
 
-def test_a_store_is_asked_for_where_rank_0_is(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def call_agent(node: str, method: str) -> Any:
-        return [f"{method} at {node}", 9]
+def test_a_store_is_asked_for_where_rank_0_is_until_it_has_failed_twice(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen, or without an answer: it is replaced where it is, and on another node the second time."""
+    answers: list[Any] = [("n1", 9, replaced) for replaced in range(3)]
+    answers += [("n2", 9, 0), TimeoutError(), TimeoutError()]
 
-    monkeypatch.setattr(nodes.cluster, "call_agent", call_agent)
-    assert asyncio.run(nodes.cluster.store_address(SPEC)) == ("store_address at n1", 9)
+    async def call_agent(node: str, method: str) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    cluster = nodes.cluster
+    monkeypatch.setattr(cluster, "call_agent", call_agent)
+    asked = []
+    while answers:
+        asked.append(cluster.store_home(SPEC))
+        with contextlib.suppress(TimeoutError):
+            assert asyncio.run(cluster.store_address(asked[-1])) == (asked[-1], 9)
+    assert asked == ["n1", "n1", "n1", "n2", "n2", "n2"]
+    assert cluster.store_home(SPEC) == "n1", "both failed twice"
+    nodes.views = [view("n1"), view("n2")]
+    nodes.changes()
+    cluster.agent_died("n1")
+    assert cluster._store_failures["n1"] == 0, "its successor is another"
+
+
+def test_a_store_without_an_answer_is_asked_for_until_the_generation_is_given_up(bench: Bench) -> None:
+    later = replace(SPEC, id=B)
+    ends = [m.Outcome(member.worker, B, "finished", 9) for member in MEMBERS]
+    bench.calls.answers = {"store": [*[TimeoutError()] * 8, ("h", 1)], "run_generation": list(ends)}
+    assert bench.run(m.RunGeneration(SPEC), m.RunGeneration(later)) == ends
+    specs = [words[3] for words in bench.calls.seen if words[1] == "run_generation"]
+    assert specs == [later, later]
 
 
 def test_the_needs_are_found_again_until_there_are_gpus(nodes: Nodes) -> None:
@@ -743,3 +931,248 @@ def test_the_needs_are_found_again_until_there_are_gpus(nodes: Nodes) -> None:
     nodes.views = [view("a")]
     nodes.changes()
     assert nodes.cluster.needs.gpus == 1.0, "they may come back"
+
+
+# --- refusals, silence and errors --------------------------------------------------------------------
+
+
+def refused() -> RayError:
+    """What Ray raises where an agent refuses an older term."""
+    error = RayError("refused")
+    error.cause = FencedError("term 3 is older than 4")  # type: ignore[attr-defined]
+    return error
+
+
+FENCED = m.Fenced("term 3 is older than 4")
+
+
+@pytest.mark.parametrize(
+    ("command", "method"),
+    [
+        (m.CollectInventory("n1", 4), "inventory"), (m.KillWorker("w1", "x"), "kill"),
+        (m.Upload("n1", A, 5, ("s",)), "upload"), (m.Release("n1", A, 5, 4), "release"),
+        (m.Quarantine("n1", "s", A, 3), "quarantine"), (m.KeepSlots("n1", A, 5), "keep"),
+        (m.RunGeneration(SPEC), "store"), (m.RunGeneration(SPEC), "run_generation"),
+    ],
+)  # fmt: skip
+def test_a_refusal_by_a_newer_term_is_told_at_once(bench: Bench, command: m.Command, method: str) -> None:
+    bench.calls.answers = {"store": [("h", 1)], "run_generation": [m.Outcome("w", A, "finished", 1)] * 2}
+    bench.calls.answers[method] = [refused()]
+    assert FENCED in bench.run(command)
+
+
+def test_an_agents_error_is_tried_again_before_it_counts_as_a_loss(bench: Bench) -> None:
+    ends = [m.Outcome(member.worker, A, "finished", 9) for member in MEMBERS]
+    errors = [RayError("too many open files")] * (command_executor.MOST_TRIES - 1)
+    bench.calls.answers = {"store": [*errors, TimeoutError(), ("h", 1)], "run_generation": list(ends)}
+    assert bench.run(m.RunGeneration(SPEC)) == ends
+    bench.calls.answers = {"store": [*errors, RayError("too many open files")], "run_generation": [ends[1]]}
+    lost = m.NodeLost("n1", "no rendezvous store: too many open files")
+    assert bench.run(m.RunGeneration(SPEC)) == [lost, ends[1]]
+
+
+def test_an_agent_that_fails_to_answer_is_asked_again_before_it_counts_as_dead(nodes: Nodes) -> None:
+    nodes.views = [view("a"), view("b")]
+    nodes.changes()
+    nodes.changes()
+    nodes.hello = {"a": RayError("too many open files"), "b": TimeoutError()}
+    nodes.now += cluster_module.SILENT_BEATS * job().elastic.heartbeat_s
+    for _ in range(cluster_module.MOST_ERRORS - 1):
+        assert nodes.changes() == []
+    assert nodes.changes()[0] == m.NodeLost("a", "its agent died")
+
+
+def test_one_frozen_agent_keeps_no_other_from_being_heard(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the beginning of a term, and when nodes join."""
+    for name in ("HELLO_S", "JOIN_S", "LOOK_S"):
+        monkeypatch.setattr(cluster_module, name, 0.05)
+    frozen = nodes.frozen = {"a"}
+    nodes.views = [view(name) for name in "abc"]
+    monkeypatch.setattr(cluster_module.ray, "get_actor", lambda name, _: nodes._agent(name[-1]))
+    assert list(asyncio.run(nodes.cluster.hello(1))) == ["b", "c"]
+
+    async def looks() -> list[Any]:
+        first = await nodes.cluster.changes(1)
+        frozen.clear()
+        await asyncio.sleep(0.06)
+        return [first, await nodes.cluster.changes(1), await nodes.cluster.changes(1)]
+
+    joined = {name: m.NodeJoined(name, 4) for name in "abc"}
+    assert asyncio.run(looks()) == [[joined["b"], joined["c"]], [], [joined["a"]]]
+
+
+def test_a_node_that_cannot_join_keeps_no_other_from_it(nodes: Nodes) -> None:
+    nodes.views = [view("a"), view("b")]
+    nodes.hello["a"] = {"versions": {}}
+    assert nodes.changes() == [m.NodeJoined("b", 4)]
+
+
+def test_a_newer_term_ends_the_greeting(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes.views = [view("a")]
+    monkeypatch.setattr(cluster_module.ray, "get_actor", lambda name, _: nodes._agent(name[-1]))
+    nodes.hello["a"] = refused()
+    with pytest.raises(FencedError):
+        asyncio.run(nodes.cluster.hello(1))
+    assert nodes.changes() == [FENCED]
+
+
+def test_what_an_error_cut_short_comes_with_the_next_look(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.views = [view("a"), view("b")]
+    nodes.changes()
+    nodes.views = [view("b")]
+    drains = cluster_module.draining_nodes
+
+    def fail() -> Any:
+        raise OSError("the head is away")
+
+    monkeypatch.setattr(cluster_module, "draining_nodes", fail)
+    with pytest.raises(OSError, match="away"):
+        nodes.changes()
+    monkeypatch.setattr(cluster_module, "draining_nodes", drains)
+    assert nodes.changes() == [m.NodeLost("a", "Ray reports it dead")]
+
+
+def test_a_worker_is_killed_only_by_its_term(nodes: Nodes) -> None:
+    nodes.views = [view("a")]
+    nodes.hello["a"] = {"workers": ["w1"]}
+    nodes.changes()
+    nodes.errors["kill"] = refused()
+    with pytest.raises(FencedError, match="3 is older than 4"):
+        asyncio.run(nodes.kill("w1"))
+    nodes.errors["kill"] = TimeoutError()
+    asyncio.run(nodes.kill("w1", newest=None))
+    with pytest.raises(FencedError, match="the log holds a newer term than 1"):
+        asyncio.run(nodes.kill("w1", newest=False))
+    assert (nodes.killed, nodes.cluster.workers_on("a")) == ([], ["w1"])
+    asyncio.run(nodes.kill("w1", newest=True))
+    assert (len(nodes.killed), nodes.cluster.workers_on("a")) == (1, [])
+
+
+def test_a_node_that_refuses_the_end_keeps_its_workers(nodes: Nodes) -> None:
+    nodes.views = [view("a"), view("b")]
+    nodes.hello = {"a": {"workers": ["w1"]}, "b": {"workers": ["w2"]}}
+    nodes.changes()
+    nodes.errors["close a"] = refused()
+    with pytest.raises(FencedError):
+        asyncio.run(nodes.cluster.close(1))
+    assert len(nodes.killed) == 2, "the agent and the worker of the other node"
+    assert not any("w1" in str(handle) for handle in nodes.killed)
+
+
+def test_an_agent_refuses_an_older_terms_end(agent: Agent) -> None:
+    agent.quarantine(2, "x", (1, 1, 5))
+    with pytest.raises(FencedError):
+        agent.close(1)
+    assert not agent._closing.is_set()
+    assert agent._folder.exists()
+    agent.close(None)
+    assert not agent._folder.exists(), "a person is fenced by no term"
+
+
+def test_a_torn_spec_is_set_aside(agent: Agent) -> None:
+    (agent._folder / "w1.spec").write_text(json.dumps(plain(SPEC_OF_B)))
+    (agent._folder / "w2.spec").write_text(json.dumps(plain(SPEC_OF_B))[:40])
+    assert agent._newest_spec() == SPEC_OF_B
+    page_of(agent, "w2").put(start_ticks=1)
+    bury(agent._folder, [], agent._newest_spec)
+    assert not (agent._folder / "w2.spec").exists(), "no heartbeat waits for it for ever"
+
+
+def test_a_nodes_traits_come_from_its_labels_and_its_agent() -> None:
+    racked = JobConfig.model_validate({"cluster": {"failure_domain_label": "rack", "max_workers": 4}})
+    hello = {"facts": NodeFacts([Card("T4", (7, 5), 15 * 2**30)], host_bytes=32 * 2**30)}
+    here = NodeView("n", "host", 8.0, 2.0, 8.0, 2.0, {"rack": "r1"})
+    on_host = traits_of(racked, here, hello, WorkerNeeds(1.0, 0.0))
+    assert on_host == m.NodeTraits("n", 8 * 2**30, "r1", False), "32 GiB for the 4 that may run there"
+    assert traits_of(racked, here, hello, WorkerNeeds(1.0, 1.0)) == m.NodeTraits("n", 15 * 2**30, "r1", True)
+    bare = JobConfig.model_validate({"cluster": {"failure_domain_label": None}})
+    assert traits_of(bare, here, {}, WorkerNeeds(1.0, 1.0)) == m.NodeTraits("n", 0, "", True)
+    assert joined(on_host, 3) == m.NodeJoined("n", 3, "", 8 * 2**30, domain="r1")
+
+
+# --- reports -------------------------------------------------------------------------------------------
+
+
+class Line:
+    """A line to a coordinator that answers as it is told: True, False (an error), None (not yet)."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.answers: list[Any] = []
+
+    def send(self, *words: Any) -> Future[None]:
+        self.sent.append(words)
+        answer = self.answers.pop(0) if self.answers else True
+        if isinstance(answer, Exception):
+            raise answer
+        future: Future[None] = Future()
+        if answer:
+            future.set_result(None)
+        elif answer is not None:
+            future.set_exception(RayError("it died"))
+        return future
+
+
+def test_a_report_is_sent_until_it_is_acknowledged() -> None:
+    line = Line()
+    reports = Reports(line.send)
+    line.answers = [ValueError("no such actor"), False, None, True]
+    reports.tell(0.0, "a", "stalled", "w1")
+    for now in (0.1, 0.2, 0.3, 0.2 + AGAIN_S - 0.1):
+        reports.look(now)
+    assert line.sent == [("stalled", "w1")] * 3, "the third has not been answered yet"
+    reports.look(0.2 + AGAIN_S)
+    for now in (10.0, 20.0):
+        reports.look(now)
+    assert line.sent == [("stalled", "w1")] * 4
+
+
+def test_only_the_newest_report_of_its_kind_waits() -> None:
+    line = Line()
+    reports = Reports(line.send)
+    line.answers = [False, False, False]
+    reports.tell(0.0, "sealed", "sealed", 1)
+    reports.tell(1.0, "sealed", "sealed", 2)
+    reports.tell(1.0, "gone", "exited", "w1")
+    reports.withdraw("gone")
+    for now in (2.0, 3.0, 4.0):
+        reports.look(now)
+    assert line.sent == [("sealed", 1), ("sealed", 2), ("exited", "w1"), ("sealed", 2)]
+
+
+def test_a_stall_that_is_over_is_told_no_longer(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line()
+    line.answers = [ValueError("no such actor")]
+    agent._reports = agent._stalls._reports = Reports(line.send)
+    monkeypatch.setattr(agent._stalls.cpu_use, "excuses", lambda *_: False)
+    page = page_of(agent, "w1")
+    page.phase("forward")
+    page.put(phase_since_s=100.0, phase_limit_s=2.0)
+    agent._look(103.0, heartbeat=False)
+    page.phase("backward")
+    page.put(phase_since_s=103.5, phase_limit_s=20.0)
+    agent._look(104.0, heartbeat=False)
+    agent._look(105.0, heartbeat=False)
+    assert [words[0] for words in line.sent] == ["stalled", "stalled"], "at once again, then it was over"
+
+
+def test_no_error_ends_an_agents_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    enough = threading.Event()
+
+    def look(self: Agent, now: float, heartbeat: bool) -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            enough.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Agent, "_look", look)
+    monkeypatch.setattr(agent_module, "WATCH_S", 0.01)
+    config = job(metrics__enabled=False, snapshot__folder=str(tmp_path)).model_dump(mode="json")
+    agent = Agent(config, "n1", "127.0.0.1")
+    assert enough.wait(10)
+    agent.close(None)

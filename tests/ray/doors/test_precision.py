@@ -13,9 +13,9 @@ from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability.nvml import Card
-from picotron_ray.runtime.coordinator.cluster import Cluster
+from picotron_ray.runtime.coordinator.admission import objection
 from picotron_ray.runtime.driver import preflight as run_module
-from picotron_ray.runtime.driver import resolve_precision
+from picotron_ray.runtime.driver import resolve_precision, snapshot_folder
 from picotron_ray.runtime.driver.follow_run import find_coordinator
 from picotron_ray.runtime.driver.preflight import check_cluster
 from picotron_ray.runtime.driver.resolve_job import (
@@ -29,7 +29,7 @@ from picotron_ray.runtime.driver.resolve_precision import able_nodes
 from picotron_ray.runtime.ray_cluster import placement
 from picotron_ray.runtime.ray_cluster.connect import ClusterError
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
-from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
+from picotron_ray.runtime.ray_cluster.placement import NodeView
 from picotron_ray.runtime.run_storage.hf_import import import_hf
 from tests.support.runs.ray_runs import start, tiny_job
 
@@ -102,18 +102,17 @@ def test_nodes_that_lack_it_do_not_count(nodes: list[NodeView], tmp_path: Path) 
     assert able_nodes(tiny_job("x", tmp_path, precision="tf32", cluster={}), [new], "cpu", {})[0] == []
 
 
-def test_a_node_that_joins_without_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_node_that_joins_without_it_is_refused(tmp_path: Path) -> None:
     job = tiny_job("joins", tmp_path, precision="bf16", cluster={"device": "cuda"})
-    cluster = object.__new__(Cluster)
-    cluster._job, cluster._versions, cluster._needs = job, {"torch": "2"}, WorkerNeeds(1, 1)
-    cluster._slot_bytes = 10
     card, room = Card("A40", (8, 6), 48), 3 * 10 * 2
-    hello = {"versions": {"torch": "2"}, "facts": NodeFacts([card], room)}
-    assert cluster._mismatch(hello, 2) == ""
-    old = NodeFacts([card._replace(capability=(7, 0))], room)
-    assert "precision: saw bf16" in cluster._mismatch({**hello, "facts": old}, 2)
-    full = cluster._mismatch({**hello, "facts": NodeFacts([card], room - 1)}, 2)
-    assert full.startswith("snapshot.folder: saw room for 5.9e-08 GB in ")
+
+    def said(facts: NodeFacts) -> str:
+        hello = {"versions": {"torch": "2"}, "facts": facts}
+        return objection(job, hello, {"torch": "2"}, "cuda", slot_bytes=10, workers=2)
+
+    assert said(NodeFacts([card], room)) == ""
+    assert "precision: saw bf16" in said(NodeFacts([card._replace(capability=(7, 0))], room))
+    assert said(NodeFacts([card], room - 1)).startswith("snapshot.folder: saw room for 5.9e-08 GB in ")
 
 
 def test_a_connected_cluster_is_asked_for_its_room_and_not_this_machine(
@@ -121,11 +120,11 @@ def test_a_connected_cluster_is_asked_for_its_room_and_not_this_machine(
 ) -> None:
     """A door that is not on any node of the cluster has no say in what fits on them."""
     job = tiny_job("elsewhere", tmp_path, cluster={"max_workers": 2})
-    monkeypatch.setattr(run_module, "snapshot_note", lambda *_: pytest.fail("looked at this machine"))
+    monkeypatch.setattr(snapshot_folder, "choose_folder", lambda *_: pytest.fail("looked at this machine"))
     assert resolve(ResolvedJob(job), ON_THE_MACHINE).layout is None
     resolved = resolve(ResolvedJob(job), ON_THE_CLUSTER)
     assert (resolved.layout is not None, resolved.slot_bytes > 0, resolved.notes) == (True, True, ())
-    monkeypatch.setattr(placement, "look", lambda folder, run: NodeFacts([], 1000))
+    monkeypatch.setattr(placement, "look", lambda *_: NodeFacts([], 1000))
     with pytest.raises(ConfigError, match=r"node .* is left out: snapshot.folder: saw room for 1e-06 GB in"):
         check_cluster(job)
     assert check_cluster(job, own_ray=True) is None

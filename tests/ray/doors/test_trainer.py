@@ -112,7 +112,9 @@ def test_a_failed_run_raises_and_an_exception_of_a_callback_stops_it(tmp_path: P
     job = tiny_job("fails", tmp_path, steps=100_000, elastic={"max_failures": 0}, **one)
     seen = Seen(victim=lambda: kill_worker("fails"))
     trainer = picotron_ray.ElasticTrainer(job, run_config=RunConfig(name="fails", callbacks=[seen]))
-    with pytest.raises(TrainingFailedError, match=r"1 failures, more than elastic\.max_failures=0") as caught:
+    with pytest.raises(
+        TrainingFailedError, match=r"1 failures in 24 hours, more than elastic\.max_failures=0"
+    ) as caught:
         trainer.fit()
     assert caught.value.result.error is caught.value  # type: ignore[attr-defined]
     assert seen.exceptions

@@ -9,6 +9,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.lineage import descend
 from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.plan_book import no_default
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
@@ -23,7 +24,7 @@ class Choice:
     reason: str = "test"
 
 
-def choose_dp(workers: int, node_sizes: tuple[int, ...] = (), device_bytes: int = 0) -> Choice:
+def choose_dp(workers: int, *question: object) -> Choice:
     """Plain data parallelism over all workers."""
     if workers < 1:
         raise LayoutError("no workers")
@@ -47,12 +48,13 @@ class World:
     """One machine and its clock."""
 
     config: JobConfig = field(default_factory=job)
-    choose: Any = choose_dp
+    choose: Any = choose_dp  # None: the planner's answers come as events
+    default: Any = no_default
     now: float = 0.0
     log: list[m.Command] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.machine = Machine(self.config, self.choose)
+        self.machine = Machine(self.config, self.choose, self.default)
 
     # --- input -------------------------------------------------------------------------------------
 
@@ -64,14 +66,17 @@ class World:
         self.log += out
         return out
 
-    def wait(self, seconds: float, *, beat: bool = True, but: tuple[str, ...] = ()) -> list[m.Command]:
-        """Let time pass in ticks; nodes (``but`` these) keep sending heartbeats."""
+    def wait(
+        self, seconds: float, *, beat: bool = True, but: tuple[str, ...] = (), steps: int = 0
+    ) -> list[m.Command]:
+        """Let time pass in ticks; nodes (``but`` these) keep sending heartbeats, with ``steps`` done."""
         out: list[m.Command] = []
         end = self.now + seconds
         while self.now < end - 1e-9:
             self.now = min(end, self.now + 0.5)
             if beat:
-                out += self.send(*(m.Heartbeat(n, None) for n in self.machine.view.nodes if n not in but))
+                at = (self.spec.id, {self.spec.members[0].worker: steps}) if steps else (None, {})
+                out += self.send(*(m.Heartbeat(n, *at) for n in self.machine.view.nodes if n not in but))
             out += self.send(m.Tick())
         return out
 

@@ -10,6 +10,7 @@ from picotron_ray.coordinator.simulator.checks import Checks
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.world import Sim
+from picotron_ray.coordinator.states import MachineState
 from picotron_ray.layout.layout import Layout
 from tests.support.runs.coordinator_world import choose_dp, job
 
@@ -55,13 +56,17 @@ class Quiet:
             worker = node.workers[f"w{number}"] = SimWorker(f"w{number}", node)
             worker.ready = True
         self.heard: list[Any] = []
-        memory = SimpleNamespace(term=1)
+        memory = SimpleNamespace(term=1, state=MachineState.NEW)
         self.shell: Any = SimpleNamespace(
             deliver=lambda event: self.heard.append(event),
             die=lambda: self.heard.append("died"),
             pause=lambda seconds: self.heard.append(seconds),
             machine=SimpleNamespace(memory=memory),
             newest=SPEC,
+            born_at=0.0,
+            paused_until=0.0,
+            told_seals=set(),
+            planner=SimpleNamespace(silent_until=0.0),
         )
         self.sim.shell = self.shell
 
@@ -75,4 +80,5 @@ class Quiet:
         generation = self.sim.generation(SPEC)
         for number in (1, 2):
             self.worker(number).generation = generation
+            self.worker(number).last = SPEC.id
         return generation

@@ -14,18 +14,19 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode
-from picotron_ray.coordinator.machine import Machine
-from picotron_ray.coordinator.machine_memory import Choose
-from picotron_ray.coordinator.replay import event_line, header_line, replay
+from picotron_ray.coordinator.plan_book import Choose, Default
+from picotron_ray.coordinator.replay import event_line, heard, machine_of, replay, unseal
 from picotron_ray.planner import search
+from picotron_ray.planner.default_layout import default_planner
 
 KEPT = Path(__file__).resolve().parents[2] / "pure" / "coordinator" / "event_logs"
 KEEP = bool(os.environ.get("PICOTRON_KEEP_LOGS"))
 
 
-def planner(job: JobConfig, facts: dict[str, Any]) -> Choose:
-    """What the coordinator's shell gives its machine."""
-    return search.planner(job, facts.get("device", "cpu"))
+def planner(job: JobConfig, facts: dict[str, Any]) -> tuple[Choose, Default]:
+    """What the coordinator's shell asks, and what it gives its machine."""
+    device = facts.get("device", "cpu")
+    return search.planner(job, device), default_planner(job, device)
 
 
 def check_replay(folder: Path) -> int:
@@ -44,19 +45,22 @@ def check_replay(folder: Path) -> int:
 
 
 def _without_paths(lines: list[str]) -> str:
-    head = json.loads(lines[0])
+    plain = [unseal(line) or "" for line in lines]
+    head = json.loads(plain[0])
     head["job"]["storage"]["url"] = "./runs"
-    return "\n".join([json.dumps(head, separators=(",", ":"), sort_keys=True), *lines[1:]]) + "\n"
+    return "\n".join([json.dumps(head, separators=(",", ":"), sort_keys=True), *plain[1:]]) + "\n"
 
 
 def rewritten(lines: list[str]) -> list[str]:
     """A log of the same events with the commands of the present machine."""
     head = json.loads(lines[0])
-    job = JobConfig.model_validate(head["job"])
-    machine = Machine(job, planner(job, {}))
-    out = [header_line(job, head.get("planner", {}))]
+    machine = machine_of(head, planner)()
+    out = [lines[0]]
     for line in lines[1:]:
         data = json.loads(line)
         event = decode(data["event"])
-        out.append(event_line(data["now"], event, machine.handle(event, data["now"])))
+        machine.absorb(heard(data))
+        commands = machine.handle(event, data["now"], data.get("slept"))
+        more = {key: data[key] for key in ("i", "slept", "heard") if key in data}
+        out.append(event_line(data["now"], event, commands, **more))
     return out

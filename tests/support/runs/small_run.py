@@ -23,12 +23,17 @@ STEPS = 2
 
 def ledger_line(step: int) -> str:
     """A step of 8 samples, as the ledger holds it."""
-    return json.dumps({"step": step, "loss": 2.0, "tokens": 64, "samples": [8 * (step - 1), 8 * step]})
+    samples = [8 * (step - 1), 8 * step]
+    rows = [[*samples, "00" * 16]]
+    line = {"step": step, "term": 1, "n": 2, "loss": 2.0, "tokens": 64, "samples": samples, "rows": rows}
+    return json.dumps(line)
 
 
 def summary(folder: Path) -> dict[str, Any]:
     """Train nothing, but commit and lose a worker; then end the run and sum it up."""
-    job = JobConfig.model_validate({"name": "small", "storage": {"url": str(folder / "runs")}})
+    job = JobConfig.model_validate(
+        {"name": "small", "storage": {"url": str(folder / "runs")}, "data": {"global_batch": 8}}
+    )
     store = RunStore(job, lambda step: None)
     record = RunRecord(job)
     record.begin(store.claim(), store.commit_figures)

@@ -13,7 +13,7 @@ from picotron_ray.data.batch import StepBatch, make_batch
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import parameter_table
-from picotron_ray.models.layers.init import initialise_
+from picotron_ray.models.layers.init import initial_value
 from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.train.optim.lr_schedule import learning_rate
@@ -56,7 +56,7 @@ class Replica:
         with torch.no_grad():
             for spec in parameter_table(job.model):
                 parameter = parameters[spec.name]
-                parameter.copy_(initialise_(spec.name, spec.shape, job.seed, init_std=spec.init_std))
+                parameter.copy_(initial_value(spec.name, spec.shape, job.seed, init_std=spec.init_std))
                 (decayed if decays(spec, job.optimizer) else others).append(parameter)
         settings = job.optimizer
         groups = [

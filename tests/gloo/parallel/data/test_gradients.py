@@ -14,7 +14,7 @@ from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.data import ddp, grad_norm
 from picotron_ray.parallel.data.ddp import BUCKET_BYTES, ReplicatedGradients, replicated
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm, part_norms, squared_sum
-from picotron_ray.parallel.local_shards import chunk, counts_in_norm, cut, is_primary, local_box
+from picotron_ray.parallel.local_shards import chunk, counts_in_norm, is_primary, local_box
 
 CPU = torch.device("cpu")
 
@@ -209,11 +209,3 @@ def test_one_rank_speaks_for_each_box() -> None:
     assert ranks(cut_twice, spec(), is_primary) == [0, 1, 2, 3]
     assert ranks(cut_twice, spec(), counts_in_norm) == [0, 1]
     assert ranks(cut_twice, spec(trained=False), is_primary) == [0, 2]
-
-
-def test_a_part_of_a_tensor_is_a_view() -> None:
-    full = torch.arange(12.0).view(3, 4)
-    part = cut(full, Box((1, 2), (2, 1)))
-    assert part.tolist() == [[6.0], [10.0]]
-    part.zero_()
-    assert full[1:, 2].tolist() == [0.0, 0.0]

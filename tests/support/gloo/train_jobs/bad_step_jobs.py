@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome
 from picotron_ray.data.batch import StepBatch
@@ -63,7 +64,7 @@ def loop_of(config: JobConfig, layout: Layout, rank: int, engine: Engine, feeds:
         page=Page(),
         requests=Requests(),
         updates=UpdatePolicy(config),
-        tail=[],
+        tail=LedgerTail(),
         start_step=0,
     )
 
@@ -88,16 +89,39 @@ def with_a_bad_step(job: Job, config: JobConfig, layout: Layout, bad: int) -> tu
     engine.close()
     groups.close()
     gc.collect()
-    return found, loop.tail
+    return found, list(loop.tail.lines())
 
 
-def left_out_by_hand(config: JobConfig, bad: int) -> list[Piece]:
-    """One process, and an optimizer that is not called in step ``bad`` and does not hear of it."""
+def past_a_rewind(
+    job: Job, config: JobConfig, layout: Layout, passed: Sequence[int]
+) -> tuple[list[Piece], list[str]]:
+    """Take all steps by the loop but ``passed``; this rank's state after them, and the ledger's lines."""
+    groups = job.groups()
+    groups.connect()
+    engine = build_engine(config, layout, job.rank, groups, CPU)
+    engine.initialise(config.seed)
+    dp = layout.coordinates(job.rank).dp
+    fed = (batch(config, layout, dp, n) for n in count(1) if n not in passed)
+    loop = loop_of(config, layout, job.rank, engine, fed)
+    for step in range(1, config.steps + 1):
+        if step in passed:
+            loop._pass_over(step)
+        else:
+            loop._step(step)
+    found = pieces(engine.state())
+    engine.close()
+    groups.close()
+    gc.collect()
+    return found, list(loop.tail.lines())
+
+
+def left_out_by_hand(config: JobConfig, *bad: int) -> list[Piece]:
+    """One process, and an optimizer that is not called in steps ``bad`` and does not hear of them."""
     engine = build_engine(config, Layout(micro_batch=config.data.global_batch), 0, None, CPU)
     engine.initialise(config.seed)
     for step in range(1, config.steps + 1):
         engine.gradients_of(batch(config, engine.layout, 0, step))
-        if step != bad:
+        if step not in bad:
             engine.optimizer_step(learning_rate(config.optimizer, step, config.steps))
     return pieces(engine.state())
 

@@ -6,16 +6,19 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from picotron_ray.checkpoint.shard_service.channel import Endpoint
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.messages import GenerationSpec, Outcome, SlotInfo
+from picotron_ray.coordinator.messages import GenerationSpec, Outcome
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.runtime.heartbeat import Page
-from picotron_ray.runtime.worker.generation import GenerationRun, WorkerResources
+from picotron_ray.runtime.worker.generation import GenerationRun
+from picotron_ray.runtime.worker.resources import WorkerResources
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
 from tests.support.gloo.pool import Job
 
@@ -41,13 +44,13 @@ def resources_of(config: JobConfig, folder: Path) -> WorkerResources:
             data=build_dataset(config.data, config.model.vocab_size, config.seed, folder),
             page=Page(folder / f"{name}.page", config.elastic),
             storage=partial(open_storage, config.storage, config.name),
-            fetch_slot=no_slot,
+            find_service=no_service,
         )
     return RESOURCES[config.name]
 
 
-def no_slot(info: SlotInfo) -> bytes:
-    raise AssertionError(f"slot {info.slot} is on this node")
+def no_service(node: str, meanwhile: Callable[[], None]) -> Endpoint:
+    raise AssertionError("all slots are on this node")
 
 
 def generation(

@@ -1,0 +1,220 @@
+"""Fake cluster of any size: what the coordinator's shell calls, answered without Ray, agents or workers.
+
+Every call is answered after a short sleep on the coordinator's own loop. A generation's call stays open until
+its member is interrupted or killed, as a real one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from picotron_ray.coordinator.messages import (
+    Appended,
+    DrainNotice,
+    Fragment,
+    GenerationId,
+    GenerationSpec,
+    Member,
+    NodeJoined,
+    NodeLost,
+    Outcome,
+    OutcomeKind,
+    SlotInfo,
+    Source,
+)
+from picotron_ray.failures import FailureKind
+from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
+from picotron_ray.runtime.coordinator.cluster import Cluster, NodeEvent
+from picotron_ray.runtime.coordinator.run_actors import IsNewest
+from picotron_ray.runtime.coordinator.storage_patience import Activity
+from picotron_ray.runtime.run_storage.run_store import RunStore
+
+LATENCY_S = 0.005
+SLOTS_HELD = 2  # newest steps of which each worker holds a slot
+
+
+@dataclass(slots=True)
+class FakeWorker:
+    """A worker: its node, and the call of the generation that it is in."""
+
+    node: str
+    rank: int = 0
+    spec: GenerationSpec | None = None
+    running: asyncio.Future[Outcome] | None = None
+    slots: list[SlotInfo] = field(default_factory=list)
+
+
+class FakeCluster(Cluster):
+    """Nodes of ``workers_each`` workers; ``step`` is what all members of the generation have finished."""
+
+    def __init__(self, nodes: int, workers_each: int, heartbeat_s: float) -> None:
+        self.nodes = [f"{index:06d}" for index in range(nodes)]
+        self.workers: dict[str, FakeWorker] = {}
+        self.on_node: dict[str, list[str]] = {node: [] for node in self.nodes}
+        self.workers_each = workers_each
+        self.spec: GenerationSpec | None = None
+        self.began_s = 0.0  # of the generation, by the monotonic clock
+        self.metrics: dict[str, dict[str, str]] = {}
+        self.groups = BeatGroups(heartbeat_s)
+        self.upload_s = 60.0
+        self._traits: dict[str, Any] = {}
+        self._store_failures = Counter[str]()
+        self.on_exit: Callable[[str, str], None] = lambda worker, cause: None  # the agents' report
+        self._told = False
+
+    # --- nodes -------------------------------------------------------------------------------------------
+
+    def device(self) -> str:
+        return "cpu"
+
+    async def hello(self, term: int) -> dict[str, dict[str, Any]]:
+        return {}
+
+    async def changes(self, term: int) -> list[NodeEvent]:
+        """Return all nodes at once, which is the worst case."""
+        found: list[NodeEvent] = [NodeJoined(node, self.workers_each) for node in self.nodes]
+        news, self._told = ([] if self._told else found), True
+        return news
+
+    async def drains(self) -> list[DrainNotice]:
+        return []
+
+    def lose_node(self, node: str) -> NodeLost:
+        """Take a node away; returns the event that Ray's list of nodes would lead to."""
+        for name in self.on_node.pop(node):
+            self._end(name)
+        self.nodes.remove(node)
+        return NodeLost(node, "Ray reports it dead")
+
+    def heard(self, node: str) -> None:
+        """Nothing to note: no agent is asked whether it lives."""
+
+    def gone(self, worker: str) -> None:
+        """Nothing to account for: there are no resources."""
+
+    def agent_died(self, node: str) -> None:
+        raise AssertionError(f"no agent of the fake cluster dies: {node}")
+
+    # --- actors ------------------------------------------------------------------------------------------
+
+    def shared(self, spec: GenerationSpec) -> GenerationSpec:
+        return spec
+
+    async def store_address(self, home: str) -> tuple[str, int]:
+        await asyncio.sleep(LATENCY_S)
+        return "fake", 1
+
+    def note_workers(self, node: str, workers: Iterable[str]) -> None:
+        """Every worker is known."""
+
+    async def start_worker(self, worker: str, node: str) -> str:
+        await asyncio.sleep(LATENCY_S)
+        self.workers[worker] = FakeWorker(node)
+        self.on_node[node].append(worker)
+        return ""
+
+    async def kill_worker(self, term: int, worker: str, is_newest: IsNewest) -> None:
+        await asyncio.sleep(LATENCY_S)
+        self.kill(worker)
+
+    def kill(self, worker: str) -> None:
+        """End a worker's process."""
+        held = self.workers.get(worker)
+        if held is not None:
+            self.on_node[held.node].remove(worker)
+            self._end(worker)
+            self.on_exit(worker, "process gone")
+
+    def _end(self, worker: str) -> None:
+        held = self.workers.pop(worker)
+        if held.running is not None and not held.running.done():
+            held.running.set_exception(RayActorError(error_msg=f"worker {worker} is gone"))
+
+    async def call_worker(
+        self, worker: str, method: str, *arguments: Any, timeout_s: float | None = None
+    ) -> Any:
+        held = self.workers.get(worker)
+        if held is None:
+            raise RayActorError(error_msg=f"worker {worker} is gone")
+        if method == "run_generation":
+            return await self._run(worker, held, arguments[1])
+        await asyncio.sleep(LATENCY_S)
+        if method == "interrupt" and arguments[2] == "hard":
+            self._leave(worker, held, FailureKind.PEER_LOST)
+        return True
+
+    async def _run(self, worker: str, held: FakeWorker, spec: GenerationSpec) -> Outcome:
+        if self.spec is not spec:
+            self.spec, self.began_s = spec, time.monotonic()
+            self._ranks = {member.worker: rank for rank, member in enumerate(spec.members)}
+        held.rank, held.spec = self._ranks[worker], spec
+        held.running = asyncio.get_running_loop().create_future()
+        return await held.running
+
+    def _leave(self, worker: str, held: FakeWorker, kind: OutcomeKind) -> None:
+        if held.running is None or held.running.done() or held.spec is None:
+            return
+        step = self.step()
+        held.slots = list(self._slots(worker, held, range(max(1, step - SLOTS_HELD + 1), step + 1)))
+        held.running.set_result(Outcome(worker, held.spec.id, kind, step))
+
+    def step(self) -> int:
+        """Finished steps of the generation: one a second."""
+        return 0 if self.spec is None else self.spec.resume_step + int(time.monotonic() - self.began_s)
+
+    def _slots(self, worker: str, held: FakeWorker, steps: Iterable[int]) -> Iterable[SlotInfo]:
+        assert held.spec is not None
+        group = held.spec.layout.state_group(held.rank)
+        for step in steps:
+            name = f"{worker}.{step % 3}.slot"
+            yield SlotInfo(held.node, name, held.spec.id, step, held.rank, (Fragment(group),))
+
+    def sealed_slots(self, node: str, step: int) -> list[SlotInfo]:
+        """Return the slots of a checkpoint of ``step`` on one node."""
+        members = [(name, self.workers[name]) for name in self.on_node[node]]
+        return [slot for name, held in members if held.spec for slot in self._slots(name, held, [step])]
+
+    async def call_agent(
+        self,
+        node: str,
+        method: str,
+        *arguments: Any,
+        timeout_s: float | None = None,
+        patience_s: float = 0.0,
+    ) -> Any:
+        await asyncio.sleep(LATENCY_S)
+        if method == "inventory":
+            return tuple(slot for name in self.on_node.get(node, ()) for slot in self.workers[name].slots)
+        return {}
+
+    def adopt_workers(self, members: tuple[Member, ...]) -> None:
+        assert not members
+
+    def workers_on(self, node: str) -> list[str]:
+        return list(self.on_node.get(node, ()))
+
+    async def figures(self) -> dict[str, list[dict[str, Any]]]:
+        return {}
+
+    async def activity(self) -> Activity:
+        return "none"
+
+    async def close(self, term: int, keep: Source | None = None, finished: bool = True) -> None:
+        """Nothing is left behind."""
+
+
+class FakeStore(RunStore):
+    """A run's log in a real folder; commits are noted without a manifest, as no node has uploaded bytes."""
+
+    def commit(self, generation: GenerationId, step: int, parts: list[dict[str, Any]]) -> Appended:
+        return Appended("commit", generation, step, step, f"manifests/{step}", digest="none")
+
+    def collect_garbage(self) -> None:
+        """There are no chunks."""

@@ -1,0 +1,81 @@
+"""Ledger lines since the last commit: the loop adds to them, commits take them away, snapshots carry them.
+
+A snapshot carries at most twice ``SPILL_LINES`` of them. Older ones go to the node's disk (`ledger_spill`),
+by a thread of its own: a disk that hangs holds no step up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from picotron_ray.checkpoint.snapshot import ledger_spill
+
+log = logging.getLogger(__name__)
+SPILL_LINES = 256
+Lines = list[tuple[int, str]]
+
+
+class LedgerTail:
+    """Lines of steps that are not in storage yet, oldest first; any thread may call it."""
+
+    def __init__(self, folder: Path | None = None, spill_lines: int = SPILL_LINES) -> None:
+        """
+        Args:
+            folder: for what is spilled; None: all is kept here.
+        """
+        self._folder, self._most = folder, spill_lines
+        self._lock = threading.Lock()
+        self._lines: Lines = []  # step, JSON
+        self._spilled = ""  # newest file of the lines before
+        self._spilling: threading.Thread | None = None
+
+    def add(self, step: int, line: str) -> None:
+        """Add the line of a step."""
+        with self._lock:
+            self._lines.append((step, line))
+            if self._folder is None or self._spilling is not None or len(self._lines) < 2 * self._most:
+                return
+            work = (self._folder, self._lines[: self._most], self._spilled)
+            self._spilling = threading.Thread(target=self._spill, args=work, name="ledger-spill", daemon=True)
+            self._spilling.start()
+
+    def _spill(self, folder: Path, oldest: Lines, after: str) -> None:
+        name = ""
+        try:
+            lines = [line for _, line in oldest]
+            name = ledger_spill.spill(folder, after, lines, oldest[0][0], oldest[-1][0])
+        except OSError as error:
+            log.warning("ledger lines stay in memory: %s cannot be written: %s", folder, error)
+        with self._lock:
+            self._spilling = None
+            # else a commit took some of them away, and the rest comes next time
+            if name and self._spilled == after and self._lines[: len(oldest)] == oldest:
+                del self._lines[: len(oldest)]
+                self._spilled = name
+
+    def restore(self, ledger: Sequence[str]) -> None:
+        """Go on from the lines that a snapshot carried."""
+        spilled, lines = ledger_spill.split_marker(ledger)
+        found = [(int(json.loads(line)["step"]), line) for line in lines]
+        with self._lock:
+            self._lines, self._spilled = found + self._lines, spilled
+
+    def committed(self, step: int) -> None:
+        """Drop the lines up to ``step``: they are in storage."""
+        with self._lock:
+            self._lines = [entry for entry in self._lines if entry[0] > step]
+            spilled = self._spilled
+            if spilled and ledger_spill.steps_of(spilled)[1] <= step:
+                self._spilled = ""
+        if spilled and self._folder is not None:
+            ledger_spill.sweep(self._folder, step)
+
+    def lines(self) -> tuple[str, ...]:
+        """Return what a snapshot of the present state must carry."""
+        with self._lock:
+            lines = tuple(line for _, line in self._lines)
+            return (ledger_spill.marker(self._spilled), *lines) if self._spilled else lines

@@ -1,0 +1,50 @@
+"""Precedence of concerns: which one is answered where several are found at once.
+
+Workers, agents and the planner report findings. What is done about them (go back, shrink, evict, grow) is
+decided by the coordinator alone, by this one table, earlier rows first:
+
+========  ===============================================  ==============================================
+concern   found                                            answered by
+========  ===============================================  ==============================================
+failure   a process, node or slot is gone, stuck or        the ladder of ``failures``: retry, replace,
+          damaged, or a step raised                        older state, fewer workers
+memory    a device or host ran out of memory               a layout that needs less
+numerics  a step's numbers are not finite, or a spike      left out, a rewind, or the end
+speed     a drain, room to grow, a straggler               another layout, at a step boundary
+========  ===============================================  ==============================================
+
+An earlier concern may be what caused a later one: the numbers of a failing device are not to be trusted, and
+a layout that does not fit says nothing about the data. So the later one is dropped: the next generation finds
+it again if it is still true.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from picotron_ray.failures import FailureKind
+
+
+class Concern(IntEnum):
+    """Subject of a finding, the most urgent first."""
+
+    FAILURE = 0
+    MEMORY = 1
+    NUMERICS = 2
+    SPEED = 3
+
+
+def concern_of(kind: FailureKind, cause: str = "") -> Concern:
+    """Return the concern of a failure.
+
+    Args:
+        cause: the reporter's own word for it; ``oom`` is that of memory.
+    """
+    if kind is FailureKind.NUMERICS:
+        return Concern.NUMERICS
+    return Concern.MEMORY if cause.startswith("oom") else Concern.FAILURE
+
+
+def goes_before(kind: FailureKind, cause: str, other: FailureKind, other_cause: str) -> bool:
+    """Whether a failure is answered rather than the other one that was found before."""
+    return concern_of(kind, cause) < concern_of(other, other_cause)

@@ -1,0 +1,59 @@
+"""Rewinds: the decision whether a bad step is answered by going back to an older state.
+
+A spike or NaN is often the work of updates before the step that shows it. So the run goes back by
+``elastic.rewind_steps``, and passes over the samples up to the bad step, as PaLM's training did (Chowdhery et
+al. 2022, section 5.1). Rewinds are bounded within a window of steps; one more ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.messages import Rewind
+
+
+@dataclass(frozen=True, slots=True)
+class BadStep:
+    """Finding of the workers: a step whose numbers are not to be trained on, in their words."""
+
+    step: int
+    reason: str  # non-finite, spike
+    text: str
+
+
+def asked_for(job: JobConfig, bad: BadStep) -> bool:
+    """Whether the config answers such a step with a rewind. The last step leaves none to recover in."""
+    answer = job.elastic.on_spike if bad.reason == "spike" else job.elastic.on_nonfinite
+    return answer == "rewind" and bad.step < job.steps
+
+
+def decide(job: JobConfig, bad: BadStep, before: Sequence[Rewind]) -> tuple[bool, str]:
+    """Decide whether to rewind for a bad step, and say why (not).
+
+    Args:
+        before: rewinds of the run's history.
+    """
+    elastic = job.elastic
+    recent = [rewind for rewind in before if rewind.bad_step > bad.step - elastic.skip_window_steps]
+    if len(recent) < elastic.max_rewinds:
+        count = f"rewind {len(recent) + 1} of at most {elastic.max_rewinds}"
+        return True, f"{count} within {elastic.skip_window_steps} steps"
+    batch = job.data.global_batch
+    named = ", ".join(f"step {r.bad_step} ({samples(r, batch)} passed over) {r.reason}" for r in recent)
+    return False, (
+        f"{bad.text}; rewinds within {elastic.skip_window_steps} steps: {len(recent)}, as many as"
+        f" elastic.max_rewinds allows; rewound before for {named}; the newest state before step {bad.step} is"
+        " kept: look at these samples, or lower the learning rate"
+    )
+
+
+def samples(rewind: Rewind, global_batch: int) -> str:
+    """Name the samples that a rewind passes over, both ends included.
+
+    Example:
+        >>> samples(Rewind(2, 4, "spike"), 8)
+        'samples 16 to 31'
+    """
+    return f"samples {rewind.to_step * global_batch} to {rewind.bad_step * global_batch - 1}"

@@ -1,0 +1,119 @@
+"""Faults of agents, links, disks and whole racks: what freezes, hangs, hears one side, or goes together."""
+
+from __future__ import annotations
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.simulator.nodes import SimNode
+from picotron_ray.coordinator.simulator.shell import Shell
+from picotron_ray.coordinator.simulator.world import Sim
+
+TOLD_S = 10.0  # by then the stalls that a partition led to have been told
+
+
+def _some_node(sim: Sim) -> SimNode | None:
+    return sim.rng.pick(list(sim.nodes.values())) if sim.nodes else None
+
+
+def freeze(sim: Sim) -> None:
+    """An agent is stopped for a while: what it is told and what it tells comes late, and all at once."""
+    if (node := _some_node(sim)) is not None:
+        node.frozen_until = sim.now + sim.rng.uniform(0.5, 9.0)
+
+
+def reborn(sim: Sim) -> None:
+    """An agent dies alone and is started again: what it was asked is lost, and it tells all anew."""
+    if (node := _some_node(sim)) is None:
+        return
+    seconds = sim.rng.uniform(0.5, 4.0)
+    node.cut_until = max(node.cut_until, sim.now + seconds)
+    if seconds > 2.0:
+        sim.after(2.0, sim.tell, m.AgentRestarting(node.name))
+    sim.after(seconds + 0.01, _tell_anew, sim, node)
+
+
+def _tell_anew(sim: Sim, node: SimNode) -> None:
+    """Report what is sealed and pinned again, as an agent does that does not know what was told before."""
+    if sim.nodes.get(node.name) is not node:
+        return
+    pinned = [held.info for held in node.slots.values() if held.pinned]
+    newest = max(((info.generation, info.step) for info in pinned), default=None)
+    slots = tuple(info for info in pinned if (info.generation, info.step) == newest)
+    if newest is not None:
+        node.report(m.SnapshotSealed(node.name, *newest, slots))
+
+
+def lose(sim: Sim) -> None:
+    """The next few messages of one node are lost, and nothing else is wrong with it."""
+    if (node := _some_node(sim)) is not None:
+        node.loses, node.loses_until = 1 + sim.rng.below(4), sim.now + 5.0
+
+
+def deaf(sim: Sim) -> None:
+    """A node hears no coordinator for a while, but is heard."""
+    if (node := _some_node(sim)) is not None:
+        node.deaf_until = sim.now + sim.rng.uniform(1.0, 12.0)
+
+
+def dumb(sim: Sim) -> None:
+    """A node is not heard by any coordinator for a while, but hears."""
+    if (node := _some_node(sim)) is not None:
+        node.dumb_until = sim.now + sim.rng.uniform(1.0, 12.0)
+
+
+def part(sim: Sim) -> None:
+    """Two nodes do not reach each other for a while; both reach the coordinator."""
+    if len(sim.nodes) > 1 and sim.now > sim.parted_until + TOLD_S * bool(sim.parted):
+        first = sim.rng.below(len(sim.nodes))
+        names = list(sim.nodes)
+        sim.parted = {names[first], names[(first + 1) % len(names)]}
+        sim.parted_until = sim.now + sim.rng.uniform(1.0, 8.0)
+        for generation in list(sim.generations.values()):
+            if generation.parted():
+                sim.after(1.5, generation.stalled)
+
+
+def stuck(sim: Sim) -> None:
+    """Calls of storage hang for a while, and are answered then."""
+    sim.storage.hung_until = sim.now + sim.rng.uniform(2.0, 20.0)
+
+
+def sided(sim: Sim) -> None:
+    """Storage answers to all but one node."""
+    if (node := _some_node(sim)) is not None:
+        node.storage_down_until = sim.now + sim.rng.uniform(2.0, 15.0)
+
+
+def full(sim: Sim) -> None:
+    """The memory for snapshots of a node is full for a while: nothing is sealed there."""
+    if (node := _some_node(sim)) is not None:
+        node.full_until = sim.now + sim.rng.uniform(2.0, 15.0)
+
+
+def hushed(sim: Sim) -> None:
+    """A node tells of stalls and ended processes late."""
+    if (node := _some_node(sim)) is not None:
+        node.hushed_until = sim.now + sim.rng.uniform(1.0, 6.0)
+
+
+def rack(sim: Sim) -> None:
+    """Half of the nodes go at once; others come in their place."""
+    for gone in list(sim.nodes.values())[: max(1, len(sim.nodes) // 2)]:
+        sim.remove_node(gone, told=sim.rng.chance(0.5))
+        sim.after(sim.rng.uniform(2.0, 15.0), sim.add_node, gone.capacity)
+
+
+def head(sim: Sim) -> None:
+    """The head goes with the coordinator, and is away for longer than a process."""
+    if sim.shell is not None:
+        sim.shell.die()
+        sim.shell = None
+        sim.after(sim.rng.uniform(4.0, 20.0), _back, sim)
+
+
+def _back(sim: Sim) -> None:
+    if sim.shell is None and not sim.over:
+        sim.shell = Shell(sim)
+        sim.shell.start()
+
+
+BREAKDOWNS = (freeze, reborn, lose, deaf, dumb, part, stuck, sided, full, hushed, rack, head)

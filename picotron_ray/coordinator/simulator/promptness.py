@@ -1,0 +1,139 @@
+"""Promptness: what is due is done within seconds, once nothing disturbs it any more.
+
+Every state but training itself ends soon, steps follow each other, the silence of a node and a notice that it
+is to go are acted on, and pins are released. A fault that is still at work, or was a moment ago, excuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.simulator.protocols import CoordinatorProtocol, GenerationProtocol, NodeProtocol
+from picotron_ray.coordinator.states import MachineState
+
+if TYPE_CHECKING:
+    from picotron_ray.coordinator.simulator.world import Sim
+
+LONGEST_S: Mapping[MachineState, float] = {
+    MachineState.ABORTING: 12.0,  # an interrupt, then three kills
+    MachineState.LEAVING: 12.0,  # beside the step at hand
+    MachineState.COLLECTING: 20.0,  # three rounds of questions, and a commit that is awaited
+    MachineState.WAITING: 60.0,  # workers start, and starts that failed are put off
+    MachineState.STARTING: 75.0,
+    MachineState.FINALISING: 120.0,  # an answer of storage that was lost is asked for after 50 s
+    MachineState.RUNNING: 12.0,  # from step to step, beside the step at hand
+}
+LATE_S = 4.0  # a verdict on silence may come so long after its time
+RELEASED_S = 4.0  # after a step, or a commit: until what it frees is unpinned
+
+
+class Promptness:
+    """Watcher of delays in one simulation."""
+
+    def __init__(self, sim: Sim) -> None:
+        self.sim = sim
+        self._state, self._entered = MachineState.NEW, 0.0
+        self._stepped = 0.0
+        self._shell: CoordinatorProtocol | None = None
+
+    def calm_since(self) -> float:
+        """Time at which the last disturbance was over; in the future while one is at work."""
+        sim = self.sim
+        storage, shell = sim.storage, sim.shell
+        nodes = (t for node in sim.nodes.values() for t in node.disturbed_until())
+        own = () if shell is None else (shell.paused_until, shell.born_at, shell.planner.silent_until)
+        return max(
+            *(sim.struck_at, sim.noise_until, sim.changed_at, sim.parted_until, storage.down_until),
+            *(storage.slow_until, storage.hung_until, storage.mute_until, *own, *nodes),
+        )
+
+    def ticked(self, shell: CoordinatorProtocol) -> None:
+        """Check after every tick of the present coordinator how long it has been in its state."""
+        sim, state = self.sim, shell.machine.memory.state
+        if sim.shell is not shell or state not in LONGEST_S:
+            return
+        if shell is not self._shell or state is not self._state:
+            self._shell, self._state, self._entered = shell, state, sim.now
+        since = max(self._entered, self.calm_since())
+        if state is MachineState.RUNNING:
+            since = max(since, self._stepped)
+        steps_s = 2 * sim.step_s if state in (MachineState.RUNNING, MachineState.LEAVING) else 0.0
+        if sim.now - since > LONGEST_S[state] + steps_s:
+            sim.violation(f"{state} for {sim.now - since:.0f} s, and nothing disturbs it")
+
+    def stepped(self, generation: GenerationProtocol) -> None:
+        """Note a step; the first one of a generation frees what it made void."""
+        sim, shell = self.sim, self.sim.shell
+        self._stepped = sim.now
+        spec = generation.spec
+        if (
+            shell is None
+            or generation.step != spec.resume_step + 1
+            or sim.now < self.calm_since() + RELEASED_S
+        ):
+            return
+        void = [
+            (node.name, name)
+            for node in sim.nodes.values()
+            for name, held in node.slots.items()
+            if held.pinned and held.info.generation < spec.id and not _counts(spec, held.info)
+            if (node.name, held.info.generation, held.info.step) in shell.told_seals and sim.reachable(node)
+        ]
+        if void:
+            sim.after(RELEASED_S, self._still_pinned, shell, void, "is void")
+
+    def committed(self, shell: CoordinatorProtocol, event: m.Appended) -> None:
+        """Expect that a commit frees what it holds and what is older."""
+        sim = self.sim
+        if sim.shell is not shell or sim.now < self.calm_since():
+            return
+        key = event.generation, event.step
+        freed = [
+            (node.name, name)
+            for node in sim.nodes.values()
+            if node.name in shell.machine.memory.roster.nodes and sim.reachable(node)
+            for name, held in node.slots.items()
+            if held.pinned and (held.info.generation, held.info.step) <= key
+        ]
+        if freed:
+            sim.after(RELEASED_S, self._still_pinned, shell, freed, f"step {event.step} is committed")
+
+    def _still_pinned(self, shell: CoordinatorProtocol, freed: list[tuple[str, str]], why: str) -> None:
+        sim = self.sim
+        if sim.shell is not shell or sim.now < self.calm_since() + RELEASED_S:
+            return
+        for node, name in freed:
+            held = sim.nodes[node].slots.get(name) if node in sim.nodes else None
+            if held is not None and held.pinned:
+                sim.violation(f"{name} on {node} is still pinned: {why}")
+
+    def removed(self, node: NodeProtocol) -> None:
+        """Expect a verdict on a node that went without a word."""
+        timeout_s = self.sim.job.elastic.node_timeout_s
+        self.sim.after(timeout_s + LATE_S, self._counted_still, self.sim.shell, node.name, self.sim.now)
+
+    def _counted_still(self, shell: CoordinatorProtocol | None, name: str, at: float) -> None:
+        if shell is None or self.sim.shell is not shell or shell.paused_until > at or shell.born_at > at:
+            return
+        if name in shell.machine.memory.roster.nodes:
+            self.sim.violation(f"{name} went {self.sim.now - at:.0f} s ago without a word, and still counts")
+
+    def left(self, node: NodeProtocol, noticed_at: float) -> None:
+        """Check that a node is not used any more when its time is over, where others could do the work."""
+        sim, shell = self.sim, self.sim.shell
+        if shell is None or self.calm_since() > noticed_at:
+            return
+        others = [w for n in sim.nodes.values() if n is not node for w in n.workers.values() if w.ready]
+        spec = shell.newest
+        if spec is None or len(others) < 2 or shell.machine.memory.state is not MachineState.RUNNING:
+            return
+        if shell.machine.memory.cap is not None:
+            return
+        if any(member.node == node.name for member in spec.members):
+            sim.violation(f"{node.name} goes, and {spec.id} still uses it beside {len(others)} other workers")
+
+
+def _counts(spec: m.GenerationSpec, info: m.SlotInfo) -> bool:
+    return any(link.generation == info.generation and info.step <= link.through for link in spec.lineage)

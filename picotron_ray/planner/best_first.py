@@ -1,0 +1,117 @@
+"""Best-first search for the cheapest layouts: what cannot win is not enumerated.
+
+Choices are refined in three rounds, each with a lower bound of what the step costs: degrees (their arithmetic
+alone), then a micro-batch (pipeline and collectives too), then how the replicas share their state. One queue
+holds them all, the least bound first. Once a bound is above the cost of the two best found, nothing that is
+left can be among them, and the search ends (A*, Hart, Nilsson and Raphael 1968). State that is too large for
+the device drops out before its layouts are made, and memory is estimated for few of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.validation.layout import Degrees, layout_problems
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.candidates import Sharding, candidate, degrees_allowed, micro_batches, shardings
+from picotron_ray.planner.cost import StepCost, arithmetic_s, step_cost
+from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.memory import rank_memory
+from picotron_ray.planner.model_sizes import blocks_again
+from picotron_ray.planner.recompute_search import cheapest_recompute
+
+ALONE = Sharding(zero=0, replicate=1, ep=1)
+Choice = tuple[float, Layout]
+"""A layout that fits, and its seconds per step before it."""
+
+
+@dataclass(slots=True)
+class BestFirst:
+    """One search. ``found`` are the cheapest layout and the next of another kind; ``costed``: candidates.
+
+    Fields:
+        budget: bytes per worker that an estimate may reach.
+        least: lower bounds of what is left, with degrees, degrees and micro-batch, or a layout.
+        large: degrees and shardings whose state alone is above the budget.
+    """
+
+    job: JobConfig
+    profile: DeviceProfile
+    node_sizes: tuple[int, ...]
+    budget: float
+    found: list[Choice] = field(default_factory=list)
+    costed: int = 0
+    least: list[tuple[float, int, tuple[Degrees, int] | Layout]] = field(default_factory=list)
+    large: dict[tuple[Degrees, Sharding], bool] = field(default_factory=dict)
+
+    def run(self, workers: int) -> None:
+        """Search all layouts on at most ``workers`` ranks."""
+        for degrees in degrees_allowed(self.job, workers):
+            heappush(self.least, (self._arithmetic_s(degrees), 0, (degrees, 0)))
+        while self.least and self.least[0][0] <= self._bound_s():
+            _, stage, at = heappop(self.least)
+            if isinstance(at, Layout):
+                self._settle(at)
+            else:
+                for left in self._with_micro_batches(at[0]) if stage == 0 else self._with_shardings(*at):
+                    heappush(self.least, left)
+
+    def _bound_s(self) -> float:
+        return self.found[1][0] if len(self.found) > 1 else math.inf
+
+    def _arithmetic_s(self, degrees: Degrees) -> float:
+        """Arithmetic of the fullest replica's rows, in micro-batches of any size."""
+        rows = math.ceil(self.job.data.global_batch / degrees.dp)
+        return arithmetic_s(self.job, candidate(self.job, degrees, ALONE, rows), self.profile)
+
+    def _with_micro_batches(self, degrees: Degrees) -> Iterator[tuple[float, int, tuple[Degrees, int]]]:
+        """All but what depends on the sharding, for each micro-batch."""
+        for micro_batch in micro_batches(self.job, degrees.dp, degrees.pp):
+            layout = candidate(self.job, degrees, ALONE, micro_batch)
+            cost = step_cost(self.job, layout, self.profile, self.node_sizes)
+            yield cost.total_s - cost.data_s - cost.offload_s, 1, (degrees, micro_batch)
+
+    def _with_shardings(self, degrees: Degrees, micro_batch: int) -> Iterator[tuple[float, int, Layout]]:
+        for sharding in shardings(self.job, degrees):
+            layout = candidate(self.job, degrees, sharding, micro_batch)
+            if self._too_large(degrees, sharding, layout) or layout_problems(self.job, layout):
+                continue
+            self.costed += 1
+            cost = step_cost(self.job, layout, self.profile, self.node_sizes)
+            yield least_s(cost, layout), 2, layout
+
+    def _too_large(self, degrees: Degrees, sharding: Sharding, layout: Layout) -> bool:
+        """Whether the state alone, which no micro-batch changes, is above the budget on any rank."""
+        key = degrees, sharding
+        if key not in self.large:
+            self.large[key] = any(
+                rank_memory(self.job, layout, rank, blocks_again(self.job, layout, rank)).state_bytes
+                > self.budget
+                for rank in range(layout.pp)
+            )
+        return self.large[key]
+
+    def _settle(self, at: Layout) -> None:
+        """Take a candidate with its cheapest recomputation, where that fits and is among the two best."""
+        layout = cheapest_recompute(self.job, at, self.budget, self.profile, self.node_sizes)
+        if layout is None:
+            return
+        cost_s = step_cost(self.job, layout, self.profile, self.node_sizes).total_s
+        best: dict[Layout, Choice] = {}
+        for choice in sorted([*self.found, (cost_s, layout)]):
+            best.setdefault(kind_of(choice[1]), choice)
+        self.found = list(best.values())[:2]
+
+
+def least_s(cost: StepCost, layout: Layout) -> float:
+    """Lower bound of a candidate's cost, without offloading: recomputation leaves less to offload."""
+    return cost.total_s - (cost.offload_s if layout.offload_activations else 0.0)
+
+
+def kind_of(layout: Layout) -> Layout:
+    """The layout without what tells layouts of one kind apart: micro-batch and recomputation."""
+    return replace(layout, micro_batch=1, recompute="none")

@@ -1,0 +1,108 @@
+"""Beginning of a term: the machine's first event, and what arrives before it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.replay import header_line
+from picotron_ray.runtime.coordinator.event_log import files
+from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
+from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.coordinator.supervision import Supervisor
+from picotron_ray.runtime.run_storage.run_store import RunStore
+
+
+class EarlyEvents:
+    """Events from before ``Begin``, kept in order for after it.
+
+    Storage may keep a term waiting for hours. So of heartbeats only each node's newest is kept, and what is
+    told twice is kept once.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[Any, m.Event] = {}
+
+    def keep(self, event: m.Event) -> None:
+        """Keep an event; ticks are none."""
+        if isinstance(event, m.Heartbeat):
+            self._events[event.node] = event
+        elif not isinstance(event, m.Tick):
+            self._events.setdefault(event, event)
+
+    def take(self) -> list[m.Event]:
+        """Return what was kept, and keep it no longer."""
+        events, self._events = list(self._events.values()), {}
+        return events
+
+
+def begin_event(
+    term: int,
+    commits: tuple[m.Commit, ...],
+    generations: tuple[m.GenerationSpec, ...],
+    found: Mapping[str, dict[str, Any]],
+    traits: Iterable[m.NodeTraits] = (),
+    failed_s_ago: tuple[float, ...] = (),
+    keeping: Mapping[str, int] | None = None,
+) -> m.Begin:
+    """Return the first event of a term.
+
+    Args:
+        commits: those of the log, oldest first, as ``generations`` are.
+        found: what the living agents say, by node.
+        traits: of their nodes.
+        failed_s_ago: failures of earlier terms within the last day.
+        keeping: nodes that keep slots of an earlier launch, and their newest steps.
+    """
+    kept_by = [agent["kept_by"] for agent in found.values() if agent.get("kept_by")]
+    specs = [agent["spec"] for agent in found.values() if agent["spec"]]
+    return m.Begin(
+        term=term,
+        commits=commits,
+        generations=generations,
+        running=max(specs, key=lambda spec: spec.id, default=None),
+        workers=tuple(m.Member(worker, node) for node, agent in found.items() for worker in agent["workers"]),
+        busy=tuple(
+            m.BusyWorker(worker, m.GenerationId(its_term, n))
+            for agent in found.values()
+            for worker, its_term, n in agent["busy"]
+        ),
+        kept=tuple(slot for agent in found.values() for slot in agent.get("kept", ())),
+        kept_by=max(kept_by, key=lambda spec: spec.id, default=None),
+        traits=tuple(traits),
+        failed_s_ago=failed_s_ago,
+        keeping=dict(keeping or {}),
+    )
+
+
+async def open_event_log(
+    job: JobConfig,
+    options: Mapping[str, Any],
+    planner: dict[str, Any],
+    term: int,
+    record: RunRecord,
+    store: RunStore,
+    supervisor: Supervisor,
+) -> EventLogWriter:
+    """Have the record learn from the logs of earlier terms, and begin this one's.
+
+    Args:
+        options: of the coordinator; ``launch`` tells which of its terms belong to one launch.
+        planner: what a replay needs to build the planner again.
+        supervisor: hears of a log that cannot be read; the term begins all the same.
+    """
+    folder, launch = Path(options["event_folder"]), options.get("launch", "")
+    earlier = partial(files.read_memory, folder, store.newest_record, forget=term == 1)
+    try:
+        memo, lines = await asyncio.get_running_loop().run_in_executor(store.executor, earlier)
+        record.recall(memo, lines, launch)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        supervisor.failed("what earlier terms knew", error)
+    header = header_line(job, planner, launch=launch, offset_s=time.time() - time.monotonic())
+    return EventLogWriter(folder, term, header, record.memo, record.note)

@@ -1,0 +1,138 @@
+"""Rights on storage, tried one by one on an object of the command's own; nothing of it is left."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.service import StorageConfig
+from picotron_ray.errors import AlreadyExistsError, StorageError
+from picotron_ray.runtime.doctor.finding import Finding, timed
+from picotron_ray.runtime.doctor.judgement import judge_store_clock
+
+RETRY_S = 10.0  # an outage is waited out for so long only
+CALL_S = 20.0
+RIGHT_S = 30.0  # longest that one right may take, also where a delete hangs, which has no deadline itself
+
+
+def impatient(config: StorageConfig) -> StorageConfig:
+    """The storage of a config, with short waits."""
+    return config.model_copy(update={"retry_deadline_s": RETRY_S, "call_timeout_s": CALL_S})
+
+
+def judge_storage(config: StorageConfig) -> Iterator[Finding]:
+    """Try every right that a run needs on its storage, under a name of its own."""
+    run = f"doctor-{uuid.uuid4().hex[:8]}"
+    with tidied(config, run):
+        try:
+            storage = timed(RIGHT_S, open_storage, impatient(config), run)
+        except (StorageError, TimeoutError) as error:
+            yield Finding("storage write", "failed", str(error) or "it cannot be opened", _MENDS["write"])
+            return
+        yield from _rights(storage)
+
+
+_MENDS = {
+    "write": "check storage.url, its credentials and their right to put objects (s3:PutObject)",
+    "read": "grant the right to get and list objects (s3:GetObject, s3:ListBucket)",
+    "conditional put": "use a storage that honours If-None-Match: two coordinators could both commit",
+    "delete": "grant the right to delete objects (s3:DeleteObject): garbage would never go",
+}
+
+
+def _rights(storage: Storage) -> Iterator[Finding]:
+    key = f"probe/{uuid.uuid4().hex}"
+    tries: dict[str, Callable[[Storage, str], str]] = {
+        "write": _write,
+        "read": _read,
+        "conditional put": _conditional_put,
+        "delete": _delete,
+    }
+    written = True
+    for right, work in tries.items():
+        check = f"storage {right}"
+        if not written:
+            yield Finding(check, "skipped", "nothing could be written")
+            continue
+        try:
+            problem = timed(RIGHT_S, work, storage, key)
+        except TimeoutError:
+            problem = f"{storage.where} gave no answer for {RIGHT_S:g} s"
+        except StorageError as error:
+            problem = str(error)
+        if problem and right == "delete":
+            problem += f"; left behind: {key}"
+        written = written and not (right == "write" and problem)
+        mend = _MENDS[right] if problem else ""
+        yield Finding(check, "failed" if problem else "ok", problem or storage.where, mend)
+        if right == "read" and not problem:
+            yield from _clock(storage, key)
+
+
+def _write(storage: Storage, key: str) -> str:
+    storage.put_if_absent(key, _DATA)
+    return ""
+
+
+_DATA = b"picotron-ray doctor"
+
+
+def _read(storage: Storage, key: str) -> str:
+    if storage.get(key) != _DATA or storage.size(key) != len(_DATA):
+        return "an object just written does not read back"
+    if [found.key for found in storage.list(key)] != [key]:
+        return "an object just written is not listed"
+    return ""
+
+
+def _conditional_put(storage: Storage, key: str) -> str:
+    try:
+        storage.put_if_absent(key, b"other bytes")
+    except AlreadyExistsError:
+        return ""
+    return "a second conditional put of one key was taken"
+
+
+def _delete(storage: Storage, key: str) -> str:
+    storage.delete(key)
+    return "" if storage.size(key) is None else "a deleted object is still there"
+
+
+def _clock(storage: Storage, key: str) -> Iterator[Finding]:
+    """Compare clocks by the time of last write, which an object of seconds ago has."""
+    try:
+        (found,) = timed(RIGHT_S, lambda: list(storage.list(key)))
+    except (StorageError, TimeoutError, ValueError) as error:
+        yield Finding("storage clock", "skipped", f"not told: {error}")
+    else:
+        yield judge_store_clock(found.mtime_s - time.time())
+
+
+@contextlib.contextmanager
+def tidied(config: StorageConfig, run: str) -> Iterator[None]:
+    """Remove all objects of ``run`` in the end, and the folders that they made."""
+    url = config.url.removeprefix("file://")
+    root = None if "://" in url else Path(url).expanduser().absolute()
+    new = [] if root is None else [path for path in (root, *root.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        if root is None:
+            with contextlib.suppress(StorageError, TimeoutError):  # the findings tell of it
+                timed(RIGHT_S, _empty, open_storage(impatient(config), run))
+        else:
+            shutil.rmtree(root / run, ignore_errors=True)
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                for path in new:
+                    path.rmdir()
+
+
+def _empty(storage: Storage) -> None:
+    for found in list(storage.list("")):
+        storage.delete(found.key)

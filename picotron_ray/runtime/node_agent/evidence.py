@@ -1,0 +1,121 @@
+"""Evidence of why workers of a node hang, asked of them before one is killed; bounded in size and time.
+
+A worker that does not answer in ``ANSWER_S`` is told of by what the kernel knows: whether it is stopped, or
+where it sleeps. It is killed all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from picotron_ray.runtime.heartbeat import PageView, process_alive
+from picotron_ray.runtime.worker.testimony import ASK, COLLECTIVES, SIGNAL, STACKS
+
+ANSWER_S = 0.5
+SETTLED_S = 0.03
+"""A file that has not grown for so long is complete."""
+POLL_S = 0.005
+MOST_BYTES = 64 << 10
+"""Of one worker's stacks, and of its collectives."""
+STOPPED = "TtZX"
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One worker that was asked.
+
+    Fields:
+        before: length of its stacks' file by then.
+        grew_s: when that was last seen to grow.
+    """
+
+    page: PageView
+    stacks: Path
+    collectives: Path
+    state: str
+    before: int = 0
+    length: int = 0
+    grew_s: float = 0.0
+
+    def complete(self, now_s: float) -> bool:
+        if self.state in STOPPED or not self.stacks.exists():
+            return True
+        length = self.stacks.stat().st_size
+        if length != self.length:
+            self.length, self.grew_s = length, now_s
+        return self.length > self.before and now_s - self.grew_s >= SETTLED_S and self.collectives.exists()
+
+
+def ask_workers(
+    folder: Path, pages: Sequence[PageView], now_s: float, most_bytes: int = MOST_BYTES
+) -> list[dict[str, Any]]:
+    """Ask these workers where they are; returns an entry for each, within about ``ANSWER_S`` seconds.
+
+    Args:
+        now_s: of the node's monotonic clock.
+        most_bytes: of each one's stacks, and of its collectives.
+    """
+    asked = [_ask(folder, page) for page in pages]
+    until = time.monotonic() + ANSWER_S
+    while not all(each.complete(time.monotonic()) for each in asked) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return [_entry(each, now_s, most_bytes) for each in asked]
+
+
+def _ask(folder: Path, page: PageView) -> _Asked:
+    found = _Asked(
+        page, folder / (page.worker + STACKS), folder / (page.worker + COLLECTIVES), _state(page.pid)
+    )
+    if found.state in STOPPED or not found.stacks.exists():  # the signal would be its end
+        return found
+    found.before = found.length = found.stacks.stat().st_size
+    found.collectives.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it ends meanwhile
+        pipe = os.open(folder / (page.worker + ASK), os.O_WRONLY | os.O_NONBLOCK)
+        os.write(pipe, b"?")
+        os.close(pipe)
+    if process_alive(page.pid, page.start_ticks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(page.pid, SIGNAL)
+    return found
+
+
+def _entry(asked: _Asked, now_s: float, most_bytes: int) -> dict[str, Any]:
+    page = asked.page
+    stacks = _read(asked.stacks, asked.before, most_bytes)
+    with contextlib.suppress(OSError):  # it appends: the file begins anew
+        os.truncate(asked.stacks, 0)
+    return {
+        "worker": page.worker,
+        "rank": page.rank,
+        "phase": page.phase,
+        "for_s": round(now_s - page.phase_since_s, 3),
+        "step": page.step,
+        "state": asked.state,
+        "sleeps_in": _read(Path(f"/proc/{page.pid}/wchan"), 0, 100),
+        "stacks": stacks or f"no answer in {ANSWER_S:g} s",
+        "collectives": _read(asked.collectives, 0, most_bytes),
+    }
+
+
+def _state(pid: int) -> str:
+    """State of a process as the kernel's letter: R runs, S sleeps, D waits for a disk, T is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def _read(path: Path, start: int, most_bytes: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(most_bytes).decode(errors="replace")
+    except OSError:
+        return ""

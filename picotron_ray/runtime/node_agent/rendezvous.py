@@ -1,0 +1,130 @@
+"""Rendezvous store of a node, found again by every process of the node's agent.
+
+The server is a process of its own session, below the node's Ray rather than below the agent
+(`comm.rendezvous_store`). It writes its address into the node's folder, and lives as long as that file: an
+agent that Ray restarts takes it over with all its clients, and the next generation finds it listening. The
+record names the actor that it belongs to. Another run's keys must never be met under the prefixes of this
+one, so a server of another actor is ended and replaced. One that does not answer any more is replaced when a
+generation asks for its address, never while one may still use it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from picotron_ray.comm.rendezvous_store import read_record
+from picotron_ray.errors import PicotronError
+from picotron_ray.runtime.heartbeat import process_alive
+
+log = logging.getLogger(__name__)
+RECORD = "rendezvous.json"
+POLL_S = 0.02
+START_TIMEOUT_S = 40.0
+FROZEN_S = 10.0
+"""Age of the record from which on its server counts as frozen: it touches the record five times a second."""
+GRACE_S = 1.0
+"""Time for a server to touch it after the whole node was stopped and goes on."""
+
+
+class RendezvousServer:
+    """Server of one node, for its agent; any thread may call it."""
+
+    def __init__(self, folder: Path, host: str, owner: str, ray_pid: int) -> None:
+        """
+        Args:
+            folder: the node's; it holds the record.
+            host: address that clients connect to.
+            owner: identity of the agent's actor, the same in all its processes.
+            ray_pid: process of the node's Ray, with which the server ends.
+        """
+        self._path, self._host, self._owner, self._ray_pid = folder / RECORD, host, owner, ray_pid
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.replaced = 0
+        """How many servers were found frozen, or did not start."""
+
+    def start(self) -> None:
+        """Begin to start a server where none lives; it takes seconds to listen."""
+        with self._lock:
+            self._start()
+
+    def address(self) -> tuple[str, int]:
+        """Return the (host, port) of the living server, or of a new one once it listens.
+
+        Raises:
+            PicotronError: it ended before it listened, or took too long.
+        """
+        with self._lock:
+            if self._is_frozen():
+                log.warning("the rendezvous store at %s is frozen: it is replaced", self._host)
+                self._replace()
+            self._start()
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while (record := self._living()) is None:
+                if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
+                    self._replace()
+                    raise PicotronError(
+                        f"the rendezvous store at {self._host} did not start; the node's log says why"
+                    )
+                time.sleep(POLL_S)
+            return record["host"], record["port"]
+
+    def _is_frozen(self) -> bool:
+        """Whether a living server has not answered itself for too long."""
+        deadline = time.monotonic() + GRACE_S
+        while self._living() is not None and self._age_s() > FROZEN_S:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def _age_s(self) -> float:
+        try:
+            return time.time() - self._path.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def _replace(self) -> None:
+        self.replaced += 1
+        self._kill(read_record(self._path))
+
+    def stop(self) -> None:
+        """End the server of this agent, if there is one."""
+        with self._lock:
+            record = read_record(self._path)
+            self._kill(None if record is None or record["owner"] != self._owner else record)
+
+    def _start(self) -> None:
+        if self._living() is not None or (self._process is not None and self._process.poll() is None):
+            return
+        self._kill(read_record(self._path))
+        command = [sys.executable, "-m", "picotron_ray.comm.rendezvous_store"]
+        command += ["--parent-pid", str(self._ray_pid), "--host", self._host]
+        command += ["--record", str(self._path), "--owner", self._owner]
+        # a session of its own: whatever ends the agent and all of its group does not end the server
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+
+    def _living(self) -> dict[str, Any] | None:
+        """The record of a server of this agent that lives."""
+        record = read_record(self._path)
+        if record is None or record["owner"] != self._owner:
+            return None
+        return record if process_alive(record["pid"], record["start_ticks"]) else None
+
+    def _kill(self, record: dict[str, Any] | None) -> None:
+        if record is not None:
+            self._path.unlink(missing_ok=True)
+            if process_alive(record["pid"], record["start_ticks"]):
+                os.kill(record["pid"], signal.SIGKILL)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

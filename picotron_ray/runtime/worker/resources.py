@@ -1,0 +1,40 @@
+"""Resources of a worker that outlive its generations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.data.dataset import DataSplits
+from picotron_ray.runtime.heartbeat import Page
+from picotron_ray.runtime.worker.remote_slots import Find
+from picotron_ray.train.precision.gradient_variability import GradientVariability
+
+
+@dataclass(slots=True)
+class WorkerResources:
+    """Resources that a worker keeps between generations."""
+
+    job: JobConfig
+    worker: str
+    node: str
+    folder: Path
+    device: torch.device
+    data: DataSplits
+    page: Page
+    storage: Callable[[], Storage]
+    find_service: Find  # the shard service of another node
+    slot_bytes: int = 0  # of a slot, as launch has planned it, a node's loss included
+    ledger: Path | None = None  # folder for lines of the ledger that slots do not carry any more
+    pool: SlotPool | None = None  # made by the first generation, which knows how large the state is
+    variability: GradientVariability = field(
+        default_factory=GradientVariability
+    )  # of the parts' gradients, so far
+    stepped: frozenset[str] = frozenset()  # members of the last generation that took a step
+    limited: bool = False  # its memory, from the first generation's first step on

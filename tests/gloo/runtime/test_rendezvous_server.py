@@ -1,0 +1,85 @@
+"""A node's rendezvous store outlives the agent that started it, and no longer than the node's folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from picotron_ray.comm.rendezvous_store import read_record
+from picotron_ray.errors import PicotronError
+from picotron_ray.runtime.heartbeat import process_alive
+from picotron_ray.runtime.node_agent import rendezvous
+from picotron_ray.runtime.node_agent.rendezvous import RECORD, RendezvousServer
+
+
+def ends(path: Path, record: dict[str, int]) -> bool:
+    """Whether the server of a record ends within seconds."""
+    deadline = time.monotonic() + 10
+    while process_alive(record["pid"], record["start_ticks"]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not process_alive(record["pid"], record["start_ticks"])
+
+
+def test_an_agent_that_is_started_again_finds_its_store_and_another_actor_gets_its_own(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / RECORD
+    first = RendezvousServer(tmp_path, "127.0.0.1", "actor", os.getpid())
+    address = first.address()
+    assert first.address() == address
+    second = RendezvousServer(tmp_path, "127.0.0.1", "actor", os.getpid())
+    second.start()
+    assert (second.address(), second._process) == (address, None), "no other was started"
+
+    ours = read_record(path)
+    assert ours is not None
+    other = RendezvousServer(tmp_path, "127.0.0.1", "another actor", os.getpid())
+    other.address()
+    theirs = read_record(path)
+    assert theirs is not None
+    assert theirs["pid"] != ours["pid"], "prefixes of another run must not meet these keys"
+    assert ends(path, ours)
+    first.stop()
+    assert read_record(path) == theirs, "not its own any more"
+
+    shutil.rmtree(tmp_path)
+    assert ends(path, theirs)
+    other.stop()
+    third = RendezvousServer(tmp_path, "127.0.0.1", "actor", os.getpid())
+    third.stop()  # there is none
+
+
+def test_a_store_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.sys, "executable", "/bin/false")
+    server = RendezvousServer(tmp_path, "127.0.0.1", "actor", os.getpid())
+    with pytest.raises(PicotronError, match="did not start"):
+        server.address()
+    assert server.replaced == 1
+
+
+def test_a_frozen_store_is_replaced_when_its_address_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = RendezvousServer(tmp_path, "127.0.0.1", "actor", os.getpid())
+    try:
+        server.address()
+        frozen = read_record(tmp_path / RECORD)
+        assert frozen is not None
+        os.kill(frozen["pid"], signal.SIGSTOP)
+        os.utime(tmp_path / RECORD, (0, 0))
+        server.start()
+        assert read_record(tmp_path / RECORD) == frozen, "a generation may use it"
+        monkeypatch.setattr(rendezvous, "GRACE_S", 0.2)
+        address = server.address()
+        assert server.replaced == 1
+        assert ends(tmp_path / RECORD, frozen)
+        os.utime(tmp_path / RECORD, (0, 0))
+        monkeypatch.setattr(rendezvous, "GRACE_S", 20.0)
+        assert server.address() == address, "the node was stopped, and goes on"
+    finally:
+        server.stop()

@@ -1,0 +1,108 @@
+"""The search prunes before it enumerates, and still finds what an exhaustive one does."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from picotron_ray.config.load import load_job, parse_job
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import LayoutError
+from picotron_ray.planner.best_first import BestFirst, kind_of
+from picotron_ray.planner.candidates import candidates
+from picotron_ray.planner.cost import step_cost
+from picotron_ray.planner.device_profile import GPU, DeviceProfile, profile_of
+from picotron_ray.planner.memory import budget_bytes, memory_estimate
+from picotron_ray.planner.recompute_search import cheapest_recompute
+from picotron_ray.planner.search import choose_layout
+
+H100 = profile_of("cuda", 81559 * 2**20)
+
+
+def search(job: JobConfig, workers: int, profile: DeviceProfile = H100) -> BestFirst:
+    sizes = (8,) * (workers // 8) or (workers,)
+    found = BestFirst(job, profile, sizes, budget_bytes(job, profile.memory_bytes))
+    found.run(workers)
+    return found
+
+
+def exhaustive(job: JobConfig, workers: int, sizes: tuple[int, ...], profile: DeviceProfile) -> list[Any]:
+    """The cheapest of every kind, of all candidates."""
+    budget = budget_bytes(job, profile.memory_bytes)
+    best: dict[Any, Any] = {}
+    for candidate in candidates(job, workers):
+        layout = cheapest_recompute(job, candidate, budget, profile, sizes)
+        if layout is not None:
+            choice = (step_cost(job, layout, profile, sizes).total_s, layout)
+            best[kind_of(layout)] = min(choice, best.get(kind_of(layout), choice))
+    return sorted(best.values())
+
+
+def test_one_in_thirty_candidates_of_8b_on_64_cards_is_costed() -> None:
+    job = load_job("llama-3-8b", ["data.path=/corpus", "cluster.max_workers=64"])
+    found = search(job, 64)
+    everything = sum(1 for _ in candidates(job, 64))
+    assert found.found
+    assert 30 * found.costed < everything
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+def test_one_in_thirty_candidates_of_70b_on_256_cards_is_costed() -> None:
+    job = load_job("llama-3-70b", ["data.path=/corpus", "cluster.max_workers=256"])
+    began = time.process_time()
+    found = search(job, 256)
+    spent_s = time.process_time() - began
+    everything = sum(1 for _ in candidates(job, 256))
+    print(f"70B on 256: {found.costed} of {everything} candidates costed, {spent_s:.1f} s of CPU")
+    assert 30 * found.costed < everything
+    assert spent_s < 15
+
+
+@given(
+    workers=st.integers(1, 8),
+    batch=st.integers(1, 24),
+    layers=st.integers(1, 6),
+    experts=st.sampled_from([0, 4]),
+    tight=st.sampled_from([1.0, 0.5, 0.25, 0.1]),
+    nodes=st.booleans(),
+)
+@settings(max_examples=30, deadline=None)
+def test_the_two_best_are_those_of_an_exhaustive_search(
+    workers: int, batch: int, layers: int, experts: int, tight: float, nodes: bool
+) -> None:
+    moe = {"moe": {"experts": experts, "intermediate_size": 64}} if experts else {}
+    tree = {"model": {"layers": layers, **moe}, "data": {"global_batch": batch}, "layout": {"ep": "auto"}}
+    job = parse_job(tree)
+    whole = memory_estimate(job, next(candidates(job, 1))).total_bytes
+    profile = DeviceProfile(5e9, tight * whole, 1e9, 1e-4, node_link_bytes_s=1e8, kernel_s=1e-4)
+    sizes = (workers - workers // 2, workers // 2) if nodes and workers > 1 else ()
+    expected = exhaustive(job, workers, sizes, profile)[:2]
+    found = BestFirst(job, profile, sizes, budget_bytes(job, profile.memory_bytes))
+    found.run(workers)
+    assert [cost for cost, _ in found.found] == pytest.approx([cost for cost, _ in expected])
+    assert [layout for _, layout in found.found] == [layout for _, layout in expected]
+
+
+def test_the_runner_up_is_named_with_what_it_lost_by() -> None:
+    planned = choose_layout(parse_job({"data": {"global_batch": 8}}), 4)
+    name, _, why = planned.runner_up.partition(": ")
+    assert name != str(planned.layout)
+    assert " more per step, by " in why or why == "as cheap, later in the order of layouts"
+    alone = choose_layout(parse_job({"layout": {"dp": 1, "tp": 1, "pp": 1, "zero": 0}}), 1)
+    assert alone.runner_up == ""
+
+
+def test_a_limit_below_the_devices_memory_is_kept() -> None:
+    job = load_job("llama-3-8b", ["data.path=/corpus", "cluster.max_workers=8"])
+    free = choose_layout(job, 8, GPU)
+    need = memory_estimate(job, free.layout).total_bytes
+    less = choose_layout(job, 8, GPU, limit_bytes=0.9 * need)
+    assert memory_estimate(job, less.layout).total_bytes <= 0.9 * need
+    assert less.cost_s >= free.cost_s
+    with pytest.raises(LayoutError, match="below layouts that ran out of memory"):
+        choose_layout(job, 8, GPU, limit_bytes=1e9)

@@ -1,0 +1,217 @@
+"""The event log: written beside the decisions, bounded, torn lines skipped, and a week of it read at once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.replay import event_line, header_line, seal, unseal
+from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.coordinator.event_log import files, writer
+from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
+from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
+from picotron_ray.runtime.coordinator.run_record import RunRecord
+from tests.support.runs.coordinator_world import job
+
+HEADER = header_line(job(), {"device": "cpu"}, launch="l", offset_s=0.0)
+EXIT = m.WorkerExited("w1", "x" * 200)
+
+
+class Disk:
+    """``os`` with a disk that takes ``room`` more bytes."""
+
+    def __init__(self) -> None:
+        self.room = 1 << 60
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, file: int, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = os.write(file, data[: self.room])
+        self.room -= written
+        return written
+
+
+class Logs:
+    """Logs in a folder, and what their writers tell."""
+
+    def __init__(self, folder: Path, disk: Disk) -> None:
+        self.folder, self.disk, self.told, self.line = folder, disk, [], 0
+        self.open: list[EventLogWriter] = []
+
+    def log(self, term: int = 1) -> EventLogWriter:
+        def memo() -> dict[str, Any]:
+            return {"term": term, "line": self.line}
+
+        made = EventLogWriter(
+            self.folder, term, HEADER, memo, lambda level, kind, text: self.told.append((level, text))
+        )
+        self.open.append(made)
+        return made
+
+    def add(self, log: EventLogWriter, count: int) -> None:
+        for _ in range(count):
+            self.line = log.next_line
+            log.add(float(self.line), 0.0, EXIT, [])
+
+    def read(self, record: Any = None) -> list[tuple[int, int]]:
+        return [(line.term, line.data["i"]) for line in files.lines_since(self.folder, record)]
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Logs]:
+    disk = Disk()
+    monkeypatch.setattr(writer, "os", disk)
+    monkeypatch.setattr(writer, "RETRY_S", 0.01)
+    made = Logs(tmp_path, disk)
+    yield made
+    for log in made.open:
+        log.close()
+
+
+def until(true: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_full_disk_delays_no_decision_and_loses_no_line_that_waits(logs: Logs) -> None:
+    log = logs.log()
+    logs.add(log, 3)
+    until(lambda: len(logs.read()) == 3)
+    logs.disk.room = 100  # in the midst of a line
+    logs.add(log, 50)
+    until(lambda: logs.told)
+    assert [len(logs.read()), logs.told[0][0]] == [3, "warning"]
+    assert "No space left" in logs.told[0][1] or "only a part" in logs.told[0][1]
+    logs.disk.room = 1 << 60
+    until(lambda: len(logs.told) == 2)
+    assert logs.told[1] == ("info", "the event log is written again")
+    log.close()
+    assert logs.read() == [(1, i) for i in range(1, 54)]
+
+
+def test_what_waits_for_a_disk_is_bounded_and_what_is_missing_counted(
+    logs: Logs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MOST_WAITING", 10)
+    logs.disk.room = 0
+    log = logs.log()
+    logs.add(log, 5)
+    until(lambda: logs.told)
+    logs.add(log, 100)
+    logs.disk.room = 1 << 60
+    until(lambda: len(logs.told) == 2)
+    log.close()
+    written = len(logs.read())
+    assert 10 <= written <= 12
+    assert logs.told[1][1].endswith(f"; {105 - written} events are missing from it")
+
+
+def test_a_log_never_has_more_than_two_parts(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PART_BYTES", 20_000)
+    monkeypatch.setattr(files, "RUN_BYTES", 40_000)
+    for term in (1, 2):
+        log = logs.log(term)
+        logs.add(log, 500)
+        log.close()
+    names = [path.name for path in files.log_files(logs.folder)]
+    assert all(name.startswith("events-2-") for name in names)
+    assert sum(path.stat().st_size for path in files.log_files(logs.folder)) <= 40_000
+    for path in files.log_files(logs.folder):
+        assert json.loads(unseal(path.read_text().splitlines()[0]) or "")["launch"] == "l"
+    assert logs.read()[-1] == (2, 500)
+
+
+def test_a_restart_reads_the_record_and_the_lines_since(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "RECORD_LINES", 100)
+    log = logs.log()
+    logs.add(log, 100)
+    until(lambda: files.read_record(logs.folder) is not None)
+    logs.add(log, 7)
+    until(lambda: len(logs.read()) == 107)
+    monkeypatch.setattr(files, "read_record", lambda _, read=files.read_record: read(logs.folder))
+    record, lines = files.read_memory(logs.folder, lambda: None)
+    assert record is not None
+    assert record["line"] >= 100
+    assert [line.data["i"] for line in lines] == list(range(record["line"] + 1, 108))
+    later = logs.log(2)
+    logs.add(later, 2)
+    later.close()
+    assert logs.read({**record, "file": "gone"})[-3:] == [(1, 107), (2, 1), (2, 2)]
+
+
+def test_torn_lines_are_skipped(tmp_path: Path) -> None:
+    lines = [seal(event_line(float(i), EXIT, [], i=i)) for i in range(1, 5)]
+    lines[1] = lines[1][:40]
+    lines[2] = "{" + lines[2]
+    files.log_file(tmp_path, 3, 0).write_text("\n".join([seal(HEADER), *lines]))
+    (files.log_file(tmp_path, 1, 0)).write_text(
+        '{"job": 1}\n' + event_line(9.0, EXIT, []) + '\n{"now": 1, "eve'
+    )
+    found = list(files.lines_since(tmp_path, None))
+    assert [(line.term, line.data["now"]) for line in found] == [(1, 9.0), (3, 1.0), (3, 4.0)]
+    assert found[-1].head["launch"] == "l"
+
+
+def test_a_torn_record_counts_as_none(tmp_path: Path) -> None:
+    assert files.read_record(tmp_path) is None
+    files.write_record(tmp_path, {"term": 1, "line": 4})
+    assert (tmp_path / files.RECORD).stat().st_mode & 0o777 == 0o600
+    assert files.read_record(tmp_path) == {"term": 1, "line": 4}
+    path = tmp_path / files.RECORD
+    path.write_bytes(path.read_bytes()[:-1])
+    assert files.read_record(tmp_path) is None
+
+
+def test_another_head_begins_with_what_storage_has(tmp_path: Path) -> None:
+    stored = files.encode_record({"term": 4, "line": 9})
+    assert files.read_memory(tmp_path, lambda: stored) == ({"term": 4, "line": 9}, [])
+    files.log_file(tmp_path, 5, 0).write_text(seal(HEADER) + "\n" + seal(event_line(1.0, EXIT, [], i=1)))
+    record, lines = files.read_memory(tmp_path, lambda: stored)
+    assert (record, len(lines)) == (None, 1), "this machine knows more"
+
+
+def test_a_week_of_events_is_read_in_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit a minute, as 8 nodes see it, and the record as it was before the last 1,000 lines."""
+    spec = m.GenerationSpec(m.GenerationId(1, 1), (m.Member("a", "n"),), Layout(), m.Source("init"), "test")
+    record = RunRecord(job())
+    record.begin(1, {})
+    record.observe(m.Tick(), [m.RunGeneration(spec)], 0.0)
+    for step in range(10_080):
+        record.observe(m.Appended("commit", spec.id, step, step), [], float(step))
+        record.note("info", "commit", f"step {step} committed")
+    path, offset = files.log_file(tmp_path, 1, 0), files.PART_BYTES - 1_000_000
+    with path.open("wb") as file:
+        file.write(f"{seal(HEADER)}\n".encode())
+        file.seek(offset)  # what is before is not read
+        for i in range(1, 1001):
+            line = event_line(float(i), m.Uploaded("n" * 56, spec.id, i), [], i=99_000 + i)
+            file.write(f"{seal(line)}\n".encode())
+    files.write_record(tmp_path, {**record.memo(), "line": 99_000, "file": path.name, "offset": offset})
+    later = RunRecord(job())
+    began = time.process_time()
+    memo, since = files.read_memory(tmp_path, lambda: None)
+    later.recall(memo, since)
+    taken_s = time.process_time() - began
+    assert len(since) == 1000
+    assert later.status(0)["committed"] == 10_079
+    assert taken_s < 1.0, "on a busy machine it takes twice as long"
+
+
+def test_lines_have_their_headers(tmp_path: Path) -> None:
+    files.log_file(tmp_path, 1, 0).write_text(seal(HEADER) + "\n" + seal(event_line(1.0, EXIT, [], i=1)))
+    (line,) = files.lines_since(tmp_path, None)
+    assert isinstance(line, LoggedLine)
+    assert line.head["offset_s"] == 0.0

@@ -1,0 +1,89 @@
+"""Evidence of a hang at the coordinator: taken once, before anybody leaves, kept, and never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.coordinator.messages import GenerationId
+from picotron_ray.errors import StorageUnavailableError
+from picotron_ray.runtime.coordinator import evidence
+from picotron_ray.runtime.coordinator.evidence import Evidence
+
+ONE, TWO = GenerationId(1, 1), GenerationId(1, 2)
+
+
+class Cluster:
+    """Answers of agents, and what was kept of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.asked: list[tuple[GenerationId, int, int]] = []
+        self.kept: list[tuple[str, str]] = []
+        self.storage: Storage = LocalStorage(str(folder / "runs"), "r")
+        self.folder = folder
+        self.evidence = Evidence(self.ask, lambda: self.storage, lambda *found: self.kept.append(found))
+        self.evidence.begin(3, folder)
+
+    async def ask(self, generation: GenerationId, most: int, term: int) -> list[dict[str, Any]]:
+        self.asked.append((generation, most, term))
+        await asyncio.sleep(0.01)
+        return [{"node": "a", "worker": "w0", "stacks": "in forward"}, {"node": "b", "problem": "no answer"}]
+
+    def run(self, *calls: Any) -> None:
+        async def all_of_them() -> None:
+            await asyncio.gather(*(call() for call in calls))
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+        asyncio.run(all_of_them())
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def test_stacks_are_kept_here_and_in_storage_under_one_name(cluster: Cluster) -> None:
+    stalls = [lambda: cluster.evidence.before(ONE, 2048, "w0 in forward")] * 3
+    cluster.run(*stalls)
+    assert cluster.asked == [(ONE, (16 << 20) // 2048, 3)], "once, however many stalls are reported"
+    name = "evidence/1-1-3.1.json"
+    assert cluster.kept == [(name, "1.1")]
+    found = json.loads((cluster.folder / name).read_text())
+    assert found == json.loads(cluster.storage.get(name))
+    assert (found["generation"], found["why"], len(found["ranks"])) == ("1.1", "w0 in forward", 2)
+    again = Cluster(cluster.folder)
+    assert again.kept == [(name, "1.1")], "a restarted coordinator knows of it"
+
+
+def test_one_worker_may_say_at_most_64_kib(cluster: Cluster) -> None:
+    cluster.run(lambda: cluster.evidence.before(TWO, 2, "x"))
+    assert cluster.asked[0][1] == 64 << 10
+
+
+def test_an_outage_of_storage_or_a_full_disk_keeps_no_hang_from_being_ended(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    def down(*words: Any) -> None:
+        raise StorageUnavailableError("down")
+
+    cluster.storage.put = down  # type: ignore[method-assign]
+    (cluster.folder / "evidence").write_text("in the way")
+    cluster.run(lambda: cluster.evidence.before(ONE, 2, "x"))
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert len(cluster.kept) == 1
+
+
+def test_evidence_is_bounded(cluster: Cluster) -> None:
+    async def add() -> None:
+        cluster.evidence.add(ONE, [], "nothing")
+        for _ in range(evidence.MOST_KEPT + 5):
+            cluster.evidence.add(ONE, [{"worker": "w0"}], "killed")
+
+    cluster.run(add)
+    assert len(cluster.kept) == len(list((cluster.folder / "evidence").iterdir())) == evidence.MOST_KEPT

@@ -19,7 +19,9 @@ from picotron_ray.runtime.worker.testimony import ASK, COLLECTIVES, SIGNAL, STAC
 
 ANSWER_S = 0.5
 SETTLED_S = 0.03
-"""A file that has not grown for so long is complete."""
+"""A file that tells of the thread that writes it, and has not grown for so long, is complete."""
+WRITER = b"Current thread 0x"
+"""How `faulthandler` begins the stack of the thread that got the signal: the main one, told last."""
 POLL_S = 0.005
 MOST_BYTES = 64 << 10
 """Of one worker's stacks, and of its collectives."""
@@ -49,7 +51,10 @@ class _Asked:
         length = self.stacks.stat().st_size
         if length != self.length:
             self.length, self.grew_s = length, now_s
-        return self.length > self.before and now_s - self.grew_s >= SETTLED_S and self.collectives.exists()
+        if self.length <= self.before or now_s - self.grew_s < SETTLED_S or not self.collectives.exists():
+            return False
+        told = self.stacks.read_bytes()[self.before :]
+        return WRITER in told and told.endswith(b"\n")
 
 
 def ask_workers(

@@ -109,9 +109,15 @@ def lost_samples(rows: Mapping[int, Sequence[Rows]], horizon: int, global_batch:
 
 
 def summary(kills: Sequence[KillFigures], step_s: float) -> dict[str, Any]:
-    """Sum up: medians of all figures, the measured time of an undisturbed step, and every run."""
+    """Sum up: medians of all figures, quartiles of the total, the time of an undisturbed step, every run."""
     medians = {name: statistics.median(getattr(kill, name) for kill in kills) for name in FIGURES}
-    return {**medians, "step_s": step_s, "runs": [asdict(kill) for kill in kills]}
+    low, _, high = quartiles([kill.total_s for kill in kills])
+    return {
+        **medians,
+        "total_quartiles_s": [low, high],
+        "step_s": step_s,
+        "runs": [asdict(kill) for kill in kills],
+    }
 
 
 def recovery_ratios(ours: Mapping[str, Any], ray_train: Mapping[str, Any] | None) -> dict[str, float | None]:

@@ -163,7 +163,8 @@ def test_summary_and_ratios() -> None:
     kills = [KillFigures(0.1, 0.1, 0.1, total, total / 2, 0, 0, 7) for total in (1.0, 3.0, 2.0)]
     ours = summary(kills, 0.02)
     keys = {"detect_s", "rebuild_s", "restore_s", "total_s", "total_without_replay_s"}
-    assert set(ours) == keys | {"lost_steps", "lost_samples", "step_s", "runs"}
+    assert set(ours) == keys | {"lost_steps", "lost_samples", "total_quartiles_s", "step_s", "runs"}
+    assert ours["total_quartiles_s"] == [1.5, 2.5]
     assert (ours["total_s"], ours["total_without_replay_s"], len(ours["runs"])) == (2.0, 1.0, 3)
     theirs = {"total_s": 30.0, "total_without_replay_s": 10.0}
     assert recovery_ratios(ours, theirs) == {"ratio_total": 15.0, "ratio_total_without_replay": 10.0}
@@ -210,6 +211,10 @@ def test_report_of_recovery() -> None:
         ["lost_steps", "2.000"],
         ["lost_samples", "1.000"],
         ["step_s", "0.020"],
+        ["total_s,", "lower", "quartile", "0.750"],
+        ["total_s,", "upper", "quartile", "0.750"],
+        ["total_s", "of", "every", "kill"],
+        ["ours", "0.750", "0.750", "0.750"],
         ["3", "kills", "each,", "4", "workers", "on", "2", "cores", "of", "Z80,", "1.0", "GiB"],
     ]
     beside = recovery_lines({**found, "ray_train": ray_train, **recovery_ratios(ours, ray_train)})
@@ -217,6 +222,13 @@ def test_report_of_recovery() -> None:
     assert beside[4] == f"{'total_s':24}{'0.750':>12}{'7.500':>12}"
     assert beside[-2] == "Ray Train takes 10.0 times as long, without replayed steps 20.0 times"
     assert beside[-1] == alone[-1]
+    torchft = summary([KillFigures(0.1, 0.2, 0.3, total, 0.5, 2, 1, 7) for total in (1.03, 0.3, 1.05)], 0.02)
+    modes = recovery_lines({**found, "torchft": torchft, **recovery_ratios(ours, None)})
+    assert modes[-4:-1] == [
+        f"{'ours':24}  0.750  0.750  0.750",
+        f"{'torchft':24}  0.300  1.030  1.050",
+        "torchft takes 1.4 times as long, in its fastest run 0.4 times",
+    ]
 
 
 def test_report_of_throughput() -> None:

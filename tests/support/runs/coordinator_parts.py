@@ -35,8 +35,6 @@ class Calls:
             raise answer
         return answer
 
-    upload_s = 600.0
-
     async def call_agent(self, node: str, method: str, *arguments: Any, timeout_s: Any = 1.0) -> Any:
         self.seen.append((node, method, *arguments))
         return self._next(method)

@@ -32,6 +32,7 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
         "step_times": list(facts.step_times),
         "noted": dict(facts.noted),
         "plans": dict(facts.plans),
+        "strikes": plain(facts.strikes),
         "evaluations": [[step, loss] for step, loss in facts.evaluations.items()],
         "generations": [
             {"spec": plain(_without_slots(record.spec)), "end_step": record.end_step}
@@ -59,6 +60,7 @@ def read_facts(data: dict[str, Any]) -> Facts:
     facts.step_times.extend(data["step_times"])
     facts.noted = Counter(data["noted"])
     facts.plans = Counter(data.get("plans", {}))
+    facts.strikes = tuple(m.Strike(**entry) for entry in data.get("strikes", ()))
     facts.evaluations = dict(data["evaluations"])
     for entry in data["generations"]:
         spec = decode_spec(entry["spec"])

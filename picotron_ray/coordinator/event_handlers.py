@@ -169,18 +169,16 @@ def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
         silent = memory.roster.silent.get(event.node)
         if silent is None:
             return
-        lost, workers = silent
+        was, workers = silent
         back = m.NodeJoined(
-            event.node,
-            lost.capacity,
-            device_bytes=lost.device_bytes,
-            domain=lost.domain,
-            has_gpus=lost.has_gpus,
+            event.node, was.capacity, device_bytes=was.device_bytes, domain=was.domain, has_gpus=was.has_gpus
         )
         node_joined(memory, back)
         for name in workers:
             memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)
             kill(memory, name, "its node was counted as lost")
+        for (step, generation), slots in sorted(memory.away.pop(event.node, {}).items()):
+            snapshot_sealed(memory, m.SnapshotSealed(event.node, generation, step, slots))
         return
     node.last_seen, node.agent_gone_at = memory.now, None
     for name in (*event.steps, *event.others):
@@ -294,9 +292,14 @@ def _pass_over(memory: MachineMemory, worker: str, name: str) -> None:
 
 
 def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
-    if event.node not in memory.roster.nodes or event.generation not in memory.layouts:
-        return
+    """Count a pinned snapshot, or have it released if it is void; of a silent node, once that is back."""
     state = (event.step, event.generation)
+    if event.generation not in memory.layouts:
+        return
+    if event.node not in memory.roster.nodes:
+        if event.node in memory.roster.silent:
+            memory.away.setdefault(event.node, {})[state] = event.slots
+        return
     if not on_lineage(memory.spec, event.generation, event.step):
         memory.checkpoints.voided(event.node, state)
         return

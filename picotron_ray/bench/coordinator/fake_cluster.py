@@ -63,7 +63,6 @@ class FakeCluster(Cluster):
         self.began_s = 0.0  # of the generation, by the monotonic clock
         self.metrics: dict[str, dict[str, str]] = {}
         self.groups = BeatGroups(heartbeat_s)
-        self.upload_s = 60.0
         self._traits: dict[str, Any] = {}
         self._store_failures = Counter[str]()
         self.on_exit: Callable[[str, str], None] = lambda worker, cause: None  # the agents' report

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.out_of_memory import OOM
+from picotron_ray.coordinator.out_of_memory import OOM, STRUCK
 from picotron_ray.coordinator.policies.failure import DAY_S
 from picotron_ray.failures import FailureKind
 
@@ -133,6 +133,7 @@ class Facts:
     evidence: dict[str, str] = field(default_factory=dict)  # name of what was found, by generation
     plans: Counter[str] = field(default_factory=Counter)  # layouts taken: planned, default
     planned_s: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))  # seconds per search
+    strikes: tuple[m.Strike, ...] = ()  # what ran out of memory, one for each size of device
 
     def leader(self, record: GenerationRecord | None) -> dict[str, Any]:
         """Return the page of rank 0 of a generation; empty while there is none."""
@@ -253,6 +254,13 @@ def goodput(facts: Facts, wall_s: float) -> float | None:
     """Share of the run's time that its steps would have taken, undisturbed; None where it took none."""
     steps = facts.generations[-1].end_step - facts.generations[0].start_step if facts.generations else 0
     return min(1.0, steps * median_step_s(facts) / wall_s) if wall_s else None
+
+
+def strike_of(alert: m.Alert) -> tuple[m.Strike, ...]:
+    """Return the strike that an alert tells of; nothing for other alerts, and those of older logs."""
+    if alert.kind != STRUCK or "drop" not in alert.data:
+        return ()
+    return (m.Strike(**{name: value for name, value in alert.data.items() if name != "node"}),)
 
 
 def failure_ages_s(facts: Facts, now_s: float) -> tuple[float, ...]:

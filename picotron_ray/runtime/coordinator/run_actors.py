@@ -12,7 +12,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.machine import REPLY_FACTOR
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
 from picotron_ray.errors import FencedError
 from picotron_ray.runtime.coordinator.ray_calls import (
@@ -44,7 +43,6 @@ class RunActors:
         self._node_of: dict[str, str] = {}
         self._placed: dict[str, str] = {}  # ready worker: its node, where it holds resources
         self._store_failures: Counter[str] = Counter()  # by node: stores that froze, or did not start
-        self.upload_s = REPLY_FACTOR * job.storage.retry_deadline_s  # by then the machine asks again
 
     def store_home(self, spec: GenerationSpec) -> str:
         """Return the node whose rendezvous store a generation is to use.

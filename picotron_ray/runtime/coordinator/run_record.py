@@ -15,6 +15,7 @@ from typing import Any
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.data.batch import samples_of
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
@@ -33,6 +34,7 @@ from picotron_ray.runtime.coordinator.records import (
     median_step_s,
     places,
     sign_of,
+    strike_of,
 )
 
 SEQ_GAP = 1_000_000
@@ -173,6 +175,12 @@ class RunRecord:
             return failure_ages_s(self._facts, time.time() - self._began)
 
     @property
+    def strikes(self) -> tuple[m.Strike, ...]:
+        """Layouts that ran out of memory, of whichever term."""
+        with self._lock:
+            return self._facts.strikes
+
+    @property
     def stop_is_owed(self) -> bool:
         """Whether this launch was asked to stop, of whichever term, and has not ended yet."""
         with self._lock:
@@ -193,6 +201,8 @@ class RunRecord:
                     self._generation(command.spec)
                 elif isinstance(command, m.Alert) and command.kind == "failure":
                     self._judged(command.data, at_s)
+                elif isinstance(command, m.Alert):
+                    self._facts.strikes = together(self._facts.strikes, strike_of(command))
                 elif isinstance(command, m.Finish):
                     self._stop_of = None
 

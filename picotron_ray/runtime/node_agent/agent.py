@@ -171,15 +171,13 @@ class Agent:
         self._accept(term)
         self._quarantined[name] = key
 
-    def upload(
-        self, term: int, generation: tuple[int, int], step: int, slots: tuple[str, ...]
-    ) -> dict[str, Any]:
-        """Put the chunks of pinned slots into storage; returns this node's part of the manifest.
+    def upload(self, term: int, generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> None:
+        """Begin to put the chunks of pinned slots into storage; its end is reported by ``uploaded``.
 
-        Asked again for what is under way, it joins that: the first answer was lost, or takes long.
+        Asked again for what is under way, it joins that.
         """
         self._accept(term)
-        return self._uploads.upload(generation, step, slots)
+        self._uploads.begin(generation, step, slots)
 
     def release(self, term: int, generation: tuple[int, int], step: int) -> None:
         """Unpin the slots up to a committed state, and delete those that dead workers left behind.
@@ -327,6 +325,8 @@ class Agent:
             self._beats.send([asdict(page) for page in living], now)
         self._stalls.report(living, now)
         self._seal_watch.look(living, now)
+        for end in self._uploads.ended():
+            self._reports.tell(now, ("uploaded", end.step), "uploaded", self._node, end)
         self._reports.look(now)
         if heartbeat:
             bury(self._folder, living, self._newest_spec)

@@ -18,10 +18,11 @@ from picotron_ray.coordinator.replay import event_line
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator import run_record
+from picotron_ray.runtime.coordinator.beginning import begin_event
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.records import MEMBERS_KEPT
 from picotron_ray.runtime.coordinator.run_record import RunRecord
-from tests.support.runs.coordinator_world import job
+from tests.support.runs.coordinator_world import World, job
 
 BEGAN = 1_000_000.0
 
@@ -329,6 +330,26 @@ def test_a_record_comes_back_as_it_was(run: Run, monkeypatch: pytest.MonkeyPatch
     assert len(later.failures()) == 2
     (told, *_) = later.record.status(memo["seq"])["events"]
     assert told["seq"] > memo["seq"]
+
+
+def test_memory_that_ran_out_is_remembered_though_the_coordinator_dies_before_the_next_generation(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(job(data__global_batch=32, cluster__max_workers=2))
+    spec = world.run(world.answer(world.ready(world.send(m.Begin(1), m.NodeJoined("a", 2)))))
+    gone = m.Outcome(spec.members[0].worker, spec.id, FailureKind.FAILED, 5, "oom: 3 GiB")
+    commands = world.send(gone)
+    assert not any(isinstance(command, m.AppendGeneration | m.RunGeneration) for command in commands)
+    run.record.observe(gone, commands, BEGAN + 2.0)
+    memo = json.loads(json.dumps(run.record.memo()))
+    line = json.loads(event_line(2.0, gone, commands))
+    for known, lines in ((memo, []), (None, [LoggedLine(1, {"offset_s": BEGAN}, line)])):
+        later = Run(monkeypatch)
+        later.record.recall(known, lines)
+        begin = begin_event(2, (), (spec,), {}, struck=later.record.strikes)
+        again = World(world.config)
+        again.send(begin)
+        assert again.machine.memory.struck == world.machine.memory.struck != ()
 
 
 @pytest.mark.parametrize(("launch", "owed"), [("one", True), ("two", False)])

@@ -35,8 +35,6 @@ class Calls:
             raise answer
         return answer
 
-    upload_s = 600.0
-
     async def call_agent(
         self, node: str, method: str, *arguments: Any, timeout_s: Any = 1.0, patience_s: float = 0.0
     ) -> Any:

@@ -33,6 +33,7 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
         "step_times": list(facts.step_times),
         "noted": dict(facts.noted),
         "plans": dict(facts.plans),
+        "strikes": plain(facts.strikes),
         "evaluations": [[step, loss] for step, loss in facts.evaluations.items()],
         "generations": [_plain_generation(record) for record in facts.generations],
         "failures": [{**asdict(failure), "kind": failure.kind.value} for failure in facts.failures],
@@ -71,6 +72,7 @@ def read_facts(data: dict[str, Any]) -> Facts:
     facts.step_times.extend(data["step_times"])
     facts.noted = Counter(data["noted"])
     facts.plans = Counter(data.get("plans", {}))
+    facts.strikes = tuple(m.Strike(**entry) for entry in data.get("strikes", ()))
     facts.evaluations = dict(data["evaluations"])
     facts.generations = [_read_generation(entry) for entry in data["generations"]]
     for entry in data["failures"]:

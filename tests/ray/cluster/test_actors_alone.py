@@ -166,7 +166,7 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         strikes=(),
         figures=lambda node, figures: note("figures", node, len(figures)),
         attached=lambda submission: note("attached", submission),
-        status=lambda since: {"since": since, "done": since > 5},
+        status=lambda since, most_pages: {"since": since, "done": since > 5},
     )
     made._tracking = SimpleNamespace(observe=lambda event, commands: note("tracked", event))
     made._chaos = SimpleNamespace(reached=lambda step: note("reached", step))

@@ -103,6 +103,7 @@ class RunRecord:
                 if not math.isfinite(page["eval_loss"]):
                     page["eval_loss"] = None  # as JSON has no NaN
                 self._facts.pages[page["worker"]] = page
+                self._facts.baseline_loss = max(self._facts.baseline_loss or 0.0, page["baseline_loss"])
                 self._follow(page)
 
     def _follow(self, page: dict[str, Any]) -> None:
@@ -301,7 +302,7 @@ class RunRecord:
         with self._lock:
             record = self._facts.generations[-1] if self._facts.generations else None
             page = self._facts.leader(record)
-            step = page.get("step", record.spec.resume_step if record else 0)
+            step = page.get("step", record.end_step if record else 0)
             step_time = page.get("step_time_s") or 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             return {
@@ -325,7 +326,7 @@ class RunRecord:
                 "tokens_per_s": tokens / step_time if step_time else None,
                 "eval_loss": self._facts.newest_eval().get("eval_loss"),
                 "eval_step": self._facts.newest_eval().get("eval_step"),
-                "baseline_loss": self._facts.baseline(),
+                "baseline_loss": self._facts.baseline_loss,
                 "uncommitted": self._uncommitted,
                 "committed": max((entry["step"] for entry in self._facts.checkpoints), default=None),
                 "pages": dict(self._facts.pages),
@@ -358,7 +359,7 @@ class RunRecord:
                 "submissions": list(facts.submissions),
                 "steps": facts.generations[-1].end_step if facts.generations else 0,
                 "eval_loss": self._facts.newest_eval().get("eval_loss"),
-                "baseline_loss": self._facts.baseline(),
+                "baseline_loss": self._facts.baseline_loss,
                 "tokens_per_s": tokens / median if median else None,
                 "mfu": None,  # needs the device's peak rate: unknown on a CPU
                 "goodput": goodput(facts, wall),

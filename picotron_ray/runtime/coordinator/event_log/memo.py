@@ -32,6 +32,7 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
         "step_times": list(facts.step_times),
         "noted": dict(facts.noted),
         "plans": dict(facts.plans),
+        "baseline_loss": facts.baseline_loss,
         "evaluations": [[step, loss] for step, loss in facts.evaluations.items()],
         "generations": [
             {"spec": plain(_without_slots(record.spec)), "end_step": record.end_step}
@@ -60,6 +61,7 @@ def read_facts(data: dict[str, Any]) -> Facts:
     facts.noted = Counter(data["noted"])
     facts.plans = Counter(data.get("plans", {}))
     facts.evaluations = dict(data["evaluations"])
+    facts.baseline_loss = data.get("baseline_loss")
     for entry in data["generations"]:
         spec = decode_spec(entry["spec"])
         facts.generations.append(GenerationRecord(spec, entry["end_step"], involved_in(spec)))

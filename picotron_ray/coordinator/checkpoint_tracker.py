@@ -195,6 +195,11 @@ class CheckpointTracker:
         """Whether the checkpoint under way waits for slots of this node."""
         return self.pending is not None and node in self.pending.parts and node not in self.pending.done
 
+    def pinned_on(self, node: str) -> dict[StateKey, tuple[SlotInfo, ...]]:
+        """States of which a node holds pinned slots, also those that only wait for their release."""
+        held: dict[StateKey, tuple[SlotInfo, ...]] = {state: () for name, state in self.void if name == node}
+        return held | {s: sealed.held[node] for s, sealed in self.seals.items() if node in sealed.held}
+
     def node_lost(self, node: str) -> None:
         """Forget the slots of a node; a checkpoint that needs them is planned anew from the other seals."""
         for sealed in self.seals.values():

@@ -18,6 +18,7 @@ from picotron_ray.coordinator.lineage import on_lineage
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_layout
 from picotron_ray.coordinator.planning import planned
+from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
@@ -37,7 +38,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     memory.spec = max(specs, key=lambda spec: spec.id, default=None)
     memory.layouts.update(known_layouts(specs))
     memory.logged = {spec.id for spec in event.generations}
-    memory.struck = () if memory.spec is None else memory.spec.struck
+    memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
     commit = newest_commit(memory.commits, memory.spec)
     memory.checkpoints.committed = 0 if commit is None else commit.step
     adopted = event.running if event.running == memory.spec else None
@@ -168,18 +169,16 @@ def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
         silent = memory.roster.silent.get(event.node)
         if silent is None:
             return
-        lost, workers = silent
+        was, workers = silent
         back = m.NodeJoined(
-            event.node,
-            lost.capacity,
-            device_bytes=lost.device_bytes,
-            domain=lost.domain,
-            has_gpus=lost.has_gpus,
+            event.node, was.capacity, device_bytes=was.device_bytes, domain=was.domain, has_gpus=was.has_gpus
         )
         node_joined(memory, back)
         for name in workers:
             memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)
             kill(memory, name, "its node was counted as lost")
+        for (step, generation), slots in sorted(memory.away.pop(event.node, {}).items()):
+            snapshot_sealed(memory, m.SnapshotSealed(event.node, generation, step, slots))
         return
     node.last_seen, node.agent_gone_at = memory.now, None
     for name in (*event.steps, *event.others):
@@ -293,9 +292,14 @@ def _pass_over(memory: MachineMemory, worker: str, name: str) -> None:
 
 
 def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
-    if event.node not in memory.roster.nodes or event.generation not in memory.layouts:
-        return
+    """Count a pinned snapshot, or have it released if it is void; of a silent node, once that is back."""
     state = (event.step, event.generation)
+    if event.generation not in memory.layouts:
+        return
+    if event.node not in memory.roster.nodes:
+        if event.node in memory.roster.silent:
+            memory.away.setdefault(event.node, {})[state] = event.slots
+        return
     if not on_lineage(memory.spec, event.generation, event.step):
         memory.checkpoints.voided(event.node, state)
         return

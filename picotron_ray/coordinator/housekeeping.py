@@ -19,9 +19,13 @@ REPLACE_AFTER_S = 2.0  # replacements wait for the survivors' first step, which 
 
 def lose_node(memory: MachineMemory, node: str, reason: str, *, silent: bool = False) -> None:
     """Forget a node, and with it its workers and slots."""
+    if not silent:
+        memory.away.pop(node, None)
     if node not in memory.roster.nodes:
         memory.roster.lose(node, silent=silent)
         return
+    if silent:
+        memory.away.setdefault(node, {}).update(memory.checkpoints.pinned_on(node))
     members = {member.worker for member in memory.unsettled()}
     gone = memory.roster.lose(node, silent=silent)
     memory.checkpoints.node_lost(node)

@@ -80,6 +80,8 @@ class MachineMemory:
     freed: set[str] = field(default_factory=set)  # drained nodes that were given back
     deaths: int = 0  # workers lost without their node
     plans: PlanBook = field(default_factory=PlanBook)
+    away: dict[str, dict[StateKey, tuple[SlotInfo, ...]]] = field(default_factory=dict)
+    """What nodes that are silent hold pinned."""
     flush_s: float = 0.0  # added to the time in which members leave: they write their state first
     plan_until: float | None = None  # how long the term's first generation waits for its plan
     ahead: tuple[LayoutQuestion, ...] = ()  # the next questions, when they were last looked at

@@ -26,7 +26,6 @@ from picotron_ray.coordinator.simulator.protocols import (
     WorkerProtocol,
 )
 from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory, complete
-from picotron_ray.coordinator.simulator.training import LONGEST_RENDEZVOUS_S
 from picotron_ray.coordinator.simulator.world import Sim
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind, Remedy
@@ -138,21 +137,12 @@ class Checks:
             return
         members = generation.members()
         well = len(members) == len(generation.spec.members) and not any(w.hung for w in members)
-        slow = (
-            len(generation.joined) < len(members)
-            and self.sim.now >= generation.made_at + LONGEST_RENDEZVOUS_S
-        )
         incident = shell.machine.memory.incident
-        apart = generation.made_at < self.sim.parted_until and self.sim.parted <= {
-            member.node for member in generation.spec.members
-        }
-        silent = incident is not None and incident.kind is FailureKind.NODE_LOST
-        if (
-            well
-            and not slow
-            and not apart
-            and (not silent or all(self.sim.reachable(worker.node) for worker in members))
-        ):
+        kind = None if incident is None else incident.kind
+        # a coordinator may hear of a stall when it is over: it was stopped, or the message was late
+        stalled = kind is FailureKind.HANG and generation.complained
+        silent = kind is FailureKind.NODE_LOST and not all(self.sim.reachable(w.node) for w in members)
+        if well and not stalled and not silent:
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
 
     def _uses_all_it_can(self, shell: CoordinatorProtocol) -> None:

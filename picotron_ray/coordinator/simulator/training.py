@@ -25,6 +25,8 @@ class SimGeneration:
         self.step_s = sim.step_s
         self.joined: set[str] = set()
         self.broken = self.boundary = self.ended = self.watched = False
+        self.torn = False  # a step waits for what will not come
+        self.complained = False  # a stall was told of
         self.pin_next = False
         self.made_at = sim.now
         self.began_at = 0.0  # of the present step
@@ -114,9 +116,9 @@ class SimGeneration:
         """A hung member stops everybody; their agents notice."""
         hung = any(worker.hung for worker in self.members()) or len(self.members()) < len(self.spec.members)
         if hung or self.parted():
+            self.torn = True
             self.sim.after(1.5, self.stalled)
-            return True
-        return False
+        return self.torn
 
     def parted(self) -> bool:
         """Whether members do not reach each other."""
@@ -129,10 +131,15 @@ class SimGeneration:
             self._complain()
 
     def _complain(self) -> None:
-        """Report a stalled member, a random one each second, until the generation breaks or ends."""
+        """Report a stalled member, a random one each second, until the generation breaks, ends or goes on."""
         present = [w for w in self.members() if w.generation is self]
         if self.broken or self.ended or not present:
             return
+        late = len(self.joined) < len(self.spec.members)
+        if not (late or self.torn or self.parted() or any(worker.hung for worker in present)):
+            self.watched = False
+            return
+        self.complained = True
         worker = self.sim.rng.pick(present)
         worker.node.report(m.Stalled(worker.name, self.spec.id, "reduce", 1.5))
         self.sim.after(1.0, self._complain)

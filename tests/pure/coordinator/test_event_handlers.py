@@ -8,6 +8,7 @@ import pytest
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.event_handlers import AGENT_PATIENCE
+from picotron_ray.coordinator.housekeeping import lose_node
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 from tests.support.runs.coordinator_world import World, flush, gid, job, of, outcomes, snapshot, spec
@@ -191,6 +192,35 @@ def test_a_node_lost_by_silence_comes_back_without_its_workers_and_one_that_ray_
     assert world.machine.view.nodes == ("a",)
     world.send(m.NodeLost("b", "gone"))
     assert world.send(m.Heartbeat("b", None)) == [], "its silence was death"
+
+
+def test_what_a_silent_node_holds_pinned_counts_again_or_is_released_once_it_is_back() -> None:
+    """Void, it would else stay pinned until the next commit: for as long as storage is out."""
+    world = World()
+    one = world.up(("a", 2), ("b", 2))
+    memory, silent_s = world.machine.memory, world.config.elastic.node_timeout_s + 1.0
+    tracker, mine = memory.checkpoints, tuple(s for s in snapshot(one, 7) if s.node == "b")[:1]
+    world.send(m.SnapshotSealed("b", one.id, 7, mine))
+    lose_node(memory, "b", "silent", silent=True)
+    late = tuple(replace(slot, step=8) for slot in mine)
+    world.send(m.SnapshotSealed("b", one.id, 8, late), m.SnapshotSealed("x", one.id, 8, late))
+    assert [state for state, sealed in tracker.seals.items() if sealed.held] == []
+    world.send(m.Heartbeat("b", None))
+    assert {state[0]: sealed.held for state, sealed in tracker.seals.items()} == {
+        7: {"b": mine},
+        8: {"b": late},
+    }
+    assert memory.away == {}
+    tracker.voided("b", (6, one.id))
+    world.wait(silent_s, but=("b",))
+    assert sorted(memory.away["b"]) == [(step, one.id) for step in (6, 7, 8)]
+    tracker.void.clear()
+    memory.spec = replace(one, id=gid(9))
+    world.send(m.Heartbeat("b", None))
+    assert tracker.void == [("b", (step, one.id)) for step in (6, 7, 8)]
+    lose_node(memory, "b", "silent", silent=True)
+    world.send(m.NodeLost("b", "gone"))
+    assert memory.away == {}, "it never comes back"
 
 
 def test_a_node_whose_agent_is_started_again_is_not_lost_but_is_not_waited_for_forever() -> None:

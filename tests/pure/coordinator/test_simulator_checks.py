@@ -15,7 +15,6 @@ from picotron_ray.coordinator.simulator.coverage import ALL_PAIRS, Coverage
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.slots import SimSlot
 from picotron_ray.coordinator.simulator.storage import SimLogEntry
-from picotron_ray.coordinator.simulator.training import LONGEST_RENDEZVOUS_S
 from picotron_ray.coordinator.simulator.world import SETTLED_S, Sim
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind, Remedy
@@ -241,14 +240,16 @@ def test_an_abort_has_a_reason(bench: Bench) -> None:
     assert bench.handled() == []
 
 
-def test_a_late_member_is_a_reason_once_it_is_late(bench: Bench) -> None:
+def test_a_stall_is_a_reason_where_it_was_told_of(bench: Bench) -> None:
+    """Also when it is over: a coordinator that was stopped hears of it late."""
     generation = bench.sim.generation(START)
-    generation.joined = {"w1"}
-    bench.memory.transitions = [(MachineState.STARTING, MachineState.ABORTING)]
-    generation.made_at = 100.0 - LONGEST_RENDEZVOUS_S + 0.01
+    bench.memory.transitions = [(MachineState.RUNNING, MachineState.ABORTING)]
+    bench.memory.incident = SimpleNamespace(kind=FailureKind.HANG)
     assert bench.handled() == ["generation 1.1 was aborted in good health"]
-    generation.made_at = 100.0 - LONGEST_RENDEZVOUS_S
+    generation.complained = True
     assert bench.handled() == []
+    bench.memory.incident = SimpleNamespace(kind=FailureKind.FAILED)
+    assert bench.handled() == ["generation 1.1 was aborted in good health"]
 
 
 def test_silence_is_a_reason_only_of_those_that_cannot_be_heard(bench: Bench) -> None:

@@ -330,7 +330,7 @@ def test_steps_go_on_to_the_last_one(bench: Bench) -> None:
     bench.worker(2).hung = True
     generation._step_done(interval + 3)
     assert (generation.step, calls(bench)) == (interval + 2, [(1.5, "stalled")])
-    bench.worker(2).hung = False
+    bench.worker(2).hung = generation.torn = False
     generation._step_done(steps)
     assert [bench.worker(number).outcome for number in (1, 2)] == [
         m.Outcome(f"w{number}", A, "finished", steps) for number in (1, 2)
@@ -355,10 +355,15 @@ def test_a_boundary_ends_a_generation_in_order(bench: Bench) -> None:
 
 def test_a_stall_is_told_each_second_until_it_ends(bench: Bench) -> None:
     generation = bench.run()
+    generation.joined = {"w1", "w2"}
+    generation.stalled()
+    assert (bench.reports, bench.taken(), generation.complained) == ([], [], False), "all is well"
+    generation.torn = True
     generation.stalled()
     generation.stalled()
     told = [("n1", m.Stalled("w1", A, "reduce", 1.5), False)]
     assert (bench.reports, calls(bench)) == (told, [(1.0, "_complain")])
+    generation.torn, bench.worker(2).hung = False, True
     generation._complain()
     assert (len(bench.reports), calls(bench)) == (2, [(1.0, "_complain")])
     for name in ("broken", "ended"):

@@ -58,6 +58,7 @@ from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
+MOST_PAGES = 256  # of workers, in the status of a follower; where there are more, it is rank 0's alone
 NODE_POLL_S = 1.0
 FLUSH_BYTES_PER_S = 500e6  # at least, with all ranks of a node at it
 
@@ -123,9 +124,9 @@ class Coordinator:
         Args:
             since: number of the last event that it has.
             follower: names whoever keeps asking until the end; ``waiting`` counts the others of them that
-                have not heard of it yet.
+                have not heard of it yet. It is shown few pages: it asks twice a second.
         """
-        found = self._record.status(since)
+        found = self._record.status(since, MOST_PAGES if follower else None)
         if follower:
             found["waiting"] = self._followers.answered(follower, found["done"], time.monotonic())
         return found
@@ -368,6 +369,8 @@ class Coordinator:
 
     async def _summed_up(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Store the summary, and end the trackers; returns it with what the ledger says."""
+        if self._begun:  # with figures that are younger than the last commit
+            await self._executor.keep_record()
         try:
             summary = await asyncio.to_thread(self._store.finish, summary)
         except (StorageError, FencedError) as error:

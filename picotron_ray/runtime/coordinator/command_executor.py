@@ -23,6 +23,7 @@ from picotron_ray.runtime.coordinator.event_log.files import encode_record
 from picotron_ray.runtime.coordinator.ray_calls import NO_ANSWER, is_dead, refusal
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.supervision import Supervisor
+from picotron_ray.runtime.coordinator.worker_orders import WorkerOrders
 from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.run_storage.data_record import data_problem
 from picotron_ray.runtime.run_storage.run_store import RunStore
@@ -60,6 +61,7 @@ class CommandExecutor:
         self._parts: dict[tuple[m.GenerationId, int], dict[str, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor = Supervisor(record.note)
+        self._orders = WorkerOrders(loop, cluster, self._told)
         self._newest: m.GenerationId | None = None  # that was ordered
         self.term = 0
         self.ending = False
@@ -178,15 +180,11 @@ class CommandExecutor:
                 return
 
     def _interrupt(self, command: m.Interrupt) -> None:
-        self._tell(command.worker, "interrupt", self.term, _pair(command.generation), command.mode)
+        self._orders.give(command.worker, "interrupt", self.term, _pair(command.generation), command.mode)
 
     def _take_snapshot(self, command: m.TakeSnapshot) -> None:
         for worker in command.workers:
-            self._tell(worker, "interrupt", self.term, _pair(command.generation), "snapshot")
-
-    def _tell(self, worker: str, method: str, *arguments: Any) -> None:
-        """Call a worker without waiting for its answer: the effect comes back as an event."""
-        self._told(f"{method} of {worker}", self._cluster.call_worker(worker, method, *arguments))
+            self._orders.give(worker, "interrupt", self.term, _pair(command.generation), "snapshot")
 
     def _told(self, what: str, call: Coroutine[Any, Any, Any]) -> None:
         """Await a call whose effect shows elsewhere; a refusal by a newer term is told."""
@@ -269,6 +267,10 @@ class CommandExecutor:
         record = await asyncio.to_thread(lambda: encode_record(self._record.memo()))
         await self._loop.run_in_executor(self._store.executor, self._store.save_record, record)
 
+    async def keep_record(self) -> None:
+        """Store the run's record at its end: behind no collection, which may take its time."""
+        await asyncio.to_thread(lambda: self._store.save_record(encode_record(self._record.memo())))
+
     async def _collect(self) -> None:
         await self._loop.run_in_executor(self._store.executor, self._store.collect_garbage)
 
@@ -276,7 +278,7 @@ class CommandExecutor:
         generation = _pair(command.generation)
         self._tell_agent(command.node, "release", generation, command.step)
         for worker in self._cluster.workers_on(command.node):
-            self._tell(worker, "committed", self.term, generation, command.committed)
+            self._orders.give(worker, "committed", self.term, generation, command.committed)
 
     def _keep_slots(self, command: m.KeepSlots) -> None:
         self._tell_agent(command.node, "keep", (*_pair(command.generation), command.step))

@@ -161,6 +161,10 @@ class RunActors:
         """Note that a worker's process has ended: it holds no resources any more."""
         self._placed.pop(worker, None)
 
+    def node_of(self, worker: str) -> str:
+        """Node of a worker; empty where it is not known."""
+        return self._node_of.get(worker, "")
+
     def workers_on(self, node: str) -> list[str]:
         """Workers that were started on a node and not killed since."""
         return [worker for worker in self._workers if self._node_of[worker] == node]

@@ -54,7 +54,7 @@ from picotron_ray.runtime.node_agent.uploads import Uploads
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.interfaces import listen_address_or_problem
-from picotron_ray.runtime.ray_cluster.names import ledger_folder, node_folder
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, ledger_folder, node_folder, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import look
 from picotron_ray.runtime.ray_cluster.private_folder import remove_tree
 
@@ -225,6 +225,14 @@ class Agent:
             self._stalls.before_kill(page)
         return self._kill_page(page)
 
+    def order(self, term: int, workers: list[str], method: str, arguments: list[Any]) -> None:
+        """Pass an order on to workers of this node, which needs no answer: one call brings it for all."""
+        self._accept(term)
+        for worker in workers:
+            with suppress(ValueError):  # it has ended
+                handle = ray.get_actor(worker_actor_name(self._job.name, worker), NAMESPACE)
+                getattr(handle, method).remote(term, *arguments)
+
     def evidence(self, term: int, generation: tuple[int, int], most_bytes: int) -> list[dict[str, Any]]:
         """Ask the members of a generation on this node where they are; an entry for each."""
         self._accept(term)
@@ -324,6 +332,7 @@ class Agent:
             self._reports.tell(now, ("uploaded", end.step), "uploaded", self._node, end)
         self._reports.look(now)
         if heartbeat:
+            self._rendezvous.keep(now)
             bury(self._folder, living, self._newest_spec)
 
     def carry(self, node: str, figures: Figures) -> bool:

@@ -44,7 +44,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.observability.nvml import Card
 from picotron_ray.runtime.coordinator import cluster as cluster_module
-from picotron_ray.runtime.coordinator import command_executor, ray_calls, room_request
+from picotron_ray.runtime.coordinator import command_executor, ray_calls, room_request, worker_orders
 from picotron_ray.runtime.coordinator.admission import joined, objection, traits_of
 from picotron_ray.runtime.coordinator.records import sign_of
 from picotron_ray.runtime.coordinator.room_request import PATIENCE_S, RoomRequest
@@ -56,7 +56,7 @@ from picotron_ray.runtime.node_agent.burial import bury
 from picotron_ray.runtime.node_agent.reports import AGAIN_S, Reports
 from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.ray_cluster import kept_slots
-from picotron_ray.runtime.ray_cluster.names import agent_name
+from picotron_ray.runtime.ray_cluster.names import agent_name, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, worker_needs
 from tests.support.runs.coordinator_parts import Bench, Nodes, Told, view
@@ -120,6 +120,24 @@ def slot_of(agent: Agent, worker: str, step: int, n: int = 1, index: int = 0) ->
     slot.write(SlotHeader(1, n, step, 0, ((0, 0, 1),)), [SHARD], [BODY], pinned=True)
     slot.close()
     return path
+
+
+def test_an_agent_passes_an_order_on_to_the_workers_that_are_there(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: Told = []
+
+    def find(name: str, namespace: str) -> Any:
+        if "ended" in name:
+            raise ValueError(name)
+        return SimpleNamespace(interrupt=SimpleNamespace(remote=lambda *words: seen.append((name, *words))))
+
+    monkeypatch.setattr(agent_module.ray, "get_actor", find)
+    agent.order(2, ["w1", "ended", "w2"], "interrupt", [(1, 1), "hard"])
+    with pytest.raises(PicotronError, match="term 1 is older than 2"):
+        agent.order(1, ["w1"], "interrupt", [(1, 1), "hard"])
+    names = [worker_actor_name(agent._job.name, worker) for worker in ("w1", "w2")]
+    assert seen == [(name, 2, (1, 1), "hard") for name in names]
 
 
 def test_an_agent_obeys_the_newest_term_alone(agent: Agent) -> None:
@@ -602,14 +620,39 @@ def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
     )  # fmt: skip
     assert bench.run(*orders) == []
     assert bench.calls.seen == [
+        ("n1", "release", 3, (1, 1), 5),
+        ("n1", "quarantine", 3, "s", (1, 1, 3)),
         ("w1", "interrupt", 3, (1, 1), "hard"),
         ("w1", "interrupt", 3, (1, 1), "snapshot"),
         ("w2", "interrupt", 3, (1, 1), "snapshot"),
-        ("n1", "release", 3, (1, 1), 5),
         ("n1w", "committed", 3, (1, 1), 4),
-        ("n1", "quarantine", 3, "s", (1, 1, 3)),
     ]
     assert bench.notes == [("warning", "kind", "text", {"x": 1})]
+
+
+def test_many_workers_are_told_in_one_call_for_each_node(bench: Bench) -> None:
+    workers = [f"n{at % 2}/w{at}" for at in range(worker_orders.FEW + 2)]
+    bench.run(*(m.Interrupt(worker, A, "hard") for worker in workers))
+    assert bench.calls.seen == [
+        (node, "order", 3, [w for w in workers if w.startswith(node)], "interrupt", [(1, 1), "hard"])
+        for node in ("n0", "n1")
+    ]
+
+
+def test_workers_are_told_directly_where_their_agent_does_not_pass_it_on(bench: Bench) -> None:
+    workers = [f"n{at % 2}/w{at}" for at in range(worker_orders.FEW + 2)]
+    bench.calls.answers["order"] = [RayError("x"), TimeoutError()]
+    bench.run(*(m.Interrupt(worker, A, "hard") for worker in workers))
+    direct = [(worker, "interrupt", 3, (1, 1), "hard") for worker in workers]
+    assert sorted(bench.calls.seen[2:]) == sorted(direct)
+
+
+def test_an_agent_that_knows_a_newer_term_stops_the_orders_of_an_older_one(bench: Bench) -> None:
+    workers = [f"n0/w{at}" for at in range(worker_orders.FEW + 1)]
+    bench.calls.answers["order"] = [FencedError("term 3 is older than 4")]
+    (found,) = bench.run(*(m.Interrupt(worker, A, "hard") for worker in workers))
+    assert isinstance(found, m.Fenced)
+    assert len(bench.calls.seen) == 1
 
 
 def test_a_task_that_fails_is_noted(bench: Bench) -> None:

@@ -152,6 +152,14 @@ class Snapshotter:
     def _choose(self) -> SlotFile | None:
         return self._pool.choose(self._complete, (self._writer.term, self._writer.n))
 
+    def _part_of(self, step: int) -> SlotFile | None:
+        """Slot with this rank's share of ``step`` alone, to be written anew with what a flush holds.
+
+        A rank that dies while it copies step k is behind in what it has sealed. The others then hold k - 1, k
+        and k + 1, and no slot is free: without the dead one's share of k + 1 two steps would be lost.
+        """
+        return self._pool.holding((self._writer.term, self._writer.n, step))
+
     def wait_copied(self) -> None:
         """Wait for the copy under way, after which the live state may be written.
 
@@ -183,7 +191,7 @@ class Snapshotter:
         if self.sealed_step == step and self._sealed_whole and not pinned:
             return True
         deadline = time.monotonic() + (RELEASE_WAIT_S if pinned else 0.0)
-        while (slot := self._choose()) is None:
+        while (slot := self._choose() or self._part_of(step)) is None:
             if time.monotonic() >= deadline or self._hurry.is_set():
                 self.skipped += 1
                 return False

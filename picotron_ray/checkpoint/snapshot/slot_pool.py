@@ -139,6 +139,10 @@ class SlotPool:
         ]
         return min(old, key=_age, default=None)
 
+    def holding(self, key: SlotKey) -> SlotFile | None:
+        """Return the slot that holds a part of this state and that nothing pins; None where there is none."""
+        return next((slot for slot in self.slots if slot.key == key and not slot.pinned), None)
+
     def _give_up_pin(self, newest_complete: SlotKey) -> None:
         """Release the older of two checkpoints that wait for their upload, where no other slot is left.
 

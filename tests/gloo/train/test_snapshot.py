@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader
+from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool, list_slots
 from picotron_ray.checkpoint.torch_state import StateTensor
 from picotron_ray.errors import SlotRoomError
 from picotron_ray.layout import snapshot_shares
@@ -69,6 +71,9 @@ class Slots:
         if not self.room:
             raise SlotRoomError("no room")
         self.lacking = False
+
+    def holding(self, key: tuple[int, int, int]) -> None:
+        return None
 
     def fill(self) -> None:
         self.missing -= 1
@@ -273,6 +278,24 @@ def test_a_flush_without_room_holds_its_own_share_at_least(
     assert taken.skipped == 1
     with pytest.raises(SlotRoomError, match="none at all"):
         taken.flush(10, [], pinned=True)
+
+
+def test_a_flush_takes_the_slot_of_its_own_share_where_a_dying_rank_left_no_other(tmp_path: Path) -> None:
+    """It died while it copied step 2: 1 is the newest state that all have sealed, and 3 the live one."""
+    writer = SnapshotWriter.of((3, 7), 5, LAYOUT, ["n1"] * 8, 16)
+    pool = SlotPool(tmp_path, "w", 3, 1 << 20)
+    taken = Snapshotter(pool, writer, STATE, FIRST_KEY, lambda *_: None)
+    for step in (1, 2, 3):
+        assert taken.begin(step, [], pinned=False)
+        taken.wait_copied()
+        taken.observe(min(step, 1))
+    assert {header.step for _, header in list_slots(tmp_path)} == {1, 2, 3}
+    assert taken.flush(3, [], pinned=False)
+    sealed = {header.step: header for _, header in list_slots(tmp_path)}
+    assert sealed.keys() == {1, 2, 3}
+    assert sealed[3].fragments != sealed[2].fragments, "the dead one's share is in it"
+    taken.close()
+    pool.close(unlink=True)
 
 
 def test_slots_grow_beside_the_steps() -> None:

@@ -18,6 +18,7 @@ from functools import cached_property
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.coverage import Coverage
+from picotron_ray.coordinator.simulator.orders import Orders
 from picotron_ray.coordinator.simulator.promptness import Promptness
 from picotron_ray.coordinator.simulator.protocols import (
     CoordinatorProtocol,
@@ -59,6 +60,11 @@ class Checks:
         """Watcher of delays."""
         return Promptness(self.sim)
 
+    @cached_property
+    def orders(self) -> Orders:
+        """Watcher of what must be known before an order."""
+        return Orders(self)
+
     # --- what the machine did ------------------------------------------------------------------------
 
     def handled(self, shell: CoordinatorProtocol, event: m.Event, commands: Sequence[m.Command]) -> None:
@@ -72,12 +78,16 @@ class Checks:
                 shell.heard.clear()
         if shell.fenced and commands:
             self.sim.violation(f"{len(commands)} commands after it was fenced")
-        if isinstance(event, m.Appended) and event.fenced:
+        if isinstance(event, m.Fenced) or (isinstance(event, m.Appended) and event.fenced):
             shell.fenced = True
+        if not shell.fenced:
+            self.orders.handled(shell, event, commands)
         if isinstance(event, m.Tick):
             self.promptness.ticked(shell)
         elif isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self.promptness.committed(shell, event)
+        elif isinstance(event, m.SnapshotSealed):
+            self.promptness.sealed(shell, event)
         if shell.finished is not None and commands:
             self.sim.violation(f"{len(commands)} commands after the end ({shell.finished.status})")
         for command in commands:
@@ -85,6 +95,8 @@ class Checks:
                 if command.worker in self.started:
                     self.sim.violation(f"worker name {command.worker} was used twice")
                 self.started.add(command.worker)
+            elif isinstance(command, m.Upload):
+                self.promptness.uploading(shell, command)
             elif isinstance(command, m.Quarantine):
                 assert command.generation is not None
                 shell.quarantined.add((command.node, command.slot, command.generation, command.step))
@@ -266,6 +278,10 @@ class Checks:
             source = at.source.generation
             at = None if source is None else self.specs.get(source)
         return chain
+
+    def counts(self, newest: m.GenerationSpec | None, generation: m.GenerationId, step: int) -> bool:
+        """Whether a state is part of the history that ends in ``newest``."""
+        return newest is None or self._valid(self._walk(newest), generation, step)
 
     def _valid(self, chain: dict[m.GenerationId, int], generation: m.GenerationId, step: int) -> bool:
         return generation in chain and step <= chain[generation]

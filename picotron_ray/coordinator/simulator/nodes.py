@@ -7,6 +7,8 @@ from picotron_ray.coordinator.simulator.protocols import GenerationProtocol, Wor
 from picotron_ray.coordinator.simulator.slots import SimSlot
 from picotron_ray.failures import FailureKind
 
+BUSY = 0.1  # share of inventories that take long
+SLOW_ANSWER_S = 3.0  # longest that one takes
 HUSHED_S = 3.0  # how late what is told late is told at most
 
 
@@ -205,8 +207,11 @@ class SimNode:
             self.sim.remove_node(self, told=False)
 
     def collect(self, request: int) -> None:
+        """Answer with what is sealed now; a busy node's answer takes long, and others overtake it."""
         slots = tuple(held.info for held in self.slots.values())
-        self.report(m.Inventory(self.name, request, slots))
+        busy = self.sim.rng.chance(BUSY)
+        delay_s = self.sim.rng.uniform(0.2, SLOW_ANSWER_S) if busy else 0.0
+        self.sim.after(delay_s, self.report, m.Inventory(self.name, request, slots))
 
     def quarantine(self, command: m.Quarantine) -> None:
         held = self.slots.get(command.slot)

@@ -100,14 +100,61 @@ class Promptness:
         if freed:
             sim.after(RELEASED_S, self._still_pinned, shell, freed, f"step {event.step} is committed")
 
+    def sealed(self, shell: CoordinatorProtocol, event: m.SnapshotSealed) -> None:
+        """Expect that a snapshot is freed that was told of after a newer commit."""
+        spec, counts, key = shell.newest, self.sim.checks.counts, (event.step, event.generation)
+        newer = (c for c in shell.commits if (c.step, c.generation) >= key)
+        if counts(spec, *key[::-1]) and any(counts(spec, c.generation, c.step) for c in newer):
+            self._expect_freed(shell, event.node, [key], "a newer one was committed before")
+
+    def uploading(self, shell: CoordinatorProtocol, command: m.Upload) -> None:
+        """Expect that an upload frees what is older, which will never be uploaded.
+
+        While a generation trains; else the state to go on from may go before a snapshot that waits.
+        """
+        if shell.machine.memory.state is not MachineState.RUNNING:
+            return
+        key = command.step, command.generation
+        told = {(step, generation) for node, generation, step in shell.told_seals if node == command.node}
+        older = [k for k in told if k < key and self.sim.checks.counts(shell.newest, k[1], k[0])]
+        self._expect_freed(shell, command.node, older, f"step {command.step} is uploaded in its place")
+
+    def _expect_freed(
+        self, shell: CoordinatorProtocol, name: str, states: list[tuple[int, m.GenerationId]], why: str
+    ) -> None:
+        sim = self.sim
+        node = sim.nodes.get(name)
+        known = name in shell.machine.memory.roster.nodes
+        if node is None or sim.shell is not shell or not known or not sim.reachable(node):
+            return
+        held = [
+            (name, slot)
+            for slot, held in node.slots.items()
+            if held.pinned and (held.info.step, held.info.generation) in states
+        ]
+        if held:
+            sim.after(RELEASED_S, self._still_held, shell, node, held, why)
+
+    def _still_held(
+        self, shell: CoordinatorProtocol, node: NodeProtocol, held: list[tuple[str, str]], why: str
+    ) -> None:
+        """Check what storage has no part in."""
+        sim = self.sim
+        if sim.shell is shell and sim.now > shell.paused_until + RELEASED_S and sim.reachable(node):
+            for name, slot in held:
+                self._pinned(name, slot, why)
+
     def _still_pinned(self, shell: CoordinatorProtocol, freed: list[tuple[str, str]], why: str) -> None:
         sim = self.sim
         if sim.shell is not shell or sim.now < self.calm_since() + RELEASED_S:
             return
         for node, name in freed:
-            held = sim.nodes[node].slots.get(name) if node in sim.nodes else None
-            if held is not None and held.pinned:
-                sim.violation(f"{name} on {node} is still pinned: {why}")
+            self._pinned(node, name, why)
+
+    def _pinned(self, node: str, name: str, why: str) -> None:
+        held = self.sim.nodes[node].slots.get(name) if node in self.sim.nodes else None
+        if held is not None and held.pinned:
+            self.sim.violation(f"{name} on {node} is still pinned: {why}")
 
     def removed(self, node: NodeProtocol) -> None:
         """Expect a verdict on a node that went without a word."""

@@ -44,6 +44,7 @@ class Shell:
             self.sim.after(RETRY_S, self.start)
             return
         self.term = self.sim.storage.claim()
+        self.sim.by_term[self.term] = self
         reached = [node for node in self.sim.nodes.values() if not node.away]
         for node in reached:
             node.term = self.term

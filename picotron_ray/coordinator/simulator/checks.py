@@ -44,7 +44,7 @@ class Checks:
         self.coverage = coverage
         self.sim: Sim
         self.specs: dict[m.GenerationId, m.GenerationSpec] = {}  # all that were launched
-        self.slots: dict[tuple[str, str], SimSlot] = {}  # all that were ever sealed
+        self.slots: dict[m.SlotIdentity, SimSlot] = {}  # all that were ever sealed
         self.started: set[str] = set()
         self.doomed = False  # every generation fails: the run must be given up
         self.blackout = False  # storage is down for good: a run may end with "storage", and keeps its slots
@@ -288,9 +288,7 @@ class Checks:
 
     def history_of(self, slots: Iterable[m.SlotInfo]) -> StepHistory:
         """The one history that all slots hold."""
-        found = {
-            self.slots[slot.node, slot.slot].history for slot in slots if (slot.node, slot.slot) in self.slots
-        }
+        found = {self.slots[slot.identity].history for slot in slots if slot.identity in self.slots}
         if len(found) != 1:
             self.sim.violation(f"{len(found)} histories in one set of slots")
             return ()
@@ -308,9 +306,9 @@ class Checks:
             self.sim.violation(f"history of step {step} ends at {at}")
 
     def deleted(self, info: m.SlotInfo) -> None:
-        """Check a deletion by a release: no generation may have to take its state from that slot."""
+        """Check that no generation has to take its state from a slot that is deleted or written over."""
         newest = None if self.sim.shell is None else self.sim.shell.newest
-        if newest is None or info not in newest.source.slots:
+        if newest is None or info.identity not in {slot.identity for slot in newest.source.slots}:
             return
         generation = self.sim.generations.get(newest.id)
         if generation is None or generation.step <= newest.resume_step:
@@ -338,6 +336,10 @@ class Checks:
         """Note that a step was finished just now."""
         self.stepped_at = self.sim.now
         self.promptness.stepped(generation)
+
+    def skipped(self, node: NodeProtocol, generation: GenerationProtocol) -> None:
+        """Note that a snapshot found no file that it may write over."""
+        self.promptness.skipped(node, generation)
 
     def removed(self, node: NodeProtocol) -> None:
         """Note that a node went without a word."""

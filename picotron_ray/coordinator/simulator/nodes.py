@@ -146,6 +146,15 @@ class SimNode:
                 self.report(m.WorkerReady(worker.name, self.name), reliable=True)
         if self.leaves_at is not None:
             self.report(m.DrainNotice(self.name, self.leaves_at), reliable=True)
+        self.tell_seals()
+
+    def tell_seals(self) -> None:
+        """Report the newest pinned state again, as to a coordinator that may not have heard of it."""
+        pinned = [held.info for held in self.slots.values() if held.pinned]
+        newest = max(((info.generation, info.step) for info in pinned), default=None)
+        if newest is not None and self.sim.nodes.get(self.name) is self:
+            slots = tuple(info for info in pinned if (info.generation, info.step) == newest)
+            self.report(m.SnapshotSealed(self.name, *newest, slots))
 
     def joined(self) -> m.NodeJoined:
         """Return what a coordinator hears when it meets this node."""
@@ -159,9 +168,12 @@ class SimNode:
         if self.sim.now < self.full_until:
             return
         old = self.slots.get(held.info.slot)
-        held.pinned = held.pinned or (old is not None and old.pinned)
+        if old is not None and old.info.identity == held.info.identity:
+            held.pinned = held.pinned or old.pinned
+        elif old is not None:
+            self.sim.checks.deleted(old.info)
         self.slots[held.info.slot] = held
-        self.sim.checks.slots[self.name, held.info.slot] = held
+        self.sim.checks.slots[held.info.identity] = held
 
     # --- orders --------------------------------------------------------------------------------------
 
@@ -209,9 +221,11 @@ class SimNode:
     def collect(self, request: int) -> None:
         """Answer with what is sealed now; a busy node's answer takes long, and others overtake it."""
         slots = tuple(held.info for held in self.slots.values())
-        busy = self.sim.rng.chance(BUSY)
-        delay_s = self.sim.rng.uniform(0.2, SLOW_ANSWER_S) if busy else 0.0
-        self.sim.after(delay_s, self.report, m.Inventory(self.name, request, slots))
+        answer = m.Inventory(self.name, request, slots)
+        if self.sim.rng.chance(BUSY):
+            self.sim.after(self.sim.rng.uniform(0.2, SLOW_ANSWER_S), self.report, answer)
+        else:
+            self.report(answer)
 
     def quarantine(self, command: m.Quarantine) -> None:
         held = self.slots.get(command.slot)

@@ -1,14 +1,15 @@
 """Orders, judged by what must be known before one is given, one coordinator at a time.
 
 A launch awaits the answer of every node to the newest question, and the end of everybody who may still write.
-A worker counts as dead when that is heard, or after several orders to die. Only states that count are uploaded,
-from nodes that are there, and only their commits free what they hold. Growth waits for workers on their way.
+A worker counts as dead when that is heard, or after several orders to die; one that is not known is told to die.
+Only states that count are uploaded, by nodes that are there, and only their commits free what they hold. Growth
+waits for workers on their way.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ class Given:
     collected_at: float = 0.0  # when the present round began
     commit: m.AppendCommit | None = None  # the newest one whose reply is awaited
     heard: set[str] = field(default_factory=set)  # nodes that answered the newest request
+    lost: set[str] = field(default_factory=set)  # nodes of which that was told
     kills: dict[str, tuple[str, int]] = field(default_factory=dict)  # worker: its node, orders to die
     writers: set[str] = field(default_factory=set)  # of those, who was in a generation
 
@@ -57,11 +59,17 @@ class Orders:
         if isinstance(event, m.Inventory):
             if given.asked.get(event.node, (0, 0.0))[0] == event.request:
                 given.heard.add(event.node)
+        elif isinstance(event, m.NodeLost):
+            given.lost.add(event.node)
         elif isinstance(event, m.WorkerExited):
             given.kills.pop(event.worker, None)
             given.writers.discard(event.worker)
         elif isinstance(event, m.Appended) and event.kind == "commit":
             given.commit = None
+        elif isinstance(event, m.WorkerReady):
+            self._strangers(shell, (event.worker,), commands)
+        elif isinstance(event, m.Heartbeat) and event.node in memory.roster.nodes:
+            self._strangers(shell, (*event.steps, *event.others), commands)
         if given.kills:
             self._counted_as_dead(shell, given)
         for command in commands:
@@ -88,7 +96,7 @@ class Orders:
         elif isinstance(command, m.AppendCommit):
             given.commit = command
         elif isinstance(command, m.Upload):
-            self._upload(shell, command)
+            self._upload(shell, given, command)
         elif isinstance(command, m.Release):
             counts = [c.step for c in shell.commits if self.checks.counts(memory.spec, c.generation, c.step)]
             if command.committed > max(counts, default=0):
@@ -106,12 +114,24 @@ class Orders:
                 self._say(f"{spec.id} is launched before {node} has answered")
         waits = memory.now - given.collected_at < COMMIT_S and memory.remedy in (Remedy.RETRY, Remedy.EXCLUDE)
         late = given.commit
-        if waits and late is not None and not spec.rewinds and late.step > spec.resume_step:
-            if self.checks.counts(shell.newest, late.generation, late.step):
-                self._say(f"{spec.id} is launched before the commit of step {late.step} is through")
+        if late is not None and waits and not spec.rewinds and late.step > spec.resume_step:
+            self._overtaken(shell, spec, late)
         for worker in given.writers:
             if worker in memory.roster.workers:
                 self._say(f"{spec.id} is launched while {worker} dies, which may still write")
+
+    def _overtaken(self, shell: CoordinatorProtocol, spec: m.GenerationSpec, late: m.AppendCommit) -> None:
+        if self.checks.counts(shell.newest, late.generation, late.step):
+            self._say(f"{spec.id} is launched before the commit of step {late.step} is through")
+
+    def _strangers(
+        self, shell: CoordinatorProtocol, names: Iterable[str], commands: Sequence[m.Command]
+    ) -> None:
+        known = shell.machine.memory.roster.workers
+        told = {command.worker for command in commands if isinstance(command, m.KillWorker)}
+        for name in names:
+            if name not in known and name not in told:
+                self._say(f"{name} lives, is not known, and is not told to die")
 
     def _counted_as_dead(self, shell: CoordinatorProtocol, given: Given) -> None:
         roster = shell.machine.memory.roster
@@ -123,9 +143,10 @@ class Orders:
             del given.kills[worker]
             given.writers.discard(worker)
 
-    def _upload(self, shell: CoordinatorProtocol, command: m.Upload) -> None:
+    def _upload(self, shell: CoordinatorProtocol, given: Given, command: m.Upload) -> None:
         memory = shell.machine.memory
-        if command.node not in memory.roster.nodes:
+        gone = command.node in given.lost or command.node in memory.roster.silent
+        if gone and command.node not in memory.roster.nodes:
             self._say(f"{command.node} is asked for an upload, and counts as lost")
         if not self.checks.counts(memory.spec, command.generation, command.step):
             self._say(f"step {command.step} of {command.generation} is uploaded, and is void")

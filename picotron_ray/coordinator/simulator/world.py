@@ -155,7 +155,7 @@ class Sim:
         for slot in source.slots:
             node = self.nodes.get(slot.node)
             held = None if node is None else node.slots.get(slot.slot)
-            if held is None:
+            if held is None or held.info.identity != slot.identity:
                 return "error: a source slot is gone"
             if held.corrupt:
                 return f"corrupt:{slot.slot}"

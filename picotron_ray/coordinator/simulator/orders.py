@@ -1,9 +1,9 @@
 """Orders, judged by what must be known before one is given, one coordinator at a time.
 
 A launch awaits the answer of every node to the newest question, and the end of everybody who may still write.
-A worker counts as dead when that is heard, or after several orders to die; one that is not known is told to die.
-Only states that count are uploaded, by nodes that are there, and only their commits free what they hold. Growth
-waits for workers on their way.
+A worker counts as dead when that is heard, or after several orders to die. One that is not known is told to
+die. Only states that count are uploaded, by nodes that are there, and only their commits free what they hold.
+Growth waits for workers on their way.
 """
 
 from __future__ import annotations

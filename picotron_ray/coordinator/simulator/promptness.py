@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from picotron_ray.coordinator.simulator.world import Sim
 
 LONGEST_S: Mapping[MachineState, float] = {
-    MachineState.ABORTING: 12.0,  # an interrupt, then three kills
-    MachineState.LEAVING: 12.0,  # beside the step at hand
-    MachineState.COLLECTING: 20.0,  # three rounds of questions, and a commit that is awaited
-    MachineState.WAITING: 60.0,  # workers start, and starts that failed are put off
-    MachineState.STARTING: 75.0,
-    MachineState.FINALISING: 120.0,  # an answer of storage that was lost is asked for after 50 s
-    MachineState.RUNNING: 12.0,  # from step to step, beside the step at hand
+    MachineState.ABORTING: 8.0,  # an interrupt, then three kills: 2 s each
+    MachineState.LEAVING: 12.0,  # beside the step at hand: from the first to leave to the last, then a kill
+    MachineState.COLLECTING: 11.0,  # three rounds of questions of 2 s, and a commit that is awaited for 5 s
+    MachineState.WAITING: 40.0,  # workers start, and starts that failed are put off for up to 30 s
+    MachineState.STARTING: 63.0,  # cluster.start_timeout_s
+    MachineState.FINALISING: 55.0,  # an answer of storage that was lost is asked for after 50 s
+    MachineState.RUNNING: 8.0,  # from step to step, beside the step at hand: a rendezvous of 5 s
 }
 LATE_S = 4.0  # a verdict on silence may come so long after its time
 ASKED_AGAIN_S = 60.0  # by then storage was asked again for an answer that was lost, and gave it

@@ -545,6 +545,16 @@ def test_the_ways_to_lay_out_workers() -> None:
 def test_a_run_is_over_so_long_after_its_last_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(run, "plan", lambda sim, count: [(3.0, "kill"), (5.0, "kill")])
-    monkeypatch.setattr(run.Sim, "run", lambda self, limit_s: seen.append((self.quiet_at, limit_s)))
+    monkeypatch.setattr(run.Sim, "run", lambda self, limit_s: seen.append((self, limit_s)))
     run.simulate(1)
-    assert seen == [(5.0 + faults.LONGEST_S, run.LIMIT_S)]
+    ((sim, limit_s),) = seen
+    assert (sim.quiet_at, limit_s) == (5.0 + faults.LONGEST_S, run.LIMIT_S + sim.job.steps * sim.step_s)
+
+
+def test_some_runs_have_hundreds_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(run.Sim, "run", lambda self, limit_s: seen.append(self))
+    for seed in range(run.LARGE):
+        run.simulate(seed)
+    sizes = [len(sim.nodes) for sim in seen]
+    assert (max(sizes[:-1]), sizes[-1], seen[-1].job.cluster.max_workers) == (3, 200, 200)

@@ -18,6 +18,7 @@ from picotron_ray.coordinator.lineage import on_lineage
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_layout
 from picotron_ray.coordinator.planning import planned
+from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
@@ -37,7 +38,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     memory.spec = max(specs, key=lambda spec: spec.id, default=None)
     memory.layouts.update(known_layouts(specs))
     memory.logged = {spec.id for spec in event.generations}
-    memory.struck = () if memory.spec is None else memory.spec.struck
+    memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
     commit = newest_commit(memory.commits, memory.spec)
     memory.checkpoints.committed = 0 if commit is None else commit.step
     adopted = event.running if event.running == memory.spec else None

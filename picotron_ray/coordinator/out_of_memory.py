@@ -4,13 +4,16 @@ Memory runs out in three ways: an allocation fails on a worker (its outcome says
 worker of a control group, or Ray kills one on a full node (its exit says so). The layout that ran is struck
 for devices of that size (``policies.memory_limit``), so the next generation never runs it again there, nor
 one that is thought to need as much. Strikes travel in every generation's spec, and with it in the log: a
-restarted coordinator and the next launch know them.
+restarted coordinator and the next launch know them. One that no generation has followed yet is in the run's
+record alone, from which ``Begin`` brings it.
 
 Host memory is not the layout's to decide where GPUs compute and nothing is offloaded. A worker that is killed
 for want of it there counts as any other exit.
 """
 
 from __future__ import annotations
+
+from dataclasses import asdict
 
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import WorkerExited
@@ -20,6 +23,8 @@ from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.memory import memory_estimate
 
+STRUCK = "memory"
+"""Kind of the alert of a strike; its data are the strike's fields and the node."""
 OOM = "oom"
 """How outcomes and exits for want of memory begin."""
 MOST_GONE = 64
@@ -65,12 +70,13 @@ def strike_layout(memory: MachineMemory, layout: Layout, node: str, *, on_device
     memory.struck = strike(before, device_bytes, need, str(layout))
     memory.exhausted, memory.plans.fresh = True, True
     if memory.struck != before:
-        limit = memory.struck[-1].limit_bytes
+        new = memory.struck[-1]
+        limit = new.limit_bytes
         text = (
             f"{layout} ran out of memory on node {node}, where it was thought to need {need / 1e9:.3g} GB a"
             f" worker: no layout that needs more than {limit / 1e9:.3g} GB is taken on such devices any more"
         )
-        memory.alert("warning", "memory", text, layout=str(layout), limit_bytes=limit, node=node)
+        memory.alert("warning", STRUCK, text, node=node, **asdict(new))
     return True
 
 

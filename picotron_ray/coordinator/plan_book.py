@@ -72,6 +72,7 @@ class PlanBook:
     asked: tuple[LayoutQuestion, ...] = ()  # not answered yet
     failed: dict[LayoutQuestion, float] = field(default_factory=dict)  # when the planner could not answer
     fresh: bool = False  # answers came since the running layout was compared with them
+    _looked_at: tuple[object, ...] = (None,) * 4  # what `to_ask` found nothing more in
 
     def look_up(self, question: LayoutQuestion) -> bool:
         """Whether the planner has answered; what it has not is asked for soon."""
@@ -141,10 +142,24 @@ class PlanBook:
         )
         return found.cost_s if found is not None and found.layout == layout else float("inf")
 
-    def to_ask(self, ahead: list[LayoutQuestion], now: float) -> tuple[LayoutQuestion, ...]:
-        """Questions to put now, where one of them is new: those missed, then those ``ahead``."""
+    def to_ask(self, ahead: tuple[LayoutQuestion, ...], now: float) -> tuple[LayoutQuestion, ...]:
+        """Questions to put now, where one of them is new: those missed, then those ``ahead``.
+
+        Called after every event: where neither ``ahead`` nor anything here is new, nothing is looked at.
+        """
         if self.choose is not None:
             return ()
+        retried = any(now - at >= FAILED_RETRY_S for at in self.failed.values())
+        changes = self.changes, len(self.failed)
+        ahead_then, missed, asked, changes_then = self._looked_at
+        same = ahead is ahead_then and self.missed is missed and self.asked is asked  # by value it takes long
+        if same and changes == changes_then and not retried:
+            return ()
+        found = self._to_ask(ahead, now)
+        self._looked_at = ahead, self.missed, self.asked, (self.changes, len(self.failed))
+        return found
+
+    def _to_ask(self, ahead: tuple[LayoutQuestion, ...], now: float) -> tuple[LayoutQuestion, ...]:
         self.failed = {one: at for one, at in self.failed.items() if now - at < FAILED_RETRY_S}
         wanted = dict.fromkeys([*reversed(self.missed), *ahead])
         open_ = tuple(one for one in wanted if one not in self.answers and one not in self.failed)

@@ -24,11 +24,13 @@ def ask_planner(memory: MachineMemory, event: Event) -> None:
             memory.ahead_of, memory.ahead_found = memory.roster.version, tuple(found)
         ahead = tuple(memory.limited(question) for question in memory.ahead_found)
         settled = ahead == memory.ahead
-        if not settled:
+        if settled:
+            ahead = memory.ahead  # the very same, which the book knows
+        else:
             memory.ahead = ahead
         if isinstance(event, Tick) and not settled:
             ahead = ahead[:1]
-    questions = memory.plans.to_ask(list(ahead), memory.now)
+    questions = memory.plans.to_ask(ahead, memory.now)
     if questions:
         memory.emit(PlanLayouts(questions))
 

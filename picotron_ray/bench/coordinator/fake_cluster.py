@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,6 @@ class FakeCluster(Cluster):
         self.began_s = 0.0  # of the generation, by the monotonic clock
         self.metrics: dict[str, dict[str, str]] = {}
         self.groups = BeatGroups(heartbeat_s)
-        self.upload_s = 60.0
         self._traits: dict[str, Any] = {}
         self._store_failures = Counter[str]()
         self.on_exit: Callable[[str, str], None] = lambda worker, cause: None  # the agents' report
@@ -146,9 +145,13 @@ class FakeCluster(Cluster):
         if method == "run_generation":
             return await self._run(worker, held, arguments[1])
         await asyncio.sleep(LATENCY_S)
-        if method == "interrupt" and arguments[2] == "hard":
-            self._leave(worker, held, FailureKind.PEER_LOST)
+        self._obey(worker, method, arguments)
         return True
+
+    def _obey(self, worker: str, method: str, arguments: Sequence[Any]) -> None:
+        held = self.workers.get(worker)
+        if held is not None and method == "interrupt" and arguments[2] == "hard":
+            self._leave(worker, held, FailureKind.PEER_LOST)
 
     async def _run(self, worker: str, held: FakeWorker, spec: GenerationSpec) -> Outcome:
         if self.spec is not spec:
@@ -190,12 +193,19 @@ class FakeCluster(Cluster):
         patience_s: float = 0.0,
     ) -> Any:
         await asyncio.sleep(LATENCY_S)
+        if method == "order":
+            term, workers, what, rest = arguments
+            for worker in workers:
+                self._obey(worker, what, (term, *rest))
         if method == "inventory":
             return tuple(slot for name in self.on_node.get(node, ()) for slot in self.workers[name].slots)
         return {}
 
     def adopt_workers(self, members: tuple[Member, ...]) -> None:
         assert not members
+
+    def node_of(self, worker: str) -> str:
+        return self.workers[worker].node if worker in self.workers else ""
 
     def workers_on(self, node: str) -> list[str]:
         return list(self.on_node.get(node, ()))

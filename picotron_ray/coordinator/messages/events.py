@@ -15,6 +15,7 @@ from picotron_ray.coordinator.messages.values import (
     NodeTraits,
     OutcomeKind,
     SlotInfo,
+    Strike,
 )
 from picotron_ray.layout.layout import Layout
 
@@ -38,6 +39,7 @@ class Begin:
     traits: tuple[NodeTraits, ...] = ()  # of the nodes that were heard
     failed_s_ago: tuple[float, ...] = ()  # failures of earlier terms within the last day, oldest first
     keeping: dict[str, int] = field(default_factory=dict)  # nodes that keep slots, and their newest steps
+    struck: tuple[Strike, ...] = ()  # of earlier terms, also what no generation has followed yet
 
 
 @dataclass(frozen=True, slots=True)

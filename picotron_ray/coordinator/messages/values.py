@@ -124,6 +124,10 @@ class LayoutQuestion:
     device_bytes: int = 0
     limit_bytes: int = 0
 
+    def __hash__(self) -> int:
+        """Hash without the nodes one by one: questions are looked up often, and name thousands of nodes."""
+        return hash((self.workers, len(self.node_sizes), self.device_bytes, self.limit_bytes))
+
 
 @dataclass(frozen=True, slots=True)
 class Strike:

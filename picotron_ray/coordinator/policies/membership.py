@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from picotron_ray.coordinator.messages import LayoutQuestion, Member, NodeTraits
 from picotron_ray.coordinator.policies.worker_index import RosterWorker, Workers
@@ -42,6 +43,7 @@ class Roster:
     joins: int = 0  # how often a node joined, or said again what it has
     leaving: set[str] = field(default_factory=set)  # nodes whose ``draining`` was set
     silent: dict[str, tuple[RosterNode, tuple[str, ...]]] = field(default_factory=dict)  # lost by that alone
+    full: tuple[tuple[int, ...], float] = ((), 0.0)  # what `starts` found no room in, and until when
 
     def join(self, name: str, capacity: int, now: float, traits: NodeTraits | None = None) -> bool:
         """Add a node or refresh it; True where it is new. ``traits``: None where they are not known."""
@@ -148,11 +150,18 @@ def starts(roster: Roster, wanted: int, now: float) -> list[str]:
     found: list[str] = []
     if missing <= 0:
         return found
+    workers = roster.workers
+    room_of = (workers.entered, len(workers), roster.joins, len(roster.nodes), len(roster.leaving))
+    if roster.full[0] == room_of and now < roster.full[1]:
+        return found  # thousands of answers come while a node is missing: the rest is not looked at for each
     for node in sorted(roster.nodes.values(), key=lambda node: (-node.capacity, node.name)):
         if node.draining or node.barred or now < node.start_after:
             continue
         free = node.capacity - len(roster.workers.on(node.name))
         found += [node.name] * max(0, min(free, missing - len(found)))
+    if not found:
+        waits = (node.start_after for node in roster.nodes.values() if node.start_after > now)
+        roster.full = room_of, min(waits, default=inf)
     return found
 
 
@@ -163,11 +172,12 @@ def first_of(sizes: Iterable[int], most: int) -> tuple[int, ...]:
     (8, 2)
     """
     taken: list[int] = []
+    left = most
     for size in sizes:
-        left = most - sum(taken)
         if left <= 0:
             break
         taken.append(min(size, left))
+        left -= size
     return tuple(taken)
 
 

@@ -27,6 +27,16 @@ def limit_of(struck: Iterable[Strike], device_bytes: int) -> int:
     return min((s.limit_bytes for s in known), default=0)
 
 
+def together(*known: Iterable[Strike]) -> tuple[Strike, ...]:
+    """Merge what several sources know of: for devices of each size the strike with the lowest limit."""
+    lowest: dict[int, Strike] = {}
+    for each in (one for some in known for one in some):
+        before = lowest.get(each.device_bytes)
+        if before is None or each.limit_bytes < before.limit_bytes:
+            lowest[each.device_bytes] = each
+    return tuple(lowest.values())
+
+
 def strike(
     struck: tuple[Strike, ...], device_bytes: int, estimate_bytes: float, layout: str
 ) -> tuple[Strike, ...]:

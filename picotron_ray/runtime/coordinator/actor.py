@@ -48,6 +48,7 @@ from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
 from picotron_ray.runtime.coordinator.trackers import Tracking
+from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.planning.process import PlannerProcess
 from picotron_ray.runtime.ray_cluster import kept_slots, local_ray, owner_process
 from picotron_ray.runtime.ray_cluster.connect import run_folders
@@ -57,6 +58,7 @@ from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
+MOST_PAGES = 256  # of workers, in the status of a follower; where there are more, it is rank 0's alone
 NODE_POLL_S = 1.0
 FLUSH_BYTES_PER_S = 500e6  # at least, with all ranks of a node at it
 
@@ -122,9 +124,9 @@ class Coordinator:
         Args:
             since: number of the last event that it has.
             follower: names whoever keeps asking until the end; ``waiting`` counts the others of them that
-                have not heard of it yet.
+                have not heard of it yet. It is shown few pages: it asks twice a second.
         """
-        found = self._record.status(since)
+        found = self._record.status(since, MOST_PAGES if follower else None)
         if follower:
             found["waiting"] = self._followers.answered(follower, found["done"], time.monotonic())
         return found
@@ -165,6 +167,7 @@ class Coordinator:
     def agent_restarted(self, node: str, metrics: dict[str, str]) -> None:
         """Hear that a node's agent died, was started again, and has taken over what it found there."""
         self._cluster.agent_back(node, metrics)
+        self._loop.call_soon_threadsafe(self._executor.agent_back, node)
         self._record.note(
             "warning", "agent", f"the agent of node {node[:8]} died and is back; its workers went on"
         )
@@ -172,6 +175,10 @@ class Coordinator:
     def sealed(self, node: str, generation: tuple[int, int], step: int, slots: list[m.SlotInfo]) -> None:
         """Hear that all members on a node sealed a pinned snapshot."""
         self._post(m.SnapshotSealed(node, m.GenerationId(*generation), step, tuple(slots)))
+
+    def uploaded(self, node: str, end: Ended) -> None:
+        """Hear how the upload of a node's slots ended."""
+        self._loop.call_soon_threadsafe(self._executor.uploaded, node, end)
 
     def worker_exited(self, worker: str, cause: str) -> None:
         """Hear that a worker's process is gone."""
@@ -279,15 +286,8 @@ class Coordinator:
             self._record.note("warning", "storage", complaint)
         self._tracking = Tracking(self._job, self._store, self._record, folder)
         kept = {} if running else await self._cluster.keeping(generations)
-        begin = begin_event(
-            self._executor.term,
-            commits,
-            generations,
-            found,
-            self._cluster.traits,
-            self._record.failed_s_ago(),
-            kept,
-        )
+        traits, ages, strikes = self._cluster.traits, self._record.failed_s_ago(), self._record.strikes
+        begin = begin_event(self._executor.term, commits, generations, found, traits, ages, kept, strikes)
         self._cluster.adopt_workers(begin.workers)
         self._begun = True
         for event in (begin, *self._early.take()):

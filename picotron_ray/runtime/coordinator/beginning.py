@@ -50,6 +50,7 @@ def begin_event(
     traits: Iterable[m.NodeTraits] = (),
     failed_s_ago: tuple[float, ...] = (),
     keeping: Mapping[str, int] | None = None,
+    struck: tuple[m.Strike, ...] = (),
 ) -> m.Begin:
     """Return the first event of a term.
 
@@ -59,6 +60,7 @@ def begin_event(
         traits: of their nodes.
         failed_s_ago: failures of earlier terms within the last day.
         keeping: nodes that keep slots of an earlier launch, and their newest steps.
+        struck: layouts that ran out of memory in earlier terms.
     """
     kept_by = [agent["kept_by"] for agent in found.values() if agent.get("kept_by")]
     specs = [agent["spec"] for agent in found.values() if agent["spec"]]
@@ -78,6 +80,7 @@ def begin_event(
         traits=tuple(traits),
         failed_s_ago=failed_s_ago,
         keeping=dict(keeping or {}),
+        struck=struck,
     )
 
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 from ray.exceptions import OutOfMemoryError, RayError
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.out_of_memory import OOM
-from picotron_ray.errors import CorruptError, SlotReusedError, StorageFullError
+from picotron_ray.coordinator.out_of_memory import OOM, STRUCK
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.event_log.files import encode_record
 from picotron_ray.runtime.coordinator.ray_calls import NO_ANSWER, is_dead, refusal
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.supervision import Supervisor
+from picotron_ray.runtime.coordinator.worker_orders import WorkerOrders
+from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.run_storage.data_record import data_problem
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
@@ -55,9 +57,11 @@ class CommandExecutor:
         self._record = record
         self._report = report
         self._plan = plan
+        self._uploads: dict[str, m.Upload] = {}  # by node: what was asked for last and has not ended
         self._parts: dict[tuple[m.GenerationId, int], dict[str, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor = Supervisor(record.note)
+        self._orders = WorkerOrders(loop, cluster, self._told)
         self._newest: m.GenerationId | None = None  # that was ordered
         self.term = 0
         self.ending = False
@@ -176,15 +180,11 @@ class CommandExecutor:
                 return
 
     def _interrupt(self, command: m.Interrupt) -> None:
-        self._tell(command.worker, "interrupt", self.term, _pair(command.generation), command.mode)
+        self._orders.give(command.worker, "interrupt", self.term, _pair(command.generation), command.mode)
 
     def _take_snapshot(self, command: m.TakeSnapshot) -> None:
         for worker in command.workers:
-            self._tell(worker, "interrupt", self.term, _pair(command.generation), "snapshot")
-
-    def _tell(self, worker: str, method: str, *arguments: Any) -> None:
-        """Call a worker without waiting for its answer: the effect comes back as an event."""
-        self._told(f"{method} of {worker}", self._cluster.call_worker(worker, method, *arguments))
+            self._orders.give(worker, "interrupt", self.term, _pair(command.generation), "snapshot")
 
     def _told(self, what: str, call: Coroutine[Any, Any, Any]) -> None:
         """Await a call whose effect shows elsewhere; a refusal by a newer term is told."""
@@ -208,27 +208,41 @@ class CommandExecutor:
         self._told(f"inventory of node {command.node[:8]}", collect())
 
     def _upload(self, command: m.Upload) -> None:
-        async def upload() -> None:
-            error = ""
-            try:
-                part = await self._cluster.call_agent(
-                    command.node, "upload", self.term, _pair(command.generation), command.step, command.slots,
-                    timeout_s=self._cluster.upload_s,
-                )  # fmt: skip
-                self._parts.setdefault((command.generation, command.step), {})[command.node] = part
-            except TimeoutError:
-                return  # it may go on: the machine asks again
-            except RayError as failure:
-                if (refused := refusal(failure)) is not None:
-                    raise refused from failure
-                cause = getattr(failure, "cause", None)
-                error = f"corrupt:{cause.where}" if isinstance(cause, CorruptError) else _line(failure)
-                error = f"gone:{cause.where}" if isinstance(cause, SlotReusedError) else error
-                if isinstance(cause, StorageFullError):
-                    self.spawn(self._collect())  # else it waits for a commit that has no room
-            self._report(m.Uploaded(command.node, command.generation, command.step, error))
+        self._uploads[command.node] = command
+        self.spawn(self._begin_upload(command))
 
-        self.spawn(upload())
+    async def _begin_upload(self, command: m.Upload) -> None:
+        """Have a node begin an upload, whose end ``uploaded`` hears; a lost reply is asked for again."""
+        generation = _pair(command.generation)
+        while not self.ending and self._uploads.get(command.node) is command:
+            try:
+                await self._cluster.call_agent(
+                    command.node, "upload", self.term, generation, command.step, command.slots
+                )
+            except TimeoutError:
+                continue  # what is under way is joined
+            except RayError as error:
+                if (refused := refusal(error)) is not None:
+                    raise refused from error
+                self.uploaded(command.node, Ended(generation, command.step, None, _line(error)))
+            return
+
+    def uploaded(self, node: str, end: Ended) -> None:
+        """Hear how an upload ended."""
+        state = m.GenerationId(*end.generation), end.step
+        asked = self._uploads.get(node)
+        if asked is not None and (asked.generation, asked.step) == state:
+            del self._uploads[node]
+        if end.part is not None:
+            self._parts.setdefault(state, {})[node] = end.part
+        if end.full:
+            self.spawn(self._collect())  # after the next commit would be too late: it has no room
+        self._report(m.Uploaded(node, *state, end.error))
+
+    def agent_back(self, node: str) -> None:
+        """Ask a restarted agent again for the upload that died with its process."""
+        if node in self._uploads:
+            self._upload(replace(self._uploads[node]))
 
     def _append_generation(self, command: m.AppendGeneration) -> None:
         self.spawn(self._appended(partial(self._store.append_generation, command.spec)))
@@ -246,9 +260,12 @@ class CommandExecutor:
         self._report(event)
 
     async def _after_commit(self) -> None:
+        await self._save_record()
+        await self._collect()
+
+    async def _save_record(self) -> None:
         record = await asyncio.to_thread(lambda: encode_record(self._record.memo()))
         await self._loop.run_in_executor(self._store.executor, self._store.save_record, record)
-        await self._collect()
 
     async def _collect(self) -> None:
         await self._loop.run_in_executor(self._store.executor, self._store.collect_garbage)
@@ -257,7 +274,7 @@ class CommandExecutor:
         generation = _pair(command.generation)
         self._tell_agent(command.node, "release", generation, command.step)
         for worker in self._cluster.workers_on(command.node):
-            self._tell(worker, "committed", self.term, generation, command.committed)
+            self._orders.give(worker, "committed", self.term, generation, command.committed)
 
     def _keep_slots(self, command: m.KeepSlots) -> None:
         self._tell_agent(command.node, "keep", (*_pair(command.generation), command.step))
@@ -278,6 +295,8 @@ class CommandExecutor:
 
     def _alert(self, command: m.Alert) -> None:
         self._record.note(command.level, command.kind, command.text, command.data)
+        if command.kind == STRUCK:  # the next generation's entry, which has it too, may never be written
+            self.spawn(self._save_record())
 
     _methods: ClassVar[dict[type, Callable[[CommandExecutor, Any], None]]] = {
         m.StartWorker: _start_worker,

@@ -34,7 +34,7 @@ class CoordinatorFigures:
 
     def __call__(self) -> list[Sample]:
         """Measure all samples whose figures are known."""
-        status, measured = self._record.status(NO_EVENTS), self._record.measured()
+        status, measured = self._record.status(NO_EVENTS, most_pages=0), self._record.measured()
         return [*_training(status, measured), *self._elastic(status, measured), *_checkpoints(measured)]
 
     def _elastic(self, status: dict[str, Any], measured: Measured) -> Iterator[Sample]:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.out_of_memory import OOM
+from picotron_ray.coordinator.out_of_memory import OOM, STRUCK
 from picotron_ray.coordinator.policies.failure import DAY_S
 from picotron_ray.failures import FailureKind
 
 EVENTS_KEPT = 1000
+MOST_LISTED = 64  # entries of a list in an event's data
 CHECKPOINTS_KEPT = 10_000
+GENERATIONS_KEPT = 10_000
+MEMBERS_KEPT = 20_000
+"""Members that are kept by name, of the newest generations; of older ones their number and digest are."""
+NAMED_ALWAYS = 2  # newest generations whose members are kept, however many they are
 
 
-def involved_in(spec: m.GenerationSpec) -> frozenset[str]:
+def involved_in(members: Iterable[m.Member]) -> frozenset[str]:
     """Workers and nodes of a generation."""
-    return frozenset(name for member in spec.members for name in (member.worker, member.node))
+    return frozenset(name for member in members for name in (member.worker, member.node))
 
 
 def sign_of(event: m.Event) -> tuple[FailureKind, str] | None:
@@ -47,17 +53,65 @@ class FailureRecord:
     recovered_s: float | None = None  # from detection to the first finished new step
     lost_steps: int = 0
     restored_from: str = ""
-    involved: frozenset[str] = frozenset()  # workers and nodes of the generation that it struck
-    struck: str = ""  # that generation, as term.n
+    struck: str = ""  # the generation that it struck, as term.n
 
 
 @dataclass(slots=True)
 class GenerationRecord:
-    """One generation as the summary reports it."""
+    """One generation as the summary reports it.
 
-    spec: m.GenerationSpec
+    Fields:
+        source: where its state came from, as ``Source.kind`` has it.
+        members: by rank; None where they are not kept any more.
+        involved: members and their nodes, as long as ``members`` is kept.
+    """
+
+    id: m.GenerationId
+    layout: str
+    start_step: int
     end_step: int
-    involved: frozenset[str]  # its workers and their nodes
+    source: str
+    reason: str
+    workers: int
+    members_digest: str
+    members: tuple[m.Member, ...] | None
+    involved: frozenset[str]
+
+    @classmethod
+    def of(cls, spec: m.GenerationSpec) -> GenerationRecord:
+        """Take from a spec what is reported of it."""
+        return cls(
+            spec.id,
+            str(spec.layout),
+            spec.resume_step,
+            spec.resume_step,
+            spec.source.kind,
+            spec.reason,
+            len(spec.members),
+            members_digest(spec.members),
+            spec.members,
+            involved_in(spec.members),
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Workers by rank, as far as they are kept."""
+        return [member.worker for member in self.members or ()]
+
+
+def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event's data with long lists cut: 1,000 events are kept, and thousands of names in some."""
+    return {
+        key: [*value[:MOST_LISTED], f"and {len(value) - MOST_LISTED} more"]
+        if isinstance(value, list) and len(value) > MOST_LISTED
+        else value
+        for key, value in data.items()
+    }
+
+
+def members_digest(members: Iterable[m.Member]) -> str:
+    """Digest of the names of members, by rank."""
+    return blake2b("\n".join(member.worker for member in members).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(slots=True)
@@ -79,14 +133,56 @@ class Facts:
     evidence: dict[str, str] = field(default_factory=dict)  # name of what was found, by generation
     plans: Counter[str] = field(default_factory=Counter)  # layouts taken: planned, default
     planned_s: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))  # seconds per search
+    strikes: tuple[m.Strike, ...] = ()  # what ran out of memory, one for each size of device
 
     def leader(self, record: GenerationRecord | None) -> dict[str, Any]:
         """Return the page of rank 0 of a generation; empty while there is none."""
-        if record is not None:
-            for page in self.pages.values():
-                if (page["term"], page["n"], page["rank"]) == (record.spec.id.term, record.spec.id.n, 0):
-                    return page
+        if record is not None and record.members:
+            page = self.pages.get(record.members[0].worker)
+            if page is not None and (page["term"], page["n"]) == (record.id.term, record.id.n):
+                return page
         return {}
+
+    def enter(self, record: GenerationRecord) -> None:
+        """Add a generation; of the oldest ones less is kept, so that this does not grow with their number."""
+        self.generations.append(record)
+        del self.generations[1 : 1 - GENERATIONS_KEPT]  # the first one tells where the run began
+        named = [one for one in self.generations if one.members is not None]
+        kept = 0
+        for at, one in enumerate(reversed(named)):
+            kept += one.workers
+            if at >= NAMED_ALWAYS and kept > MEMBERS_KEPT:
+                one.members, one.involved = None, frozenset()
+
+    def struck_by(self, failure: FailureRecord) -> frozenset[str]:
+        """Workers and nodes of the generation that a failure struck, as far as they are kept."""
+        found = (one.involved for one in reversed(self.generations) if str(one.id) == failure.struck)
+        return next(found, frozenset())
+
+    def forget_pages(self, worker: str = "", node: str = "") -> None:
+        """Drop the page of a worker, or of all on a node, that is gone."""
+        self.pages.pop(worker, None)
+        if node:
+            self.pages = {name: page for name, page in self.pages.items() if page["node"] != node}
+
+    def copied(self) -> Facts:
+        """Copy what later events change; what is over is shared, since nothing changes it."""
+        last = [replace(one) for one in self.generations[-1:]]
+        open_ = [replace(one) if one.recovered_s is None else one for one in self.failures[:-1]]
+        return replace(
+            self,
+            events=self.events.copy(),
+            generations=[*self.generations[:-1], *last],
+            failures=[*open_, *(replace(one) for one in self.failures[-1:])],
+            checkpoints=list(self.checkpoints),
+            pages={},
+            submissions=list(self.submissions),
+            step_times=self.step_times.copy(),
+            noted=self.noted.copy(),
+            evaluations=dict(self.evaluations),
+            evidence=dict(self.evidence),
+            plans=self.plans.copy(),
+        )
 
     def newest_eval(self) -> dict[str, Any]:
         """Return the page with the newest held-out loss; empty while there is none."""
@@ -111,7 +207,7 @@ class Facts:
         """
         return Measured(
             leader=leader,
-            generation=self.generations[-1].spec.id.n if self.generations else None,
+            generation=self.generations[-1].id.n if self.generations else None,
             generations=len(self.generations),
             tokens=self.tokens,
             checkpoints=list(self.checkpoints),
@@ -156,8 +252,15 @@ def median_step_s(facts: Facts) -> float:
 
 def goodput(facts: Facts, wall_s: float) -> float | None:
     """Share of the run's time that its steps would have taken, undisturbed; None where it took none."""
-    steps = facts.generations[-1].end_step - facts.generations[0].spec.resume_step if facts.generations else 0
+    steps = facts.generations[-1].end_step - facts.generations[0].start_step if facts.generations else 0
     return min(1.0, steps * median_step_s(facts) / wall_s) if wall_s else None
+
+
+def strike_of(alert: m.Alert) -> tuple[m.Strike, ...]:
+    """Return the strike that an alert tells of; nothing for other alerts, and those of older logs."""
+    if alert.kind != STRUCK or "drop" not in alert.data:
+        return ()
+    return (m.Strike(**{name: value for name, value in alert.data.items() if name != "node"}),)
 
 
 def failure_ages_s(facts: Facts, now_s: float) -> tuple[float, ...]:
@@ -172,16 +275,17 @@ def places(all_of_them: list[FailureRecord], some: list[FailureRecord]) -> list[
 
 
 def generation_entry(record: GenerationRecord) -> dict[str, Any]:
-    """Format a generation as summary.json lists it."""
-    spec = record.spec
+    """Format a generation as summary.json lists it; ``members`` is null where they are not kept any more."""
     return {
-        "term": spec.id.term,
-        "n": spec.id.n,
-        "layout": str(spec.layout),
-        "members": [member.worker for member in spec.members],
-        "start_step": spec.resume_step,
+        "term": record.id.term,
+        "n": record.id.n,
+        "layout": record.layout,
+        "members": None if record.members is None else record.names,
+        "workers": record.workers,
+        "members_digest": record.members_digest,
+        "start_step": record.start_step,
         "end_step": record.end_step,
-        "reason": spec.reason,
+        "reason": record.reason,
     }
 
 

@@ -12,7 +12,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.machine import REPLY_FACTOR
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
 from picotron_ray.errors import FencedError
 from picotron_ray.runtime.coordinator.ray_calls import (
@@ -44,7 +43,6 @@ class RunActors:
         self._node_of: dict[str, str] = {}
         self._placed: dict[str, str] = {}  # ready worker: its node, where it holds resources
         self._store_failures: Counter[str] = Counter()  # by node: stores that froze, or did not start
-        self.upload_s = REPLY_FACTOR * job.storage.retry_deadline_s  # by then the machine asks again
 
     def store_home(self, spec: GenerationSpec) -> str:
         """Return the node whose rendezvous store a generation is to use.
@@ -162,6 +160,10 @@ class RunActors:
     def gone(self, worker: str) -> None:
         """Note that a worker's process has ended: it holds no resources any more."""
         self._placed.pop(worker, None)
+
+    def node_of(self, worker: str) -> str:
+        """Node of a worker; empty where it is not known."""
+        return self._node_of.get(worker, "")
 
     def workers_on(self, node: str) -> list[str]:
         """Workers that were started on a node and not killed since."""

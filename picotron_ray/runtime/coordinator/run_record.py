@@ -15,6 +15,7 @@ from typing import Any
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.data.batch import samples_of
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
@@ -25,14 +26,15 @@ from picotron_ray.runtime.coordinator.records import (
     FailureRecord,
     GenerationRecord,
     Measured,
+    bounded,
     failure_ages_s,
     failure_entry,
     generation_entry,
     goodput,
-    involved_in,
     median_step_s,
     places,
     sign_of,
+    strike_of,
 )
 
 SEQ_GAP = 1_000_000
@@ -81,7 +83,7 @@ class RunRecord:
         with self._lock:
             self._seq += 1
             event = {"seq": self._seq, "t": time.time(), "level": level, "kind": kind, "text": text}
-            self._facts.events.append({**event, "data": data or {}})
+            self._facts.events.append({**event, "data": bounded(data or {})})
             self._facts.count(level, kind, data or {})
             if kind == "storage-wait" or (kind, level) == ("kept", "info"):
                 self._uncommitted = True
@@ -107,7 +109,7 @@ class RunRecord:
 
     def _follow(self, page: dict[str, Any]) -> None:
         record = self._facts.generations[-1] if self._facts.generations else None
-        if record is None or (page["term"], page["n"]) != (record.spec.id.term, record.spec.id.n):
+        if record is None or (page["term"], page["n"]) != (record.id.term, record.id.n):
             return
         record.end_step = max(record.end_step, page["step"])
         self._facts.tokens = max(self._facts.tokens, page["tokens"])
@@ -153,7 +155,8 @@ class RunRecord:
     def memo(self) -> dict[str, Any]:
         """Return the record as of the last line that was observed, as JSON values; ``recall`` reads it."""
         with self._lock:
-            return {
+            facts = self._facts.copied()
+            memo = {
                 "term": self._term,
                 "line": self._line,
                 "began_s": self._began,
@@ -161,15 +164,21 @@ class RunRecord:
                 "uncommitted": self._uncommitted,
                 "stop_of": self._stop_of,
                 "open": places(self._facts.failures, self._open),
-                "goodput": goodput(self._facts, time.time() - self._began),
-                "wall_s": time.time() - self._began,
-                "facts": plain_facts(self._facts),
             }
+        wall_s = time.time() - self._began
+        # outside of the lock: the coordinator's loop must not wait for a record of thousands of workers
+        return {**memo, "goodput": goodput(facts, wall_s), "wall_s": wall_s, "facts": plain_facts(facts)}
 
     def failed_s_ago(self) -> tuple[float, ...]:
         """Return how long ago each failure of the last day was, oldest first."""
         with self._lock:
             return failure_ages_s(self._facts, time.time() - self._began)
+
+    @property
+    def strikes(self) -> tuple[m.Strike, ...]:
+        """Layouts that ran out of memory, of whichever term."""
+        with self._lock:
+            return self._facts.strikes
 
     @property
     def stop_is_owed(self) -> bool:
@@ -192,10 +201,16 @@ class RunRecord:
                     self._generation(command.spec)
                 elif isinstance(command, m.Alert) and command.kind == "failure":
                     self._judged(command.data, at_s)
+                elif isinstance(command, m.Alert):
+                    self._facts.strikes = together(self._facts.strikes, strike_of(command))
                 elif isinstance(command, m.Finish):
                     self._stop_of = None
 
     def _observe_event(self, event: m.Event, at_s: float) -> None:
+        if isinstance(event, m.WorkerExited):
+            self._facts.forget_pages(worker=event.worker)
+        elif isinstance(event, m.NodeLost):
+            self._facts.forget_pages(node=event.node)
         if isinstance(event, m.UserRequest) and event.what == "stop":
             self._stop_of = self._launch
         if isinstance(event, m.Uploaded | m.Appended) and event.error:
@@ -210,14 +225,14 @@ class RunRecord:
         if record is None:
             return
         if isinstance(event, m.Outcome):
-            if event.generation != record.spec.id:
+            if event.generation != record.id:
                 return
             record.end_step = max(record.end_step, event.step)
             if event.first_step_at_s:
                 self._went_on(record, event.first_step_at_s)
-        if isinstance(event, m.Heartbeat) and event.generation == record.spec.id:
+        if isinstance(event, m.Heartbeat) and event.generation == record.id:
             record.end_step = max(record.end_step, *event.steps.values(), 0)
-            if record.end_step > record.spec.resume_step:
+            if record.end_step > record.start_step:
                 self._went_on(record, at_s)
         sign = sign_of(event)
         if sign is not None:
@@ -235,37 +250,35 @@ class RunRecord:
 
     def _went_on(self, record: GenerationRecord, at_s: float) -> None:
         """Close the records of all failures before a generation, whose first step is finished."""
-        for failure in [open_ for open_ in self._open if open_.involved is not record.involved]:
+        for failure in [open_ for open_ in self._open if open_.struck != str(record.id)]:
             failure.recovered_s = at_s - (self._began + failure.detected_s)
             self._open.remove(failure)
 
     def _failed(self, kind: FailureKind, target: str, record: GenerationRecord, at_s: float) -> None:
         """Note a sign of a failure: the first one opens its record, the gravest one names it."""
         last = self._facts.failures[-1] if self._facts.failures else None
-        if target in record.involved and (last is None or last.involved is not record.involved):
-            failure = FailureRecord(
-                kind, target, record.end_step, at_s - self._began, involved=record.involved
-            )
-            failure.struck = str(record.spec.id)
+        struck = str(record.id)
+        if target in record.involved and (last is None or last.struck != struck):
+            failure = FailureRecord(kind, target, record.end_step, at_s - self._began, struck=struck)
             self._facts.failures.append(failure)
             self._open.append(failure)
-        elif last is not None and target in last.involved and explains(kind, last.kind):
+        elif last is not None and explains(kind, last.kind) and target in self._facts.struck_by(last):
             last.kind, last.target = kind, target
 
     def _generation(self, spec: m.GenerationSpec) -> None:
         self._running = True
         generations = self._facts.generations
-        if generations and generations[-1].spec.id == spec.id:
+        if generations and generations[-1].id == spec.id:
             return
         for failure in self._open:
-            if failure.involved is generations[-1].involved:
+            if generations and failure.struck == str(generations[-1].id):
                 # the outcomes know it better than the last heartbeat did
                 failure.step = generations[-1].end_step
                 failure.lost_steps = max(0, generations[-1].end_step - spec.resume_step)
                 failure.restored_from = spec.source.kind
         if generations:
-            generations[-1].end_step = max(spec.resume_step, generations[-1].spec.resume_step)
-        generations.append(GenerationRecord(spec, spec.resume_step, involved_in(spec)))
+            generations[-1].end_step = max(spec.resume_step, generations[-1].start_step)
+        self._facts.enter(GenerationRecord.of(spec))
         text = (
             f"generation {spec.id}: {spec.layout} on {len(spec.members)} workers from step {spec.resume_step}"
             f" ({spec.source.kind}): {spec.reason}"
@@ -274,7 +287,7 @@ class RunRecord:
 
     def _committed(self, event: m.Appended) -> None:
         generations = self._facts.generations
-        if generations and generations[-1].spec.id == event.generation:
+        if generations and generations[-1].id == event.generation:
             # a killed worker tells no outcome
             generations[-1].end_step = max(generations[-1].end_step, event.step)
         figures = self._commit_figures.get(event.step)
@@ -296,12 +309,20 @@ class RunRecord:
 
     # --- reading -----------------------------------------------------------------------------------------
 
-    def status(self, since: int) -> dict[str, Any]:
-        """Return the state for the driver; ``events`` are those numbered above ``since``."""
+    def status(self, since: int, most_pages: int | None = None) -> dict[str, Any]:
+        """Return the state for the driver; ``events`` are those numbered above ``since``.
+
+        Args:
+            most_pages: where there are more pages of workers, rank 0's alone is shown; None: all are.
+        """
         with self._lock:
             record = self._facts.generations[-1] if self._facts.generations else None
             page = self._facts.leader(record)
-            step = page.get("step", record.spec.resume_step if record else 0)
+            pages = self._facts.pages
+            if most_pages is not None and len(pages) > most_pages:
+                pages = {page["worker"]: page} if page else {}
+            newest_eval = self._facts.newest_eval()
+            step = page.get("step", record.start_step if record else 0)
             step_time = page.get("step_time_s") or 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             return {
@@ -314,21 +335,21 @@ class RunRecord:
                 "continues": self._continues,
                 "stopping": self.stop_is_owed,
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
-                "generation": str(record.spec.id) if record else None,
-                "layout": str(record.spec.layout) if record else None,
+                "generation": str(record.id) if record else None,
+                "layout": record.layout if record else None,
                 "precision": self._job.precision,
-                "members": [member.worker for member in record.spec.members] if record else [],
-                "resume_step": record.spec.resume_step if record else 0,
+                "members": record.names if record else [],
+                "resume_step": record.start_step if record else 0,
                 "step": step,
                 "steps": self._job.steps,
                 "loss": page.get("loss") or None,
                 "tokens_per_s": tokens / step_time if step_time else None,
-                "eval_loss": self._facts.newest_eval().get("eval_loss"),
-                "eval_step": self._facts.newest_eval().get("eval_step"),
+                "eval_loss": newest_eval.get("eval_loss"),
+                "eval_step": newest_eval.get("eval_step"),
                 "baseline_loss": self._facts.baseline(),
                 "uncommitted": self._uncommitted,
                 "committed": max((entry["step"] for entry in self._facts.checkpoints), default=None),
-                "pages": dict(self._facts.pages),
+                "pages": dict(pages),
                 "metrics": self._metrics,
                 "failures": [failure_entry(each, self._facts.evidence) for each in self._facts.failures],
                 "events": [event for event in self._facts.events if event["seq"] > since],

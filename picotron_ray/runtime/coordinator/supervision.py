@@ -45,8 +45,10 @@ class Supervisor:
 
     def guarded(self, name: str, call: Callable[..., object], *arguments: Any) -> None:
         """Call something that nothing else depends on; an error of it is told, and no more."""
-        with self.told(name):
+        try:  # not by `told`: this is done several times for each event
             call(*arguments)
+        except Exception as error:  # noqa: BLE001 (told by failed)
+            self.failed(name, error)
 
     @contextlib.contextmanager
     def told(self, name: str) -> Iterator[None]:

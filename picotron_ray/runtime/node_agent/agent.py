@@ -54,7 +54,7 @@ from picotron_ray.runtime.node_agent.uploads import Uploads
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.interfaces import listen_address_or_problem
-from picotron_ray.runtime.ray_cluster.names import ledger_folder, node_folder
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, ledger_folder, node_folder, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import look
 from picotron_ray.runtime.ray_cluster.private_folder import remove_tree
 
@@ -171,15 +171,13 @@ class Agent:
         self._accept(term)
         self._quarantined[name] = key
 
-    def upload(
-        self, term: int, generation: tuple[int, int], step: int, slots: tuple[str, ...]
-    ) -> dict[str, Any]:
-        """Put the chunks of pinned slots into storage; returns this node's part of the manifest.
+    def upload(self, term: int, generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> None:
+        """Begin to put the chunks of pinned slots into storage; its end is reported by ``uploaded``.
 
-        Asked again for what is under way, it joins that: the first answer was lost, or takes long.
+        Asked again for what is under way, it joins that.
         """
         self._accept(term)
-        return self._uploads.upload(generation, step, slots)
+        self._uploads.begin(generation, step, slots)
 
     def release(self, term: int, generation: tuple[int, int], step: int) -> None:
         """Unpin the slots up to a committed state, and delete those that dead workers left behind.
@@ -223,6 +221,14 @@ class Agent:
         if page is not None and page.phase != "idle" and process_alive(page.pid, page.start_ticks):
             self._stalls.before_kill(page)
         return self._kill_page(page)
+
+    def order(self, term: int, workers: list[str], method: str, arguments: list[Any]) -> None:
+        """Pass an order on to workers of this node, which needs no answer: one call brings it for all."""
+        self._accept(term)
+        for worker in workers:
+            with suppress(ValueError):  # it has ended
+                handle = ray.get_actor(worker_actor_name(self._job.name, worker), NAMESPACE)
+                getattr(handle, method).remote(term, *arguments)
 
     def evidence(self, term: int, generation: tuple[int, int], most_bytes: int) -> list[dict[str, Any]]:
         """Ask the members of a generation on this node where they are; an entry for each."""
@@ -319,6 +325,8 @@ class Agent:
             self._beats.send([asdict(page) for page in living], now)
         self._stalls.report(living, now)
         self._seal_watch.look(living, now)
+        for end in self._uploads.ended():
+            self._reports.tell(now, ("uploaded", end.step), "uploaded", self._node, end)
         self._reports.look(now)
         if heartbeat:
             bury(self._folder, living, self._newest_spec)

@@ -1,11 +1,18 @@
-"""Uploads of a node's slots: those under way are joined, and their intents renewed until they are settled."""
+"""Uploads of a node's slots: each is begun by a call that does not wait, and its end is told as a report.
+
+Storage may be away for hours, so no call waits for it. One that is under way is joined. Its intents are
+renewed until it is settled.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from picotron_ray.checkpoint.snapshot.slot_reader import holds, set_pinned
@@ -14,10 +21,28 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.upload import upload_slots
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import PicotronError
+from picotron_ray.errors import CorruptError, PicotronError, SlotReusedError, StorageFullError
 from picotron_ray.runtime.ray_cluster.names import ledger_folder
 
+log = logging.getLogger(__name__)
 MOST_UPLOADS = 4
+Key = tuple[tuple[int, int], int, tuple[str, ...]]
+"""Generation, step and slots of an upload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """End of an upload: ``part`` of the manifest, or the ``error`` as ``messages.Uploaded`` has it.
+
+    Fields:
+        full: storage has no room.
+    """
+
+    generation: tuple[int, int]
+    step: int
+    part: dict[str, Any] | None
+    error: str = ""
+    full: bool = False
 
 
 class Uploads:
@@ -27,19 +52,31 @@ class Uploads:
         self._job, self._owner, self._folder = job, node[:16], folder
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(MOST_UPLOADS, thread_name_prefix="upload")
-        self._under_way: dict[tuple[Any, ...], Future[dict[str, Any]]] = {}
+        self._under_way: dict[Key, Future[dict[str, Any]]] = {}
+        self._ended: SimpleQueue[Ended] = SimpleQueue()
         self._opened: tuple[Storage, Intents] | None = None
 
-    def upload(self, generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> dict[str, Any]:
-        """Put slots into storage, or wait for the upload of them that is under way; returns its part."""
-        key = (generation, step, slots)
+    def begin(self, generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> None:
+        """Begin to put slots into storage, unless that is under way; ``ended`` tells its end."""
+        key: Key = ((generation[0], generation[1]), step, tuple(slots))
         with self._lock:
-            running = self._under_way.get(key)
-            if running is None:
-                running = self._threads.submit(self.run, generation, step, slots)
-                self._under_way[key] = running
-                running.add_done_callback(lambda _: self._under_way.pop(key, None))
-        return running.result()
+            if key in self._under_way:
+                return
+            self._under_way[key] = running = self._threads.submit(self.run, *key)
+        running.add_done_callback(lambda done: self._end(key, done))
+
+    def _end(self, key: Key, done: Future[dict[str, Any]]) -> None:
+        with self._lock:
+            del self._under_way[key]
+        with contextlib.suppress(CancelledError):  # the run ends
+            error = done.exception()
+            part = done.result() if error is None else None
+            full = isinstance(error, StorageFullError)
+            self._ended.put(Ended(key[0], key[1], part, _told(error), full))
+
+    def ended(self) -> list[Ended]:
+        """Return the uploads that ended since the last call."""
+        return [self._ended.get() for _ in range(self._ended.qsize())]
 
     def run(self, generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> dict[str, Any]:
         """Put slots into storage, in the calling thread."""
@@ -79,3 +116,15 @@ def _pin(paths: list[Path], reading: bool) -> None:
     for path in paths:
         with contextlib.suppress(FileNotFoundError):  # it was let go in between
             set_pinned(path, True, reading)
+
+
+def _told(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    if isinstance(error, CorruptError):
+        return f"corrupt:{error.where}"
+    if isinstance(error, SlotReusedError):
+        return f"gone:{error.where}"
+    if not isinstance(error, PicotronError):
+        log.error("an upload failed", exc_info=error)
+    return (str(error).strip() or type(error).__name__).splitlines()[-1][:300]

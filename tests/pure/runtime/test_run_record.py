@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.replay import event_line
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.coordinator import run_record
+from picotron_ray.runtime.coordinator.beginning import begin_event
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
+from picotron_ray.runtime.coordinator.records import MEMBERS_KEPT
 from picotron_ray.runtime.coordinator.run_record import RunRecord
-from tests.support.runs.coordinator_world import job
+from tests.support.runs.coordinator_world import World, job
 
 BEGAN = 1_000_000.0
 
@@ -29,7 +35,9 @@ class Run:
         self.record = RunRecord(job())
         self.spec: m.GenerationSpec
 
-    def generation(self, n: int, workers: str, step: int, at_s: float, source: Any = "slots") -> None:
+    def generation(
+        self, n: int, workers: Sequence[str], step: int, at_s: float, source: Any = "slots"
+    ) -> None:
         members = tuple(m.Member(worker, "node") for worker in workers)
         layout = Layout(dp=len(workers))
         self.spec = m.GenerationSpec(m.GenerationId(1, n), members, layout, m.Source(source, step), "test")
@@ -292,8 +300,9 @@ def test_a_record_keeps_no_slots_of_the_generations_that_were(run: Run) -> None:
     slot = m.SlotInfo("node", "a.0.slot", one, 7, 0, ())
     two = replace(run.spec, id=m.GenerationId(1, 2), source=m.Source("slots", 7, one, (slot,)))
     run.record.observe(m.Tick(), [m.RunGeneration(two)], BEGAN + 2.0)
-    kept = [entry["spec"]["source"] for entry in run.record.memo()["facts"]["generations"]]
-    assert [(source["kind"], source["slots"]) for source in kept] == [("init", []), ("slots", [])]
+    memo = run.record.memo()
+    assert [entry["source"] for entry in memo["facts"]["generations"]] == ["init", "slots"]
+    assert "a.0.slot" not in json.dumps(memo)
 
 
 def test_a_record_comes_back_as_it_was(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +332,26 @@ def test_a_record_comes_back_as_it_was(run: Run, monkeypatch: pytest.MonkeyPatch
     assert told["seq"] > memo["seq"]
 
 
+def test_memory_that_ran_out_is_remembered_though_the_coordinator_dies_before_the_next_generation(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(job(data__global_batch=32, cluster__max_workers=2))
+    spec = world.run(world.answer(world.ready(world.send(m.Begin(1), m.NodeJoined("a", 2)))))
+    gone = m.Outcome(spec.members[0].worker, spec.id, FailureKind.FAILED, 5, "oom: 3 GiB")
+    commands = world.send(gone)
+    assert not any(isinstance(command, m.AppendGeneration | m.RunGeneration) for command in commands)
+    run.record.observe(gone, commands, BEGAN + 2.0)
+    memo = json.loads(json.dumps(run.record.memo()))
+    line = json.loads(event_line(2.0, gone, commands))
+    for known, lines in ((memo, []), (None, [LoggedLine(1, {"offset_s": BEGAN}, line)])):
+        later = Run(monkeypatch)
+        later.record.recall(known, lines)
+        begin = begin_event(2, (), (spec,), {}, struck=later.record.strikes)
+        again = World(world.config)
+        again.send(begin)
+        assert again.machine.memory.struck == world.machine.memory.struck != ()
+
+
 @pytest.mark.parametrize(("launch", "owed"), [("one", True), ("two", False)])
 def test_a_stop_is_owed_by_the_launch_that_was_asked(run: Run, launch: str, owed: bool) -> None:
     stop = {"now": 1.0, "event": {"type": "UserRequest", "what": "stop"}, "commands": []}
@@ -349,3 +378,92 @@ def test_a_record_stays_small_however_often_the_run_commits(run: Run) -> None:
         run.tell(2.0, m.Appended("commit", run.spec.id, step, step))
     assert len(run.record.memo()["facts"]["checkpoints"]) == 10_000
     assert run.record.status(0)["committed"] == 11_999
+
+
+def test_a_record_stays_small_however_many_generations_of_many_workers_there_were(run: Run) -> None:
+    """Members of the newest are named, in the summary too; older ones by number and digest."""
+    run.record.begin(1, {})
+    for n in range(1000):
+        members = tuple(m.Member(f"w1-{n}-{rank}", f"{rank // 8:056d}") for rank in range(64))
+        spec = m.GenerationSpec(m.GenerationId(1, n), members, Layout(dp=64), m.Source("slots", n), "test")
+        launched = m.Alert("info", "text", "generation", {"members": [one.worker for one in members] * 10})
+        run.record.observe(m.WorkerExited(f"w1-{n - 1}-3", "died"), [m.RunGeneration(spec)], BEGAN + n)
+        run.record.note("info", "generation", "text", launched.data)
+        run.record.figures("node", [page(one.worker, n) for one in members])
+        for one in members:
+            run.record.observe(m.WorkerExited(one.worker, "died"), [], BEGAN + n)
+    assert len(json.dumps(run.record.memo())) < 2 << 20
+    assert run.record.status(0)["pages"] == {}, "of workers that are gone nothing is shown"
+    generations = run.record.summary(m.Finish("finished", ""))["generations"]
+    assert len(generations) == 1000
+    newest, oldest = generations[-1], generations[0]
+    assert newest["members"] == [f"w1-999-{rank}" for rank in range(64)]
+    assert (oldest["members"], oldest["workers"]) == (None, 64)
+    assert oldest["members_digest"] != newest["members_digest"]
+    assert sum(one["members"] is not None for one in generations) == MEMBERS_KEPT // 64
+
+
+def test_the_newest_members_are_kept_however_many_they_are(run: Run) -> None:
+    """A failure's late sign is judged by the generation before the newest."""
+    size = MEMBERS_KEPT
+    for n in (1, 2, 3):
+        run.generation(n, [f"w{n}-{rank}" for rank in range(size)], 0, float(n))
+    named = [one["members"] is not None for one in run.record.summary(m.Finish("stopped", ""))["generations"]]
+    assert named == [False, True, True]
+
+
+def test_nobody_waits_for_a_record_that_is_turned_into_values(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of workers take seconds: the coordinator's loop and a driver go on meanwhile."""
+    run.generation(1, "abc", 0, 1.0, "init")
+    turned = threading.Event()
+
+    def slow(facts: Any) -> dict[str, Any]:
+        thread = threading.Thread(target=lambda: (run.record.status(0), turned.set()))
+        thread.start()
+        thread.join(5.0)
+        return {}
+
+    monkeypatch.setattr(run_record, "plain_facts", slow)
+    run.record.memo()
+    assert turned.is_set()
+
+
+def test_what_a_record_holds_does_not_change_while_it_is_turned_into_values(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.generation(1, "abc", 0, 1.0, "init")
+    run.tell(2.0, m.WorkerExited("a", "died"), run.outcome("b", 7, 1.5), run.outcome("c", 7, 1.5))
+    turned = run_record.plain_facts
+
+    def meanwhile(facts: Any) -> dict[str, Any]:
+        run.generation(2, "bc", 7, 2.1)
+        run.tell(3.0, m.Heartbeat("node", run.spec.id, {"b": 9}))
+        return turned(facts)
+
+    monkeypatch.setattr(run_record, "plain_facts", meanwhile)
+    facts = run.record.memo()["facts"]
+    assert [one["n"] for one in facts["generations"]] == [1]
+    assert [one["recovered_s"] for one in facts["failures"]] == [None]
+
+
+def test_a_follower_of_many_workers_is_shown_the_page_of_rank_0_alone(run: Run) -> None:
+    run.generation(1, "abc", 0, 1.0, "init")
+    run.record.figures("node", [page(name, rank=rank) for rank, name in enumerate("abc")])
+    assert set(run.record.status(0)["pages"]) == set(run.record.status(0, 3)["pages"]) == set("abc")
+    assert set(run.record.status(0, 2)["pages"]) == {"a"}
+    assert run.record.status(0, 2)["step"] == 5
+
+
+def test_a_record_of_an_earlier_version_is_read(run: Run) -> None:
+    """It held each generation's whole spec, and named a failure's generation by its place."""
+    run.generation(1, "abc", 0, 1.0, "init")
+    run.tell(2.0, m.WorkerExited("a", "died"))
+    memo = json.loads(json.dumps(run.record.memo()))
+    memo["facts"]["generations"] = [{"spec": plain(run.spec), "end_step": 3}]
+    memo["facts"]["failures"] = [{**memo["facts"]["failures"][0], "struck": "", "generation": 0}]
+    later = RunRecord(job())
+    later.recall(json.loads(json.dumps(memo)), [])
+    assert later.status(0)["members"] == ["a", "b", "c"]
+    assert later.memo()["facts"]["failures"][0]["struck"] == "1.1"

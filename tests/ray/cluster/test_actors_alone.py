@@ -163,9 +163,10 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         observe=lambda event, commands, at_s, line: None,
         stop_is_owed=False,
         failed_s_ago=tuple,
+        strikes=(),
         figures=lambda node, figures: note("figures", node, len(figures)),
         attached=lambda submission: note("attached", submission),
-        status=lambda since: {"since": since, "done": since > 5},
+        status=lambda since, most_pages: {"since": since, "done": since > 5},
     )
     made._tracking = SimpleNamespace(observe=lambda event, commands: note("tracked", event))
     made._chaos = SimpleNamespace(reached=lambda step: note("reached", step))

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import plain
+from picotron_ray.coordinator.out_of_memory import STRUCK
 from picotron_ray.errors import (
     CorruptError,
     FencedError,
@@ -42,7 +43,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.observability.nvml import Card
 from picotron_ray.runtime.coordinator import cluster as cluster_module
-from picotron_ray.runtime.coordinator import command_executor, ray_calls, room_request
+from picotron_ray.runtime.coordinator import command_executor, ray_calls, room_request, worker_orders
 from picotron_ray.runtime.coordinator.admission import joined, objection, traits_of
 from picotron_ray.runtime.coordinator.records import sign_of
 from picotron_ray.runtime.coordinator.room_request import PATIENCE_S, RoomRequest
@@ -51,8 +52,9 @@ from picotron_ray.runtime.node_agent import agent as agent_module
 from picotron_ray.runtime.node_agent.agent import Agent, owner
 from picotron_ray.runtime.node_agent.burial import bury
 from picotron_ray.runtime.node_agent.reports import AGAIN_S, Reports
+from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.ray_cluster import kept_slots
-from picotron_ray.runtime.ray_cluster.names import agent_name
+from picotron_ray.runtime.ray_cluster.names import agent_name, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, worker_needs
 from tests.support.runs.coordinator_parts import Bench, Nodes, Told, view
@@ -118,6 +120,24 @@ def slot_of(agent: Agent, worker: str, step: int, n: int = 1, index: int = 0) ->
     return path
 
 
+def test_an_agent_passes_an_order_on_to_the_workers_that_are_there(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: Told = []
+
+    def find(name: str, namespace: str) -> Any:
+        if "ended" in name:
+            raise ValueError(name)
+        return SimpleNamespace(interrupt=SimpleNamespace(remote=lambda *words: seen.append((name, *words))))
+
+    monkeypatch.setattr(agent_module.ray, "get_actor", find)
+    agent.order(2, ["w1", "ended", "w2"], "interrupt", [(1, 1), "hard"])
+    with pytest.raises(PicotronError, match="term 1 is older than 2"):
+        agent.order(1, ["w1"], "interrupt", [(1, 1), "hard"])
+    names = [worker_actor_name(agent._job.name, worker) for worker in ("w1", "w2")]
+    assert seen == [(name, 2, (1, 1), "hard") for name in names]
+
+
 def test_an_agent_obeys_the_newest_term_alone(agent: Agent) -> None:
     agent.quarantine(2, "x", (1, 1, 5))
     agent.quarantine(2, "y", (1, 1, 5))
@@ -153,23 +173,36 @@ def test_a_later_state_in_a_file_that_was_set_aside_is_offered(agent: Agent) -> 
     assert [info.step for info in agent.inventory(1)] == [8]
 
 
+def upload_of(agent: Agent, step: int, slot: str) -> Ended:
+    """Ask for an upload, and await its end."""
+    agent.upload(1, (1, 1), step, (slot,))
+    (end,) = await_ends(agent, 1)
+    return end
+
+
+def await_ends(agent: Agent, count: int) -> list[Ended]:
+    found: list[Ended] = []
+    until = time.monotonic() + 10
+    while len(found) < count and time.monotonic() < until:
+        found += agent._uploads.ended()
+        time.sleep(0.001)
+    return found
+
+
 def test_a_late_upload_of_a_slot_that_was_given_up_is_no_corruption(agent: Agent) -> None:
     storage = LocalStorage(agent._folder / "storage", "run")
     agent._uploads._opened = storage, Intents(storage)
     path = slot_of(agent, "w1", 8)
-    with pytest.raises(SlotReusedError) as reused:
-        agent.upload(1, (1, 1), 5, (path.name,))
-    assert reused.value.where == path.name
-    with pytest.raises(SlotReusedError):
-        agent.upload(1, (1, 1), 5, ("none.0.slot",))
+    assert upload_of(agent, 5, path.name).error == f"gone:{path.name}"
+    assert upload_of(agent, 5, "none.0.slot").error == "gone:none.0.slot"
     path.write_bytes(path.read_bytes().replace(BODY, BODY[::-1]))
-    with pytest.raises(CorruptError):
-        agent.upload(1, (1, 1), 8, (path.name,))
+    assert upload_of(agent, 8, path.name).error == f"corrupt:{path.name}"
 
 
-def test_an_upload_that_is_asked_for_again_joins_the_one_under_way(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+def test_no_call_waits_for_an_upload_and_one_that_is_asked_for_again_is_joined(
+    agent: Agent, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Storage may hang for hours: each call that waited would hold one of the agent's threads."""
     may_end, calls = threading.Event(), []
 
     def upload(generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> dict[str, Any]:
@@ -178,15 +211,52 @@ def test_an_upload_that_is_asked_for_again_joins_the_one_under_way(
         return {"step": step}
 
     monkeypatch.setattr(agent._uploads, "run", upload)
-    with ThreadPoolExecutor(3) as callers:
-        asked = [callers.submit(agent.upload, 1, (1, 1), step, ("s",)) for step in (5, 5, 6)]
-        while len(calls) < 2:
-            time.sleep(0.001)
-        may_end.set()
-        assert [answer.result()["step"] for answer in asked] == [5, 5, 6]
+    for step in (5, 5, 6):
+        agent.upload(1, (1, 1), step, ("s",))
+    while len(calls) < 2:
+        time.sleep(0.001)
+    agent._look(1.0, heartbeat=False)
+    assert told == [], "neither has ended"
+    may_end.set()
+    assert sorted(end.step for end in await_ends(agent, 2)) == [5, 6]
     assert sorted(calls) == [5, 6]
-    assert agent.upload(1, (1, 1), 5, ("s",)) == {"step": 5}
+    agent.upload(1, (1, 1), 5, ("s",))
+    (end,) = await_ends(agent, 1)
+    assert end == Ended((1, 1), 5, {"step": 5})
     assert sorted(calls) == [5, 5, 6], "nothing is remembered"
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "full"),
+    [
+        (CorruptError("torn", "s.slot"), "corrupt:s.slot", False),
+        (SlotReusedError("x", "s"), "gone:s", False),
+        (StorageFullError("no room"), "no room", True),
+        (OSError("a\nb"), "b", False),
+    ],
+)
+def test_an_uploads_end_is_told_until_it_is_acknowledged(
+    agent: Agent, told: Told, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str, full: bool
+) -> None:
+    def upload(*what: Any) -> dict[str, Any]:
+        raise error
+
+    def away(*words: Any) -> Future[None]:
+        told.append(words)
+        raise ValueError("no coordinator")
+
+    monkeypatch.setattr(agent._uploads, "run", upload)
+    hearing = agent._reports._send
+    agent._reports._send = away
+    agent.upload(1, (1, 1), 5, ("s",))
+    until = time.monotonic() + 10
+    while not told and time.monotonic() < until:
+        agent._look(1.0, heartbeat=False)
+    agent._reports._send = hearing
+    told.clear()
+    for at in (2.0, 3.0, 4.0):
+        agent._look(at, heartbeat=False)
+    assert told == [("uploaded", "n1", Ended((1, 1), 5, None, text, full))]
 
 
 def test_a_release_unpins_and_removes_what_the_dead_left(agent: Agent) -> None:
@@ -465,17 +535,17 @@ def test_an_agent_without_an_answer_has_not_answered(bench: Bench) -> None:
 
 
 def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
-    corrupt, reused = RayError("x"), RayError("x")
-    reused.cause = SlotReusedError("another", "s.slot")  # type: ignore[attr-defined]
-    corrupt.cause = CorruptError("s.slot", "torn")  # type: ignore[attr-defined]
-    where = corrupt.cause.where  # type: ignore[attr-defined]
-    bench.calls.answers["upload"] = [{"part": 1}, corrupt, RayError("down"), reused, {"part": 2}]
+    bench.calls.answers["upload"] = [RayError("down"), TimeoutError()]
     upload = m.Upload("n1", A, 5, ("s",))
-    found = [bench.run(upload)[0] for _ in range(4)]
-    errors = ("", f"corrupt:{where}", "down", "gone:s.slot")
-    assert found == [m.Uploaded("n1", A, 5, error) for error in errors]
-    assert bench.calls.seen == [("n1", "upload", 3, (1, 1), 5, ("s",))] * 4
-    bench.run(replace(upload, node="n2", step=6))
+    asked = ("n1", "upload", 3, (1, 1), 5, ("s",))
+    assert bench.run(upload) == [m.Uploaded("n1", A, 5, "down")]
+    assert bench.run(upload) == [], "it has only begun"
+    assert bench.calls.seen == [asked] * 3, "silence is asked again"
+    bench.executor.uploaded("n1", Ended((1, 1), 5, None, "gone:s.slot"))
+    bench.executor.uploaded("n1", Ended((1, 1), 5, {"part": 1}))
+    bench.executor.uploaded("n2", Ended((1, 1), 6, {"part": 2}))
+    errors = [("n1", 5, "gone:s.slot"), ("n1", 5, ""), ("n2", 6, "")]
+    assert bench.run() == [m.Uploaded(node, A, step, error) for node, step, error in errors]
     bench.calls.seen.clear()
     bench.seq = 0
     assert bench.run(m.AppendCommit(A, 5, ("n1", "n9"))) == [m.Appended("commit", A, 5, 0)]
@@ -492,13 +562,33 @@ def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
 
 def test_storage_that_is_full_is_collected_before_the_next_try(bench: Bench) -> None:
     """A collection after the next commit would wait for a commit that has no room."""
-    full = RayError("full")
-    full.cause = StorageFullError("full")  # type: ignore[attr-defined]
-    bench.calls.answers["upload"] = [full]
-    (found,) = bench.run(m.Upload("n1", A, 5, ("s",)))
-    assert isinstance(found, m.Uploaded)
-    assert found.error
+
+    async def hear() -> None:
+        bench.executor.uploaded("n1", Ended((1, 1), 5, None, "no room", full=True))
+
+    bench.loop.run_until_complete(hear())
+    assert bench.run() == [m.Uploaded("n1", A, 5, "no room")]
     assert ("garbage",) in bench.calls.seen
+
+
+def test_an_upload_that_died_with_its_agent_is_asked_for_again(bench: Bench) -> None:
+    """Nobody else would for ten times the deadline of storage."""
+    bench.run(m.Upload("n1", A, 5, ("s",)), m.Upload("n2", A, 5, ("t",)))
+    bench.executor.uploaded("n2", Ended((1, 1), 5, {}))
+    bench.calls.seen.clear()
+
+    async def back() -> None:
+        for node in ("n1", "n2", "n3"):
+            bench.executor.agent_back(node)
+
+    bench.loop.run_until_complete(back())
+    bench.run()
+    assert bench.calls.seen == [("n1", "upload", 3, (1, 1), 5, ("s",))], "n2 has ended its own"
+
+
+def test_a_strike_is_in_storage_before_any_generation_follows(bench: Bench) -> None:
+    bench.run(m.Alert("warning", "x ran out of memory", STRUCK), m.Alert("info", "x", "join"))
+    assert bench.calls.seen == [("record", b'{"seq":9}')]
 
 
 def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
@@ -511,14 +601,39 @@ def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
     )  # fmt: skip
     assert bench.run(*orders) == []
     assert bench.calls.seen == [
+        ("n1", "release", 3, (1, 1), 5),
+        ("n1", "quarantine", 3, "s", (1, 1, 3)),
         ("w1", "interrupt", 3, (1, 1), "hard"),
         ("w1", "interrupt", 3, (1, 1), "snapshot"),
         ("w2", "interrupt", 3, (1, 1), "snapshot"),
-        ("n1", "release", 3, (1, 1), 5),
         ("n1w", "committed", 3, (1, 1), 4),
-        ("n1", "quarantine", 3, "s", (1, 1, 3)),
     ]
     assert bench.notes == [("warning", "kind", "text", {"x": 1})]
+
+
+def test_many_workers_are_told_in_one_call_for_each_node(bench: Bench) -> None:
+    workers = [f"n{at % 2}/w{at}" for at in range(worker_orders.FEW + 2)]
+    bench.run(*(m.Interrupt(worker, A, "hard") for worker in workers))
+    assert bench.calls.seen == [
+        (node, "order", 3, [w for w in workers if w.startswith(node)], "interrupt", [(1, 1), "hard"])
+        for node in ("n0", "n1")
+    ]
+
+
+def test_workers_are_told_directly_where_their_agent_does_not_pass_it_on(bench: Bench) -> None:
+    workers = [f"n{at % 2}/w{at}" for at in range(worker_orders.FEW + 2)]
+    bench.calls.answers["order"] = [RayError("x"), TimeoutError()]
+    bench.run(*(m.Interrupt(worker, A, "hard") for worker in workers))
+    direct = [(worker, "interrupt", 3, (1, 1), "hard") for worker in workers]
+    assert sorted(bench.calls.seen[2:]) == sorted(direct)
+
+
+def test_an_agent_that_knows_a_newer_term_stops_the_orders_of_an_older_one(bench: Bench) -> None:
+    workers = [f"n0/w{at}" for at in range(worker_orders.FEW + 1)]
+    bench.calls.answers["order"] = [FencedError("term 3 is older than 4")]
+    (found,) = bench.run(*(m.Interrupt(worker, A, "hard") for worker in workers))
+    assert isinstance(found, m.Fenced)
+    assert len(bench.calls.seen) == 1
 
 
 def test_a_task_that_fails_is_noted(bench: Bench) -> None:

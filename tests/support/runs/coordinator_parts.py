@@ -35,9 +35,9 @@ class Calls:
             raise answer
         return answer
 
-    upload_s = 600.0
-
-    async def call_agent(self, node: str, method: str, *arguments: Any, timeout_s: Any = 1.0) -> Any:
+    async def call_agent(
+        self, node: str, method: str, *arguments: Any, timeout_s: Any = 1.0, patience_s: float = 0.0
+    ) -> Any:
         self.seen.append((node, method, *arguments))
         return self._next(method)
 
@@ -63,6 +63,9 @@ class Calls:
 
     def agent_died(self, node: str) -> None:
         self.seen.append(("died", node))
+
+    def node_of(self, worker: str) -> str:
+        return worker.partition("/")[0]
 
     def workers_on(self, node: str) -> list[str]:
         return [f"{node}w"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
@@ -21,6 +21,7 @@ from picotron_ray.runtime.coordinator.records import (
     involved_in,
 )
 
+_OF_A_GENERATION = ("layout", "start_step", "end_step", "source", "reason", "workers", "members_digest")
 _AS_THEY_ARE = ("submissions", "checkpoints", "tokens", "committed_at_s", "skipped_step")
 
 
@@ -32,24 +33,36 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
         "step_times": list(facts.step_times),
         "noted": dict(facts.noted),
         "plans": dict(facts.plans),
+        "strikes": plain(facts.strikes),
         "evaluations": [[step, loss] for step, loss in facts.evaluations.items()],
-        "generations": [
-            {"spec": plain(_without_slots(record.spec)), "end_step": record.end_step}
-            for record in facts.generations
-        ],
-        "failures": [_plain_failure(failure, facts) for failure in facts.failures],
+        "generations": [_plain_generation(record) for record in facts.generations],
+        "failures": [{**asdict(failure), "kind": failure.kind.value} for failure in facts.failures],
     }
 
 
-def _without_slots(spec: m.GenerationSpec) -> m.GenerationSpec:
-    """The spec without the slots that it came from: at 1,000 ranks they are most of it, and no one asks."""
-    return replace(spec, source=replace(spec.source, slots=()))
+def _plain_generation(record: GenerationRecord) -> dict[str, Any]:
+    """Return a generation; of its members each node's name stands here once."""
+    found = {name: getattr(record, name) for name in _OF_A_GENERATION}
+    found |= {"term": record.id.term, "n": record.id.n}
+    if record.members is not None:
+        nodes = {node: at for at, node in enumerate(dict.fromkeys(member.node for member in record.members))}
+        found |= {"names": record.names, "nodes": list(nodes)}
+        found["on"] = [nodes[member.node] for member in record.members]
+    return found
 
 
-def _plain_failure(failure: FailureRecord, facts: Facts) -> dict[str, Any]:
-    struck = [i for i, record in enumerate(facts.generations) if record.involved is failure.involved]
-    figures = {name: value for name, value in asdict(failure).items() if name != "involved"}
-    return {**figures, "kind": failure.kind.value, "generation": struck[0] if struck else None}
+def _read_generation(data: dict[str, Any]) -> GenerationRecord:
+    if "spec" in data:  # of before members were left out
+        record = GenerationRecord.of(decode_spec(data["spec"]))
+        record.end_step = data["end_step"]
+        return record
+    members = None
+    if "names" in data:
+        pairs = zip(data["names"], data["on"], strict=True)
+        members = tuple(m.Member(name, data["nodes"][at]) for name, at in pairs)
+    fields = {name: data[name] for name in _OF_A_GENERATION}
+    of = m.GenerationId(data["term"], data["n"])
+    return GenerationRecord(id=of, members=members, involved=involved_in(members or ()), **fields)
 
 
 def read_facts(data: dict[str, Any]) -> Facts:
@@ -59,15 +72,14 @@ def read_facts(data: dict[str, Any]) -> Facts:
     facts.step_times.extend(data["step_times"])
     facts.noted = Counter(data["noted"])
     facts.plans = Counter(data.get("plans", {}))
+    facts.strikes = tuple(m.Strike(**entry) for entry in data.get("strikes", ()))
     facts.evaluations = dict(data["evaluations"])
-    for entry in data["generations"]:
-        spec = decode_spec(entry["spec"])
-        facts.generations.append(GenerationRecord(spec, entry["end_step"], involved_in(spec)))
+    facts.generations = [_read_generation(entry) for entry in data["generations"]]
     for entry in data["failures"]:
-        at = entry.pop("generation")
-        involved = frozenset() if at is None else facts.generations[at].involved  # the very same, as before
-        kind = FailureKind(entry.pop("kind"))
-        facts.failures.append(FailureRecord(kind=kind, involved=involved, **entry))
+        at = entry.pop("generation", None)  # of before ``struck`` told it
+        if at is not None and not entry.get("struck"):
+            entry["struck"] = str(facts.generations[at].id)
+        facts.failures.append(FailureRecord(**{**entry, "kind": FailureKind(entry["kind"])}))
     return facts
 
 

@@ -20,8 +20,8 @@ from picotron_ray.layout.layout import Layout
 LIMIT_S = 60.0
 """Virtual seconds after the last fault within which a run must end, beside those of its steps.
 
-A generation is given up (8 s), nodes are asked (11 s) and workers start (40 s); or an answer of storage that was
-lost is asked for again (50 s).
+A generation is given up (8 s), nodes are asked (11 s) and workers start (40 s); or an answer of storage that
+was lost is asked for again (50 s).
 """
 LARGE = 250  # one seed in so many has ...
 LARGE_NODES = 200  # ... so many nodes

@@ -1,4 +1,4 @@
-"""What the simulator wants known before an order: what breaks each rule, and what just does not."""
+"""Rules of the simulator on what must be known before an order: what breaks each, and what just does not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Bench:
         self.memory.roster.workers["w1"] = RosterWorker("w1", "n1", state, self.memory.now)
 
     def handled(self, event: m.Event, *commands: m.Command) -> list[str]:
-        """What the orders break that follow from an event."""
+        """Return what the orders break that follow from an event."""
         self.sim.checks.orders.handled(self.shell, event, commands)  # type: ignore[attr-defined]
         found, self.sim.failures = self.sim.failures, []
         return [text.split(" s: ")[1] for text in found]

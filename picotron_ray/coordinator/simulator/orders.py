@@ -29,7 +29,7 @@ GROWTH_S = 10.0  # longest wait of a ready worker for others that are starting
 
 @dataclass
 class Given:
-    """What one coordinator asked and ordered, and heard of it."""
+    """Questions and orders of one coordinator, and what it heard of them."""
 
     asked: dict[str, tuple[int, float]] = field(default_factory=dict)  # node: newest request, and when
     times: Counter[tuple[str, int]] = field(default_factory=Counter)  # how often each was asked so

@@ -166,7 +166,7 @@ def test_growth_awaits_workers_that_start(bench: Bench) -> None:
 
 
 def test_what_an_upload_or_a_newer_commit_makes_needless_is_freed(bench: Bench) -> None:
-    """Whatever storage does."""
+    """Storage has no part in it: it is down here."""
     promptness = bench.sim.checks.promptness  # type: ignore[attr-defined]
     bench.sim.now, bench.sim.storage.down_until = 100.0 + 2 * SETTLED_S, 1e9
     bench.memory.state = MachineState.RUNNING

@@ -173,7 +173,8 @@ def stop(
 ) -> None:
     """Stop a run with a commit; also removes whatever a killed run left on this machine.
 
-    What storage could not take is kept for the next launch, unless --discard says otherwise.
+    What storage could not take is kept for the next launch, unless --discard says otherwise. The exit code
+    is 0 where it stopped or finished, 4 where storage did not take its last state, 3 where it failed.
 
     Example: picotron-ray stop quickstart
     """
@@ -181,11 +182,12 @@ def stop(
         from picotron_ray.runtime.driver import control
         from picotron_ray.runtime.driver.console import console, summary_lines
 
-        summary = control.stop(run, now, console(as_json), discard)
+        code, summary = control.stop(run, now, console(as_json), discard)
         if as_json:
-            _emit(summary or {"run": run, "status": "ended"})
+            _emit(summary or {"run": run, "status": "stopping" if code else "ended"})
         elif summary:
             print("\n".join(summary_lines(summary)))
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -1,7 +1,8 @@
 """``python -m picotron_ray.launch CONFIG [key=value …]``: start a run, or attach to the run of its name.
 
-Exit codes: 0 finished, 1 left running, 2 bad config (nothing started), 3 failed after its failure budget,
-4 storage unusable, 130 stopped by request with a checkpoint committed.
+Exit codes: 0 finished, 1 not followed to its end (left running, or ended by ``stop --now``), 2 bad config
+(nothing started), 3 failed after its failure budget, 4 storage unusable, 130 stopped by request with a
+checkpoint committed.
 """
 
 from __future__ import annotations

@@ -334,6 +334,7 @@ def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:
         memory.checkpoints.slot_lost(event.node, slot, state)
     elif memory.checkpoints.uploaded(event, memory.now):
         memory.appends.push(memory.checkpoints.commit())
+    memory.storage_answered()
 
 
 def appended(memory: MachineMemory, event: m.Appended) -> None:
@@ -353,6 +354,7 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
             memory.appends.drop_commits()  # ... and not to be tried again: a newer checkpoint takes its place
             return
     entry = memory.appends.settle(event, memory.now)
+    memory.storage_answered()
     if not isinstance(entry, m.AppendCommit):
         return
     memory.commits.append(m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest))

@@ -194,6 +194,11 @@ class MachineMemory:
         pending = self.checkpoints.pending
         return self.appends.failing or (pending is not None and bool(pending.failing))
 
+    def storage_answered(self) -> None:
+        """Forget the words of its last failure once nothing of storage fails any more."""
+        if not self.storage_fails:
+            self.storage_problem = ""
+
     def is_member(self, worker: str) -> bool:
         if self._named is not self.spec:
             self._named = self.spec

@@ -7,9 +7,9 @@ the work and the bytes that fall on one rank. The first step of a generation is 
 ``first_step_timeout_s``, or ``compile_timeout_s`` where modules are compiled, since members may compile while
 others wait for them.
 
-Building and restoring are judged by progress: their limit is of the time in which nothing moves. Compiling is
-a phase of its own, with ``compile_timeout_s``. Joining waits for others that may just be starting, and keeps
-``first_step_timeout_s``.
+Building, restoring and growing slots are judged by progress: their limit is of the time in which nothing
+moves. Compiling is a phase of its own, with ``compile_timeout_s``. Joining waits for others that may just be
+starting, and keeps ``first_step_timeout_s``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNSURE = 2.0
 FIRST_FLOORS = 10.0
 """x ``hang_floor_s``: floor of a first step's phases, and of the time in which nothing is built or read."""
 JOINING = ("rendezvous", "storage")
-MOVING = ("build", "restore")
+MOVING = ("build", "restore", "grow")
 """Phases that are judged by progress."""
 OUTSIDE = ("idle", "compile", "flush", *JOINING, *MOVING)
 """Phases that are not part of a step."""

@@ -19,7 +19,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +37,14 @@ from picotron_ray.train.update_policy import NON_FINITE
 
 RELEASE_WAIT_S = 30.0
 """Time limit of a generation's last snapshot to get a slot that an upload still pins."""
-
+GROWTH_POLL_S = 0.1
+Growth = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 log = logging.getLogger(__name__)
+
+
+def _unheard() -> None:
+    """Take no note of growth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ class Snapshotter:
         on_sealed: Callable[[int, bool, float], None],
         on_phase: Callable[[str], None] | None = None,
         extra: Callable[[], dict[str, Any]] = dict,
+        growth: Growth = lambda: nullcontext(_unheard),
     ) -> None:
         """
         Args:
@@ -97,18 +104,20 @@ class Snapshotter:
                 sealed on all ranks.
             on_sealed: told (step, pinned, seconds taken) after each seal, from the background thread.
             extra: what the headers hold besides, as of the state at hand.
+            growth: entered while the loop waits for slots to grow; what it yields is called as they do.
         """
         self._pool, self._writer = pool, writer
         self._whole = [tensor for tensor in state if tensor.primary]
         self._share = split_for_replica(self._whole, writer.index, writer.count)
         self._capacity = flush_bytes(self._whole, writer.index, writer.count)
         self._complete = protected
-        self._on_sealed, self._on_phase, self._extra = on_sealed, on_phase, extra
+        self._on_sealed, self._on_phase, self._extra, self._growth = on_sealed, on_phase, extra, growth
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._pending: Future[None] | None = None
         self._pending_pinned = False
         self._closing, self._hurry = threading.Event(), threading.Event()
         self._growing: Future[None] | None = None
+        self._parts_grown = 0
         self._no_room = False
         self._told = ""
         self.sealed_step = -1
@@ -215,16 +224,25 @@ class Snapshotter:
             )
 
     def _may_not_wait(self) -> bool:
+        self._parts_grown += 1  # it is asked between the parts of a slot
         return self._closing.is_set() or self._hurry.is_set()
 
     def _wait_grown(self) -> None:
         """Wait for the slots to grow; without room, write what fits into them as they are."""
         growing, self._growing = self._growing, None
-        if growing is not None:
-            try:
-                growing.result()
-            except SlotRoomError as error:
-                self._tell(error)
+        if growing is None:
+            return
+        if not growing.done():
+            with self._growth() as moved:
+                seen = self._parts_grown
+                while not wait([growing], GROWTH_POLL_S).done:
+                    if self._parts_grown != seen:
+                        seen = self._parts_grown
+                        moved()
+        try:
+            growing.result()
+        except SlotRoomError as error:
+            self._tell(error)
 
     def _write_if_room(
         self, slot: SlotFile, header: SlotHeader, tensors: Sequence[StateTensor], pinned: bool

@@ -376,4 +376,5 @@ PHASES = (
     "evaluate",
     "flush",  # writing the clean live state to a slot on the way out
     "commit",  # coordinator only: between the manifest and its log entry
+    "grow",  # waiting until the slots are large enough for a checkpoint
 )

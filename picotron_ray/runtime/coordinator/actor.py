@@ -371,6 +371,8 @@ class Coordinator:
 
     async def _summed_up(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Store the summary, and end the trackers; returns it with what the ledger says."""
+        if self._begun:  # with figures that are younger than the last commit
+            await self._executor.keep_record()
         try:
             summary = await asyncio.to_thread(self._store.finish, summary)
         except (StorageError, FencedError) as error:

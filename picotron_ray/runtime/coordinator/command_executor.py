@@ -271,6 +271,10 @@ class CommandExecutor:
         record = await asyncio.to_thread(lambda: encode_record(self._record.memo()))
         await self._loop.run_in_executor(self._store.executor, self._store.save_record, record)
 
+    async def keep_record(self) -> None:
+        """Store the run's record at its end: behind no collection, which may take its time."""
+        await asyncio.to_thread(lambda: self._store.save_record(encode_record(self._record.memo())))
+
     async def _collect(self) -> None:
         await self._loop.run_in_executor(self._store.executor, self._store.collect_garbage)
 

@@ -130,6 +130,7 @@ class Facts:
     skipped_step: int = -1  # newest that was told of
     noted: Counter[str] = field(default_factory=Counter)  # events for people, by level
     evaluations: dict[int, float] = field(default_factory=dict)  # loss by step
+    baseline_loss: float | None = None  # of the bigram baseline, as far as a worker has told it
     evidence: dict[str, str] = field(default_factory=dict)  # name of what was found, by generation
     plans: Counter[str] = field(default_factory=Counter)  # layouts taken: planned, default
     planned_s: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))  # seconds per search
@@ -185,13 +186,10 @@ class Facts:
         )
 
     def newest_eval(self) -> dict[str, Any]:
-        """Return the page with the newest held-out loss; empty while there is none."""
-        pages = [page for page in self.pages.values() if page["eval_step"] >= 0]
-        return max(pages, key=lambda page: page["eval_step"], default={})
-
-    def baseline(self) -> float | None:
-        """Return the loss of the bigram baseline, as far as a worker has told it."""
-        return max((page["baseline_loss"] for page in self.pages.values()), default=None)
+        """Return the newest held-out loss with its step, of whichever launch; empty while there is none."""
+        known = [{"eval_step": step, "eval_loss": loss} for step, loss in self.evaluations.items()]
+        told = [page for page in self.pages.values() if page["eval_step"] >= 0]
+        return max(known + told, key=lambda found: found["eval_step"], default={})
 
     def count(self, level: str, kind: str, data: Mapping[str, Any]) -> None:
         """Count an event for people."""

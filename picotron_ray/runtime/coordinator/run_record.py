@@ -105,6 +105,7 @@ class RunRecord:
                 if not math.isfinite(page["eval_loss"]):
                     page["eval_loss"] = None  # as JSON has no NaN
                 self._facts.pages[page["worker"]] = page
+                self._facts.baseline_loss = max(self._facts.baseline_loss or 0.0, page["baseline_loss"])
                 self._follow(page)
 
     def _follow(self, page: dict[str, Any]) -> None:
@@ -322,7 +323,7 @@ class RunRecord:
             if most_pages is not None and len(pages) > most_pages:
                 pages = {page["worker"]: page} if page else {}
             newest_eval = self._facts.newest_eval()
-            step = page.get("step", record.start_step if record else 0)
+            step = page.get("step", record.end_step if record else 0)
             step_time = page.get("step_time_s") or 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             return {
@@ -346,7 +347,7 @@ class RunRecord:
                 "tokens_per_s": tokens / step_time if step_time else None,
                 "eval_loss": newest_eval.get("eval_loss"),
                 "eval_step": newest_eval.get("eval_step"),
-                "baseline_loss": self._facts.baseline(),
+                "baseline_loss": self._facts.baseline_loss,
                 "uncommitted": self._uncommitted,
                 "committed": max((entry["step"] for entry in self._facts.checkpoints), default=None),
                 "pages": dict(pages),
@@ -379,7 +380,7 @@ class RunRecord:
                 "submissions": list(facts.submissions),
                 "steps": facts.generations[-1].end_step if facts.generations else 0,
                 "eval_loss": self._facts.newest_eval().get("eval_loss"),
-                "baseline_loss": self._facts.baseline(),
+                "baseline_loss": self._facts.baseline_loss,
                 "tokens_per_s": tokens / median if median else None,
                 "mfu": None,  # needs the device's peak rate: unknown on a CPU
                 "goodput": goodput(facts, wall),

@@ -19,6 +19,9 @@ from picotron_ray.runtime.ray_cluster.kept_slots import MARKED_ALONE
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordinator_name
 
+STOPPED = 130
+"""Exit code of a launch whose run was stopped as asked."""
+
 
 def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
     """Connect to the Ray of a run and find its coordinator.
@@ -59,12 +62,13 @@ def status(run: str) -> dict[str, Any]:
     )
 
 
-def stop(run: str, now: bool, console: Console, discard: bool = False) -> dict[str, Any] | None:
+def stop(run: str, now: bool, console: Console, discard: bool = False) -> tuple[int, dict[str, Any] | None]:
     """Stop a run with a commit, or ``now`` without one; remove everything of it that is left.
 
     What storage could not take yet is deleted only where ``discard`` says so, which implies ``now``.
 
-    Returns the run's summary, or None where it ended without one.
+    Returns an exit code, and the run's summary, None where it ended without one. The code is 0 where the run
+    is over and nothing of it is lost, else that of a launch.
 
     Raises:
         ConfigError: there is no such run, or it has something that is not committed.
@@ -75,23 +79,29 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> dict[s
     if _is_local_and_dead_or_unwanted(run, now, discard):
         deleted = ", and deleted what storage had not taken" if discard else ""
         console.print(f"run {run}: ended what was left of it{deleted}", markup=False)
-        return None
+        return 0, None
     try:
         coordinator, local = connect_to_run(run)
     except ConfigError:
         if not os.environ.get("RAY_ADDRESS") or not _end_on_cluster(run, discard):
             raise
-        return None
+        console.print(f"run {run}: ended what was left of it on the cluster", markup=False)
+        return 0, None
     if now:
         _end_on_cluster(run, discard)
-        return None
+        console.print(f"run {run}: ended on the cluster, without a commit", markup=False)
+        return 0, None
     coordinator.request.remote("stop")
     with follow_run.without_rays_messages(), follow_run.signal_handlers() as signals:
         with ProgressView(console) as progress:
-            final = follow_run.follow(run, coordinator, progress, signals, stop=True)
+            final = follow_run.follow(run, coordinator, progress, signals, stop=True, local=local)
         if final is not None:
             follow_run.take_down(local, coordinator)
-    return None if final is None else dict(final["summary"])
+    if final is None:
+        console.print(f"left stopping; `picotron-ray status {run}` shows it", markup=False)
+        return follow_run.DETACHED, None
+    code = int(final["exit_code"])
+    return (0 if code == STOPPED else code), dict(final["summary"])
 
 
 def _refuse_uncommitted(run: str) -> None:

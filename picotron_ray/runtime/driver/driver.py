@@ -100,7 +100,7 @@ def _drive(
             console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
             return 0, None
         with ProgressView(console) as progress:
-            final = follow(job.name, coordinator, progress, signals, ray_job)
+            final = follow(job.name, coordinator, progress, signals, ray_job, local=local)
     if final is None:
         console.print(f"left running; `picotron-ray stop {job.name}` stops it", markup=False)
         return DETACHED, None

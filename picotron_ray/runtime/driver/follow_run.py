@@ -103,6 +103,7 @@ def follow(
     signals: Signals,
     ray_job: Submission | None = None,
     stop: bool = False,
+    local: LocalRay | None = None,
 ) -> dict[str, Any] | None:
     """Show the run until it is done; returns its last status, or None where the user left.
 
@@ -110,6 +111,12 @@ def follow(
     one that is restarted meanwhile.
 
     Returns once all others that follow the run have heard of its end too: the caller then ends what they ask.
+
+    Args:
+        local: the run's own Ray, where it has one.
+
+    Raises:
+        LostRunError: somebody ended the run or its Ray, or the coordinator stays silent.
     """
     since, term, heard = 0, 0, time.monotonic()
     final: dict[str, Any] | None = None
@@ -124,11 +131,7 @@ def follow(
         if status is None:
             if final is not None:
                 return final
-            if time.monotonic() - heard > SILENCE_S:
-                raise LostRunError(
-                    f"the coordinator of run {run} has not answered for {SILENCE_S:g} s; look at"
-                    f" `picotron-ray logs {run}`, launch again to attach, or stop it"
-                )
+            _refuse_lost(run, coordinator, local, time.monotonic() - heard)
         else:
             heard = time.monotonic()
             if stop and not status["stopping"] and not status["done"]:
@@ -165,6 +168,39 @@ def ask(coordinator: Any, method: str, *arguments: Any, timeout_s: float = 10.0)
     except (RayActorError, GetTimeoutError):
         return None
     return found
+
+
+def _refuse_lost(run: str, coordinator: Any, local: LocalRay | None, silent_s: float) -> None:
+    """Raise LostRunError where nothing is to be expected of a coordinator that did not answer."""
+    if is_gone(run, coordinator, local):
+        raise LostRunError(
+            f"run {run} was ended from outside, as `picotron-ray stop --now` does, and told no"
+            " result; launch it again to go on from its newest commit"
+        )
+    if silent_s > SILENCE_S:
+        raise LostRunError(
+            f"the coordinator of run {run} has not answered for {SILENCE_S:g} s; look at"
+            f" `picotron-ray logs {run}`, launch again to attach, or stop it"
+        )
+
+
+def is_gone(run: str, coordinator: Any, local: LocalRay | None) -> bool:
+    """Whether a coordinator that does not answer never will: its Ray was ended, or it alone for good.
+
+    Of a Ray that is gone nothing is asked: its client would wait for a minute, and then end this process.
+    """
+    if local is not None:
+        return not local.running
+    import ray
+    from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
+
+    try:
+        ray.get(coordinator.pid.remote(), timeout=1.0)
+    except ActorDiedError:
+        return find_coordinator(run) is None
+    except (RayActorError, GetTimeoutError):
+        return False
+    return False
 
 
 def _request(coordinator: Any, what: str) -> None:

@@ -56,10 +56,14 @@ class LocalRay:
     folders: tuple[str, ...] = ()
 
     @property
+    def running(self) -> bool:
+        """True while its supervisor runs."""
+        return processes.is_member(self.session, self.mark, self.session)
+
+    @property
     def alive(self) -> bool:
         """True where it can be used: its supervisor runs and the run has not announced its end."""
-        running = processes.is_member(self.session, self.mark, self.session)
-        return bool(self.address) and running and not ended_file(Path(self.temp_folder)).exists()
+        return bool(self.address) and self.running and not ended_file(Path(self.temp_folder)).exists()
 
 
 def state_folder() -> Path:

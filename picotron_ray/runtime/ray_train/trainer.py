@@ -113,7 +113,7 @@ class ElasticTrainer:
         try:
             while True:
                 coordinator, attached = self._start(local)
-                status = self._follow(coordinator)
+                status = self._follow(coordinator, local)
                 if not (attached and status["state"] == "stopped"):
                     return dict(status["summary"])
                 ray.kill(coordinator)  # of a process that is gone: this one takes the run up again
@@ -139,14 +139,15 @@ class ElasticTrainer:
             self.job, owns_ray=local is not None, tied_to=owner_process.this_process()
         )
 
-    def _follow(self, coordinator: Any) -> dict[str, Any]:
+    def _follow(self, coordinator: Any, local: LocalRay | None) -> dict[str, Any]:
         """The run's last status. However this is left, the run has been stopped by then."""
         with _signals() as signals, _progress() as shown:
             watcher = _Watcher(self.job, self._context(), shown)
             try:
-                final = follow_run.follow(self.job.name, coordinator, watcher, signals)
+                final = follow_run.follow(self.job.name, coordinator, watcher, signals, local=local)
             except BaseException:
-                _stop(coordinator)
+                if not follow_run.is_gone(self.job.name, coordinator, local):
+                    _stop(coordinator)
                 raise
         if final is None or (signals.asked and final["state"] == "stopped"):
             raise KeyboardInterrupt

@@ -43,6 +43,7 @@ from picotron_ray.failures import FailureKind
 from picotron_ray.models.layers.init import VERSION
 from picotron_ray.runtime.phase_limits import StepWork
 from picotron_ray.runtime.worker.compile_phase import compile_phase, compiles
+from picotron_ray.runtime.worker.growth_phase import growth_phase
 from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.runtime.worker.outcomes import judge
 from picotron_ray.runtime.worker.remote_slots import RemoteSlots, fetch_spilled
@@ -309,6 +310,7 @@ class GenerationRun:
             on_sealed=self._sealed,
             on_phase=self._copying,
             extra=self._extra,
+            growth=lambda: growth_phase(resources.page),
         )
 
     def _dead_slots(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from picotron_ray.layout import snapshot_shares
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.train import snapshot
-from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter
+from picotron_ray.train.snapshot import GROWTH_POLL_S, Snapshotter, SnapshotWriter
 
 LAYOUT = Layout(dp=4, pp=2)
 FIRST_KEY = (3, 7, -1)
@@ -289,6 +290,36 @@ def test_slots_grow_beside_the_steps() -> None:
     assert taken.begin(3, [], pinned=False)
     taken.close()
     assert slots.grown == [taken._capacity], "once"
+
+
+def test_waiting_for_slots_to_grow_is_a_phase_of_its_own_and_moves_with_them() -> None:
+    """As part of the optimizer's it would count as a hang, where a state is large."""
+    found = Taker(4, lacking=True)
+    told: list[str] = []
+
+    def grow(capacity: int, newest: tuple[int, int, int], stopped: Any) -> None:
+        assert found.slots.may_grow.wait(10)
+        for _ in range(4):
+            stopped()
+            time.sleep(2 * GROWTH_POLL_S)
+
+    @contextmanager
+    def growth() -> Iterator[Callable[[], None]]:
+        told.append("grow")
+        found.slots.may_grow.set()
+        yield lambda: told.append("moved")
+        told.append("before")
+
+    found.slots.grow = grow  # type: ignore[method-assign]
+    found.taken._growth = growth
+    found.taken._grow_if_short()  # as a new generation does
+    assert not found.taken.begin(1, [], pinned=False)
+    assert told == [], "nothing waits"
+    assert found.taken.begin(2, [], pinned=True)
+    assert told[0] == "grow"
+    assert told[1:].count("moved") >= 2
+    assert told[-1] == "before"
+    found.taken.close()
 
 
 def test_who_is_called_away_grows_no_further() -> None:

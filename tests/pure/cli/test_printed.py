@@ -90,11 +90,16 @@ def test_logs(asked: Callable[[str, Any], Asked]) -> None:
 
 
 def test_stop(asked: Callable[[str, Any], Asked]) -> None:
-    stop = asked(f"{DRIVER}.control.stop", SUMMARY)
+    stop = asked(f"{DRIVER}.control.stop", (0, SUMMARY))
     assert out("stop", "night").splitlines()[0] == "run night stopped at step 4 in 1.0 s"
     assert out("stop", "night", "--now", "--json") == json.dumps(SUMMARY) + "\n"
     assert [call[:2] for call in stop.calls] == [("night", False), ("night", True)]
-    stop.gives = None  # it had ended
+    stop.gives = (4, {**SUMMARY, "status": "storage"})
+    assert out("stop", "night", code=4).splitlines()[0] == "run night storage at step 4 in 1.0 s"
+    assert json.loads(out("stop", "night", "--json", code=4))["status"] == "storage"
+    stop.gives = (1, None)  # the user left
+    assert json.loads(out("stop", "night", "--json", code=1)) == {"run": "night", "status": "stopping"}
+    stop.gives = (0, None)  # it had ended
     assert out("stop", "night") == ""
     assert json.loads(out("stop", "night", "--json")) == {"run": "night", "status": "ended"}
 

@@ -65,6 +65,21 @@ def test_the_end_keeps_the_slots_of_the_state_that_is_not_committed() -> None:
     assert decode(encode(end)) == end
 
 
+def test_what_storage_said_is_forgotten_once_it_answers() -> None:
+    """A later silence has words of its own, not those of a failure that is over."""
+    world, one = ended()
+    world.send(m.Uploaded("a", one.id, 100, "disk full"))
+    assert world.machine.memory.storage_problem == "disk full"
+    world.answer(world.wait(30.0))
+    world.send(m.Uploaded("a", one.id, 100))
+    assert (world.machine.memory.storage_problem, world.machine.memory.storage_fails) == ("", False)
+    world.send(m.Appended("commit", one.id, 100, error="503"))
+    assert world.machine.memory.storage_problem == "503"
+    world.wait(30.0)
+    assert of(world.log_appends(), m.Finish) == [m.Finish("finished", "step 100")]
+    assert world.machine.memory.storage_problem == ""
+
+
 def test_storage_that_comes_back_in_time_is_committed_to() -> None:
     world, one = ended()
     fail_for(world, one, WAIT_S - 50)

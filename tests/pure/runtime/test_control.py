@@ -243,21 +243,26 @@ def test_a_run_is_found_on_its_own_ray_or_on_the_one_that_is_named(
 def test_a_stop_follows_the_run_to_its_end(
     rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    final: list[Any] = [{"summary": {"status": "stopped"}}]
-    monkeypatch.setattr(follow_run, "follow", lambda *_, stop: final[0] if stop else 1 / 0)
+    final: list[Any] = [{"exit_code": 130, "summary": {"status": "stopped"}}]
+    monkeypatch.setattr(follow_run, "follow", lambda *_, stop, local: final[0] if stop else 1 / 0)
     monkeypatch.setattr(
         follow_run, "take_down", lambda local, coordinator: told.append(f"take down {local.run}")
     )
     rays["night"] = SimpleNamespace(run="night", alive=True, folders=())
     console = Console(file=io.StringIO())
-    assert control.stop("night", False, console) == {"status": "stopped"}
+    assert control.stop("night", False, console) == (0, {"status": "stopped"})
     assert told == ["attach to night", "request stop", "take down night"]
     told.clear()
+    for code, status, expected in ((0, "finished", 0), (3, "failed", 3), (4, "storage", 4)):
+        final[0] = {"exit_code": code, "summary": {"status": status}}
+        assert control.stop("night", False, console) == (expected, {"status": status})
+    told.clear()
     final[0] = None
-    assert control.stop("night", False, console) is None
+    assert control.stop("night", False, console) == (1, None)
+    assert "left stopping" in console.file.getvalue()  # type: ignore[attr-defined]
     assert told == ["attach to night", "request stop"], "the user left"
     told.clear()
-    assert control.stop("night", True, console) is None
+    assert control.stop("night", True, console) == (0, None)
     assert told == ["attach to night", "shutdown", "stop night"]
 
 
@@ -273,7 +278,7 @@ def test_what_storage_has_not_taken_is_not_deleted_unless_told(
         control.stop("night", True, console)
     assert told == ["attach to night", "shutdown"], "nothing was ended"
     told.clear()
-    assert control.stop("night", False, console, discard=True) is None
+    assert control.stop("night", False, console, discard=True) == (0, None)
     assert told == ["stop night and discard"]
     told.clear()
     rays["night"].alive = False
@@ -284,7 +289,7 @@ def test_what_storage_has_not_taken_is_not_deleted_unless_told(
     assert told == ["stop night"], "its processes are gone"
     rays["status"]["uncommitted"] = False
     rays["night"] = SimpleNamespace(run="night", alive=True, folders=())
-    assert control.stop("night", True, console) is None
+    assert control.stop("night", True, console) == (0, None)
 
 
 def test_a_stop_on_a_cluster_kills_what_is_left(
@@ -292,10 +297,10 @@ def test_a_stop_on_a_cluster_kills_what_is_left(
 ) -> None:
     console = Console(file=io.StringIO())
     monkeypatch.setenv("RAY_ADDRESS", "x:1")
-    assert control.stop("night", True, console) is None
+    assert control.stop("night", True, console) == (0, None)
     assert told[:3] == ["connect to x:1"] * 2 + ["kill night/coordinator"]
     told.clear()
-    assert control.stop("nightly", False, console) is None, "its coordinator is gone"
+    assert control.stop("nightly", False, console) == (0, None), "its coordinator is gone"
     assert "kill nightly/agent/n1" in told
     with pytest.raises(control.ConfigError, match="saw 'none'"):
         control.stop("none", False, console)
@@ -323,7 +328,7 @@ def test_a_stop_on_a_cluster_asks_its_nodes_for_what_they_keep(
     with pytest.raises(control.ConfigError, match="'gone' keeps step 40 in memory"):
         control.stop("gone", False, console)
     assert asked == [("the nodes", "gone", "/dev/shm", False)]
-    assert control.stop("gone", False, console, discard=True) is None
+    assert control.stop("gone", False, console, discard=True) == (0, None)
     assert asked[1:] == [("the nodes", "gone", "/dev/shm", True)]
     kept.clear()
     with pytest.raises(control.ConfigError, match="saw 'gone'"):

@@ -60,7 +60,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 def drive(bench: Bench, final: Any, detach: bool = False) -> Any:
     bench.note_of("prepare", LOCAL)
     bench.note_of("_coordinator", "handle")
-    bench.patch.setattr(driver, "follow", lambda name, handle, progress, signals, ray_job: final)
+    bench.patch.setattr(driver, "follow", lambda name, handle, progress, signals, ray_job, local: final)
     return driver._drive(JOB, None, detach, bench.console)
 
 

@@ -41,6 +41,10 @@ def status(
     }
 
 
+LIVING: Any = SimpleNamespace(running=True)
+"""A local Ray that goes on."""
+
+
 class Coordinator:
     """Answers a poll with the next status, numbered events as the real one does; None: unreachable."""
 
@@ -67,11 +71,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coordinator], tuple[Any,
     monkeypatch.setattr(follow_run, "poll", lambda coordinator, since, follower: coordinator.poll(since))
     monkeypatch.setattr(follow_run, "_request", lambda coordinator, what: coordinator.requests.append(what))
 
-    def follow(coordinator: Coordinator) -> tuple[Any, str]:
+    def follow(coordinator: Coordinator, local: Any = LIVING) -> tuple[Any, str]:
         with open(os.devnull, "w") as sink:
             console = Console(file=sink, record=True, width=200)
             with follow_run.signal_handlers() as signals, ProgressView(console) as progress:
-                final = follow_run.follow("night", coordinator, progress, signals)
+                final = follow_run.follow("night", coordinator, progress, signals, local=local)
         return final, console.export_text()
 
     return follow
@@ -137,6 +141,17 @@ def test_a_silent_coordinator_is_given_up(shown: Any, monkeypatch: pytest.Monkey
     with pytest.raises(follow_run.LostRunError, match="`picotron-ray logs night`") as lost:
         shown(Coordinator(None))
     assert lost.value.exit_code == 1
+
+
+def test_a_run_that_somebody_else_ended_is_told_at_once(shown: Any) -> None:
+    ray = SimpleNamespace(running=True)
+    coordinator = Coordinator(status(1, 1), None, lambda: setattr(ray, "running", False), status(1, 2))
+    with pytest.raises(
+        follow_run.LostRunError, match=r"night was ended from outside.*launch it again"
+    ) as lost:
+        shown(coordinator, ray)
+    assert lost.value.exit_code == 1
+    assert len(coordinator.answers) == 1, "silence alone is waited out; of a dead Ray nothing more is asked"
 
 
 def test_the_end_is_not_left_before_all_have_heard_of_it(

@@ -13,6 +13,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime import heartbeat
 from picotron_ray.runtime.heartbeat import Page, read_page
 from picotron_ray.runtime.phase_limits import ENOUGH, LAYOUTS, PhaseLimits, StepWork
+from picotron_ray.runtime.worker.growth_phase import growth_phase
 
 ELASTIC = ElasticConfig(
     hang_factor=3.0, hang_floor_s=0.05, first_step_timeout_s=60.0, compile_timeout_s=500.0
@@ -121,6 +122,24 @@ def test_a_restore_may_take_long_but_not_stand_still(tmp_path: Path, now: list[f
     seen = read_page(tmp_path / "w.page")
     assert seen is not None
     assert (seen.progress, seen.phase_since_s) == (1003, now[0] - 30), "a step's phases are judged by length"
+
+
+def test_slots_that_grow_for_long_are_no_hang_of_the_optimizer(tmp_path: Path, now: list[float]) -> None:
+    page = Page(tmp_path / "w.page", ELASTIC)
+    for _ in range(10):
+        for phase in ("data", "optimizer"):
+            page.phase(phase)
+            now[0] += 0.01
+    with growth_phase(page) as moved:
+        for _ in range(100):
+            now[0] += 5.0
+            seen = read_page(tmp_path / "w.page")
+            assert seen is not None
+            assert (seen.phase, seen.stalled(now[0])) == ("grow", False)
+            moved()
+    seen = read_page(tmp_path / "w.page")
+    assert seen is not None
+    assert (seen.phase, seen.phase_limit_s) == ("optimizer", ELASTIC.hang_floor_s)
 
 
 def test_what_moves_often_is_published_seldom(tmp_path: Path, now: list[float]) -> None:

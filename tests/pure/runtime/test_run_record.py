@@ -218,6 +218,26 @@ def test_a_held_out_loss_of_nan_is_no_figure(run: Run) -> None:
     json.dumps(run.record.status(0), allow_nan=False)
 
 
+def test_a_launch_that_trains_nothing_keeps_the_figures_of_the_one_before(run: Run) -> None:
+    """Of a finished run whose command is typed again; nobody evaluates there, and no page is heard of."""
+    run.record.begin(1, {})
+    run.generation(1, "a", 0, 1.0, "init")
+    run.record.figures("n1", [page("a", step=100, eval_step=100, eval_loss=1.5, baseline_loss=2.5)])
+    finish = m.Finish("finished", "step 100")
+    before = run.record.summary(finish)
+    assert (before["eval_loss"], before["baseline_loss"], before["steps"]) == (1.5, 2.5, 100)
+    again = RunRecord(job())
+    again.recall(json.loads(json.dumps(run.record.memo())), [])
+    again.begin(2, {})
+    assert {key: again.summary(finish)[key] for key in before} == before
+    found = again.status(0)
+    assert (found["step"], found["eval_loss"], found["eval_step"]) == (100, 1.5, 100)
+    older = json.loads(json.dumps(run.record.memo()))
+    del older["facts"]["baseline_loss"]
+    again.recall(older, [])
+    assert (again.status(0)["eval_loss"], again.status(0)["baseline_loss"]) == (1.5, None)
+
+
 def test_commits_are_listed_with_their_figures(run: Run) -> None:
     run.record.begin(1, {10: {"bytes": 7}})
     run.generation(1, "ab", 0, 1.0, "init")

@@ -139,12 +139,17 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = Coordinator.__new__(Coordinator)
     made.told = told
     made.commands = []
+
+    async def keep_record() -> None:
+        note("keep record")
+
     made._loop = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))
     made._executor = SimpleNamespace(
         ending=False,
         term=2,
         spawn=lambda work: (work.close(), note("spawn", work.__name__)),
         carry_out=lambda command: note("carry out", command),
+        keep_record=keep_record,
     )
     made._planner, made._flush_s = SimpleNamespace(close=lambda: None), 0.5
     made._evidence = SimpleNamespace(begin=lambda term, folder: None)
@@ -455,7 +460,8 @@ def test_an_end_closes_all_and_is_kept(whole: Any, tmp_path: Path) -> None:
     file.write_text("[]")
     finish = m.Finish("finished", "why")
     assert end(whole, "finished") == [
-        ("close", 2, None, True), ("track",), ("done", finish, {"status": "s", "kept": True}),
+        ("close", 2, None, True), ("keep record",), ("track",),
+        ("done", finish, {"status": "s", "kept": True}),
         ("discard", run_folders(whole._job)), ("announce end",)
     ]  # fmt: skip
     assert not file.exists()
@@ -463,6 +469,7 @@ def test_an_end_closes_all_and_is_kept(whole: Any, tmp_path: Path) -> None:
     whole._tracking = None
     assert end(whole, "finished") == [
         ("close", 2, None, True),
+        ("keep record",),
         ("done", finish, {"status": "s", "kept": True}),
         ("kill", (coordinator_name(whole._job.name), NAMESPACE)),
     ]
@@ -493,7 +500,7 @@ def test_an_end_survives_that_its_summary_is_not_kept(whole: Any) -> None:
     begin(whole)
     whole._store.error = StorageError("down")
     assert end(whole, "failed")[1:] == [
-        ("track",), ("done", m.Finish("failed", "why"), {"status": "s"}), ("announce end",)
+        ("keep record",), ("track",), ("done", m.Finish("failed", "why"), {"status": "s"}), ("announce end",)
     ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ import yaml
 import picotron_ray
 from picotron_ray.runtime.heartbeat import process_alive, read_page
 from picotron_ray.runtime.ray_cluster.fingerprint import package_fingerprint
+from picotron_ray.runtime.ray_cluster.names import run_folder
 from tests.support.runs.ray_jobs import TwoNodes
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
@@ -80,13 +81,13 @@ def ended(process: subprocess.Popen[str]) -> int:
 
 
 def pages(run: str) -> list[Any]:
-    found = [read_page(path) for path in Path("/dev/shm/picotron_ray", run).glob("*/*.page")]
+    found = [read_page(path) for path in run_folder("/dev/shm", run).glob("*/*.page")]
     return [page for page in found if page and process_alive(page.pid, page.start_ticks)]
 
 
 def gone(run: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while Path("/dev/shm/picotron_ray", run).exists():
+    while run_folder("/dev/shm", run).exists():
         assert time.monotonic() < deadline
         time.sleep(0.2)
 

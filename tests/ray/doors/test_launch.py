@@ -23,6 +23,7 @@ from picotron_ray.cli import app
 from picotron_ray.runtime.ray_cluster import local_ray as lifecycle
 from picotron_ray.runtime.ray_cluster import processes, supervisor
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
+from picotron_ray.runtime.ray_cluster.names import run_folder
 
 pytestmark = pytest.mark.timeout(400)  # seconds on an idle machine; several Rays may share two cores
 OFFLINE = ("checkpoints", "ledger", "logs")  # commands that join no Ray: no process of their own for them
@@ -201,7 +202,7 @@ def test_on_a_given_cluster_a_run_ends_without_a_trace(
     summary = json.loads(out.splitlines()[-1])
     assert (summary["status"], summary["steps"]) == ("finished", 8)
     assert door.named_actors() == []
-    assert not Path("/dev/shm/picotron_ray", door.run).exists()
+    assert not run_folder("/dev/shm", door.run).exists()
     with door.start(*LONG) as driver:
         read_until(driver, "[running]")
         driver.kill()
@@ -210,20 +211,27 @@ def test_on_a_given_cluster_a_run_ends_without_a_trace(
     assert "stopped at step" in door.command("stop", door.run)
     assert door.named_actors() == []
     assert "which does not run on the Ray at" in door.command("stop", door.run, expect=2)
-    assert not Path("/dev/shm/picotron_ray", door.run).exists()
+    assert not run_folder("/dev/shm", door.run).exists()
     assert local_ray.alive, "the cluster is not ours to stop"
 
 
 @pytest.mark.slow
-def test_stop_now_leaves_nothing_on_a_given_cluster(
-    door: Door, local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", [False, True], ids=["own", "given"])
+def test_stop_now_leaves_nothing_and_is_told_to_whoever_follows(
+    given: bool, door: Door, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", local_ray.address)
-    with door.start(*LONG, options=("--detach",)) as driver:
-        assert driver.wait(150) == 0
-    door.command("stop", "--now", door.run)
-    assert door.named_actors() == []
-    assert not Path("/dev/shm/picotron_ray", door.run).exists()
+    if given:
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("local_ray").address)
+    with door.start(*LONG) as driver:
+        read_until(driver, "[running]")
+        assert "ended" in door.command("stop", "--now", door.run)
+        began = time.monotonic()
+        out, _ = driver.communicate(timeout=100)
+    assert driver.returncode == 1
+    assert f"error: run {door.run} was ended from outside" in out
+    assert time.monotonic() - began < 40.0, "Ray's own client would end the process after a minute"
+    assert not given or door.named_actors() == []
+    assert not run_folder("/dev/shm", door.run).exists()
 
 
 @pytest.mark.slow

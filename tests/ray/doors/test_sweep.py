@@ -20,7 +20,7 @@ import yaml
 from picotron_ray.config.load import load_job
 from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, user_folder
 from tests.support.runs.ray_runs import kill
 
 pytestmark = pytest.mark.timeout(900)  # about a minute of an idle machine; several Rays may share two cores
@@ -68,7 +68,7 @@ def start(config: Path, address: str) -> Iterator[subprocess.Popen[str]]:
 
 def training() -> list[PageView]:
     """Pages of living workers of the sweep that have finished a step."""
-    pages = [read_page(path) for path in Path("/dev/shm/picotron_ray").glob(f"{SWEEP}.*/*/*.page")]
+    pages = [read_page(path) for path in user_folder("/dev/shm").glob(f"{SWEEP}.*/*/*.page")]
     return [page for page in pages if page and page.step >= 1 and process_alive(page.pid, page.start_ticks)]
 
 

@@ -76,13 +76,13 @@ def test_a_stopped_run_is_taken_up_again_and_nothing_is_left(bench: Bench) -> No
     starts = iter([("old", True), ("new", False)])
     ends = iter([{"state": "stopped", "summary": {}}, {"state": "stopped", "summary": {"steps": 3}}])
     bench.trainer._start = lambda local: next(starts)
-    bench.trainer._follow = lambda coordinator: next(ends)
+    bench.trainer._follow = lambda coordinator, local: next(ends)
     assert bench.trainer._train() == {"steps": 3}
     assert bench.told == [("kill", "old"), ("take down", "local", "new")]
     bench.told.clear()
     bench.given = True
     bench.trainer._start = lambda local: bench.told.append(local) or ("old", True)
-    bench.trainer._follow = lambda coordinator: {"state": "finished", "summary": {"steps": 9}}
+    bench.trainer._follow = lambda coordinator, local: {"state": "finished", "summary": {"steps": 9}}
     assert bench.trainer._train() == {"steps": 9}
     assert bench.told == [None, ("kill", "old")], "the Ray that was given stays"
 

@@ -33,6 +33,7 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
         "step_times": list(facts.step_times),
         "noted": dict(facts.noted),
         "plans": dict(facts.plans),
+        "baseline_loss": facts.baseline_loss,
         "strikes": plain(facts.strikes),
         "evaluations": [[step, loss] for step, loss in facts.evaluations.items()],
         "generations": [_plain_generation(record) for record in facts.generations],
@@ -74,6 +75,7 @@ def read_facts(data: dict[str, Any]) -> Facts:
     facts.plans = Counter(data.get("plans", {}))
     facts.strikes = tuple(m.Strike(**entry) for entry in data.get("strikes", ()))
     facts.evaluations = dict(data["evaluations"])
+    facts.baseline_loss = data.get("baseline_loss")
     facts.generations = [_read_generation(entry) for entry in data["generations"]]
     for entry in data["failures"]:
         at = entry.pop("generation", None)  # of before ``struck`` told it

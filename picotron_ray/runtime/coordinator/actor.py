@@ -280,9 +280,8 @@ class Coordinator:
             return
         planner = {"device": self._device, "answers": "events", "flush_s": self._flush_s}
         term, record, store = self._executor.term, self._record, self._store
-        self._event_log = await open_event_log(
-            self._job, self._options, planner, term, record, store, self._supervisor
-        )
+        known = (self._job, self._options, planner, term, record, store, self._supervisor)
+        self._event_log = await open_event_log(*known)
         record.begin(term, store.commit_figures)
         self._evidence.begin(term, folder)
         tell_beginning(record, self._options, store)

@@ -34,7 +34,7 @@ UNAVAILABLE_RETRY_S = 0.2
 MOST_TRIES = 3  # of a call that an agent fails, before it counts as a loss
 CALL_ERRORS = (RayError, TimeoutError)
 SETTLED_S = 10.0
-"""Time after a generation's start by which what was made for it can be set apart from the garbage collector."""
+"""Time after a generation's start by which what was made for it may be set apart from garbage collection."""
 
 
 class CommandExecutor:

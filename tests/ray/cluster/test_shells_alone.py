@@ -614,7 +614,7 @@ def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
 def test_what_a_generation_left_is_set_apart_from_the_garbage_collector(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full collection over thousands of workers in the midst of a loss would take longer than deciding it."""
+    """A full collection over thousands of workers in the midst of a loss takes longer than to decide it."""
     did: list[str] = []
     names = ("unfreeze", "collect", "freeze")
     calls = {name: lambda name=name: did.append(name) for name in names}

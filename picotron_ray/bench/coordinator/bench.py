@@ -57,6 +57,7 @@ def job_of(nodes: int, workers_each: int, folder: Path) -> JobConfig:
         "cluster.device=cpu",
         "elastic.grow=false",
         "elastic.max_failures=1000000",
+        "elastic.node_timeout_s=30",  # the fake nodes share this process; how late they are is told
         f"checkpoint.interval_steps={int(CHECKPOINT_S)}",
         "evaluate.interval_steps=1000000",
         "metrics.enabled=true",

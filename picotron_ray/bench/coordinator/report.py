@@ -77,7 +77,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         ("memory, middle", f"{memory[len(memory) // 2] / 2**20:.0f} MiB", ""),
         ("memory, last", f"{memory[-1] / 2**20:.0f} MiB", f"+{MOST_GROWTH:.0%} of middle"),
         ("calls with heartbeats", f"{found['calls_per_s']:.0f}/s", ""),
-        ("heartbeats late by, worst", f"{found['late_s']:.1f} s", ""),
+        ("heartbeats late by, worst", f"{found['late_s']:.1f} s", "(5 s by default)"),
         ("checkpoints committed", f"{found['commits']}", ""),
     ]
     if calls:

@@ -17,7 +17,7 @@ def check_ports(metrics: MetricsConfig, local: bool) -> None:
     on another node becomes an event of the run.
 
     Raises:
-        ConfigError: a port is taken, the host is not this machine's, or both ports are the same on one machine.
+        ConfigError: a port is taken, the host is not this machine's, or both ports are one on one machine.
     """
     if not metrics.enabled:
         return

@@ -329,6 +329,7 @@ class Agent:
             self._reports.tell(now, ("uploaded", end.step), "uploaded", self._node, end)
         self._reports.look(now)
         if heartbeat:
+            self._rendezvous.keep(now)
             bury(self._folder, living, self._newest_spec)
 
     def carry(self, node: str, figures: Figures) -> bool:

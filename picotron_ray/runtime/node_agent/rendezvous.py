@@ -11,6 +11,7 @@ generation asks for its address, never while one may still use it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -30,6 +31,8 @@ POLL_S = 0.02
 START_TIMEOUT_S = 40.0
 FROZEN_S = 10.0
 """Age of the record from which on its server counts as frozen: it touches the record five times a second."""
+AGAIN_S = 10.0
+"""Pause between two starts of servers that nobody waits for."""
 GRACE_S = 1.0
 """Time for a server to touch it after the whole node was stopped and goes on."""
 
@@ -48,6 +51,7 @@ class RendezvousServer:
         self._path, self._host, self._owner, self._ray_pid = folder / RECORD, host, owner, ray_pid
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._again_s = 0.0
         self.replaced = 0
         """How many servers were found frozen, or did not start."""
 
@@ -55,6 +59,17 @@ class RendezvousServer:
         """Begin to start a server where none lives; it takes seconds to listen."""
         with self._lock:
             self._start()
+
+    def keep(self, now_s: float) -> None:
+        """Replace a server that died, before the next generation asks for it; never waits."""
+        if now_s < self._again_s or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._living() is None and (self._process is None or self._process.poll() is not None):
+                self._again_s = now_s + AGAIN_S
+                self._start()
+        finally:
+            self._lock.release()
 
     def address(self) -> tuple[str, int]:
         """Return the (host, port) of the living server, or of a new one once it listens.
@@ -99,6 +114,7 @@ class RendezvousServer:
     def stop(self) -> None:
         """End the server of this agent, if there is one."""
         with self._lock:
+            self._again_s = math.inf
             record = read_record(self._path)
             self._kill(None if record is None or record["owner"] != self._owner else record)
 

@@ -54,6 +54,33 @@ def test_an_agent_that_is_started_again_finds_its_store_and_another_actor_gets_i
     third.stop()  # there is none
 
 
+def test_a_store_that_died_is_there_again_before_it_is_asked_for(tmp_path: Path) -> None:
+    server = RendezvousServer(tmp_path, "127.0.0.1", "actor", os.getpid())
+    server.address()
+    first = read_record(tmp_path / RECORD)
+    assert first is not None
+    server.keep(0.0)
+    assert read_record(tmp_path / RECORD) == first
+    os.kill(first["pid"], signal.SIGKILL)
+    assert ends(tmp_path / RECORD, first)
+    with server._lock:
+        server.keep(0.0)  # as while someone waits for an address
+    assert read_record(tmp_path / RECORD) == first
+    server.keep(0.0)
+    deadline = time.monotonic() + 30
+    while (found := read_record(tmp_path / RECORD)) in (None, first):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert found is not None
+    os.kill(found["pid"], signal.SIGKILL)
+    assert ends(tmp_path / RECORD, found)
+    server.keep(rendezvous.AGAIN_S - 1)
+    assert read_record(tmp_path / RECORD) == found, "one that keeps dying is not started all the time"
+    server.stop()
+    server.keep(3 * rendezvous.AGAIN_S)
+    assert read_record(tmp_path / RECORD) is None, "nor one whose run has ended"
+
+
 def test_a_store_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous.sys, "executable", "/bin/false")
     server = RendezvousServer(tmp_path, "127.0.0.1", "actor", os.getpid())

@@ -15,6 +15,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -57,7 +58,7 @@ OVERLAPS = 0.2
 AT_ONCE_S = 1.5
 WHOLE_S = 180.0
 """Longest wait until a run is whole again."""
-LOOK_S = 0.005
+LOOK_S, ASK_S = 0.005, 0.1
 STEPS = 5
 """A run is whole again when it has finished so many steps with all its members."""
 
@@ -76,7 +77,7 @@ class Blow:
 
 @dataclass
 class Soak:
-    """One run, its drivers and what befell it; everything happens in the calling thread."""
+    """One run, its drivers and what befell it. A thread looks at the pages, whatever the caller waits for."""
 
     job: JobConfig
     folder: Path
@@ -86,10 +87,12 @@ class Soak:
     frozen: list[tuple[float, int]] = field(default_factory=list)
     steps: deque[tuple[float, int, str]] = field(default_factory=deque)
     """(time, step, generation) of every step that was seen to be finished for the first time."""
+    over: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         """Launch, and connect this process to the Ray that the first driver started."""
         (self.folder / "job.yaml").write_text(json.dumps(self.job.model_dump(mode="json")))
+        threading.Thread(target=self.look_on, name="soak", daemon=True).start()
         self.drive()
         self.until(lambda: (ray := lifecycle.find(self.job.name)) is not None and ray.alive, "no Ray")
         found = lifecycle.find(self.job.name)
@@ -112,7 +115,7 @@ class Soak:
             overlaps = not first and self.draw.random() < OVERLAPS
             kind = first.pop() if first else self.draw.choice(list(kinds or KINDS))
             self.strike(kind, then_wait=not overlaps)
-            self.watch(self.draw.uniform(*((0.0, AT_ONCE_S) if overlaps else CALM_S)))
+            time.sleep(self.draw.uniform(*((0.0, AT_ONCE_S) if overlaps else CALM_S)))
         self.until(self.whole, "the run is not whole at the end")
 
     def strike(self, kind: str, then_wait: bool = True) -> None:
@@ -190,6 +193,10 @@ class Soak:
     def generation(self) -> str:
         return self.steps[-1][2] if self.steps else ""
 
+    def look_on(self) -> None:
+        while not self.over.wait(LOOK_S):
+            self.look()
+
     def look(self) -> None:
         """Note a step that was not finished before; let go on what was frozen for long enough."""
         now = time.monotonic()
@@ -206,22 +213,13 @@ class Soak:
         if members and step > (self.steps[-1][1] if self.steps else 0):
             self.steps.append((now, step, id_of(members[0])))
 
-    def watch(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.look()
-            time.sleep(LOOK_S)
-
     def until(self, reached: Callable[[], Any], otherwise: str) -> None:
-        """Watch until it is so; fails with the run's log where it does not come."""
-        deadline, ask = time.monotonic() + WHOLE_S, 0.0
+        """Wait until it is so; fails with the run's log where it does not come."""
+        deadline = time.monotonic() + WHOLE_S
         while time.monotonic() < deadline:
-            self.look()
-            if time.monotonic() >= ask:  # asking costs more than looking
-                if reached():
-                    return
-                ask = time.monotonic() + 0.1
-            time.sleep(LOOK_S)
+            if reached():
+                return
+            time.sleep(ASK_S)
         logs = sorted(self.folder.glob("driver-*.log"))
         raise AssertionError(f"{otherwise}; {self.blows[-3:]}\n{logs[-1].read_text()[-6000:]}")
 
@@ -248,7 +246,7 @@ class Soak:
     def pause_after(self, blow: Blow) -> float:
         """Longest time without a new step, from the blow to the first step of another generation, if any."""
         longest, last = 0.0, blow.at_s
-        for at, _, generation in self.steps:
+        for at, _, generation in list(self.steps):
             if at < blow.at_s:
                 continue
             longest, last = max(longest, at - last), at
@@ -262,6 +260,7 @@ class Soak:
         """Ask for a stop, as a user does; returns the exit code of the driver that follows the run."""
         import ray
 
+        self.over.set()
         for driver in self.drivers[:-1]:
             driver.kill()
             driver.wait()

@@ -41,7 +41,7 @@ def judge_storage(config: StorageConfig) -> Iterator[Finding]:
 
 
 def _mend(config: StorageConfig, right: str) -> str:
-    """What to do where a right is missing: of a folder, or of a bucket."""
+    """Return the mend where a right is missing: of a folder, or of a bucket."""
     return (_MENDS if config.url.startswith("s3://") else _FOLDER_MENDS)[right]
 
 

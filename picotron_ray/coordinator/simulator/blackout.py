@@ -13,12 +13,13 @@ from picotron_ray.coordinator.simulator.checks import Checks
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, coordinator
 from picotron_ray.coordinator.simulator.rng import Rng
-from picotron_ray.coordinator.simulator.run import EVENTS, FAMILIES, LIMIT_S, Report, draw_job
+from picotron_ray.coordinator.simulator.run import EVENTS, FAMILIES, Report, draw_job
 from picotron_ray.coordinator.simulator.slots import SimSlot, complete
 from picotron_ray.coordinator.simulator.world import Sim
 from picotron_ray.coordinator.states import MachineState
 
 FINAL_WAIT_S = 100.0  # twice what passes until a lost answer is asked for again
+LIMIT_S = 400.0  # of virtual time after the last fault: both launches wait for storage
 FOR_EVER_S = 1e9
 BEFORE = ("kill", "hang", "error", "pause", "noise", "request")
 AFTER = ("restart", "pause", "noise", "cut", "lag", "mute", "outage", "kill")

@@ -28,18 +28,7 @@ def reborn(sim: Sim) -> None:
     node.cut_until = max(node.cut_until, sim.now + seconds)
     if seconds > 2.0:
         sim.after(2.0, sim.tell, m.AgentRestarting(node.name))
-    sim.after(seconds + 0.01, _tell_anew, sim, node)
-
-
-def _tell_anew(sim: Sim, node: SimNode) -> None:
-    """Report what is sealed and pinned again, as an agent does that does not know what was told before."""
-    if sim.nodes.get(node.name) is not node:
-        return
-    pinned = [held.info for held in node.slots.values() if held.pinned]
-    newest = max(((info.generation, info.step) for info in pinned), default=None)
-    slots = tuple(info for info in pinned if (info.generation, info.step) == newest)
-    if newest is not None:
-        node.report(m.SnapshotSealed(node.name, *newest, slots))
+    sim.after(seconds + 0.01, node.tell_seals)
 
 
 def lose(sim: Sim) -> None:

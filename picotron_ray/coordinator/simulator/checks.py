@@ -18,6 +18,7 @@ from functools import cached_property
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.coverage import Coverage
+from picotron_ray.coordinator.simulator.orders import Orders
 from picotron_ray.coordinator.simulator.promptness import Promptness
 from picotron_ray.coordinator.simulator.protocols import (
     CoordinatorProtocol,
@@ -43,7 +44,7 @@ class Checks:
         self.coverage = coverage
         self.sim: Sim
         self.specs: dict[m.GenerationId, m.GenerationSpec] = {}  # all that were launched
-        self.slots: dict[tuple[str, str], SimSlot] = {}  # all that were ever sealed
+        self.slots: dict[m.SlotIdentity, SimSlot] = {}  # all that were ever sealed
         self.started: set[str] = set()
         self.doomed = False  # every generation fails: the run must be given up
         self.blackout = False  # storage is down for good: a run may end with "storage", and keeps its slots
@@ -59,6 +60,11 @@ class Checks:
         """Watcher of delays."""
         return Promptness(self.sim)
 
+    @cached_property
+    def orders(self) -> Orders:
+        """Watcher of what must be known before an order."""
+        return Orders(self)
+
     # --- what the machine did ------------------------------------------------------------------------
 
     def handled(self, shell: CoordinatorProtocol, event: m.Event, commands: Sequence[m.Command]) -> None:
@@ -72,12 +78,16 @@ class Checks:
                 shell.heard.clear()
         if shell.fenced and commands:
             self.sim.violation(f"{len(commands)} commands after it was fenced")
-        if isinstance(event, m.Appended) and event.fenced:
+        if isinstance(event, m.Fenced) or (isinstance(event, m.Appended) and event.fenced):
             shell.fenced = True
+        if not shell.fenced:
+            self.orders.handled(shell, event, commands)
         if isinstance(event, m.Tick):
             self.promptness.ticked(shell)
         elif isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self.promptness.committed(shell, event)
+        elif isinstance(event, m.SnapshotSealed):
+            self.promptness.sealed(shell, event)
         if shell.finished is not None and commands:
             self.sim.violation(f"{len(commands)} commands after the end ({shell.finished.status})")
         for command in commands:
@@ -85,6 +95,8 @@ class Checks:
                 if command.worker in self.started:
                     self.sim.violation(f"worker name {command.worker} was used twice")
                 self.started.add(command.worker)
+            elif isinstance(command, m.Upload):
+                self.promptness.uploading(shell, command)
             elif isinstance(command, m.Quarantine):
                 assert command.generation is not None
                 shell.quarantined.add((command.node, command.slot, command.generation, command.step))
@@ -267,14 +279,16 @@ class Checks:
             at = None if source is None else self.specs.get(source)
         return chain
 
+    def counts(self, newest: m.GenerationSpec | None, generation: m.GenerationId, step: int) -> bool:
+        """Whether a state is part of the history that ends in ``newest``."""
+        return newest is None or self._valid(self._walk(newest), generation, step)
+
     def _valid(self, chain: dict[m.GenerationId, int], generation: m.GenerationId, step: int) -> bool:
         return generation in chain and step <= chain[generation]
 
     def history_of(self, slots: Iterable[m.SlotInfo]) -> StepHistory:
         """The one history that all slots hold."""
-        found = {
-            self.slots[slot.node, slot.slot].history for slot in slots if (slot.node, slot.slot) in self.slots
-        }
+        found = {self.slots[slot.identity].history for slot in slots if slot.identity in self.slots}
         if len(found) != 1:
             self.sim.violation(f"{len(found)} histories in one set of slots")
             return ()
@@ -292,9 +306,9 @@ class Checks:
             self.sim.violation(f"history of step {step} ends at {at}")
 
     def deleted(self, info: m.SlotInfo) -> None:
-        """Check a deletion by a release: no generation may have to take its state from that slot."""
+        """Check that no generation has to take its state from a slot that is deleted or written over."""
         newest = None if self.sim.shell is None else self.sim.shell.newest
-        if newest is None or info not in newest.source.slots:
+        if newest is None or info.identity not in {slot.identity for slot in newest.source.slots}:
             return
         generation = self.sim.generations.get(newest.id)
         if generation is None or generation.step <= newest.resume_step:
@@ -322,6 +336,10 @@ class Checks:
         """Note that a step was finished just now."""
         self.stepped_at = self.sim.now
         self.promptness.stepped(generation)
+
+    def skipped(self, node: NodeProtocol, generation: GenerationProtocol) -> None:
+        """Note that a snapshot found no file that it may write over."""
+        self.promptness.skipped(node, generation)
 
     def removed(self, node: NodeProtocol) -> None:
         """Note that a node went without a word."""

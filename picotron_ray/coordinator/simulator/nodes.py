@@ -7,6 +7,8 @@ from picotron_ray.coordinator.simulator.protocols import GenerationProtocol, Wor
 from picotron_ray.coordinator.simulator.slots import SimSlot
 from picotron_ray.failures import FailureKind
 
+BUSY = 0.1  # share of inventories that take long
+SLOW_ANSWER_S = 3.0  # longest that one takes
 HUSHED_S = 3.0  # how late what is told late is told at most
 
 
@@ -144,6 +146,15 @@ class SimNode:
                 self.report(m.WorkerReady(worker.name, self.name), reliable=True)
         if self.leaves_at is not None:
             self.report(m.DrainNotice(self.name, self.leaves_at), reliable=True)
+        self.tell_seals()
+
+    def tell_seals(self) -> None:
+        """Report the newest pinned state again, as to a coordinator that may not have heard of it."""
+        pinned = [held.info for held in self.slots.values() if held.pinned]
+        newest = max(((info.generation, info.step) for info in pinned), default=None)
+        if newest is not None and self.sim.nodes.get(self.name) is self:
+            slots = tuple(info for info in pinned if (info.generation, info.step) == newest)
+            self.report(m.SnapshotSealed(self.name, *newest, slots))
 
     def joined(self) -> m.NodeJoined:
         """Return what a coordinator hears when it meets this node."""
@@ -157,9 +168,12 @@ class SimNode:
         if self.sim.now < self.full_until:
             return
         old = self.slots.get(held.info.slot)
-        held.pinned = held.pinned or (old is not None and old.pinned)
+        if old is not None and old.info.identity == held.info.identity:
+            held.pinned = held.pinned or old.pinned
+        elif old is not None:
+            self.sim.checks.deleted(old.info)
         self.slots[held.info.slot] = held
-        self.sim.checks.slots[self.name, held.info.slot] = held
+        self.sim.checks.slots[held.info.identity] = held
 
     # --- orders --------------------------------------------------------------------------------------
 
@@ -205,8 +219,13 @@ class SimNode:
             self.sim.remove_node(self, told=False)
 
     def collect(self, request: int) -> None:
+        """Answer with what is sealed now; a busy node's answer takes long, and others overtake it."""
         slots = tuple(held.info for held in self.slots.values())
-        self.report(m.Inventory(self.name, request, slots))
+        answer = m.Inventory(self.name, request, slots)
+        if self.sim.rng.chance(BUSY):
+            self.sim.after(self.sim.rng.uniform(0.2, SLOW_ANSWER_S), self.report, answer)
+        else:
+            self.report(answer)
 
     def quarantine(self, command: m.Quarantine) -> None:
         held = self.slots.get(command.slot)

@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from picotron_ray.coordinator.simulator.world import Sim
 
 LONGEST_S: Mapping[MachineState, float] = {
-    MachineState.ABORTING: 12.0,  # an interrupt, then three kills
-    MachineState.LEAVING: 12.0,  # beside the step at hand
-    MachineState.COLLECTING: 20.0,  # three rounds of questions, and a commit that is awaited
-    MachineState.WAITING: 60.0,  # workers start, and starts that failed are put off
-    MachineState.STARTING: 75.0,
-    MachineState.FINALISING: 120.0,  # an answer of storage that was lost is asked for after 50 s
-    MachineState.RUNNING: 12.0,  # from step to step, beside the step at hand
+    MachineState.ABORTING: 8.0,  # an interrupt, then three kills: 2 s each
+    MachineState.LEAVING: 12.0,  # beside the step at hand: from the first to leave to the last, then a kill
+    MachineState.COLLECTING: 11.0,  # three rounds of questions of 2 s, and a commit that is awaited for 5 s
+    MachineState.WAITING: 40.0,  # workers start, and starts that failed are put off for up to 30 s
+    MachineState.STARTING: 63.0,  # cluster.start_timeout_s
+    MachineState.FINALISING: 55.0,  # an answer of storage that was lost is asked for after 50 s
+    MachineState.RUNNING: 8.0,  # from step to step, beside the step at hand: a rendezvous of 5 s
 }
 LATE_S = 4.0  # a verdict on silence may come so long after its time
+ASKED_AGAIN_S = 60.0  # by then storage was asked again for an answer that was lost, and gave it
 RELEASED_S = 4.0  # after a step, or a commit: until what it frees is unpinned
 
 
@@ -36,6 +37,7 @@ class Promptness:
         self.sim = sim
         self._state, self._entered = MachineState.NEW, 0.0
         self._stepped = 0.0
+        self._void: set[m.SlotIdentity] = set()  # what a first step made void
         self._shell: CoordinatorProtocol | None = None
 
     def calm_since(self) -> float:
@@ -68,20 +70,18 @@ class Promptness:
         sim, shell = self.sim, self.sim.shell
         self._stepped = sim.now
         spec = generation.spec
-        if (
-            shell is None
-            or generation.step != spec.resume_step + 1
-            or sim.now < self.calm_since() + RELEASED_S
-        ):
+        if shell is None or generation.step != spec.resume_step + 1:
             return
         void = [
-            (node.name, name)
+            held.info
             for node in sim.nodes.values()
-            for name, held in node.slots.items()
+            for held in node.slots.values()
             if held.pinned and held.info.generation < spec.id and not _counts(spec, held.info)
             if (node.name, held.info.generation, held.info.step) in shell.told_seals and sim.reachable(node)
+            if held.info.identity not in self._void
         ]
-        if void:
+        self._void.update(info.identity for info in void)  # a release is told once, and may be lost
+        if void and sim.now > self.calm_since() + RELEASED_S:
             sim.after(RELEASED_S, self._still_pinned, shell, void, "is void")
 
     def committed(self, shell: CoordinatorProtocol, event: m.Appended) -> None:
@@ -91,23 +91,79 @@ class Promptness:
             return
         key = event.generation, event.step
         freed = [
-            (node.name, name)
+            held.info
             for node in sim.nodes.values()
             if node.name in shell.machine.memory.roster.nodes and sim.reachable(node)
-            for name, held in node.slots.items()
+            for held in node.slots.values()
             if held.pinned and (held.info.generation, held.info.step) <= key
         ]
         if freed:
             sim.after(RELEASED_S, self._still_pinned, shell, freed, f"step {event.step} is committed")
 
-    def _still_pinned(self, shell: CoordinatorProtocol, freed: list[tuple[str, str]], why: str) -> None:
+    def sealed(self, shell: CoordinatorProtocol, event: m.SnapshotSealed) -> None:
+        """Expect that a snapshot is freed that was told of after a newer commit."""
+        spec, counts, key = shell.newest, self.sim.checks.counts, (event.step, event.generation)
+        newer = (c for c in shell.commits if (c.step, c.generation) >= key)
+        if counts(spec, *key[::-1]) and any(counts(spec, c.generation, c.step) for c in newer):
+            self._expect_freed(shell, event.node, [key], "a newer one was committed before")
+
+    def uploading(self, shell: CoordinatorProtocol, command: m.Upload) -> None:
+        """Expect that an upload frees what is older, which will never be uploaded.
+
+        While a generation trains; else the state to go on from may go before a snapshot that waits.
+        """
+        if shell.machine.memory.state is not MachineState.RUNNING:
+            return
+        key = command.step, command.generation
+        told = {(step, generation) for node, generation, step in shell.told_seals if node == command.node}
+        older = [
+            k for k in told if key in told and k < key and self.sim.checks.counts(shell.newest, k[1], k[0])
+        ]
+        self._expect_freed(shell, command.node, older, f"step {command.step} is uploaded in its place")
+
+    def _expect_freed(
+        self, shell: CoordinatorProtocol, name: str, states: list[tuple[int, m.GenerationId]], why: str
+    ) -> None:
+        sim = self.sim
+        node = sim.nodes.get(name)
+        known = name in shell.machine.memory.roster.nodes
+        if node is None or sim.shell is not shell or not known or not sim.reachable(node):
+            return
+        held = [
+            held.info
+            for held in node.slots.values()
+            if held.pinned and (held.info.step, held.info.generation) in states
+        ]
+        if held:
+            sim.after(RELEASED_S, self._still_held, shell, node, held, why)
+
+    def _still_held(
+        self, shell: CoordinatorProtocol, node: NodeProtocol, held: list[m.SlotInfo], why: str
+    ) -> None:
+        """Check what storage has no part in."""
+        sim = self.sim
+        if sim.shell is shell and sim.now > shell.paused_until + RELEASED_S and sim.reachable(node):
+            self._pinned(held, why)
+
+    def _still_pinned(self, shell: CoordinatorProtocol, freed: list[m.SlotInfo], why: str) -> None:
         sim = self.sim
         if sim.shell is not shell or sim.now < self.calm_since() + RELEASED_S:
             return
-        for node, name in freed:
-            held = sim.nodes[node].slots.get(name) if node in sim.nodes else None
-            if held is not None and held.pinned:
-                sim.violation(f"{name} on {node} is still pinned: {why}")
+        self._pinned(freed, why)
+
+    def _pinned(self, freed: list[m.SlotInfo], why: str) -> None:
+        for info in freed:
+            held = self.sim.nodes[info.node].slots.get(info.slot) if info.node in self.sim.nodes else None
+            if held is not None and held.pinned and held.info.identity == info.identity:
+                self.sim.violation(f"step {info.step} in {info.slot} on {info.node} is still pinned: {why}")
+
+    def skipped(self, node: NodeProtocol, generation: GenerationProtocol) -> None:
+        """Check that there is room for a snapshot, long after answers were lost and asked for again."""
+        young = (
+            generation.step <= generation.spec.resume_step + 2
+        )  # it may have to start anew from its source
+        if not young and self.sim.now > self.calm_since() + ASKED_AGAIN_S:
+            self.sim.violation(f"no room on {node.name} for step {generation.step}: everything is pinned")
 
     def removed(self, node: NodeProtocol) -> None:
         """Expect a verdict on a node that went without a word."""

@@ -44,6 +44,7 @@ class Shell:
             self.sim.after(RETRY_S, self.start)
             return
         self.term = self.sim.storage.claim()
+        self.sim.by_term[self.term] = self
         reached = [node for node in self.sim.nodes.values() if not node.away]
         for node in reached:
             node.term = self.term
@@ -79,6 +80,7 @@ class Shell:
             self.deliver(node.joined())
             if node.leaves_at is not None:  # Ray tells it as long as it lasts
                 self.deliver(m.DrainNotice(node.name, node.leaves_at))
+            node.tell_seals()
         for node in self.sim.nodes.values():
             if node not in living:
                 node.hello()

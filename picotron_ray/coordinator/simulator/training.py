@@ -14,6 +14,7 @@ from picotron_ray.failures import FailureKind
 
 LONGEST_RENDEZVOUS_S = 5.0
 OUTAGE_POLL_S = 1.0
+FILES = 3  # slots of a worker, which are written over and over
 
 
 class SimGeneration:
@@ -162,12 +163,47 @@ class SimGeneration:
         node = self.sim.nodes.get(name)
         living = [worker for worker in self.members() if worker.node is node and not worker.hung]
         if node is not None and living and self.sim.now >= node.full_until:
-            slots = tuple(self._write(worker, step, pinned=True) for worker in living)
-            node.report(m.SnapshotSealed(name, self.spec.id, step, slots))
+            slots = [self._write(worker, step, pinned=True) for worker in living]
+            sealed = tuple(slot for slot in slots if slot is not None)
+            if len(sealed) == len(slots):
+                node.report(m.SnapshotSealed(name, self.spec.id, step, sealed))
+            else:
+                self.sim.checks.skipped(node, self)
+
+    def _file(self, worker: WorkerProtocol, step: int) -> str | None:
+        """File for a snapshot: the state's own, an empty one, or that of the oldest state nobody needs.
+
+        None where all are pinned, belong to the state that this generation came from, or hold one that is not
+        older than what all members have sealed.
+        """
+        names = [f"{worker.name}.{at}" for at in range(FILES)]
+        held = {name: worker.node.slots.get(name) for name in names}
+        states = {
+            name: (slot.info.generation, slot.info.step) for name, slot in held.items() if slot is not None
+        }
+        source = {slot.identity for slot in self.spec.source.slots}
+        same = [name for name, state in states.items() if state == (self.spec.id, step)]
+        empty = [name for name in names if name not in states]
+        needless = [
+            slot
+            for name, slot in held.items()
+            if slot is not None and slot.info.identity not in source
+            if states[name] < (self.spec.id, self.step - 1)
+        ]
+        pinned = sorted(
+            (s for s in held.values() if s is not None and s.pinned), key=lambda s: states[s.info.slot]
+        )
+        if not (same or empty) and all(slot.pinned for slot in needless) and len(pinned) > 1:
+            pinned[0].pinned = False  # as a slot pool does: a newer checkpoint waits for its upload
+        old = [slot.info.slot for slot in needless if not slot.pinned]
+        return next(iter((*same, *empty, *sorted(old, key=states.__getitem__))), None)
 
     def _write(
         self, worker: WorkerProtocol, step: int, *, pinned: bool = False, whole: bool = False
-    ) -> m.SlotInfo:
+    ) -> m.SlotInfo | None:
+        name = self._file(worker, step)
+        if name is None:
+            return None
         rank = next(i for i, member in enumerate(self.spec.members) if member.worker == worker.name)
         layout = self.spec.layout
         group = layout.state_group(rank)
@@ -175,7 +211,6 @@ class SimGeneration:
         if not whole:
             local = [r for r in layout.state_replicas(rank) if self.spec.members[r].node == worker.node.name]
             part = m.Fragment(group, local.index(rank), len(local))
-        name = f"{worker.name}.{self.spec.id}.{step}{'f' if whole else ''}"
         info = m.SlotInfo(worker.node.name, name, self.spec.id, step, rank, (part,))
         worker.node.keep(SimSlot(info, self.history(step), pinned))
         return info

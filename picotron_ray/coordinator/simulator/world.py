@@ -51,6 +51,7 @@ class Sim:
         self.bad_manifests: set[str] = set()
         self.noise_until = 0.0  # messages are lost, doubled and late before this time
         self.shell: CoordinatorProtocol | None = None  # the present coordinator
+        self.by_term: dict[int, CoordinatorProtocol] = {}  # all of them
         self.struck_at = self.changed_at = 0.0  # the newest fault; a node that came or went
         self.parted: set[str] = set()  # two nodes that do not reach each other ...
         self.parted_until = 0.0  # ... before this time
@@ -154,7 +155,7 @@ class Sim:
         for slot in source.slots:
             node = self.nodes.get(slot.node)
             held = None if node is None else node.slots.get(slot.slot)
-            if held is None:
+            if held is None or held.info.identity != slot.identity:
                 return "error: a source slot is gone"
             if held.corrupt:
                 return f"corrupt:{slot.slot}"
@@ -232,3 +233,6 @@ class Sim:
         elif self.nodes.get(node.name) is node and term >= node.term:
             node.term = term
             call(node)
+        elif self.nodes.get(node.name) is node and not node.drops():
+            why = f"refused: term {term} is older than {node.term}"
+            self.after(self.latency(), self.by_term[term].deliver, m.Fenced(why))

@@ -39,6 +39,7 @@ class Bench:
             self.node.workers[member.worker] = SimWorker(member.worker, self.node)
         self.memory = SimpleNamespace(
             transitions=[],
+            now=100.0,
             state=MachineState.NEW,
             spec=START,
             incident=None,

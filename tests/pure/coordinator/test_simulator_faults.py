@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,9 +260,12 @@ def test_of_a_node_that_is_gone_only_exits_are_heard_and_of_a_ghost_nothing(quie
 def test_calls_of_old_terms_and_to_dead_nodes_are_refused(quiet: Quiet) -> None:
     sim, node = quiet.sim, quiet.sim.nodes["n1"]
     came: list[int] = []
+    refused: list[m.Event] = []
+    sim.by_term[1] = SimpleNamespace(deliver=refused.append)  # type: ignore[assignment]
     for term in (2, 2, 1, 3):
         sim._arrive(node, term, lambda node, term=term: came.append(term))  # type: ignore[misc]
     assert (came, node.term) == ([2, 2, 3], 3)
+    assert [words[1] for words in quiet.planned] == ["append"], "it is told"
     del sim.nodes["n1"]
     sim._arrive(node, 4, lambda node: came.append(4))
     assert came == [2, 2, 3]
@@ -444,7 +448,7 @@ def test_slots_stay_pinned_until_their_release(quiet: Quiet, reports: list[Any])
         info = m.SlotInfo("n1", f"{owner}.{n}.{step}", m.GenerationId(1, n), step, 0, ())
         held = SimSlot(info, (), pinned)
         node.keep(held)
-        assert quiet.sim.checks.slots["n1", info.slot] is held
+        assert quiet.sim.checks.slots[info.identity] is held
         return held
 
     for first, second, pinned in ((True, False, True), (False, True, True), (False, False, False)):
@@ -463,6 +467,11 @@ def test_slots_stay_pinned_until_their_release(quiet: Quiet, reports: list[Any])
     node.quarantine(m.Quarantine("n1", "dead.2.5", m.GenerationId(1, 2), 5))
     node.quarantine(m.Quarantine("n1", "dead.2.6", m.GenerationId(1, 2), 3))  # overwritten since
     node.quarantine(m.Quarantine("n1", "nothing", m.GenerationId(1, 2), 5))
+    quiet.dice.luck = True
+    node.collect(7)
+    ((delay_s, _, slow),) = quiet.planned[-1:]
+    assert (reports, delay_s > 0, slow.request) == ([], True, 7), "a busy node"
+    quiet.dice.luck = False
     node.collect(7)
     ((inventory, reliable),) = reports
     assert ([slot.slot for slot in inventory.slots], inventory.request, reliable) == (
@@ -536,6 +545,16 @@ def test_the_ways_to_lay_out_workers() -> None:
 def test_a_run_is_over_so_long_after_its_last_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(run, "plan", lambda sim, count: [(3.0, "kill"), (5.0, "kill")])
-    monkeypatch.setattr(run.Sim, "run", lambda self, limit_s: seen.append((self.quiet_at, limit_s)))
+    monkeypatch.setattr(run.Sim, "run", lambda self, limit_s: seen.append((self, limit_s)))
     run.simulate(1)
-    assert seen == [(5.0 + faults.LONGEST_S, run.LIMIT_S)]
+    ((sim, limit_s),) = seen
+    assert (sim.quiet_at, limit_s) == (5.0 + faults.LONGEST_S, run.LIMIT_S + sim.job.steps * sim.step_s)
+
+
+def test_some_runs_have_hundreds_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(run.Sim, "run", lambda self, limit_s: seen.append(self))
+    for seed in range(run.LARGE):
+        run.simulate(seed)
+    sizes = [len(sim.nodes) for sim in seen]
+    assert (max(sizes[:-1]), sizes[-1], seen[-1].job.cluster.max_workers) == (3, 200, 200)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.policies.membership import Roster
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
 from picotron_ray.coordinator.simulator.shell import Shell
 from picotron_ray.coordinator.simulator.slots import SimSlot
@@ -35,7 +36,7 @@ class Bench(Quiet):
         )
         self.made = self.sim.shell = Shell(self.sim)
         self.memory = SimpleNamespace(
-            term=1, quiet=False, transitions=[], state=MachineState.NEW, roster=SimpleNamespace(workers={})
+            term=1, quiet=False, transitions=[], state=MachineState.NEW, roster=Roster(), spec=None, now=100.0
         )
         machine: Any = SimpleNamespace(memory=self.memory, wake_at=None, handle=self.handle)
         self.made.machine = machine
@@ -339,9 +340,7 @@ def test_steps_go_on_to_the_last_one(bench: Bench) -> None:
     bench.taken()
     generation._step_done(steps + 1)
     assert (generation.step, bench.taken()) == (steps, [])
-    assert [list(node.slots) for node in bench.sim.nodes.values()] == [
-        [f"w{number}.1.1.{steps}"] for number in (1, 2)
-    ]
+    assert [list(node.slots) for node in bench.sim.nodes.values()] == [[f"w{number}.0"] for number in (1, 2)]
 
 
 def test_a_boundary_ends_a_generation_in_order(bench: Bench) -> None:
@@ -381,9 +380,9 @@ def test_a_seal_names_the_slots_of_the_living_on_its_node(bench: Bench) -> None:
     generation._pin(5)
     bench.taken()
     generation._seal("n1", 5)
-    info = m.SlotInfo("n1", "w1.1.1.5", A, 5, 0, (m.Fragment(0, 0, 1),))
+    info = m.SlotInfo("n1", "w1.0", A, 5, 0, (m.Fragment(0, 0, 1),))
     assert bench.reports == [("n1", m.SnapshotSealed("n1", A, 5, (info,)), False)]
-    held = bench.sim.nodes["n1"].slots["w1.1.1.5"]
+    held = bench.sim.nodes["n1"].slots["w1.0"]
     assert (held.pinned, held.history) == (True, ((A, 0, 5),))
     bench.worker(1).hung = True
     generation._seal("n1", 6)
@@ -406,6 +405,38 @@ def test_older_slots_are_overwritten_two_steps_after_a_restore(bench: Bench) -> 
     assert len(node.slots) == 4
     generation._step_done(7)
     assert list(node.slots) == ["w1.b", "w1.c", "x.d"]
+
+
+def test_files_are_written_over_where_nobody_needs_what_they_hold(bench: Bench) -> None:
+    source = m.SlotInfo("n1", "w1.1", A, 5, 0, ())
+    spec = m.GenerationSpec(B, TWO, Layout(dp=2), m.Source("slots", 5, A, (source,)), "next")
+    bench.sim.checks.slots[source.identity] = SimSlot(source, ((A, 0, 5),))
+    generation, worker, node = bench.sim.generation(spec), bench.worker(1), bench.sim.nodes["n1"]
+    generation.step = 8
+
+    def hold(file: int, id_: m.GenerationId, step: int, pinned: bool = False) -> None:
+        node.slots[f"w1.{file}"] = SimSlot(m.SlotInfo("n1", f"w1.{file}", id_, step, 0, ()), (), pinned)
+
+    assert generation._file(worker, 8) == "w1.0", "all are empty"
+    hold(0, B, 6)
+    hold(1, A, 5)
+    assert generation._file(worker, 8) == "w1.2"
+    hold(2, A, 4)
+    assert generation._file(worker, 8) == "w1.2", "the oldest, but for the state that it came from"
+    hold(2, B, 8)
+    assert generation._file(worker, 8) == "w1.2", "the state's own"
+    assert generation._file(worker, 9) == "w1.0"
+    hold(0, B, 7)
+    assert generation._file(worker, 9) is None, "not every member has sealed step 8"
+    hold(0, B, 6, pinned=True)
+    assert generation._file(worker, 9) is None, "it waits for its upload"
+    hold(2, B, 8, pinned=True)
+    assert generation._file(worker, 9) == "w1.0", "a newer one waits too"
+    assert [held.pinned for held in node.slots.values()] == [False, False, True]
+    hold(2, B, 7)
+    hold(0, B, 7)
+    generation._seal("n1", 9)
+    assert (bench.reports, bench.sim.failures) == ([], []), "skipped, and the run is young"
 
 
 @pytest.mark.parametrize(
@@ -454,7 +485,7 @@ def test_a_generation_that_ended_or_has_no_step_leaves_nothing(bench: Bench) -> 
 def test_a_survivor_flushes_what_is_clean_and_new(bench: Bench) -> None:
     generation, worker = bench.run(), bench.worker(1)
     for began_at, writing, clean, name in (
-        (0.0, False, 3, None), (99.0, True, 3, None), (99.0, False, 0, None), (99.0, False, 1, "w1.1.1.1f"),
+        (0.0, False, 3, None), (99.0, True, 3, None), (99.0, False, 0, None), (99.0, False, 1, "w1.0"),
     ):  # fmt: skip
         generation.began_at, worker.writing, worker.clean = began_at, writing, clean
         generation.flush(worker)

@@ -1,0 +1,161 @@
+"""Orders, judged by what must be known before one is given, one coordinator at a time.
+
+A launch awaits the answer of every node to the newest question, and the end of everybody who may still write.
+A worker counts as dead when that is heard, or after several orders to die. One that is not known is told to
+die. Only states that count are uploaded, by nodes that are there, and only their commits free what they hold.
+Growth waits for workers on their way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.simulator.protocols import CoordinatorProtocol
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import Remedy
+
+if TYPE_CHECKING:
+    from picotron_ray.coordinator.simulator.checks import Checks
+
+LEAST_KILLS = 3  # orders to die before a worker that does not answer counts as dead
+MOST_ASKED = 3  # questions to a node that does not answer
+COMMIT_S = 5.0  # longest wait for a commit that would save steps
+GROWTH_S = 10.0  # longest wait of a ready worker for others that are starting
+
+
+@dataclass
+class Given:
+    """Questions and orders of one coordinator, and what it heard of them."""
+
+    asked: dict[str, tuple[int, float]] = field(default_factory=dict)  # node: newest request, and when
+    times: Counter[tuple[str, int]] = field(default_factory=Counter)  # how often each was asked so
+    collected_at: float = 0.0  # when the present round began
+    commit: m.AppendCommit | None = None  # the newest one whose reply is awaited
+    heard: set[str] = field(default_factory=set)  # nodes that answered the newest request
+    lost: set[str] = field(default_factory=set)  # nodes of which that was told
+    kills: dict[str, tuple[str, int]] = field(default_factory=dict)  # worker: its node, orders to die
+    writers: set[str] = field(default_factory=set)  # of those, who was in a generation
+
+
+class Orders:
+    """Watcher of the orders in one simulation."""
+
+    def __init__(self, checks: Checks) -> None:
+        self.checks = checks
+        self._given: dict[int, Given] = {}
+
+    def handled(self, shell: CoordinatorProtocol, event: m.Event, commands: Sequence[m.Command]) -> None:
+        """Check what follows from one event."""
+        given = self._given.setdefault(id(shell), Given())
+        memory = shell.machine.memory
+        if any(state is MachineState.COLLECTING for _, state in memory.transitions):
+            given.asked.clear()
+            given.heard.clear()
+            given.collected_at = memory.now
+        if isinstance(event, m.Inventory):
+            if given.asked.get(event.node, (0, 0.0))[0] == event.request:
+                given.heard.add(event.node)
+        elif isinstance(event, m.NodeLost):
+            given.lost.add(event.node)
+        elif isinstance(event, m.WorkerExited):
+            given.kills.pop(event.worker, None)
+            given.writers.discard(event.worker)
+        elif isinstance(event, m.Appended) and event.kind == "commit":
+            given.commit = None
+        elif isinstance(event, m.WorkerReady):
+            self._strangers(shell, (event.worker,), commands)
+        elif isinstance(event, m.Heartbeat) and event.node in memory.roster.nodes:
+            self._strangers(shell, (*event.steps, *event.others), commands)
+        if given.kills:
+            self._counted_as_dead(shell, given)
+        for command in commands:
+            self._given_now(shell, given, command)
+
+    def _given_now(self, shell: CoordinatorProtocol, given: Given, command: m.Command) -> None:
+        memory = shell.machine.memory
+        if isinstance(command, m.CollectInventory):
+            given.asked[command.node] = command.request, memory.now
+            given.heard.discard(command.node)
+            given.times[command.node, command.request] += 1
+            if given.times[command.node, command.request] > MOST_ASKED:
+                self._say(f"{command.node} is asked for ever what it holds")
+        elif isinstance(command, m.KillWorker) and command.worker in memory.roster.workers:
+            worker = self.checks.sim.worker(command.worker)
+            given.kills[command.worker] = (
+                memory.roster.workers[command.worker].node,
+                given.kills.get(command.worker, ("", 0))[1] + 1,
+            )
+            if worker is not None and worker.generation is not None:
+                given.writers.add(command.worker)
+        elif isinstance(command, m.RunGeneration) and not command.adopt:
+            self._launch(shell, given, command.spec)
+        elif isinstance(command, m.AppendCommit):
+            given.commit = command
+        elif isinstance(command, m.Upload):
+            self._upload(shell, given, command)
+        elif isinstance(command, m.Release):
+            counts = [c.step for c in shell.commits if self.checks.counts(memory.spec, c.generation, c.step)]
+            if command.committed > max(counts, default=0):
+                self._say(f"step {command.committed} is told to be committed, and no commit of it counts")
+        elif isinstance(command, m.Alert) and "grow from" in command.text and command.kind == "boundary":
+            self._growth(shell)
+
+    def _launch(self, shell: CoordinatorProtocol, given: Given, spec: m.GenerationSpec) -> None:
+        memory = shell.machine.memory
+        patience_s = memory.job.elastic.interrupt_timeout_s
+        for node in memory.roster.nodes:
+            if node not in given.asked:
+                self._say(f"{spec.id} is launched, and {node} was not asked what it holds")
+            elif node not in given.heard and memory.now - given.asked[node][1] < patience_s:
+                self._say(f"{spec.id} is launched before {node} has answered")
+        waits = memory.now - given.collected_at < COMMIT_S and memory.remedy in (Remedy.RETRY, Remedy.EXCLUDE)
+        late = given.commit
+        if late is not None and waits and not spec.rewinds and late.step > spec.resume_step:
+            self._overtaken(shell, spec, late)
+        for worker in given.writers:
+            if worker in memory.roster.workers:
+                self._say(f"{spec.id} is launched while {worker} dies, which may still write")
+
+    def _overtaken(self, shell: CoordinatorProtocol, spec: m.GenerationSpec, late: m.AppendCommit) -> None:
+        if self.checks.counts(shell.newest, late.generation, late.step):
+            self._say(f"{spec.id} is launched before the commit of step {late.step} is through")
+
+    def _strangers(
+        self, shell: CoordinatorProtocol, names: Iterable[str], commands: Sequence[m.Command]
+    ) -> None:
+        known = shell.machine.memory.roster.workers
+        told = {command.worker for command in commands if isinstance(command, m.KillWorker)}
+        for name in names:
+            if name not in known and name not in told:
+                self._say(f"{name} lives, is not known, and is not told to die")
+
+    def _counted_as_dead(self, shell: CoordinatorProtocol, given: Given) -> None:
+        roster = shell.machine.memory.roster
+        for worker, (node, orders) in list(given.kills.items()):
+            if worker in roster.workers:
+                continue
+            if node in roster.nodes and orders < LEAST_KILLS:
+                self._say(f"{worker} counts as dead after {orders} orders to die")
+            del given.kills[worker]
+            given.writers.discard(worker)
+
+    def _upload(self, shell: CoordinatorProtocol, given: Given, command: m.Upload) -> None:
+        memory = shell.machine.memory
+        gone = command.node in given.lost or command.node in memory.roster.silent
+        if gone and command.node not in memory.roster.nodes:
+            self._say(f"{command.node} is asked for an upload, and counts as lost")
+        if not self.checks.counts(memory.spec, command.generation, command.step):
+            self._say(f"step {command.step} of {command.generation} is uploaded, and is void")
+
+    def _growth(self, shell: CoordinatorProtocol) -> None:
+        memory = shell.machine.memory
+        ready = [worker.since for worker in memory.roster.in_state("idle")]
+        if memory.roster.in_state("starting") and memory.now - min(ready, default=0.0) < GROWTH_S:
+            self._say(f"{memory.spec.id if memory.spec else '?'} grows, and more workers are on their way")
+
+    def _say(self, text: str) -> None:
+        self.checks.sim.violation(text)

@@ -48,6 +48,7 @@ class Promptness:
         own = () if shell is None else (shell.paused_until, shell.born_at, shell.planner.silent_until)
         return max(
             *(sim.struck_at, sim.noise_until, sim.changed_at, sim.parted_until, storage.down_until),
+            sim.start_hangs_until,
             *(storage.slow_until, storage.hung_until, storage.mute_until, *own, *nodes),
         )
 

@@ -14,6 +14,7 @@ from picotron_ray.failures import FailureKind
 
 LONGEST_RENDEZVOUS_S = 5.0
 OUTAGE_POLL_S = 1.0
+LAGS = 0.03  # share of orderly ends at which one member stays behind, stuck
 FILES = 3  # slots of a worker, which are written over and over
 
 
@@ -99,7 +100,9 @@ class SimGeneration:
             self._pin(step)
         if last or self.boundary:
             self.ended = True
-            for worker in self.members():
+            members = self.members()
+            members[-1].hung = members[-1].hung or (len(members) > 1 and self.sim.rng.chance(LAGS))
+            for worker in members:
                 self._write(worker, step)
                 worker.leave(self, "finished" if last else "interrupted")
             return

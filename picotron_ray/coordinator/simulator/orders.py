@@ -132,7 +132,7 @@ class Orders:
 
     def _awaited_starts(self, shell: CoordinatorProtocol, given: Given) -> None:
         memory = shell.machine.memory
-        limit_s = memory.job.cluster.start_timeout_s + START_LATE_S
+        limit_s = self.checks.sim.job.cluster.start_timeout_s + START_LATE_S
         for name, since in list(given.starts.items()):
             worker = memory.roster.workers.get(name)
             if worker is None or worker.state != "starting":

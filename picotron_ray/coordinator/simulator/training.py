@@ -211,7 +211,9 @@ class SimGeneration:
         layout = self.spec.layout
         group = layout.state_group(rank)
         part = m.Fragment(group)
-        if not whole:
+        there = worker.node.slots.get(name)
+        flushed = there is not None and (there.info.generation, there.info.step) == (self.spec.id, step)
+        if not whole and not (flushed and there is not None and there.info.fragments == (part,)):
             local = [r for r in layout.state_replicas(rank) if self.spec.members[r].node == worker.node.name]
             part = m.Fragment(group, local.index(rank), len(local))
         info = m.SlotInfo(worker.node.name, name, self.spec.id, step, rank, (part,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -25,6 +25,8 @@ from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_reader import SlotHead, SlotShard
 from picotron_ray.errors import CorruptError, SlotUnreachableError
 from picotron_ray.layout.shards import Array, Box, Shard, element_type
+
+Data = TypeVar("Data")
 
 
 class ShardClient:
@@ -99,9 +101,12 @@ class RemoteSlot:
 
     def spilled(self, name: str) -> bytes:
         """A spilled part of the slot's ledger, unchecked; empty where its node does not have it any more."""
-        with _naming(self.name):
+
+        def read() -> bytes:
             channel = self._client.ask(what="spilled", slot=self.name, name=name)
             return bytes(self._fetch(channel, json.loads(bytes(self._answer(channel)))["length"]))
+
+        return self._read_over(read)
 
     def _answer(self, channel: Channel) -> memoryview:
         kind, data = channel.receive(MOST_BYTES)
@@ -136,17 +141,21 @@ class RemoteSlot:
     def _box(self, entry: SlotShard, box: Box) -> memoryview:
         offset = [at - base for at, base in zip(box.offset, entry.shard.box.offset, strict=True)]
         number = self._number[id(entry)]
+        data = self._read_over(lambda: self._read(number, offset, box))
+        if len(data) != box.numel * element_type(entry.shard.dtype).itemsize:
+            raise SlotUnreachableError(f"slot {self.name}: saw {len(data)} bytes of {box.size}", self.name)
+        return data
+
+    def _read_over(self, read: Callable[[], Data]) -> Data:
+        """Read, and once more over a new connection where one breaks that has worked."""
         with _naming(self.name):
             try:
-                data = self._read(number, offset, box)
+                return read()
             except SlotUnreachableError as error:
                 if error.where or not self._client.answered:  # the service said so, or never spoke
                     raise
                 self._reopen()
-                data = self._read(number, offset, box)
-        if len(data) != box.numel * element_type(entry.shard.dtype).itemsize:
-            raise SlotUnreachableError(f"slot {self.name}: saw {len(data)} bytes of {box.size}", self.name)
-        return data
+                return read()
 
     def _read(self, number: int, offset: list[int], box: Box) -> memoryview:
         channel = self._client.ask(what="read", slot=self.name, shard=number, offset=offset, size=box.size)
@@ -160,8 +169,7 @@ class RemoteSlot:
 
     def check(self) -> None:
         """Raise SlotUnreachableError where the slot was overwritten since it was opened."""
-        with _naming(self.name):
-            self._answer(self._client.ask(what="check", slot=self.name))
+        self._read_over(lambda: self._answer(self._client.ask(what="check", slot=self.name)))
 
 
 @contextmanager

@@ -47,7 +47,7 @@ HELLO_S = 10.0  # longest wait for an agent that lives already when a term begin
 JOIN_S = 60.0  # longest wait for a fresh agent
 LOOK_S = 1.0  # how long one look at the nodes waits for those that join
 MOST_ERRORS = 3  # errors of an agent in a row, after which it counts as dead
-SILENT_BEATS = 3.0  # x elastic.heartbeat_s: an agent that said nothing for so long is asked whether it lives
+SILENT_BEATS = 2.0  # x elastic.heartbeat_s: an agent that said nothing for so long is asked whether it lives
 NodeEvent = NodeJoined | NodeLost | AgentRestarting | WorkerReady | Fenced
 
 

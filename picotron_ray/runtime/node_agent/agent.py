@@ -184,12 +184,13 @@ class Agent:
 
         Of slots that an earlier launch kept, the committed ones go too: the new workers' need the room. Those
         that the newest generation came from stay until a state of its own is released: it may have to be
-        started again from them.
+        started again from them. Those of an older state that is being uploaded stay too.
         """
         self._accept(term)
         newest = self._newest_spec()
         older = newest is not None and generation < (newest.id.term, newest.id.n)
         needed = {info.slot for info in newest.source.slots} if newest is not None and older else set()
+        reading = self._uploads.under_way()
         self._uploads.settle((*generation, step))
         living = {page.worker for page in self._living()}
         kept = self._kept.told(self._terms.run)["kept"]
@@ -200,6 +201,8 @@ class Agent:
         for path, header in list_slots(self._folder):
             if header.key > (*generation, step) or (marker is not None and path.name in marker["slots"]):
                 continue
+            if reading.get(path.name) == header.key != (*generation, step):
+                continue  # the released state is void or was passed over; this one may still be committed
             dead = header.key < (*generation, step) and owner(path) not in living
             if dead and path.name not in needed:
                 path.unlink(missing_ok=True)

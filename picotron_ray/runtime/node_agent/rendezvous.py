@@ -4,8 +4,8 @@ The server is a process of its own session, below the node's Ray rather than bel
 (`comm.rendezvous_store`). It writes its address into the node's folder, and lives as long as that file: an
 agent that Ray restarts takes it over with all its clients, and the next generation finds it listening. The
 record names the actor that it belongs to. Another run's keys must never be met under the prefixes of this
-one, so a server of another actor is ended and replaced. One that does not answer any more is replaced when a
-generation asks for its address, never while one may still use it.
+one, so a server of another actor is ended and replaced. One that died, or does not answer any more, is
+replaced before the next generation asks for its address: whoever still waits for it would wait for ever.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RendezvousServer:
         self._path, self._host, self._owner, self._ray_pid = folder / RECORD, host, owner, ray_pid
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._again_s = 0.0
+        self._again_s, self._frozen_s = 0.0, math.inf
         self.replaced = 0
         """How many servers were found frozen, or did not start."""
 
@@ -61,15 +61,28 @@ class RendezvousServer:
             self._start()
 
     def keep(self, now_s: float) -> None:
-        """Replace a server that died, before the next generation asks for it; never waits."""
+        """Replace a server that died or is frozen, before the next generation asks for it; never waits."""
         if now_s < self._again_s or not self._lock.acquire(blocking=False):
             return
         try:
-            if self._living() is None and (self._process is None or self._process.poll() is not None):
+            if self._living() is not None:
+                self._replace_frozen(now_s)
+            elif self._process is None or self._process.poll() is not None:
                 self._again_s = now_s + AGAIN_S
                 self._start()
         finally:
             self._lock.release()
+
+    def _replace_frozen(self, now_s: float) -> None:
+        """Replace a living server that was silent at an earlier look too: not the whole node stood still."""
+        if self._age_s() <= FROZEN_S:
+            self._frozen_s = math.inf
+        elif now_s - self._frozen_s > GRACE_S:
+            self._again_s, self._frozen_s = now_s + AGAIN_S, math.inf
+            self._replace()
+            self._start()
+        else:
+            self._frozen_s = min(self._frozen_s, now_s)
 
     def address(self) -> tuple[str, int]:
         """Return the (host, port) of the living server, or of a new one once it listens.

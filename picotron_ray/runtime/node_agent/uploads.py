@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_reader import holds, set_pinned
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
@@ -73,6 +74,13 @@ class Uploads:
             part = done.result() if error is None else None
             full = isinstance(error, StorageFullError)
             self._ended.put(Ended(key[0], key[1], part, _told(error), full))
+
+    def under_way(self) -> dict[str, SlotKey]:
+        """Return the slots that are being put into storage, and the state in each."""
+        with self._lock:
+            return {
+                slot: (*generation, step) for generation, step, slots in self._under_way for slot in slots
+            }
 
     def ended(self) -> list[Ended]:
         """Return the uploads that ended since the last call."""

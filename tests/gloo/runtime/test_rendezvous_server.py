@@ -67,7 +67,7 @@ def test_a_store_that_died_is_there_again_before_it_is_asked_for(tmp_path: Path)
         server.keep(0.0)  # as while someone waits for an address
     assert read_record(tmp_path / RECORD) == first
     server.keep(0.0)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while (found := read_record(tmp_path / RECORD)) in (None, first):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -79,6 +79,28 @@ def test_a_store_that_died_is_there_again_before_it_is_asked_for(tmp_path: Path)
     server.stop()
     server.keep(3 * rendezvous.AGAIN_S)
     assert read_record(tmp_path / RECORD) is None, "nor one whose run has ended"
+
+
+def test_a_frozen_store_is_replaced_before_it_is_asked_for(tmp_path: Path) -> None:
+    server, path = RendezvousServer(tmp_path, "127.0.0.1", "actor", os.getpid()), tmp_path / RECORD
+    server.address()
+    frozen = read_record(path)
+    assert frozen is not None
+    os.kill(frozen["pid"], signal.SIGSTOP)
+    server.keep(100.0)
+    os.utime(path, (0, 0))
+    server.keep(200.0)
+    assert read_record(path) == frozen, "the whole node may have stood still"
+    os.utime(path)
+    server.keep(200.5)  # it moves
+    os.utime(path, (0, 0))
+    server.keep(202.0)
+    assert read_record(path) == frozen
+    server.keep(202.1 + rendezvous.GRACE_S)
+    assert ends(path, frozen)
+    assert server.replaced == 1
+    assert server.address()
+    server.stop()
 
 
 def test_a_store_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from picotron_ray.checkpoint.shard_service import channel, client, server
 from picotron_ray.checkpoint.shard_service.channel import MOST_BYTES, Channel, Endpoint
 from picotron_ray.checkpoint.shard_service.client import RemoteSlot, ShardClient, frames
 from picotron_ray.checkpoint.shard_service.server import Pacer, ShardServer
+from picotron_ray.checkpoint.snapshot.ledger_spill import SUFFIX
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_reader import open_slot
@@ -93,6 +94,24 @@ def test_a_connection_that_breaks_after_it_worked_is_made_again(tmp_path: Path, 
         entry = far.shards[0]
         assert [box for box, _ in far.boxes(entry, entry.shard.box)] == [entry.shard.box]
         assert len(asked) == 2
+
+
+@pytest.mark.parametrize("what", ["spilled", "check"])
+def test_so_it_is_for_the_ledger_and_for_the_last_check(
+    tmp_path: Path, slot: SlotFile, peer: ShardClient, what: str
+) -> None:
+    (tmp_path / f"1-9{SUFFIX}").write_bytes(b"{}\n")
+    far = RemoteSlot(peer, "w.0.slot", KEY)
+    assert peer._channel is not None
+    peer._channel.close()
+    if what == "spilled":
+        assert far.spilled(f"1-9{SUFFIX}") == b"{}\n"
+    else:
+        far.check()
+        write(tmp_path, (1, 2, 6), seed=1)
+        peer._channel.close()
+        with pytest.raises(SlotUnreachableError):
+            far.check()
 
 
 def test_what_is_wanted_is_cut_into_frames_in_order() -> None:

@@ -79,6 +79,20 @@ def test_evidence_of_an_end_goes_once_it_is_old(tmp_path: Path) -> None:
     assert left(tmp_path) == {"alive.page", "alive.stacks", "starting.stacks"}
 
 
+def test_no_spec_is_read_while_there_is_nothing_to_bury_but_fresh_evidence(tmp_path: Path) -> None:
+    """Else each heartbeat would read the spec of every generation's largest part, for an hour."""
+
+    def newest() -> m.GenerationSpec | None:
+        raise AssertionError("it was read")
+
+    alive = page(tmp_path, "alive", 1, 7)
+    (tmp_path / "dead.stacks").write_text("")
+    bury(tmp_path, [alive], newest)
+    os.utime(tmp_path / "dead.stacks", (0, 0))
+    bury(tmp_path, [alive], lambda: None)
+    assert left(tmp_path) == {"alive.page"}
+
+
 def test_the_newest_spec_and_what_is_kept_outlive_their_writer(tmp_path: Path) -> None:
     (tmp_path / "dead.spec").write_text(json.dumps(plain(SECOND)))
     slot(tmp_path, "dead.0.slot", 1, 5)

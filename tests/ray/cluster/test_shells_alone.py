@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -49,6 +50,7 @@ from picotron_ray.runtime.coordinator.records import sign_of
 from picotron_ray.runtime.coordinator.room_request import PATIENCE_S, RoomRequest
 from picotron_ray.runtime.heartbeat import Page, process_start_ticks
 from picotron_ray.runtime.node_agent import agent as agent_module
+from picotron_ray.runtime.node_agent import stall_watch
 from picotron_ray.runtime.node_agent.agent import Agent, owner
 from picotron_ray.runtime.node_agent.burial import bury
 from picotron_ray.runtime.node_agent.reports import AGAIN_S, Reports
@@ -285,6 +287,23 @@ def test_what_the_newest_generation_came_from_stays_until_a_state_of_its_own(age
     assert (dead.exists(), is_pinned(dead)) == (True, False)
     agent.release(1, (1, 3), 5)
     assert not dead.exists()
+
+
+def test_the_release_of_a_void_state_spares_an_older_one_on_its_way_to_storage(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_of(agent, "w1")
+    mine, dead = slot_of(agent, "w1", 5), slot_of(agent, "gone", 5)
+    void, idle = slot_of(agent, "w1", 8, index=1), slot_of(agent, "w1", 4, index=2)
+    may_end = threading.Event()
+    monkeypatch.setattr(agent._uploads, "run", lambda *what: {"ended": may_end.wait(10)})
+    agent.upload(1, (1, 1), 5, (mine.name, dead.name))
+    agent.release(1, (1, 1), 8)
+    assert [is_pinned(path) for path in (mine, dead, void, idle)] == [True, True, False, False]
+    may_end.set()
+    await_ends(agent, 1)
+    agent.release(1, (1, 2), 9)
+    assert (is_pinned(mine), dead.exists()) == (False, False)
 
 
 def test_marked_slots_are_told_until_they_are_committed(agent: Agent) -> None:
@@ -1095,6 +1114,51 @@ def test_an_agent_that_fails_to_answer_is_asked_again_before_it_counts_as_dead(n
     for _ in range(cluster_module.MOST_ERRORS - 1):
         assert nodes.changes() == []
     assert nodes.changes()[0] == m.NodeLost("a", "its agent died")
+
+
+def test_a_look_at_frozen_agents_takes_no_longer_than_one_at_others(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes wait for it: a loss elsewhere would be found as late as the frozen one answers."""
+    monkeypatch.setattr(cluster_module, "LOOK_S", 0.05)
+    nodes.views = [view(name) for name in "abc"]
+    nodes.changes()
+    nodes.changes()
+    nodes.frozen = {"a", "b"}
+    nodes.now += cluster_module.SILENT_BEATS * job().elastic.heartbeat_s
+    nodes.hello = {"c": RayActorError(error_msg="gone")}
+    began = time.monotonic()
+    assert nodes.changes()[0] == m.NodeLost("c", "its agent died")
+    assert time.monotonic() - began < 1.0
+
+
+def test_a_heartbeat_goes_out_whatever_the_rest_of_a_look_runs_into(
+    agent: Agent, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torn(*_: Any) -> None:
+        raise ValueError("a page that is torn")
+
+    page_of(agent, "w1")
+    for part in (agent._stalls, agent._seal_watch):
+        name = "report" if part is agent._stalls else "look"
+        with monkeypatch.context() as patch:
+            patch.setattr(part, name, torn)
+            with pytest.raises(ValueError, match="torn"):
+                agent._look(1.0, heartbeat=True)
+        assert [words[0] for words in told] == ["heartbeats"]
+        told.clear()
+
+
+def test_want_of_evidence_keeps_no_worker_alive(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    killed: list[int] = []
+    page_of(agent, "w1").phase("forward")
+    monkeypatch.setattr(stall_watch, "ask_workers", full)
+    monkeypatch.setattr(agent_module.os, "kill", lambda pid, signal: killed.append(pid))
+    assert agent.kill(1, "w1")
+    assert killed == [os.getpid()]
 
 
 def test_one_frozen_agent_keeps_no_other_from_being_heard(

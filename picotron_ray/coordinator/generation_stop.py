@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from picotron_ray.coordinator.machine_memory import Incident, MachineMemory
 from picotron_ray.coordinator.messages import Fenced, Interrupt, KillWorker, Outcome
 from picotron_ray.coordinator.policies.precedence import goes_before
@@ -65,13 +67,15 @@ def note_bad_step(memory: MachineMemory, event: Outcome) -> None:
         blame(memory, FailureKind.NUMERICS, target, culprit=True, text=event.detail)
 
 
-def _interrupt(memory: MachineMemory, mode: str) -> None:
+def _interrupt(memory: MachineMemory, mode: Literal["hard", "boundary"]) -> None:
     assert memory.spec is not None
     wait_s = memory.answer_s(len(memory.spec.members))
     memory.remind_at = memory.now + (wait_s / 2 if mode == "hard" else wait_s)
-    for member in memory.unsettled():
-        if memory.roster.workers[member.worker].state != "dying":
-            memory.emit(Interrupt(member.worker, memory.spec.id, "hard" if mode == "hard" else "boundary"))
+    workers, outcomes, generation = memory.roster.workers, memory.outcomes, memory.spec.id
+    for member in memory.spec.members:  # in one pass: a loss among 16,000 is to be answered in 50 ms
+        worker = workers.get(member.worker)
+        if worker is not None and worker.state != "dying" and member.worker not in outcomes:
+            memory.out.append(Interrupt(member.worker, generation, mode))
 
 
 def step_leaving(memory: MachineMemory) -> bool:

@@ -26,13 +26,12 @@ def lose_node(memory: MachineMemory, node: str, reason: str, *, silent: bool = F
         return
     if silent:
         memory.away.setdefault(node, {}).update(memory.checkpoints.pinned_on(node))
-    members = {member.worker for member in memory.unsettled()}
     gone = memory.roster.lose(node, silent=silent)
     memory.checkpoints.node_lost(node)
     memory.inventory.pop(node, None)
     memory.awaited.pop(node, None)
     text = f"node {node} lost ({reason}) with {len(gone)} workers"
-    hit = [worker for worker in gone if worker.name in members]
+    hit = any(memory.is_member(worker.name) and worker.name not in memory.outcomes for worker in gone)
     if hit and memory.in_generation:
         blame(memory, FailureKind.NODE_LOST, node, culprit=True, text=text)
     else:

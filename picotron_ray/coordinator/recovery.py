@@ -170,6 +170,8 @@ def _rewound(memory: MachineMemory) -> tuple[Source, str, Rewind] | None:
 
 def _held_slots(memory: MachineMemory) -> list[SlotInfo]:
     """Slots that a generation may read."""
+    if not memory.bad_slots and not memory.taken_up:  # as a rule: of 30,000 slots none is looked at
+        return [slot for held in memory.inventory.values() for slot in held]
     return [
         slot
         for held in memory.inventory.values()

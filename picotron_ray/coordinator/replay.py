@@ -9,6 +9,9 @@ Ticks and heartbeats that nothing follows from get no line (``Machine.eventful``
 is folded into the next line, ``heard``: by node the newest one's time, generation and step. A line also has
 the machine's ``slept``, which a replay without those ticks could not find, and its number ``i`` in the term.
 
+A log that has grown goes on in further parts, each with the header and its number, ``part``. What the machine
+knew at a part's beginning is in the parts before, so a replay takes them all, in order, and refuses others.
+
 A line on disk begins with its digest (``seal``), so a torn one is known and skipped. Lines of older logs have
 none of this.
 """
@@ -147,23 +150,43 @@ def machine_of(head: dict[str, Any], planners: Planners) -> Callable[[], Machine
     return lambda: Machine(job, asked, default, facts.get("flush_s", 0.0))
 
 
+def part_header(header: str, part: int) -> str:
+    """Return the first line of a later part of a log with this header."""
+    return _dump({**json.loads(header), "part": part})
+
+
+def _check_part(head: dict[str, Any], expected: int) -> None:
+    found = head.get("part", 0)
+    if found != expected:
+        raise ValueError(
+            f"event log: saw part {found} where part {expected} was expected: a part does not replay without"
+            " those before it; give all parts of the term's log, in order"
+        )
+
+
 def replay(lines: Iterable[str], planners: Planners) -> Replay:
     """Feed a log to a fresh machine and compare.
 
     Each new term starts a new machine, so the log of a restarted coordinator replays as a whole.
-    Raises ValueError for a log without header or with an unknown message.
+    ``lines`` are those of all parts of a log, one after the other.
+    Raises ValueError for a log without header or with an unknown message, and where a part is missing.
     """
     rows = iter(lines)
     head = json.loads(unseal(next(rows, "null").strip()) or "null")
     if not isinstance(head, dict) or "job" not in head:
         raise ValueError("event log: the first line is not a header with the job")
+    _check_part(head, 0)
     fresh = machine_of(head, planners)
-    machine, term, events = fresh(), 0, 0
+    machine, term, events, part = fresh(), 0, 0, 0
     for number, row in enumerate(rows, start=2):
         line = unseal(row)
         if line is None or not line.strip():
             continue
         data = json.loads(current_names(line))
+        if "job" in data:
+            part += 1
+            _check_part(data, part)
+            continue
         if data["event"].get("type") == "Begin" and data["event"]["term"] != term:
             machine, term = fresh(), data["event"]["term"]
         machine.absorb(heard(data))

@@ -17,7 +17,7 @@ def check_ports(metrics: MetricsConfig, local: bool) -> None:
     on another node becomes an event of the run.
 
     Raises:
-        ConfigError: a port is taken, or both are the same on one machine.
+        ConfigError: a port is taken, the host is not this machine's, or both ports are one on one machine.
     """
     if not metrics.enabled:
         return
@@ -30,6 +30,8 @@ def check_ports(metrics: MetricsConfig, local: bool) -> None:
                 " on one machine; choose another, or 0"
             )
     host = metrics.host or (LOOPBACK if local else "")
+    if local and (why := port_taken(host, 0)):
+        raise ConfigError(f"metrics.host: cannot listen at {host}: {why}; give an address of this machine")
     problems = [
         f"metrics.{key}: cannot listen at {host or 'any address'} port {port}: {why}; choose another, or 0"
         " for a free one"

@@ -23,6 +23,7 @@ from picotron_ray.bench.common.machine import machine, versions
 from picotron_ray.bench.coordinator import ray_calls
 from picotron_ray.bench.coordinator.fake_cluster import FakeCluster, FakeStore
 from picotron_ray.bench.coordinator.load import Load
+from picotron_ray.bench.coordinator.report import loss_head, loss_line
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
@@ -34,8 +35,9 @@ from picotron_ray.runtime.coordinator.beat_groups import MOST
 from picotron_ray.runtime.ray_cluster.connect import connect
 from picotron_ray.runtime.ray_cluster.local_ray import stop
 
-START_S = 60.0  # longest wait for the first generation, and for one after a loss
+START_S = 120.0  # longest wait for the first generation, and for one after a loss
 CHECKPOINT_S = 30.0
+CLOSE_S = 60.0  # longest wait for the event log's last lines
 LOSSES = 5  # workers that die in a measurement, and after them one node
 
 
@@ -55,6 +57,7 @@ def job_of(nodes: int, workers_each: int, folder: Path) -> JobConfig:
         "cluster.device=cpu",
         "elastic.grow=false",
         "elastic.max_failures=1000000",
+        "elastic.node_timeout_s=30",  # the fake nodes share this process; how late they are is told
         f"checkpoint.interval_steps={int(CHECKPOINT_S)}",
         "evaluate.interval_steps=1000000",
         "metrics.enabled=true",
@@ -62,6 +65,12 @@ def job_of(nodes: int, workers_each: int, folder: Path) -> JobConfig:
         f"storage.url={folder}",
     ]
     return load_job("tiny", changes)
+
+
+class CoordinatorError(PicotronError):
+    """The coordinator under measurement failed by itself."""
+
+    exit_code = 1
 
 
 class ReplicaPlanner:
@@ -84,15 +93,29 @@ class WatchedCoordinator(Coordinator):
     def __init__(self, job: JobConfig, cluster: FakeCluster, event_folder: Path) -> None:
         self.slowest_s: dict[str, float] = defaultdict(float)  # by kind of event
         self.handled: dict[str, int] = defaultdict(int)
+        self.commits = 0
         self.decided_s = 0.0  # the machine's answer to the event that ended the last generation
+        self.chosen_s = 0.0  # the machine's answer to the event that began the newest generation
         self.launched_s = 0.0  # when the newest generation was ordered
         self.ordered_s = 0.0  # when members were last told to leave
         self._fake = cluster
+        self.failure = ""  # of the coordinator itself: it would exit, and be started again by Ray
+        self.failed = threading.Event()
         settings = {"event_folder": str(event_folder), "owns_ray": True}
         self._answered_s = self.slowest_answer_s = 0.0
         super().__init__(job.model_dump(mode="json"), settings)
         self._handle = self._machine.handle
         self._machine.handle = self._timed  # type: ignore[method-assign]
+
+    def _serve(self) -> None:
+        self._supervisor.leave = self._fail
+        super()._serve()
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        """Note an error after which a coordinator's process exits; this one is the bench's."""
+        self.failure = f"{name}: {error!r}"
+        self._executor.ending = True
+        self.failed.set()
 
     def _timed(self, event: m.Event, now: float, slept_s: float | None = None) -> list[m.Command]:
         began_s = time.thread_time()
@@ -116,9 +139,10 @@ class WatchedCoordinator(Coordinator):
         super()._dispatch(event)
         now_s, kind = time.monotonic(), type(event).__name__
         self.handled[kind] += 1
+        self.commits += isinstance(event, m.Appended) and event.kind == "commit" and bool(event.seq)
         self.slowest_s[kind] = max(self.slowest_s[kind], now_s - began_s)
         if self._machine.memory.spec is not spec:
-            self.launched_s = now_s
+            self.launched_s, self.chosen_s = now_s, self._answered_s
         if self._machine.memory.state is MachineState.ABORTING and state is not MachineState.ABORTING:
             self.ordered_s, self.decided_s = now_s, self._answered_s
 
@@ -137,9 +161,16 @@ class WatchedCoordinator(Coordinator):
         self._loop.call_soon_threadsafe(run)
         done.wait()
 
+    def rest(self, seconds: float) -> None:
+        """Wait; PicotronError, with exit code 1, where the coordinator itself fails meanwhile."""
+        if self.failed.wait(seconds):
+            raise CoordinatorError(f"bench coordinator: the coordinator failed: {self.failure}")
+
     def end(self) -> None:
         """Stop the loop; nothing of a real run is there to be ended."""
         self._executor.ending = True
+        if self._begun:
+            self._event_log.close(CLOSE_S)
         self._store.executor.shutdown()
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -159,11 +190,15 @@ def bench(
         job = job_of(nodes, workers_each, folder / "storage")
         cluster = FakeCluster(nodes, workers_each, job.elastic.heartbeat_s)
         coordinator = WatchedCoordinator(job, cluster, folder / "events")
-        cluster.on_exit = coordinator.worker_exited
+        cluster.on_exit, cluster.on_uploaded = coordinator.worker_exited, coordinator.uploaded
         load = Load(coordinator, cluster, CHECKPOINT_S)
         try:
             load.start()
-            _wait(lambda: coordinator.state is MachineState.RUNNING and cluster.step() > 1, "no first step")
+            _wait(
+                coordinator,
+                lambda: coordinator.state is MachineState.RUNNING and cluster.step() > 1,
+                "no first step",
+            )
             say(f"{nodes} nodes x {workers_each} workers train; measuring for {seconds:g} s")
             found = _measured(coordinator, cluster, load, seconds, say)
         finally:
@@ -193,14 +228,15 @@ def _measured(
     coordinator.slowest_answer_s = 0.0
     coordinator.handled.clear()
     losses, load.latest_s = [], 0.0
-    start = _Usage(load)
+    say(loss_head())
+    start, commits = _Usage(load), coordinator.commits
     memory_bytes = [_resident_bytes()]
     for number in range(LOSSES + 1):
-        time.sleep(seconds / (LOSSES + 2))
+        coordinator.rest(seconds / (LOSSES + 2))
         losses.append(_lose(coordinator, cluster, whole_node=number == LOSSES))
         memory_bytes.append(_resident_bytes())
-        say(f"loss {number + 1}: {losses[-1]}")
-    time.sleep(max(0.0, start.began_s + seconds - time.monotonic()))
+        say(loss_line("a node" if number == LOSSES else f"worker {number + 1}", losses[-1]))
+    coordinator.rest(max(0.0, start.began_s + seconds - time.monotonic()))
     memory_bytes.append(_resident_bytes())
     usage = start.until_now(load)
     return {
@@ -210,6 +246,7 @@ def _measured(
         "memory_bytes": memory_bytes,
         "late_s": load.latest_s,
         "losses": losses,
+        "commits": coordinator.commits - commits,
         "handled": dict(coordinator.handled),
         "slowest_answer_s": coordinator.slowest_answer_s,
         "slowest_s": dict(coordinator.slowest_s),
@@ -226,9 +263,11 @@ def _lose(coordinator: WatchedCoordinator, cluster: FakeCluster, *, whole_node: 
         coordinator.on_loop(lambda: coordinator._dispatch(cluster.lose_node(victim.node)))
     else:
         coordinator.on_loop(lambda: cluster.kill(victim.worker))
-    _wait(lambda: cluster.spec is not spec, "no generation after a loss")
+    _wait(coordinator, lambda: cluster.spec is not spec, "no generation after a loss")
     return {
         "decided_s": coordinator.decided_s,
+        "chosen_s": coordinator.chosen_s,
+        "told_s": cluster.told_s - began_s,
         "ordered_s": coordinator.ordered_s - began_s,
         "launched_s": coordinator.launched_s - began_s,
     }
@@ -256,9 +295,9 @@ def _resident_bytes() -> int:
     return pages * 4096
 
 
-def _wait(what: Callable[[], bool], otherwise: str) -> None:
+def _wait(coordinator: WatchedCoordinator, what: Callable[[], bool], otherwise: str) -> None:
     end_s = time.monotonic() + START_S
     while not what():
         if time.monotonic() > end_s:
             raise PicotronError(f"bench coordinator: {otherwise} within {START_S:g} s")
-        time.sleep(0.01)
+        coordinator.rest(0.01)

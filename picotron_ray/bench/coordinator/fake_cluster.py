@@ -34,6 +34,7 @@ from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
 from picotron_ray.runtime.coordinator.cluster import Cluster, NodeEvent
 from picotron_ray.runtime.coordinator.run_actors import IsNewest
 from picotron_ray.runtime.coordinator.storage_patience import Activity
+from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
 LATENCY_S = 0.005
@@ -60,12 +61,14 @@ class FakeCluster(Cluster):
         self.on_node: dict[str, list[str]] = {node: [] for node in self.nodes}
         self.workers_each = workers_each
         self.spec: GenerationSpec | None = None
+        self.told_s = 0.0  # when a member was last told to leave
         self.began_s = 0.0  # of the generation, by the monotonic clock
         self.metrics: dict[str, dict[str, str]] = {}
         self.groups = BeatGroups(heartbeat_s)
         self._traits: dict[str, Any] = {}
         self._store_failures = Counter[str]()
         self.on_exit: Callable[[str, str], None] = lambda worker, cause: None  # the agents' report
+        self.on_uploaded: Callable[[str, Ended], None] = lambda node, end: None
         self._told = False
 
     # --- nodes -------------------------------------------------------------------------------------------
@@ -151,6 +154,7 @@ class FakeCluster(Cluster):
     def _obey(self, worker: str, method: str, arguments: Sequence[Any]) -> None:
         held = self.workers.get(worker)
         if held is not None and method == "interrupt" and arguments[2] == "hard":
+            self.told_s = time.monotonic()
             self._leave(worker, held, FailureKind.PEER_LOST)
 
     async def _run(self, worker: str, held: FakeWorker, spec: GenerationSpec) -> Outcome:
@@ -197,6 +201,9 @@ class FakeCluster(Cluster):
             term, workers, what, rest = arguments
             for worker in workers:
                 self._obey(worker, what, (term, *rest))
+        if method == "upload":
+            _, generation, step, _ = arguments
+            self.on_uploaded(node, Ended(generation, step, {}))
         if method == "inventory":
             return tuple(slot for name in self.on_node.get(node, ()) for slot in self.workers[name].slots)
         return {}
@@ -224,7 +231,7 @@ class FakeStore(RunStore):
     """A run's log in a real folder; commits are noted without a manifest, as no node has uploaded bytes."""
 
     def commit(self, generation: GenerationId, step: int, parts: list[dict[str, Any]]) -> Appended:
-        return Appended("commit", generation, step, step, f"manifests/{step}", digest="none")
+        return Appended("commit", generation, step, step + 1, f"manifests/{step}", digest="none")
 
     def collect_garbage(self) -> None:
         """There are no chunks."""

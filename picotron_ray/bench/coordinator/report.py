@@ -10,6 +10,14 @@ from picotron_ray.bench.common.report import machine_line
 MOST_SHARE = 0.5  # of a core
 MOST_DECIDED_S = 0.05  # from a loss to the order to leave, CPU time of the coordinator's thread
 MOST_GROWTH = 0.1  # of the memory, from the middle of the measurement to its end
+LOSS_COLUMNS = {
+    "decided": "decided_s",
+    "told first": "ordered_s",
+    "told last": "told_s",
+    "next chosen": "chosen_s",
+    "next ordered": "launched_s",
+}
+"""Figures of a loss by column: CPU time of the machine's two answers, then wall time of the shell."""
 
 
 def core_share(found: Mapping[str, Any]) -> float:
@@ -41,24 +49,46 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
     return broken + [f"error: {text}" for text in found["errors"]]
 
 
+def loss_line(name: str, loss: Mapping[str, float]) -> str:
+    """Print a row of the table of losses."""
+    return f"{name:24}" + "".join(f"{loss[key] * 1e3:14.1f}" for key in LOSS_COLUMNS.values())
+
+
+def loss_head() -> str:
+    """Print the head of the table of losses."""
+    return f"{'ms after a loss of':24}" + "".join(f"{column:>14}" for column in LOSS_COLUMNS)
+
+
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """Print the figures, one idea a line."""
-    losses, calls = found["losses"], found["calls"]
-    decided, launched = ([loss[key] * 1e3 for loss in losses] for key in ("decided_s", "launched_s"))
-    told = [
-        f"{found['nodes']} nodes, {found['workers']} workers, {found['wall_s']:.0f} s {machine_line(found)}",
-        f"share of a core: {found['cpu_share']:.1%} for the coordinator's own work",
-        f"calls: {found['calls_per_s']:.0f}/s bring the heartbeats of {found['nodes']} nodes",
-        f"memory: {found['memory_bytes'][0] / 2**20:.0f} MiB at first,"
-        f" {found['memory_bytes'][-1] / 2**20:.0f} MiB at last",
-        f"a loss is decided in {max(decided):.1f} ms at most; the next generation is ordered after"
-        f" {sorted(launched)[len(launched) // 2]:.0f} ms (median of {len(losses)}, answers of all included)",
+    """Print a table of the figures with their limits, and one of the losses."""
+    losses, calls, memory = found["losses"], found["calls"], found["memory_bytes"]
+    decided_ms, chosen_ms = (max(loss[key] for loss in losses) * 1e3 for key in ("decided_s", "chosen_s"))
+    size = f"{found['nodes']} nodes, {found['workers']} workers, {found['wall_s']:.0f} s"
+    rows = [
+        ("share of a core", f"{core_share(found):.1%}", f"{MOST_SHARE:.0%}"),
+        ("  the coordinator's own work", f"{found['cpu_share']:.1%}", ""),
     ]
     if calls:
-        rate = 1.0 / calls["call_cpu_s"]
-        told += [
-            f"real calls of Ray: {calls['calls_per_s']:.0f}/s taken here; {rate:.0f}/s use up one core",
-            f"with Ray's part, {core_share(found):.1%} of a core; a call from each node would add"
-            f" {found['nodes'] * calls['call_cpu_s']:.0%}",
+        rows.append(("  Ray's part of its calls", f"{core_share(found) - found['cpu_share']:.1%}", ""))
+    rows += [
+        ("a loss decided, slowest", f"{decided_ms:.1f} ms", f"{MOST_DECIDED_S * 1e3:.0f} ms"),
+        ("the next one chosen, slowest", f"{chosen_ms:.1f} ms", ""),
+        ("memory, first", f"{memory[0] / 2**20:.0f} MiB", ""),
+        ("memory, middle", f"{memory[len(memory) // 2] / 2**20:.0f} MiB", ""),
+        ("memory, last", f"{memory[-1] / 2**20:.0f} MiB", f"+{MOST_GROWTH:.0%} of middle"),
+        ("calls with heartbeats", f"{found['calls_per_s']:.0f}/s", ""),
+        ("heartbeats late by, worst", f"{found['late_s']:.1f} s", "(5 s by default)"),
+        ("checkpoints committed", f"{found['commits']}", ""),
+    ]
+    if calls:
+        alone = found["nodes"] * calls["call_cpu_s"]
+        rows += [
+            ("real calls of Ray taken", f"{calls['calls_per_s']:.0f}/s", ""),
+            ("  that use up one core", f"{1.0 / calls['call_cpu_s']:.0f}/s", ""),
+            ("  a call from each node", f"{alone:.0%} of a core", ""),
         ]
+    told = [f"{size} {machine_line(found)}", f"{'':30}{'measured':>18}{'limit':>18}"]
+    told += [f"{name:30}{figure:>18}{limit:>18}" for name, figure, limit in rows]
+    names = [*(f"worker {number}" for number in range(1, len(losses))), "node"]
+    told += [loss_head(), *(loss_line(name, loss) for name, loss in zip(names, losses, strict=True))]
     return [*told, *(f"BEYOND ITS LIMIT: {text}" for text in verdicts(found))]

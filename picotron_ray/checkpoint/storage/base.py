@@ -79,7 +79,7 @@ def probe(storage: Storage) -> None:
     Raises:
         StorageError: one line that says what is wrong (missing, read-only, full, wrong bucket or key).
     """
-    key, data = f"probe/{uuid.uuid4().hex}", os.urandom(64)
+    key, data = f"probe-{uuid.uuid4().hex}", os.urandom(64)
     storage.put_if_absent(key, data)
     try:
         if storage.get(key) != data or [entry.key for entry in storage.list(key)] != [key]:

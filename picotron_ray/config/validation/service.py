@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import FAULT_TARGETS, PHASES, FaultTarget
 from picotron_ray.config.storage_urls import server_problems, url_problems
+
+LABEL_KEY = re.compile(
+    r"(?=.{1,316}$)([A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+)
+"""Key of a node's label, as Ray takes them: a name of at most 63 characters, after a domain and a slash."""
 
 
 def _cluster(job: JobConfig) -> Iterator[Problem]:
@@ -40,6 +46,20 @@ def _cluster(job: JobConfig) -> Iterator[Problem]:
             f"saw {elastic.max_skipped_steps}, expected less than"
             f" elastic.skip_window_steps={elastic.skip_window_steps}, or every step may be skipped",
             ("elastic.skip_window_steps",),
+        )
+    if elastic.max_rewinds >= elastic.skip_window_steps:
+        yield Problem(
+            "elastic.max_rewinds",
+            f"saw {elastic.max_rewinds}, expected less than"
+            f" elastic.skip_window_steps={elastic.skip_window_steps}, or the run may go back for ever",
+            ("elastic.skip_window_steps",),
+        )
+    label = cluster.failure_domain_label
+    if label is not None and not LABEL_KEY.fullmatch(label):
+        yield Problem(
+            "cluster.failure_domain_label",
+            f"saw {label!r}, which no label of a Ray node is called; expected letters, digits, dots, dashes"
+            " or underscores, such as ray.io/availability-zone",
         )
 
 

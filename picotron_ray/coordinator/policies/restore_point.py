@@ -89,14 +89,15 @@ def complete_states(
     slots: Iterable[SlotInfo], layouts: Mapping[GenerationId, Layout], newest: GenerationSpec | None
 ) -> Iterator[Source]:
     """All complete states that host memory holds on the lineage of ``newest``, the newest first."""
-    states: dict[tuple[int, GenerationId], list[SlotInfo]] = defaultdict(list)
+    states: dict[tuple[int, int, int], list[SlotInfo]] = defaultdict(list)
     for slot in slots:
-        states[slot.step, slot.generation].append(slot)
-    for step, generation in sorted(states, reverse=True):
+        states[slot.step, slot.generation.term, slot.generation.n].append(slot)  # numbers hash at once
+    for key in sorted(states, reverse=True):
+        step, generation = key[0], states[key][0].generation
         if generation not in layouts or not on_lineage(newest, generation, step):
             continue
         layout = layouts[generation]
-        if found := cover(states[step, generation], layout):
+        if found := cover(states[key], layout):
             yield Source("slots", step, generation, found, layout=layout)
 
 

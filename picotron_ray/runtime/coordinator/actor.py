@@ -36,7 +36,13 @@ from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
-from picotron_ray.runtime.coordinator.beginning import EarlyEvents, begin_event, open_event_log
+from picotron_ray.runtime.coordinator.beginning import (
+    Beginnings,
+    EarlyEvents,
+    begin_event,
+    open_event_log,
+    tell_beginning,
+)
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
 from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
@@ -250,14 +256,21 @@ class Coordinator:
         if self._tracking is not None:
             guarded("tracking", self._tracking.observe, event, commands)
 
-    async def _begin(self) -> None:
+    async def _learn(self) -> Beginnings:
+        """Claim a term, once, and hear what the agents and the log say; may be done again."""
         patience = StoragePatience(self._job, self._cluster.activity, self._record.note)
-        try:
+        if not self._executor.term:
             self._executor.term = await patience.call(self._store.claim)
-            self._cluster.run_identity = self._store.identity
-            found = await self._cluster.hello(self._executor.term)
-            running = any(agent["spec"] for agent in found.values())
-            commits, generations = await patience.call(partial(self._store.state, not running))
+        self._cluster.run_identity = self._store.identity
+        found = await self._cluster.hello(self._executor.term)
+        running = any(agent["spec"] for agent in found.values())
+        return found, running, *await patience.call(partial(self._store.state, not running))
+
+    async def _begin(self) -> None:
+        folder = Path(self._options["event_folder"])
+        self._supervisor.folder = folder
+        try:
+            found, running, commits, generations = await self._supervisor.retried("a begin", self._learn)
         except FencedError as error:
             await self._end(m.Finish("fenced", str(error)))
             return
@@ -265,26 +278,14 @@ class Coordinator:
             failed = isinstance(error, StorageError)
             await self._end(m.Finish("storage" if failed else "failed", str(error), m.Source("slots")))
             return
-        folder = Path(self._options["event_folder"])
         planner = {"device": self._device, "answers": "events", "flush_s": self._flush_s}
-        self._event_log = await open_event_log(
-            self._job,
-            self._options,
-            planner,
-            self._executor.term,
-            self._record,
-            self._store,
-            self._supervisor,
-        )
-        self._record.begin(self._executor.term, self._store.commit_figures)
-        self._evidence.begin(self._executor.term, folder)
-        for line in self._options.get("notes", ()):
-            self._record.note("info", "launch", line)
-        for line in self._store.news:
-            self._record.note("info", "init-from", line)
-        for complaint in self._store.complaints:
-            self._record.note("warning", "storage", complaint)
-        self._tracking = Tracking(self._job, self._store, self._record, folder)
+        term, record, store = self._executor.term, self._record, self._store
+        known = (self._job, self._options, planner, term, record, store, self._supervisor)
+        self._event_log = await open_event_log(*known)
+        record.begin(term, store.commit_figures)
+        self._evidence.begin(term, folder)
+        tell_beginning(record, self._options, store)
+        self._tracking = Tracking(self._job, store, record, folder)
         kept = {} if running else await self._cluster.keeping(generations)
         traits, ages, strikes = self._cluster.traits, self._record.failed_s_ago(), self._record.strikes
         begin = begin_event(self._executor.term, commits, generations, found, traits, ages, kept, strikes)

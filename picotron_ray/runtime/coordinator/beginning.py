@@ -18,6 +18,9 @@ from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.supervision import Supervisor
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
+Beginnings = tuple[dict[str, dict[str, Any]], bool, tuple[m.Commit, ...], tuple[m.GenerationSpec, ...]]
+"""What the agents say by node, whether a generation runs, and the log's commits and generations."""
+
 
 class EarlyEvents:
     """Events from before ``Begin``, kept in order for after it.
@@ -109,3 +112,12 @@ async def open_event_log(
         supervisor.failed("what earlier terms knew", error)
     header = header_line(job, planner, launch=launch, offset_s=time.time() - time.monotonic())
     return EventLogWriter(folder, term, header, record.memo, record.note)
+
+
+def tell_beginning(record: RunRecord, options: Mapping[str, Any], store: RunStore) -> None:
+    """Tell what launch and storage had to say before the term began."""
+    told = [("info", "launch", line) for line in options.get("notes", ())]
+    told += [("info", "init-from", line) for line in store.news]
+    told += [("warning", "storage", complaint) for complaint in store.complaints]
+    for words in told:
+        record.note(*words)

@@ -15,12 +15,41 @@ import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+from picotron_ray.errors import PicotronError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+TRIES = 5
+RETRY_PAUSE_S = 1.0
 EXIT_CODE = 70
 EXIT_PAUSE_S = 2.0
-"""Pause before an exit: a coordinator that cannot begin does not claim term after term without a breath."""
+MOST_PAUSE_S = 120.0
+FRESH_S = 900.0
+"""An exit that is the first one for so long is taken for the first of all."""
+EXITS = "exits"
+
+
+def exit_pause_s(folder: Path | None, now_s: float) -> float:
+    """Return the pause before an exit: doubled from one to the next, as each term that begins is claimed.
+
+    Args:
+        folder: of the run's event logs, where exits are counted; None: they are not.
+        now_s: since the epoch.
+    """
+    if folder is None:
+        return EXIT_PAUSE_S
+    times = 0
+    with contextlib.suppress(OSError, ValueError):
+        found, at_s = (folder / EXITS).read_text().split()
+        times = int(found) if 0 <= now_s - float(at_s) < FRESH_S else 0
+    pause_s = min(EXIT_PAUSE_S * 2.0**times, MOST_PAUSE_S)
+    with contextlib.suppress(OSError):  # a full disk: the pause stays short
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / EXITS).write_text(f"{min(times + 1, 30)} {now_s + pause_s}")
+    return pause_s
 
 
 class Supervisor:
@@ -33,6 +62,9 @@ class Supervisor:
         """
         self._note = note
         self.counts: Counter[str] = Counter()
+        self.folder: Path | None = None  # where exits are counted
+        self.leave: Callable[[str, BaseException], None] = self._leave
+        """Ends this process after an error that it cannot go on from."""
 
     def failed(self, name: str, error: BaseException) -> None:
         """Count an error of ``name``, and tell of it unless it has been told often enough."""
@@ -69,6 +101,21 @@ class Supervisor:
                 self.failed(name, error)
             await asyncio.sleep(pause_s)
 
+    async def retried(self, name: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Return what ``work`` does; it is done again after an error that nobody expected.
+
+        Pauses between the tries double, and the error of the last one is raised.
+        """
+        for times in range(TRIES - 1):
+            try:
+                return await work()
+            except PicotronError:
+                raise
+            except Exception as error:  # noqa: BLE001 (told by failed)
+                self.failed(name, error)
+                await asyncio.sleep(RETRY_PAUSE_S * 2.0**times)
+        return await work()
+
     async def or_exit(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         """Do ``work``, which this process cannot go on without."""
         try:
@@ -79,6 +126,10 @@ class Supervisor:
     def exit(self, name: str, error: BaseException) -> None:
         """Tell of an error and end this process, so that Ray starts it again."""
         self.failed(name, error)
-        log.critical("coordinator: exits after an error of %s; Ray starts it again", name)
-        time.sleep(EXIT_PAUSE_S)
+        self.leave(name, error)
+
+    def _leave(self, name: str, error: BaseException) -> None:
+        pause_s = exit_pause_s(self.folder, time.time())
+        log.critical("coordinator: exits in %g s after an error of %s; Ray starts it again", pause_s, name)
+        time.sleep(pause_s)
         os._exit(EXIT_CODE)

@@ -42,12 +42,13 @@ def _question(job: JobConfig, local: bool) -> Question:
     metrics = job.metrics
     ports = {"port": metrics.port, "coordinator_port": metrics.coordinator_port} if metrics.enabled else {}
     host = metrics.host or ("127.0.0.1" if local else "")
-    return Question(job.snapshot.folder, host, ports)
+    snapshot = job.snapshot
+    return Question(snapshot.folder, host, ports, snapshot.overflow_folder, job.cluster.interface)
 
 
 def _here(job: JobConfig) -> Iterator[Finding]:
     report = look(_question(job, local=True))
-    yield from judge(report, None, local=True)
+    yield from judge(report, None, True, job.cluster.allow_unauthenticated)
 
 
 def _over_a_cluster(address: str, job: JobConfig, configured: bool) -> Iterator[Finding]:
@@ -66,7 +67,7 @@ def _over_a_cluster(address: str, job: JobConfig, configured: bool) -> Iterator[
         reports: dict[str, MachineReport] = probes.ask("look", _question(job, local=False))
         yield from probes.silent(reports)
         for report in reports.values():
-            yield from judge(report, None, local=False)
+            yield from judge(report, None, False, job.cluster.allow_unauthenticated)
         yield from judge_together(list(reports.values()), probes.offsets_s(reports))
         yield from probes.judge_reach()
         yield from probes.judge_versions(job)

@@ -20,18 +20,22 @@ STORE_SKEW_S = 300.0  # S3 refuses requests that are 900 s off
 BUSY_SHARE = 0.1  # of a GPU's memory that somebody else holds
 
 
-def judge(report: MachineReport, needed_bytes: int | None, local: bool) -> Iterator[Finding]:
+def judge(
+    report: MachineReport, needed_bytes: int | None, local: bool, unauthenticated: bool = False
+) -> Iterator[Finding]:
     """Judge one machine.
 
     Args:
         needed_bytes: room that snapshots need in their folder; None: not known.
         local: Ray is started by launch on this machine, with a token of its own.
+        unauthenticated: the config lets Ray take calls from anybody.
     """
     for check, why in report.troubles.items():
         yield Finding(check, "failed", why, _TROUBLE.get(check, ""), report.host)
     judged = {
         "ports": _ports(report),
-        "auth": _auth(report, local),
+        "interface": _interface(report),
+        "auth": _auth(report, local, unauthenticated),
         "snapshot folder": _snapshots(report, needed_bytes),
         "ulimits": _limits(report),
         "nccl": _nccl(report),
@@ -45,6 +49,7 @@ def judge(report: MachineReport, needed_bytes: int | None, local: bool) -> Itera
 
 _TROUBLE = {
     "snapshot folder": "set snapshot.folder to a memory file system that this user may write to",
+    "overflow folder": "set snapshot.overflow_folder to a folder that this user may write to",
     "gpus": "look at `nvidia-smi` and the kernel's log there; restart the machine or take it out",
 }
 Judged = Iterator[tuple[Status, str, str]]
@@ -57,10 +62,19 @@ def _ports(report: MachineReport) -> Judged:
         yield "ok", "the ports of the config are free", ""
 
 
-def _auth(report: MachineReport, local: bool) -> Judged:
+def _interface(report: MachineReport) -> Judged:
+    if report.interface_problem:
+        seen, _, mend = report.interface_problem.partition("; ")
+        yield "failed", seen, mend
+
+
+def _auth(report: MachineReport, local: bool, unauthenticated: bool) -> Judged:
     mode = report.auth_mode or "not set"
     if mode == "token" or (local and not report.auth_mode):
         yield "ok", "Ray takes calls with a token only", ""
+    elif mode == "disabled" and not unauthenticated:
+        mend = "unset it, or set cluster.allow_unauthenticated=true; launch refuses it as it is"
+        yield "failed", "RAY_AUTH_MODE is disabled: whoever reaches Ray's ports can run code", mend
     else:
         mend = "set RAY_AUTH_MODE=token on every node and for every driver before `ray start`"
         yield "warning", f"RAY_AUTH_MODE is {mode}: whoever reaches Ray's ports can run code there", mend
@@ -70,7 +84,10 @@ def _snapshots(report: MachineReport, needed: int | None) -> Judged:
     free, total = (f"{size / 1e9:.3g} GB" for size in (report.free_bytes, report.total_bytes))
     mend = "enlarge it (docker run --shm-size, an emptyDir of medium Memory), or set snapshot.folder"
     least = LEAST_SHM_BYTES if needed is None else needed
-    if report.free_bytes < least:
+    if report.free_bytes < least <= (report.overflow_bytes or 0):
+        seen = f"{free} of {total} are free, expected {least / 1e9:.3g} GB"
+        yield "warning", seen, "snapshot.overflow_folder has room and takes over; slower"
+    elif report.free_bytes < least:
         yield "failed", f"{free} of {total} are free, expected {least / 1e9:.3g} GB", mend
     else:
         yield "ok", f"{free} of {total} are free", ""

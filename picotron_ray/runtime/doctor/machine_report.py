@@ -15,6 +15,7 @@ from typing import Any
 from picotron_ray.observability.ports import port_taken
 from picotron_ray.runtime.doctor.finding import timed
 from picotron_ray.runtime.doctor.gpu_health import GpuHealth, gpu_health
+from picotron_ray.runtime.ray_cluster.interfaces import interface_problem
 
 LOOK_S = 10.0
 """Longest that one look may take."""
@@ -29,11 +30,15 @@ PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Request of a look: the folder of snapshots, and the host and ports of metrics (0: any free one)."""
+    """Request of a look: the folders of snapshots, host and ports of metrics (0: any free one), and the
+    interface that carries the run.
+    """
 
     snapshot_folder: str = "/dev/shm"
     metrics_host: str = ""
     ports: dict[str, int] = field(default_factory=dict)
+    overflow_folder: str | None = None
+    interface: str | None = None
 
 
 @dataclass(slots=True)
@@ -44,6 +49,8 @@ class MachineReport:
         limits: soft limits of a process by name; -1: none.
         pids_max: most processes and threads in its control group; -1: no limit is known.
         free_bytes: free bytes of the snapshot folder; total_bytes: of its file system.
+        overflow_bytes: free bytes of the folder that takes over; None: none is named.
+        interface_problem: why the run cannot listen at the interface that it names.
         environment: variables that NCCL, torch and gloo read.
         troubles: what could not be looked at, by check, and why.
     """
@@ -60,6 +67,8 @@ class MachineReport:
     gpus: list[GpuHealth] = field(default_factory=list)
     driver: str = ""  # version of the GPU driver, or why there is none
     troubles: dict[str, str] = field(default_factory=dict)
+    overflow_bytes: int | None = None
+    interface_problem: str = ""
 
 
 def look(question: Question) -> MachineReport:
@@ -68,6 +77,8 @@ def look(question: Question) -> MachineReport:
     looks: dict[str, Callable[[MachineReport, Question], Any]] = {
         "ulimits": _limits,
         "snapshot folder": _snapshot_folder,
+        "overflow folder": _overflow_folder,
+        "interface": _interface,
         "ports": _ports,
         "nccl": _environment,
         "gpus": _gpus,
@@ -93,10 +104,23 @@ def _limits(report: MachineReport, _: Question) -> None:
 
 def _snapshot_folder(report: MachineReport, question: Question) -> None:
     """Measure the folder, and write into it: beyond a quota a write fails where the sizes promise room."""
-    usage = shutil.disk_usage(question.snapshot_folder)
-    report.free_bytes, report.total_bytes = usage.free, usage.total
-    with tempfile.TemporaryFile(dir=question.snapshot_folder) as file:  # it never has a name
+    report.free_bytes, report.total_bytes = _room(question.snapshot_folder)
+
+
+def _overflow_folder(report: MachineReport, question: Question) -> None:
+    if question.overflow_folder is not None:
+        report.overflow_bytes, _ = _room(question.overflow_folder)
+
+
+def _room(folder: str) -> tuple[int, int]:
+    usage = shutil.disk_usage(folder)
+    with tempfile.TemporaryFile(dir=folder) as file:  # it never has a name
         os.posix_fallocate(file.fileno(), 0, 1 << 20)
+    return usage.free, usage.total
+
+
+def _interface(report: MachineReport, question: Question) -> None:
+    report.interface_problem = interface_problem(question.interface, report.host)
 
 
 def _ports(report: MachineReport, question: Question) -> None:

@@ -33,11 +33,25 @@ def judge_storage(config: StorageConfig) -> Iterator[Finding]:
         try:
             storage = timed(RIGHT_S, open_storage, impatient(config), run)
         except (StorageError, TimeoutError) as error:
-            yield Finding("storage write", "failed", str(error) or "it cannot be opened", _MENDS["write"])
+            yield Finding(
+                "storage write", "failed", str(error) or "it cannot be opened", _mend(config, "write")
+            )
             return
-        yield from _rights(storage)
+        yield from _rights(storage, config)
 
 
+def _mend(config: StorageConfig, right: str) -> str:
+    """Return the mend where a right is missing: of a folder, or of a bucket."""
+    return (_MENDS if config.url.startswith("s3://") else _FOLDER_MENDS)[right]
+
+
+_FOLDER_MENDS = {
+    "write": "set storage.url to a folder that this user may write to, on a disk with room",
+    "read": "let this user read and list that folder",
+    "conditional put": "use a file system with hard links (not all shared ones have them): two coordinators"
+    " could both commit",
+    "delete": "let this user remove files there: garbage would never go",
+}
 _MENDS = {
     "write": "check storage.url, its credentials and their right to put objects (s3:PutObject)",
     "read": "grant the right to get and list objects (s3:GetObject, s3:ListBucket)",
@@ -46,8 +60,8 @@ _MENDS = {
 }
 
 
-def _rights(storage: Storage) -> Iterator[Finding]:
-    key = f"probe/{uuid.uuid4().hex}"
+def _rights(storage: Storage, config: StorageConfig) -> Iterator[Finding]:
+    key = f"probe-{uuid.uuid4().hex}"
     tries: dict[str, Callable[[Storage, str], str]] = {
         "write": _write,
         "read": _read,
@@ -69,7 +83,7 @@ def _rights(storage: Storage) -> Iterator[Finding]:
         if problem and right == "delete":
             problem += f"; left behind: {key}"
         written = written and not (right == "write" and problem)
-        mend = _MENDS[right] if problem else ""
+        mend = _mend(config, right) if problem else ""
         yield Finding(check, "failed" if problem else "ok", problem or storage.where, mend)
         if right == "read" and not problem:
             yield from _clock(storage, key)

@@ -20,6 +20,8 @@ PLAIN_INTERVAL_S = 5.0
 """Without a terminal, a progress line at most this often."""
 RECENT = 8
 """Events shown under the live table."""
+ENDS = {"storage": "ended for want of storage", "fenced": "went over to a newer coordinator"}
+"""How a run ended, where the status is no verb."""
 _NODE_ID = re.compile(r"\b[0-9a-f]{56}\b")
 _STYLES = {"warning": "yellow", "error": "bold red"}
 
@@ -81,7 +83,8 @@ def submission_lines(seen: dict[str, Any]) -> list[str]:
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The end of a run in a few lines."""
     lines = [
-        f"run {summary['run']} {summary['status']} at step {summary['steps']} in {summary['wall_s']:.1f} s"
+        f"run {summary['run']} {ENDS.get(summary['status'], summary['status'])} at step {summary['steps']}"
+        f" in {summary['wall_s']:.1f} s"
     ]
     if summary.get("detail") and summary["status"] != "finished":
         lines.append(f"because: {summary['detail']}")

@@ -84,9 +84,9 @@ def _slot_bytes(job: JobConfig, device: str, nodes: list[InventoryNode], planned
 
 
 def _problem(job: JobConfig, node: InventoryNode, slot_bytes: int) -> str | None:
-    return node.facts.folder_problem or snapshot_problem(
-        job, node.facts.snapshot_bytes, slot_bytes, node.workers
-    )
+    facts = node.facts
+    room = snapshot_problem(job, facts.snapshot_bytes, slot_bytes, node.workers)
+    return facts.interface_problem or facts.folder_problem or room
 
 
 def _planned(job: JobConfig, device: str, nodes: list[InventoryNode]) -> PlannedLayout:

@@ -26,15 +26,21 @@ from picotron_ray.runtime.driver.resolve_precision import able_nodes
 from picotron_ray.runtime.driver.snapshot_folder import plan_with_folder
 from picotron_ray.runtime.ray_cluster.connect import refuse_unauthenticated, run_folders
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
+from picotron_ray.runtime.ray_cluster.interfaces import interface_problem
 from picotron_ray.runtime.ray_cluster.kept_slots import foreign_step, foreign_text, kept_step
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
-from picotron_ray.runtime.ray_cluster.placement import facts_of, living_nodes, worker_needs
+from picotron_ray.runtime.ray_cluster.placement import LOOK_S, facts_of, living_nodes, worker_needs
 
 
 def check_services(job: JobConfig) -> None:
-    """Raise ConfigError where Ray would ask nobody who they are, ports are taken, or a tracker is no use."""
+    """Raise ConfigError where Ray would ask nobody who they are, the interface is not there, ports are taken,
+    or a tracker is no use.
+    """
     refuse_unauthenticated(job)
-    check_ports(job.metrics, local=not os.environ.get("RAY_ADDRESS"))
+    local = not os.environ.get("RAY_ADDRESS")
+    if local and (why := interface_problem(job.cluster.interface, os.uname().nodename)):
+        raise ConfigError(why)
+    check_ports(job.metrics, local)
     check_trackers(job.trackers)
 
 
@@ -120,6 +126,11 @@ def check_cluster(job: JobConfig, own_ray: bool = False) -> tuple[JobConfig, Pla
         )
     if own_ray:
         return None
+    if able and not facts:
+        raise ConfigError(
+            f"cluster: none of {len(nodes)} nodes said within {LOOK_S:g} s what it has, so that nothing can"
+            " be planned; look at the logs of their raylets, then launch again"
+        )
     told = [node for node in able if node.id in facts]
     offered = [InventoryNode(n.host, n.capacity(needs), _of(device, facts[n.id])) for n in told]
     hosts = [node for node in offered if node.workers]

@@ -52,14 +52,21 @@ def listen_address(job: JobConfig, node_host: str) -> str:
     wanted = job.cluster.interface
     if wanted is None:
         return node_host
+    if why := interface_problem(wanted, node_host):
+        raise ConfigError(why)
+    return addresses()[wanted][0]
+
+
+def interface_problem(wanted: str | None, node: str) -> str:
+    """Explain why a run cannot listen at an interface of this node; empty where it can, or for None."""
     found = addresses()
-    if not found.get(wanted):
-        there = ", ".join(name for name, own in found.items() if own)
-        raise ConfigError(
-            f"cluster.interface: saw {wanted!r}, and node {node_host} has addresses at {there}; name an"
-            " interface that every node has"
-        )
-    return found[wanted][0]
+    if wanted is None or found.get(wanted):
+        return ""
+    there = ", ".join(name for name, own in found.items() if own)
+    return (
+        f"cluster.interface: saw {wanted!r}, and node {node} has addresses at {there}; name an interface that"
+        " every node has"
+    )
 
 
 def listen_address_or_problem(job: JobConfig, node_host: str) -> tuple[str, str]:

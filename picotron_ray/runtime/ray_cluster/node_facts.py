@@ -7,6 +7,7 @@ hello.
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, field, replace
 
 from picotron_ray.checkpoint.snapshot.slot_file import free_bytes
@@ -15,6 +16,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import Capability
 from picotron_ray.observability.nvml import Card, Gpus
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes, share_of
+from picotron_ray.runtime.ray_cluster.interfaces import interface_problem
 from picotron_ray.runtime.ray_cluster.kept_slots import keeping
 from picotron_ray.runtime.ray_cluster.names import run_folder
 from picotron_ray.runtime.ray_cluster.private_folder import problem, user_folder
@@ -31,6 +33,7 @@ class NodeFacts:
         overflow_bytes: the same of ``snapshot.overflow_folder``.
         overflow_kept: whether an earlier launch has left slots there.
         folder_problem: why this user cannot have a folder in ``snapshot.folder``; empty: it can.
+        interface_problem: why the run cannot listen at ``cluster.interface`` there; empty: it can.
         host_bytes: memory that processes there may have; 0: not known.
     """
 
@@ -39,6 +42,7 @@ class NodeFacts:
     overflow_bytes: int = 0
     overflow_kept: bool = False
     folder_problem: str = ""
+    interface_problem: str = ""
     host_bytes: int = 0
 
     @property
@@ -78,11 +82,23 @@ def snapshot_problem(job: JobConfig, room_bytes: int, slot_bytes: int, workers: 
     )
 
 
-def look(folder: str, run: str, overflow: str | None = None, gpus: Gpus | None = None) -> NodeFacts:
+def look(
+    folder: str,
+    run: str,
+    overflow: str | None = None,
+    gpus: Gpus | None = None,
+    interface: str | None = None,
+) -> NodeFacts:
     """Look at this node."""
     cards, room, host = (gpus or Gpus()).cards(), _snapshot_bytes(folder, run), host_bytes()
     why = problem(user_folder(folder))
-    found = NodeFacts(cards, room, host_bytes=host, folder_problem=f"snapshot.folder: {why}" if why else "")
+    found = NodeFacts(
+        cards,
+        room,
+        host_bytes=host,
+        folder_problem=f"snapshot.folder: {why}" if why else "",
+        interface_problem=interface_problem(interface, os.uname().nodename),
+    )
     if overflow is None:
         return found
     kept = bool(keeping([run_folder(overflow, run)]))

@@ -126,7 +126,9 @@ def kept_on(nodes: Sequence[NodeView], run: str, folder: str, discard: bool) -> 
 
 def facts_of(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, NodeFacts]:
     """Ask nodes for their facts; by node, without those that do not answer in time."""
-    return _ask(LOOK_S, nodes, look, job.snapshot.folder, job.name, job.snapshot.overflow_folder)
+    snapshot = job.snapshot
+    asked = (snapshot.folder, job.name, snapshot.overflow_folder, None, job.cluster.interface)
+    return _ask(LOOK_S, nodes, look, *asked)
 
 
 def keeping_nodes(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, int]:

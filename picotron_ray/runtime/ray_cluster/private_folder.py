@@ -33,6 +33,8 @@ def problem(folder: Path) -> str | None:
         found = folder.lstat()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        return f"cannot look at {folder}: {error.strerror}; name a folder that this user may write to"
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
         return None
     what = "as a link" if stat.S_ISLNK(found.st_mode) else f"of user {found.st_uid}"

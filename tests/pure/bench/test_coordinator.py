@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from picotron_ray.bench.coordinator import bench, report
+from picotron_ray.coordinator import event_handlers
+from picotron_ray.coordinator import messages as m
 from picotron_ray.runtime.coordinator.beat_groups import FEWEST
 
 NODES, EACH = FEWEST + 26, 2
@@ -20,16 +24,44 @@ def test_a_coordinator_answers_losses_at_size_with_little_of_a_core() -> None:
     assert found["calls_per_s"] < NODES / 2, "heartbeats travel together"
     assert found["handled"]["Heartbeat"] >= 2 * NODES
     assert report.verdicts(found) == []
-    assert f"bring the heartbeats of {NODES - 1} nodes" in "\n".join(report.lines(found))
+    printed = report.lines(found)
+    assert found["machine"]["processor"] in printed[0]
+    assert printed[-1].startswith("node ")
+    assert [line for line in said if line.startswith("worker ")] == printed[-1 - bench.LOSSES : -1]
+
+
+def test_an_error_of_the_coordinator_itself_ends_the_benchmark_with_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elsewhere its process exits, and Ray starts it again; here that would be the benchmark's own."""
+
+    def broken(memory: Any, event: Any) -> None:
+        raise AssertionError("no transition")
+
+    monkeypatch.setitem(event_handlers.HANDLERS, m.WorkerExited, broken)
+    with pytest.raises(bench.CoordinatorError, match="the machine: AssertionError") as caught:
+        bench.bench(4, 2, 1.0, lambda line: None, with_calls=False)
+    assert caught.value.exit_code == 1
+
+
+def test_checkpoints_are_committed_and_losses_survived_before_the_fake_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "CHECKPOINT_S", 1.0)
+    monkeypatch.setattr(bench, "LOSSES", 0)
+    found = bench.bench(4, 2, 6.0, lambda line: None, with_calls=False)
+    assert (found["nodes"], found["errors"]) == (3, [])
+    assert found["commits"] >= 1
 
 
 def test_what_is_beyond_its_limit_is_told() -> None:
-    loss = {"decided_s": 0.06, "ordered_s": 0.1, "launched_s": 0.2}
+    loss = {"decided_s": 0.06, "ordered_s": 0.1, "told_s": 0.12, "chosen_s": 0.08, "launched_s": 0.2}
     calls = {"calls_per_s": 3000.0, "call_cpu_s": 0.0003, "together_cpu_s": 0.002}
     found = {
         "machine": {"cores": 2, "processor": "a", "memory_gib": 1}, "nodes": 2048, "workers": 16384,
         "wall_s": 600.0, "cpu_share": 0.4, "calls_per_s": 96.0, "memory_bytes": [100, 100, 120],
         "losses": [loss], "calls": calls, "errors": ["x"],
+        "late_s": 0.1, "commits": 20,
     }  # fmt: skip
     assert report.core_share(found) == pytest.approx(0.592)
     assert report.verdicts(found) == [

@@ -65,6 +65,11 @@ def refused(url: object) -> str:
     return str(caught.value)
 
 
+def test_a_probe_leaves_no_object_and_no_folder(tmp_path: Path) -> None:
+    probe(open_storage(StorageConfig(url=str(tmp_path)), "r1"))
+    assert [path.name for path in (tmp_path / "r1").iterdir()] == [".tmp"]
+
+
 def test_missing_folder_is_not_created_on_the_way(tmp_path: Path) -> None:
     assert "mount" in refused(tmp_path / "not-mounted" / "runs")
     assert not (tmp_path / "not-mounted").exists()

@@ -95,7 +95,10 @@ def test_stop(asked: Callable[[str, Any], Asked]) -> None:
     assert out("stop", "night", "--now", "--json") == json.dumps(SUMMARY) + "\n"
     assert [call[:2] for call in stop.calls] == [("night", False), ("night", True)]
     stop.gives = (4, {**SUMMARY, "status": "storage"})
-    assert out("stop", "night", code=4).splitlines()[0] == "run night storage at step 4 in 1.0 s"
+    assert (
+        out("stop", "night", code=4).splitlines()[0]
+        == "run night ended for want of storage at step 4 in 1.0 s"
+    )
     assert json.loads(out("stop", "night", "--json", code=4))["status"] == "storage"
     stop.gives = (1, None)  # the user left
     assert json.loads(out("stop", "night", "--json", code=1)) == {"run": "night", "status": "stopping"}

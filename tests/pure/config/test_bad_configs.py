@@ -500,6 +500,16 @@ BAD: dict[str, tuple[str, str, str]] = {
         "elastic.max_skipped_steps",
         "less than elastic.skip_window_steps=5",
     ),
+    "going back at every step": (
+        "elastic: {max_rewinds: 20, skip_window_steps: 20}",
+        "elastic.max_rewinds",
+        "saw 20, expected less than elastic.skip_window_steps=20, or the run may go back for ever",
+    ),
+    "no label": (
+        "cluster: {failure_domain_label: rack//3}",
+        "cluster.failure_domain_label",
+        "saw 'rack//3', which no label of a Ray node is called; expected letters, digits",
+    ),
     "what is not offered": (
         "elastic: {on_nonfinite: again}",
         "elastic.on_nonfinite",

@@ -11,7 +11,7 @@ from picotron_ray.config.load import load_job
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.machine_memory import START_PATIENCE_S
-from picotron_ray.coordinator.plan_book import FAILED_RETRY_S
+from picotron_ray.coordinator.plan_book import FAILED_RETRY_S, PlanBook
 from picotron_ray.coordinator.policies.plan_ahead import questions_ahead
 from picotron_ray.coordinator.policies.replan import LEAST_GAIN, REMESH_S, ReplanView, decide
 from picotron_ray.coordinator.simulator.planning import default
@@ -258,3 +258,24 @@ def test_a_generation_stands_with_its_replicas_on_two_racks() -> None:
     rack_of = dict(zip("abcd", "xxyy", strict=True))
     for stage in (0, 2):
         assert {rack_of[member.node] for member in spec.members[stage : stage + 2]} == {"x", "y"}
+
+
+def test_questions_are_not_looked_at_again_where_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The book is asked after every event, and each question names thousands of nodes."""
+    looked, look = [0], PlanBook._to_ask
+
+    def counted(*arguments: Any) -> Any:
+        looked[0] += 1
+        return look(*arguments)
+
+    monkeypatch.setattr(PlanBook, "_to_ask", counted)
+    book, ahead = PlanBook(), (m.LayoutQuestion(4, (4,)), m.LayoutQuestion(3, (3,)))
+    assert book.to_ask(ahead, 0.0) == ahead
+    assert [book.to_ask(ahead, 1.0) for _ in range(3)] == [()] * 3
+    assert looked == [1]
+    book.take(m.Planned(ahead[0], None, error="died"), 2.0)
+    book.take(m.Planned(ahead[1], Layout(dp=3), 1.0, "why"), 2.0)
+    assert book.to_ask(ahead, 3.0) == book.to_ask(ahead, 4.0) == ()
+    assert book.to_ask(ahead, 2.0 + FAILED_RETRY_S) == ahead[:1], "one that failed is put again"
+    assert not book.look_up(m.LayoutQuestion(2, (2,)))
+    assert book.to_ask(ahead, 70.0)[0].workers == 2, "and so is one that was missed"

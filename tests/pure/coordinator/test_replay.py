@@ -10,7 +10,7 @@ import pytest
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.plan_book import no_default
-from picotron_ray.coordinator.replay import event_line, header_line, replay
+from picotron_ray.coordinator.replay import event_line, header_line, part_header, replay
 from tests.support.runs.coordinator_world import choose_dp, job
 
 
@@ -60,3 +60,15 @@ def test_the_first_difference_is_told_by_its_line() -> None:
 def test_a_log_without_a_job_is_refused(lines: list[str]) -> None:
     with pytest.raises(ValueError, match="the first line is not a header with the job"):
         replay(lines, planner)
+
+
+def test_parts_of_a_log_replay_in_order_and_no_part_alone() -> None:
+    """What the machine knew when a part began is in those before it."""
+    head, *lines = recorded((1, 2))
+    parts = [[head, *lines[:2]], [part_header(head, 1), *lines[2:4]], [part_header(head, 2), *lines[4:]]]
+    found = replay([line for part in parts for line in part], planner)
+    assert (found.events, found.difference) == (6, None)
+    with pytest.raises(ValueError, match="saw part 1 where part 0 was expected"):
+        replay(parts[1], planner)
+    with pytest.raises(ValueError, match=r"saw part 2 where part 1 was expected: .* in order"):
+        replay([*parts[0], *parts[2]], planner)

@@ -242,6 +242,13 @@ def refusal(metrics: MetricsConfig, local: bool) -> str:
     return str(caught.value)
 
 
+def test_a_host_that_is_not_this_machines_is_refused_where_ray_is_its_own() -> None:
+    for host in ("192.0.2.7", "300.1.1.1"):
+        with pytest.raises(ConfigError, match=f"metrics.host: cannot listen at {host}: .*; give an address"):
+            check_ports(MetricsConfig(host=host), local=True)
+    check_ports(MetricsConfig(host="192.0.2.7"), local=False)  # the head's, perhaps
+
+
 def test_a_port_is_taken_while_something_listens_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

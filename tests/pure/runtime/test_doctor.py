@@ -57,7 +57,10 @@ def test_a_healthy_machine_passes_every_check() -> None:
     ("change", "check", "status", "words"),
     [
         ({"taken": {"port": "port 9400: Address already in use"}}, "ports", "failed", "metrics.port"),
-        ({"auth_mode": "disabled"}, "auth", "warning", "RAY_AUTH_MODE is disabled"),
+        ({"auth_mode": "disabled"}, "auth", "failed", "RAY_AUTH_MODE is disabled"),
+        ({"interface_problem": "cluster.interface: saw 'ib7'; name"}, "interface", "failed", "saw 'ib7'"),
+        ({"free_bytes": 64 << 20, "overflow_bytes": 1 << 30}, "snapshot folder", "warning", "0.0671 GB of"),
+        ({"free_bytes": 64 << 20, "overflow_bytes": 1 << 20}, "snapshot folder", "failed", "0.0671 GB of"),
         ({"auth_mode": ""}, "auth", "warning", "not set"),
         ({"free_bytes": 64 << 20}, "snapshot folder", "failed", "0.0671 GB of 17.2 GB are free"),
         ({"limits": {**LIMITS, "nofile": 256}}, "ulimits", "failed", "open files: 256"),
@@ -95,6 +98,32 @@ def test_what_is_no_ill() -> None:
     unknown = GpuHealth("GPU-2", "virtual")
     assert seen(replace(WELL, gpus=[unknown])) == {}, "what a GPU does not tell"
     assert list(seen(WELL, needed=9 << 30)) == ["snapshot folder"]
+    (agreed,) = [f for f in judge(replace(WELL, auth_mode="disabled"), None, True, True) if f.check == "auth"]
+    assert agreed.status == "warning", "the config says that it may be so"
+
+
+def test_what_launch_would_refuse_the_doctor_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The folder that takes over, the interface and the agreement to go without a token are the config's."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    words = [
+        f"snapshot.overflow_folder={tmp_path / 'gone'}",
+        f"storage.url={tmp_path}",
+        "cluster.interface=ib7",
+    ]
+
+    def failed(*more: str) -> dict[str, Finding]:
+        parts = examine.examine(load_job("tiny", [*words, *more]), True, False)
+        return {f.check: f for part in parts for f in part if f.status == "failed"}
+
+    found = failed()
+    assert set(found) == {"auth", "overflow folder", "interface"}
+    assert found["interface"].seen.startswith("cluster.interface: saw 'ib7'")
+    assert "every node has" in found["interface"].mend
+    assert "cluster.allow_unauthenticated=true" in found["auth"].mend
+    assert "snapshot.overflow_folder" in found["overflow folder"].mend
+    mended = ["cluster.allow_unauthenticated=true", "cluster.interface=lo"]
+    assert failed(*mended, f"snapshot.overflow_folder={tmp_path}") == {}
 
 
 def test_machines_are_compared_with_each_other() -> None:
@@ -191,12 +220,18 @@ def test_a_storage_that_denies_is_told_by_the_right(monkeypatch: pytest.MonkeyPa
         found = storage_rights.judge_storage(StorageConfig(url=str(tmp_path)))
         return {f.check: f for f in found if f.status != "ok"}
 
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    (missing, *_) = storage_rights.judge_storage(StorageConfig(url=str(file)))
+    assert (missing.check, missing.status) == ("storage write", "failed")
+    assert "a folder that this user may write to" in missing.mend
+    assert "s3" not in missing.mend
     found = judged(Denied("list"))
     assert "ListBucket" in found["storage read"].seen
     assert found["storage conditional put"].seen == "a second conditional put of one key was taken"
     undeleted = Denied("list")
     undeleted.__dict__["delete"] = lambda key: None
-    assert "left behind: probe/" in judged(undeleted)["storage delete"].seen
+    assert "left behind: probe-" in judged(undeleted)["storage delete"].seen
     hanging, never = Denied(), threading.Event()
     hanging.__dict__["put_if_absent"] = lambda key, data: never.wait()
     monkeypatch.setattr(storage_rights, "RIGHT_S", 0.05)

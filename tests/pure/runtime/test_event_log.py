@@ -134,6 +134,19 @@ def test_a_log_never_has_more_than_two_parts(logs: Logs, monkeypatch: pytest.Mon
     assert logs.read()[-1] == (2, 500)
 
 
+def test_each_part_of_a_log_says_which_it_is(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PART_BYTES", 20_000)
+    for term in (9, 10):
+        log = logs.log(term)
+        logs.add(log, 400)
+        log.close()
+    for term, parts in zip((9, 10), files.term_logs(logs.folder), strict=True):
+        assert len(parts) > 2
+        heads = [json.loads(unseal(part.read_text().splitlines()[0]) or "") for part in parts]
+        assert [head.get("part", 0) for head in heads] == list(range(len(parts)))
+        assert all(part.name.startswith(f"events-{term}") for part in parts)
+
+
 def test_a_restart_reads_the_record_and_the_lines_since(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "RECORD_LINES", 100)
     log = logs.log()

@@ -15,10 +15,13 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.replay import event_line, header_line
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.driver.inventory import InventoryNode, plan
+from picotron_ray.runtime.driver.preflight import check_services
 from picotron_ray.runtime.driver.resolve_job import ON_THE_CLUSTER, ResolvedJob, resolve
 from picotron_ray.runtime.ray_cluster import interfaces
 from picotron_ray.runtime.ray_cluster.connect import refuse_unauthenticated
 from picotron_ray.runtime.ray_cluster.interfaces import addresses, carry_collectives, listen_address
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, look
 from tests.support.runs.coordinator_world import job
 
 ADDRESSES = next(step for step in ON_THE_CLUSTER if step.name == "addresses")
@@ -35,6 +38,26 @@ def test_a_run_listens_at_the_interface_that_is_named_else_at_its_nodes_address(
         ConfigError, match=r"cluster.interface: saw 'ib7', and node 10\.0\.0\.7 has addresses at .*lo"
     ):
         listen_address(job(cluster__interface="ib7"), "10.0.0.7")
+
+
+def test_an_interface_that_is_not_there_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    check_services(job(cluster__interface="lo"))
+    with pytest.raises(ConfigError, match=r"cluster\.interface: saw 'eth77', and node .* every node has"):
+        check_services(job(cluster__interface="eth77"))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    check_services(job(cluster__interface="eth77"))  # not this machine's to say ...
+    folder = job().snapshot.folder
+    assert "saw 'eth77'" in look(folder, "night", interface="eth77").interface_problem
+    assert look(folder, "night", interface="lo").interface_problem == ""
+    room = {"host_bytes": 64 << 30, "snapshot_bytes": 64 << 30}
+    good, bad = NodeFacts(**room), NodeFacts(**room, interface_problem="cluster.interface: saw 'eth77'")
+    nodes = [InventoryNode("a", 4, good), InventoryNode("b", 4, bad)]
+    assert plan(job(), "cpu", nodes).left_out == ("node b is left out: cluster.interface: saw 'eth77'",)
+    with pytest.raises(ConfigError, match=r"node b is left out: cluster.interface: saw 'eth77'"):
+        plan(job(), "cpu", nodes[1:])
 
 
 def test_a_ray_of_the_runs_own_serves_this_machine_alone() -> None:

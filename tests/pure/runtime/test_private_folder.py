@@ -105,6 +105,14 @@ def test_a_folder_of_another_user_is_refused_by_name(job: JobConfig, monkeypatch
     assert look(job.snapshot.folder, job.name).folder_problem.startswith("snapshot.folder: saw")
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused_by_name(job: JobConfig, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    there = job.model_copy(update={"snapshot": job.snapshot.model_copy(update={"folder": str(file)})})
+    with pytest.raises(ConfigError, match=r"^snapshot\.folder: cannot look at .*: Not a directory; name a"):
+        cleanup.clear(there, None)
+
+
 def test_a_link_in_the_place_of_a_file_is_not_written_through(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("precious")

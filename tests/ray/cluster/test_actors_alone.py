@@ -656,6 +656,65 @@ def test_a_begin_that_fails_ends_the_process(coordinator: Any, exits: list[int])
     assert exits == [supervision.EXIT_CODE]
 
 
+def test_exits_one_after_the_other_come_ever_more_seldom(tmp_path: Path) -> None:
+    """Each term that begins is claimed in the log: one that fails at once may not claim thousands."""
+    folder, now, found = tmp_path / "run" / "events", 1000.0, []
+    for _ in range(9):
+        found.append(supervision.exit_pause_s(folder, now))
+        now += found[-1] + 5.0
+    assert found == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0, 120.0, 120.0]
+    assert supervision.exit_pause_s(folder, now + supervision.FRESH_S + 1.0) == 2.0, "it has run since"
+    assert supervision.exit_pause_s(folder, 0.0) == 2.0, "the clock was set back"
+    (folder / supervision.EXITS).write_text("torn")
+    assert supervision.exit_pause_s(folder, now) == 2.0
+    assert supervision.exit_pause_s(None, now) == 2.0
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert supervision.exit_pause_s(blocked / "events", now) == 2.0
+
+
+def test_an_exit_waits_as_long_as_those_before_it_ask_for(
+    coordinator: Any, exits: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slept: list[float] = []
+    clock = SimpleNamespace(time=lambda: 50.0 + sum(slept), sleep=slept.append)
+    monkeypatch.setattr(supervision, "time", clock)
+    monkeypatch.setattr(supervision, "EXIT_PAUSE_S", 3.0)
+    coordinator._supervisor.folder = tmp_path
+    for _ in range(2):
+        coordinator._supervisor.exit("the machine", AssertionError("x"))
+    assert (slept, exits) == ([3.0, 6.0], [supervision.EXIT_CODE] * 2)
+
+
+def test_a_begin_that_fails_is_tried_again_under_the_same_term(
+    whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    tries, claims = [0], [0]
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def hello(term: int) -> Any:
+        tries[0] += 1
+        if tries[0] < 4:
+            raise KeyError("spec")
+        return {}
+
+    claim = whole._store.claim
+
+    def counted() -> int:
+        claims[0] += 1
+        return int(claim())
+
+    monkeypatch.setattr(supervision, "asyncio", SimpleNamespace(sleep=sleep))
+    whole._executor.term = 0
+    whole._cluster.hello, whole._store.claim = hello, counted
+    begin(whole)
+    assert (tries, claims, slept) == ([4], [1], [1.0, 2.0, 4.0])
+    assert [type(event) for event in events(whole)] == [m.Begin]
+
+
 def test_no_command_waits_for_what_only_follows(coordinator: Any) -> None:
     """A full disk, a record or a tracker that fails: the machine's commands are obeyed all the same."""
 

@@ -630,6 +630,21 @@ def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
     assert bench.notes == [("warning", "kind", "text", {"x": 1})]
 
 
+def test_what_a_generation_left_is_set_apart_from_the_garbage_collector(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full collection over thousands of workers in the midst of a loss takes longer than to decide it."""
+    did: list[str] = []
+    names = ("unfreeze", "collect", "freeze")
+    calls = {name: lambda name=name: did.append(name) for name in names}
+    monkeypatch.setattr(command_executor, "gc", SimpleNamespace(**calls))
+    monkeypatch.setattr(command_executor, "SETTLED_S", 0.0)
+    bench.calls.answers["store"] = [("host", 1)]
+    bench.run(m.RunGeneration(SPEC))
+    bench.loop.run_until_complete(asyncio.sleep(0.05))
+    assert did == list(names)
+
+
 def test_many_workers_are_told_in_one_call_for_each_node(bench: Bench) -> None:
     workers = [f"n{at % 2}/w{at}" for at in range(worker_orders.FEW + 2)]
     bench.run(*(m.Interrupt(worker, A, "hard") for worker in workers))

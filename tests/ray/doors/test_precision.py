@@ -128,6 +128,10 @@ def test_a_connected_cluster_is_asked_for_its_room_and_not_this_machine(
     with pytest.raises(ConfigError, match=r"node .* is left out: snapshot.folder: saw room for 1e-06 GB in"):
         check_cluster(job)
     assert check_cluster(job, own_ray=True) is None
+    monkeypatch.setattr(placement, "look", lambda *_: time.sleep(5.0))
+    monkeypatch.setattr(placement, "LOOK_S", 0.5)
+    with pytest.raises(ConfigError, match=r"cluster: none of \d nodes said within .* launch again"):
+        check_cluster(job)
 
 
 def test_a_run_on_cpus_keeps_fp32_and_says_so(connected: None, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from picotron_ray.coordinator.plan_book import Choose, Default
 from picotron_ray.coordinator.replay import event_line, heard, machine_of, replay, unseal
 from picotron_ray.planner import search
 from picotron_ray.planner.default_layout import default_planner
+from picotron_ray.runtime.coordinator.event_log.files import term_logs
 
 KEPT = Path(__file__).resolve().parents[2] / "pure" / "coordinator" / "event_logs"
 KEEP = bool(os.environ.get("PICOTRON_KEEP_LOGS"))
@@ -31,16 +32,16 @@ def planner(job: JobConfig, facts: dict[str, Any]) -> tuple[Choose, Default]:
 
 def check_replay(folder: Path) -> int:
     """Replay the logs of all terms of a run; returns the number of terms. Fails at the first difference."""
-    logs = sorted(folder.glob("events-*.jsonl"))
+    logs = term_logs(folder)
     assert logs, f"no event log in {folder}"
-    for log in logs:
-        lines = log.read_text().splitlines()
+    for parts in logs:
+        log, lines = parts[0], [line for part in parts for line in part.read_text().splitlines()]
         if KEEP:
             KEPT.mkdir(exist_ok=True)
             (KEPT / f"{folder.parent.name}-{log.name}").write_text(_without_paths(lines))
         found = replay(lines, planner)
         assert found.difference is None, f"{log.name}: {found.difference}"
-        assert found.events == len(lines) - 1
+        assert found.events == len(lines) - len(parts)
     return len(logs)
 
 

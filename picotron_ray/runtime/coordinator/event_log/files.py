@@ -1,7 +1,8 @@
 """Files of a run's event logs on the coordinator's machine, and how a later term reads them.
 
 ``events-<term>.jsonl`` holds a term's lines (``coordinator.replay``), ``events-<term>-<part>.jsonl`` those
-from after the file grew to ``PART_BYTES``. The oldest files go once all of a run have twice as much.
+from after the file grew to ``PART_BYTES``, which replay after those alone. The oldest files go once all of a
+run have twice as much.
 
 ``record.json`` is the run's record as of one line of one of them. A coordinator that is restarted reads that
 and the few lines since, however long the run has gone on. Without it the newest ``TAIL_BYTES`` have to do.
@@ -35,6 +36,14 @@ def log_file(folder: Path, term: int, part: int) -> Path:
 def log_files(folder: Path) -> list[Path]:
     """List the logs of all terms, oldest first."""
     return sorted(folder.glob("events-*.jsonl"), key=_place)
+
+
+def term_logs(folder: Path) -> list[list[Path]]:
+    """List the parts of each term's log, in order: together they replay."""
+    found: dict[int, list[Path]] = {}
+    for path in log_files(folder):
+        found.setdefault(_place(path)[0], []).append(path)
+    return list(found.values())
 
 
 def _place(path: Path) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from picotron_ray.coordinator.messages import Command, Event
-from picotron_ray.coordinator.replay import QuietHeartbeats, event_line, seal
+from picotron_ray.coordinator.replay import QuietHeartbeats, event_line, part_header, seal
 from picotron_ray.runtime.coordinator.event_log import files
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,8 @@ class EventLogWriter:
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
             self._size = 0
             try:
-                self._write(file, f"{seal(self._header)}\n".encode())
+                header = part_header(self._header, self._part) if self._part else self._header
+                self._write(file, f"{seal(header)}\n".encode())
             except OSError:
                 os.close(file)
                 raise

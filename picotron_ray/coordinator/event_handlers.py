@@ -93,19 +93,14 @@ def _adopt(memory: MachineMemory, spec: m.GenerationSpec) -> None:
         "info", "adopted", f"adopted generation {spec.id}: {len(spec.members)} workers, {spec.layout}"
     )
     enter(memory, spec)
-    for member in spec.members:
-        if member.worker in memory.roster.workers:
-            continue
-        if member.node in heard:
-            text = f"worker {member.worker} on {member.node} was gone when the coordinator came back"
-            blame(memory, FailureKind.WORKER_EXITED, member.worker, culprit=True, text=text, cause="killed")
-        else:  # not heard is not lost: its call fails, or it stays silent, if it is
-            memory.roster.join(
-                member.node, sum(other.node == member.node for other in spec.members), memory.now
-            )
-            memory.roster.workers[member.worker] = RosterWorker(
-                member.worker, member.node, "busy", memory.now
-            )
+    missing = [member for member in spec.members if member.worker not in memory.roster.workers]
+    for name, node in ((each.worker, each.node) for each in missing if each.node not in heard):
+        # not heard is not lost: its call fails, or it stays silent, if it is
+        memory.roster.join(node, sum(other.node == node for other in spec.members), memory.now)
+        memory.roster.workers[name] = RosterWorker(name, node, "busy", memory.now)
+    for name, node in ((each.worker, each.node) for each in missing if each.node in heard):
+        text = f"worker {name} on {node} was gone when the coordinator came back"
+        blame(memory, FailureKind.WORKER_EXITED, name, culprit=True, text=text, cause="killed")
 
 
 def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:

@@ -9,6 +9,8 @@ from picotron_ray.failures import FailureKind
 
 BUSY = 0.1  # share of inventories that take long
 SLOW_ANSWER_S = 3.0  # longest that one takes
+HANGS_S = 8.0  # after its time such a process ends by itself, where nobody ends it
+HANGING = 0.3  # share of failed starts that neither end nor answer
 HUSHED_S = 3.0  # how late what is told late is told at most
 
 
@@ -185,7 +187,13 @@ class SimNode:
             return
         worker = self.workers[name] = SimWorker(name, self)
         if self.sim.rng.chance(self.sim.start_failures):
-            self.sim.after(1.0, self.worker_dies, worker, "start_failed")
+            if self.sim.launched and self.sim.rng.chance(HANGING):
+                self.sim.start_hangs()
+                self.sim.after(
+                    self.sim.job.cluster.start_timeout_s + HANGS_S, self.worker_dies, worker, "hang"
+                )
+            else:
+                self.sim.after(1.0, self.worker_dies, worker, "start_failed")
         else:
             self.sim.after(self.sim.rng.uniform(0.8, 3.0), self._up, worker)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LEAST_KILLS = 3  # orders to die before a worker that does not answer counts as dead
 MOST_ASKED = 3  # questions to a node that does not answer
 COMMIT_S = 5.0  # longest wait for a commit that would save steps
+START_LATE_S = 4.0  # a worker that does not start may count so long after its time
 GROWTH_S = 10.0  # longest wait of a ready worker for others that are starting
 
 
@@ -37,6 +38,7 @@ class Given:
     commit: m.AppendCommit | None = None  # the newest one whose reply is awaited
     heard: set[str] = field(default_factory=set)  # nodes that answered the newest request
     lost: set[str] = field(default_factory=set)  # nodes of which that was told
+    starts: dict[str, float] = field(default_factory=dict)  # worker that has yet to answer: since when
     kills: dict[str, tuple[str, int]] = field(default_factory=dict)  # worker: its node, orders to die
     writers: set[str] = field(default_factory=set)  # of those, who was in a generation
 
@@ -62,11 +64,13 @@ class Orders:
         elif isinstance(event, m.NodeLost):
             given.lost.add(event.node)
         elif isinstance(event, m.WorkerExited):
+            given.starts.pop(event.worker, None)
             given.kills.pop(event.worker, None)
             given.writers.discard(event.worker)
         elif isinstance(event, m.Appended) and event.kind == "commit":
             given.commit = None
         elif isinstance(event, m.WorkerReady):
+            given.starts.pop(event.worker, None)
             self._strangers(shell, (event.worker,), commands)
         elif isinstance(event, m.Heartbeat) and event.node in memory.roster.nodes:
             self._strangers(shell, (*event.steps, *event.others), commands)
@@ -74,6 +78,10 @@ class Orders:
             self._counted_as_dead(shell, given)
         for command in commands:
             self._given_now(shell, given, command)
+        if isinstance(event, m.Tick):
+            self._awaited_starts(shell, given)
+        if any(state is MachineState.ABORTING for _, state in memory.transitions):
+            self._interrupted(shell, commands)
 
     def _given_now(self, shell: CoordinatorProtocol, given: Given, command: m.Command) -> None:
         memory = shell.machine.memory
@@ -93,6 +101,8 @@ class Orders:
                 given.writers.add(command.worker)
         elif isinstance(command, m.RunGeneration) and not command.adopt:
             self._launch(shell, given, command.spec)
+        elif isinstance(command, m.StartWorker):
+            given.starts[command.worker] = memory.now
         elif isinstance(command, m.AppendCommit):
             given.commit = command
         elif isinstance(command, m.Upload):
@@ -119,6 +129,24 @@ class Orders:
         for worker in given.writers:
             if worker in memory.roster.workers:
                 self._say(f"{spec.id} is launched while {worker} dies, which may still write")
+
+    def _awaited_starts(self, shell: CoordinatorProtocol, given: Given) -> None:
+        memory = shell.machine.memory
+        limit_s = self.checks.sim.job.cluster.start_timeout_s + START_LATE_S
+        for name, since in list(given.starts.items()):
+            worker = memory.roster.workers.get(name)
+            if worker is None or worker.state != "starting":
+                del given.starts[name]
+            elif memory.now - since > limit_s:
+                self._say(f"{name} is awaited for ever")
+
+    def _interrupted(self, shell: CoordinatorProtocol, commands: Sequence[m.Command]) -> None:
+        """Check that a generation that is given up is torn apart at once: kills would cost its workers."""
+        memory = shell.machine.memory
+        told = {each.worker for each in commands if isinstance(each, m.Interrupt) and each.mode == "hard"}
+        for member in memory.unsettled() if memory.state is MachineState.ABORTING else ():
+            if member.worker not in told and memory.roster.workers[member.worker].state != "dying":
+                self._say(f"{member.worker} is not told that its generation is given up")
 
     def _overtaken(self, shell: CoordinatorProtocol, spec: m.GenerationSpec, late: m.AppendCommit) -> None:
         if self.checks.counts(shell.newest, late.generation, late.step):

@@ -20,7 +20,7 @@ LONGEST_S: Mapping[MachineState, float] = {
     MachineState.ABORTING: 8.0,  # an interrupt, then three kills: 2 s each
     MachineState.LEAVING: 12.0,  # beside the step at hand: from the first to leave to the last, then a kill
     MachineState.COLLECTING: 11.0,  # three rounds of questions of 2 s, and a commit that is awaited for 5 s
-    MachineState.WAITING: 40.0,  # workers start, and starts that failed are put off for up to 30 s
+    MachineState.WAITING: 60.0,  # workers start; starts that failed are put off for 15 s, then for 30 s
     MachineState.STARTING: 63.0,  # cluster.start_timeout_s
     MachineState.FINALISING: 55.0,  # an answer of storage that was lost is asked for after 50 s
     MachineState.RUNNING: 8.0,  # from step to step, beside the step at hand: a rendezvous of 5 s
@@ -48,6 +48,7 @@ class Promptness:
         own = () if shell is None else (shell.paused_until, shell.born_at, shell.planner.silent_until)
         return max(
             *(sim.struck_at, sim.noise_until, sim.changed_at, sim.parted_until, storage.down_until),
+            sim.start_hangs_until,
             *(storage.slow_until, storage.hung_until, storage.mute_until, *own, *nodes),
         )
 

@@ -14,6 +14,7 @@ from picotron_ray.failures import FailureKind
 
 LONGEST_RENDEZVOUS_S = 5.0
 OUTAGE_POLL_S = 1.0
+LAGS = 0.03  # share of orderly ends at which one member stays behind, stuck
 FILES = 3  # slots of a worker, which are written over and over
 
 
@@ -99,7 +100,9 @@ class SimGeneration:
             self._pin(step)
         if last or self.boundary:
             self.ended = True
-            for worker in self.members():
+            members = self.members()
+            members[-1].hung = members[-1].hung or (len(members) > 1 and self.sim.rng.chance(LAGS))
+            for worker in members:
                 self._write(worker, step)
                 worker.leave(self, "finished" if last else "interrupted")
             return
@@ -208,7 +211,9 @@ class SimGeneration:
         layout = self.spec.layout
         group = layout.state_group(rank)
         part = m.Fragment(group)
-        if not whole:
+        there = worker.node.slots.get(name)
+        flushed = there is not None and (there.info.generation, there.info.step) == (self.spec.id, step)
+        if not whole and not (flushed and there is not None and there.info.fragments == (part,)):
             local = [r for r in layout.state_replicas(rank) if self.spec.members[r].node == worker.node.name]
             part = m.Fragment(group, local.index(rank), len(local))
         info = m.SlotInfo(worker.node.name, name, self.spec.id, step, rank, (part,))

@@ -36,6 +36,7 @@ class Sim:
         self.now = 0.0
         self.step_s = 1.0  # of a step, however many do it
         self.start_failures = 0.0  # share of worker starts that fail
+        self.start_hangs_until = 0.0  # by then the coordinator has given up a start that hangs
         self.cursed: Callable[[GenerationProtocol], WorkerProtocol | None] = lambda generation: (
             None
         )  # who fails
@@ -128,6 +129,16 @@ class Sim:
 
     def worker(self, name: str) -> SimWorker | None:
         return next((node.workers[name] for node in self.nodes.values() if name in node.workers), None)
+
+    @property
+    def launched(self) -> bool:
+        """Whether a generation ever was."""
+        return bool(self.generations)
+
+    def start_hangs(self) -> None:
+        """Note that a worker neither starts nor fails: less may do until it is given up."""
+        self.start_hangs_until = self.now + self.job.cluster.start_timeout_s + SETTLED_S
+        self.quiet_at = max(self.quiet_at, self.start_hangs_until)
 
     def generation(self, spec: m.GenerationSpec) -> SimGeneration:
         """The one object behind all members of ``spec``."""

@@ -45,7 +45,7 @@ class Bench:
             incident=None,
             distrust_slots=False,
             remedy=None,
-            roster=SimpleNamespace(nodes={"n1": None}),
+            roster=SimpleNamespace(nodes={"n1": None}, workers={}),
         )
         self.shell: Any = SimpleNamespace(
             machine=SimpleNamespace(memory=self.memory), newest=START, heard={"n1"}, commits=[], fenced=False,

@@ -117,6 +117,34 @@ def test_a_worker_counts_as_dead_when_that_is_heard_or_after_several_orders(benc
     assert bench.handled(m.Tick()) == [], "its node is gone with it"
 
 
+def test_a_start_is_not_awaited_for_ever(bench: Bench) -> None:
+    bench.worker("starting")
+    assert bench.handled(m.Tick(), m.StartWorker("w1", "n1")) == []
+    bench.memory.now += bench.memory.job.cluster.start_timeout_s + 4.0
+    assert bench.handled(m.Tick()) == []
+    bench.memory.now += 0.1
+    bench.memory.roster.workers["w1"].since = bench.memory.now
+    assert bench.handled(m.Tick()) == ["w1 is awaited for ever"], "whatever the machine thinks"
+    bench.worker("idle")
+    assert bench.handled(m.WorkerReady("w1", "n1")) == []
+    bench.worker("starting")
+    assert bench.handled(m.Tick()) == []
+
+
+def test_all_are_told_that_their_generation_is_given_up(bench: Bench) -> None:
+    for name in ("w1", "w2"):
+        bench.memory.roster.workers[name] = RosterWorker(name, "n1", "busy", 100.0)
+    bench.memory.state = MachineState.ABORTING
+    bench.memory.transitions = [(MachineState.RUNNING, MachineState.ABORTING)]
+    told = [m.Interrupt("w1", A, "hard"), m.Interrupt("w2", A, "boundary")]
+    assert bench.handled(m.Tick(), *told) == ["w2 is not told that its generation is given up"]
+    bench.memory.roster.workers["w2"].state = "dying"
+    assert bench.handled(m.Tick(), *told) == []
+    bench.memory.state = MachineState.COLLECTING
+    bench.memory.transitions.append((MachineState.ABORTING, MachineState.COLLECTING))
+    assert bench.handled(m.Tick(), m.CollectInventory("n1", 1)) == [], "nobody was left"
+
+
 def test_who_lives_and_is_not_known_is_told_to_die(bench: Bench) -> None:
     found = ["w1 lives, is not known, and is not told to die"]
     for event in (

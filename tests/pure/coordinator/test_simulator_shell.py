@@ -331,7 +331,7 @@ def test_steps_go_on_to_the_last_one(bench: Bench) -> None:
     bench.worker(2).hung = True
     generation._step_done(interval + 3)
     assert (generation.step, calls(bench)) == (interval + 2, [(1.5, "stalled")])
-    bench.worker(2).hung = generation.torn = False
+    bench.worker(2).hung = generation.torn = bench.dice.luck = False
     generation._step_done(steps)
     assert [bench.worker(number).outcome for number in (1, 2)] == [
         m.Outcome(f"w{number}", A, "finished", steps) for number in (1, 2)

@@ -76,6 +76,10 @@ class Checks:
                 self._abort_has_a_reason(shell)
             if pair[1] is MachineState.COLLECTING:
                 shell.heard.clear()
+        stopping = shell.machine.memory.stop_requested
+        if shell.stopping and not stopping:  # nobody need ask for it again
+            self.sim.violation("a stop that it knew of is forgotten")
+        shell.stopping = stopping
         if shell.fenced and commands:
             self.sim.violation(f"{len(commands)} commands after it was fenced")
         if isinstance(event, m.Fenced) or (isinstance(event, m.Appended) and event.fenced):

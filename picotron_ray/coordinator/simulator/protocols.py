@@ -80,6 +80,7 @@ class CoordinatorProtocol(Protocol):
     heard: set[str]
     commits: list[m.Commit]
     fenced: bool
+    stopping: bool
     born_at: float
     paused_until: float
     told_seals: set[tuple[str, m.GenerationId, int]]

@@ -28,6 +28,7 @@ class Shell:
         self.heard: set[str] = set()  # nodes whose inventory arrived in the present round
         self.commits: list[m.Commit] = []  # known to it
         self.fenced = False
+        self.stopping = False  # it knows that the user wants the run to stop
         self.quarantined: set[m.SlotIdentity] = set()
         self.finished: m.Finish | None = None
         self._tick_at = 0.0

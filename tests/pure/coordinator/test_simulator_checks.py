@@ -38,6 +38,7 @@ class Bench:
         for member in TWO:
             self.node.workers[member.worker] = SimWorker(member.worker, self.node)
         self.memory = SimpleNamespace(
+            stop_requested=False,
             transitions=[],
             now=100.0,
             state=MachineState.NEW,
@@ -49,7 +50,7 @@ class Bench:
         )
         self.shell: Any = SimpleNamespace(
             machine=SimpleNamespace(memory=self.memory), newest=START, heard={"n1"}, commits=[], fenced=False,
-            quarantined=set(), finished=None, born_at=0.0, paused_until=0.0, told_seals=set(),
+            stopping=False, quarantined=set(), finished=None, born_at=0.0, paused_until=0.0, told_seals=set(),
             planner=SimpleNamespace(silent_until=0.0),
         )  # fmt: skip
         self.sim.shell = self.shell
@@ -251,6 +252,14 @@ def test_a_stall_is_a_reason_where_it_was_told_of(bench: Bench) -> None:
     assert bench.handled() == []
     bench.memory.incident = SimpleNamespace(kind=FailureKind.FAILED)
     assert bench.handled() == ["generation 1.1 was aborted in good health"]
+
+
+def test_a_stop_is_known_once_and_for_all(bench: Bench) -> None:
+    bench.memory.stop_requested = True
+    assert bench.handled() == []
+    assert bench.handled() == []
+    bench.memory.stop_requested = False
+    assert bench.handled() == ["a stop that it knew of is forgotten"]
 
 
 def test_silence_is_a_reason_only_of_those_that_cannot_be_heard(bench: Bench) -> None:

@@ -85,6 +85,7 @@ class MachineMemory:
     flush_s: float = 0.0  # added to the time in which members leave: they write their state first
     plan_until: float | None = None  # how long the term's first generation waits for its plan
     ahead: tuple[LayoutQuestion, ...] = ()  # the next questions, when they were last looked at
+    lost: bool = False  # the event before was a loss, after which a layout will be asked for
     ahead_of: tuple[int, ...] = ()  # the roster for which they were found
     ahead_found: tuple[LayoutQuestion, ...] = ()  # without memory limits
     growth_of: tuple[object, ...] = ()  # roster, plans and generation for which growth was no gain

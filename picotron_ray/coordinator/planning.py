@@ -11,12 +11,15 @@ from picotron_ray.coordinator.policies.plan_ahead import questions_ahead
 def ask_planner(memory: MachineMemory, event: Event) -> None:
     """Have planned what was missed and what the next loss or node would need.
 
-    After a loss at once; else once nothing has changed between two ticks, as nodes come one by one.
+    After a loss with the next event, as members must be told of it first; else once nothing has changed
+    between two ticks, as nodes come one by one.
     """
     job = memory.job
     ahead = memory.ahead
-    loss = isinstance(event, NodeLost | WorkerExited) and memory.transitions  # the first one of many
-    if isinstance(event, Tick) or loss:
+    lost, memory.lost = memory.lost, False
+    if isinstance(event, NodeLost | WorkerExited) and memory.transitions:  # the first one of many
+        memory.lost = True
+    elif isinstance(event, Tick) or lost:
         if memory.ahead_of != memory.roster.version:
             found = questions_ahead(
                 memory.roster, job.cluster.min_workers, job.cluster.max_workers, job.elastic.grow
@@ -28,7 +31,7 @@ def ask_planner(memory: MachineMemory, event: Event) -> None:
             ahead = memory.ahead  # the very same, which the book knows
         else:
             memory.ahead = ahead
-        if isinstance(event, Tick) and not settled:
+        if not lost and not settled:
             ahead = ahead[:1]
     questions = memory.plans.to_ask(ahead, memory.now)
     if questions:

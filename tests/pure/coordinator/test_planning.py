@@ -89,6 +89,17 @@ def test_what_the_next_loss_needs_is_asked_before_it_comes_and_each_question_onc
     assert not asked(there.wait(10))
 
 
+def test_after_a_loss_members_are_told_first_and_the_planner_with_the_next_event() -> None:
+    there = world(elastic__replace_workers=False, cluster__max_workers=12)
+    spec, _ = running(there, ("a", 6), ("b", 6))
+    dead, *others = [member.worker for member in spec.members]
+    commands = there.send(m.WorkerExited(dead, "killed"))
+    assert {order.worker for order in of(commands, m.Interrupt)} == set(others)
+    assert not asked(commands)
+    commands = there.send(m.Outcome(others[0], spec.id, FailureKind.PEER_LOST, 5))
+    assert asked(commands), "what the next loss would need"
+
+
 # --- decisions --------------------------------------------------------------------------------------
 
 

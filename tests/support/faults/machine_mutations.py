@@ -458,17 +458,6 @@ def what_a_silent_node_holds_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 @own
-def seals_of_a_silent_node_are_dropped(patch: pytest.MonkeyPatch) -> None:
-    real = event_handlers.snapshot_sealed
-
-    def sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
-        if event.node in memory.roster.nodes:
-            real(memory, event)
-
-    _handler(patch, m.SnapshotSealed, sealed)
-
-
-@own
 def the_log_entry_of_a_generation_is_left_out(patch: pytest.MonkeyPatch) -> None:
     real = AppendQueue.push
     patch.setattr(
@@ -482,22 +471,6 @@ def the_log_entry_of_a_generation_is_left_out(patch: pytest.MonkeyPatch) -> None
 def a_running_generation_is_never_adopted(patch: pytest.MonkeyPatch) -> None:
     real = event_handlers.begin
     _handler(patch, m.Begin, lambda memory, event: real(memory, dataclasses.replace(event, running=None)))
-
-
-@own
-def an_adopted_generations_lost_members_are_taken_for_living(patch: pytest.MonkeyPatch) -> None:
-    real = event_handlers._adopt
-
-    def adopt(memory: MachineMemory, spec: m.GenerationSpec) -> None:
-        for member in spec.members:
-            if member.worker not in memory.roster.workers:
-                memory.roster.join(member.node, 8, memory.now)
-                memory.roster.workers[member.worker] = membership.RosterWorker(
-                    member.worker, member.node, "busy", memory.now
-                )
-        real(memory, spec)
-
-    patch.setattr(event_handlers, "_adopt", adopt)
 
 
 @own

@@ -76,7 +76,7 @@ class FakeCluster(Cluster):
     def device(self) -> str:
         return "cpu"
 
-    async def hello(self, term: int) -> dict[str, dict[str, Any]]:
+    async def hello(self, term: int, tell: Any = None) -> dict[str, dict[str, Any]]:
         return {}
 
     async def changes(self, term: int) -> list[NodeEvent]:

@@ -45,21 +45,22 @@ class ShardClient:
             meanwhile: called again and again while it waits; what it raises ends the wait.
         """
         self._find, self._timeout_s, self._meanwhile = find, timeout_s, meanwhile
-        self._channel: Channel | None = None
+        self.channel: Channel | None = None
+        """Connection that there is. The service knows only the slots that were opened on it."""
         self.answered = False
         """Whether this connection has worked: one that breaks later is worth another."""
 
     def ask(self, **request: Any) -> Channel:
         """Send a request; the answer comes from the channel."""
-        if self._channel is None:
-            self._channel = Channel.connect(self._find(), self._timeout_s, self._meanwhile)
-        self._channel.send_json(MESSAGE, request)
-        return self._channel
+        if self.channel is None:
+            self.channel = Channel.connect(self._find(), self._timeout_s, self._meanwhile)
+        self.channel.send_json(MESSAGE, request)
+        return self.channel
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel, self.answered = None, False
+        if self.channel is not None:
+            self.channel.close()
+            self.channel, self.answered = None, False
 
 
 class RemoteSlot:
@@ -73,15 +74,20 @@ class RemoteSlot:
         """
         self._client, self.name = client, name
         with _naming(name):
-            parts = self._fetch_head()
-        try:
-            head = SlotHead(name, parts)
-        except CorruptError as error:  # overwritten while it was sent
-            raise SlotUnreachableError(str(error), name) from error
+            head = self._open()
         self.seal, self.header, self.shards = head.seal, head.header, head.shards
         self._number = {id(entry): number for number, entry in enumerate(self.shards)}
         if self.header.key != key:
             raise SlotUnreachableError(f"slot {name} holds {self.header.key} now, expected {key}", name)
+
+    def _open(self) -> SlotHead:
+        """Open the slot on the connection that there is, or on a new one."""
+        try:
+            head = SlotHead(self.name, self._fetch_head())
+        except CorruptError as error:  # overwritten while it was sent
+            raise SlotUnreachableError(str(error), self.name) from error
+        self._opened_on = self._client.channel
+        return head
 
     def _fetch_head(self) -> list[memoryview]:
         channel = self._client.ask(what="open", slot=self.name)
@@ -150,22 +156,25 @@ class RemoteSlot:
         """Read, and once more over a new connection where one breaks that has worked."""
         with _naming(self.name):
             try:
-                return read()
+                return self._read_opened(read)
             except SlotUnreachableError as error:
                 if error.where or not self._client.answered:  # the service said so, or never spoke
                     raise
-                self._reopen()
-                return read()
+                self._client.close()
+                return self._read_opened(read)
+
+    def _read_opened(self, read: Callable[[], Data]) -> Data:
+        """Read, after the slot was opened on a connection that another slot, or this read, made anew.
+
+        The service was started again, or has closed a connection that was idle for long.
+        """
+        if self._client.channel is not self._opened_on and self._open().seal != self.seal:
+            raise SlotUnreachableError(f"slot {self.name} was overwritten", self.name)
+        return read()
 
     def _read(self, number: int, offset: list[int], box: Box) -> memoryview:
         channel = self._client.ask(what="read", slot=self.name, shard=number, offset=offset, size=box.size)
         return self._answer(channel)
-
-    def _reopen(self) -> None:
-        """Connect anew: the service was started again, or has closed a connection that was idle for long."""
-        self._client.close()
-        if SlotHead(self.name, self._fetch_head()).seal != self.seal:
-            raise SlotUnreachableError(f"slot {self.name} was overwritten", self.name)
 
     def check(self) -> None:
         """Raise SlotUnreachableError where the slot was overwritten since it was opened."""

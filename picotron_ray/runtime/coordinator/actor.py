@@ -262,7 +262,7 @@ class Coordinator:
         if not self._executor.term:
             self._executor.term = await patience.call(self._store.claim)
         self._cluster.run_identity = self._store.identity
-        found = await self._cluster.hello(self._executor.term)
+        found = await self._cluster.hello(self._executor.term, self._record.note)
         running = any(agent["spec"] for agent in found.values())
         return found, running, *await patience.call(partial(self._store.state, not running))
 

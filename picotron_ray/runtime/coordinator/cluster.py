@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -26,7 +27,14 @@ from picotron_ray.coordinator.messages import (
 )
 from picotron_ray.runtime.coordinator.admission import joined, objection, traits_of
 from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
-from picotron_ray.runtime.coordinator.ray_calls import NO_ANSWER, answer, ask_all, is_dead, refusal
+from picotron_ray.runtime.coordinator.ray_calls import (
+    NO_ANSWER,
+    UNAVAILABLE_RETRY_S,
+    answer,
+    ask_all,
+    is_dead,
+    refusal,
+)
 from picotron_ray.runtime.coordinator.run_actors import IsNewest, RunActors
 from picotron_ray.runtime.coordinator.start_actors import start_agent, start_worker
 from picotron_ray.runtime.coordinator.storage_patience import Activity
@@ -44,10 +52,12 @@ from picotron_ray.runtime.ray_cluster.placement import (
 
 log = logging.getLogger(__name__)
 HELLO_S = 10.0  # longest wait for an agent that lives already when a term begins; a later one joins
+ALL_SILENT_S = 60.0  # longest wait for the first of the agents, where none answers
 JOIN_S = 60.0  # longest wait for a fresh agent
 LOOK_S = 1.0  # how long one look at the nodes waits for those that join
 MOST_ERRORS = 3  # errors of an agent in a row, after which it counts as dead
 SILENT_BEATS = 2.0  # x elastic.heartbeat_s: an agent that said nothing for so long is asked whether it lives
+Tell = Callable[[str, str, str], None]
 NodeEvent = NodeJoined | NodeLost | AgentRestarting | WorkerReady | Fenced
 
 
@@ -77,15 +87,34 @@ class Cluster(RunActors):
 
     # --- nodes -------------------------------------------------------------------------------------------
 
-    async def hello(self, term: int) -> dict[str, dict[str, Any]]:
+    async def hello(self, term: int, tell: Tell = lambda *words: None) -> dict[str, dict[str, Any]]:
         """Greet the agents that live already, all at once; returns what each says, by node.
 
         One that does not answer in time is not in it, which says nothing of what it has: it is greeted again
-        by ``changes``.
+        by ``changes``. Where none answers, all are greeted again for up to ``ALL_SILENT_S``: the term would
+        begin as if nothing were running, and end the workers that come to light later.
+
+        Args:
+            tell: told (level, kind, text) that none answers.
 
         Raises:
             FencedError: an agent knows a newer term.
         """
+        until, told = time.monotonic() + ALL_SILENT_S, False
+        while True:
+            found, silent = await self._greet_living(term)
+            if found or not silent or time.monotonic() >= until:
+                break
+            if not told:
+                tell("warning", "agents", f"none of {len(silent)} agents answers; they are waited for")
+                told = True
+            await asyncio.sleep(UNAVAILABLE_RETRY_S)
+        for node, error in silent.items():
+            log.warning("node %s is not heard at the beginning: %r", node[:8], error)
+        return found
+
+    async def _greet_living(self, term: int) -> tuple[dict[str, dict[str, Any]], dict[str, BaseException]]:
+        """Greet the living agents once; returns what each says, and the errors of those that said nothing."""
         handles: dict[str, ActorHandle] = {}
         views = {view.id: view for view in await asyncio.to_thread(living_nodes)}
         needs = worker_needs(self._job.cluster, list(views.values()))
@@ -95,6 +124,7 @@ class Cluster(RunActors):
             except ValueError:
                 continue  # no agent there
         found: dict[str, dict[str, Any]] = {}
+        silent: dict[str, BaseException] = {}
         for node, said in (await ask_all(handles, "hello", HELLO_S, term, self.run_identity)).items():
             if isinstance(said, dict):
                 found[node] = said
@@ -103,9 +133,9 @@ class Cluster(RunActors):
                 self.metrics[node] = said["metrics"]
             elif (refused := refusal(said)) is not None:
                 raise refused
-            else:
-                log.warning("node %s is not heard at the beginning: %r", node[:8], said)
-        return found
+            elif not is_dead(said):
+                silent[node] = said
+        return found, silent
 
     async def keeping(self, generations: tuple[GenerationSpec, ...]) -> dict[str, int]:
         """Newest step that each node keeps from an earlier launch; a run without one has none."""

@@ -38,7 +38,11 @@ GRACE_S = 1.0
 
 
 class RendezvousServer:
-    """Server of one node, for its agent; any thread may call it."""
+    """Server of one node, for its agent; any thread may call it.
+
+    A server may take long to listen. Only who asks for its address waits for that, and without the lock: the
+    agent's greeting and its end must not wait with it.
+    """
 
     def __init__(self, folder: Path, host: str, owner: str, ray_pid: int) -> None:
         """
@@ -50,19 +54,23 @@ class RendezvousServer:
         """
         self._path, self._host, self._owner, self._ray_pid = folder / RECORD, host, owner, ray_pid
         self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._again_s, self._frozen_s = 0.0, math.inf
         self.replaced = 0
         """How many servers were found frozen, or did not start."""
 
     def start(self) -> None:
-        """Begin to start a server where none lives; it takes seconds to listen."""
-        with self._lock:
-            self._start()
+        """Begin to start a server where none lives; it takes seconds to listen. Never waits."""
+        if self._lock.acquire(blocking=False):  # else somebody else does
+            try:
+                self._start()
+            finally:
+                self._lock.release()
 
     def keep(self, now_s: float) -> None:
         """Replace a server that died or is frozen, before the next generation asks for it; never waits."""
-        if now_s < self._again_s or not self._lock.acquire(blocking=False):
+        if now_s < self._again_s or self._stopped.is_set() or not self._lock.acquire(blocking=False):
             return
         try:
             if self._living() is not None:
@@ -88,31 +96,44 @@ class RendezvousServer:
         """Return the (host, port) of the living server, or of a new one once it listens.
 
         Raises:
-            PicotronError: it ended before it listened, or took too long.
+            PicotronError: it ended before it listened, took too long, or ``stop`` was called meanwhile.
         """
+        frozen = self._is_frozen()
         with self._lock:
-            if self._is_frozen():
+            if frozen and self._looks_frozen():  # nobody else has replaced it meanwhile
                 log.warning("the rendezvous store at %s is frozen: it is replaced", self._host)
                 self._replace()
             self._start()
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while (record := self._living()) is None:
-                if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
-                    self._replace()
-                    raise PicotronError(
-                        f"the rendezvous store at {self._host} did not start; the node's log says why"
-                    )
-                time.sleep(POLL_S)
-            return record["host"], record["port"]
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (record := self._living()) is None:
+            with self._lock:
+                self._refuse_failed(deadline)
+            self._stopped.wait(POLL_S)
+        return record["host"], record["port"]
+
+    def _refuse_failed(self, deadline: float) -> None:
+        """Raise PicotronError where there is no server any more that may still come to listen."""
+        if self._stopped.is_set():
+            raise PicotronError(f"the rendezvous store at {self._host} was stopped: the run has ended here")
+        if self._living() is not None:  # since the caller looked
+            return
+        if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
+            self._replace()
+            raise PicotronError(
+                f"the rendezvous store at {self._host} did not start; the node's log says why"
+            )
 
     def _is_frozen(self) -> bool:
         """Whether a living server has not answered itself for too long."""
         deadline = time.monotonic() + GRACE_S
-        while self._living() is not None and self._age_s() > FROZEN_S:
+        while self._looks_frozen():
             if time.monotonic() > deadline:
                 return True
-            time.sleep(POLL_S)
+            self._stopped.wait(POLL_S)
         return False
+
+    def _looks_frozen(self) -> bool:
+        return self._living() is not None and self._age_s() > FROZEN_S
 
     def _age_s(self) -> float:
         try:
@@ -125,13 +146,15 @@ class RendezvousServer:
         self._kill(read_record(self._path))
 
     def stop(self) -> None:
-        """End the server of this agent, if there is one."""
+        """End the server of this agent, if there is one; none is started any more."""
+        self._stopped.set()
         with self._lock:
-            self._again_s = math.inf
             record = read_record(self._path)
             self._kill(None if record is None or record["owner"] != self._owner else record)
 
     def _start(self) -> None:
+        if self._stopped.is_set():
+            return
         if self._living() is not None or (self._process is not None and self._process.poll() is None):
             return
         self._kill(read_record(self._path))

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,36 @@ def test_a_frozen_store_is_replaced_before_it_is_asked_for(tmp_path: Path) -> No
     assert server.replaced == 1
     assert server.address()
     server.stop()
+
+
+def test_neither_a_greeting_nor_the_end_waits_for_a_store_that_starts_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(rendezvous.sys, "executable", str(slow))
+    server = RendezvousServer(tmp_path, "127.0.0.1", "actor", os.getpid())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.address)
+        deadline = time.monotonic() + 10
+        while server._process is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process = server._process
+        assert process is not None
+        began = time.monotonic()
+        server.start()
+        server.keep(0.0)
+        assert server._process is process, "one that is on its way is left to it"
+        server.stop()
+        with pytest.raises(PicotronError, match="the run has ended here"):
+            waiting.result(timeout=5)
+        assert time.monotonic() - began < 5
+    assert process.poll() is not None
+    server.start()
+    with pytest.raises(PicotronError, match="the run has ended here"):
+        server.address()
+    assert server._process is None, "none is left behind by a question that came late"
 
 
 def test_a_store_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

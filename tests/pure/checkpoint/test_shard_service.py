@@ -89,11 +89,43 @@ def test_a_connection_that_breaks_after_it_worked_is_made_again(tmp_path: Path, 
 
     with closing(services[0]), closing(services[1]), closing(ShardClient(find, timeout_s=1.0)) as peer:
         far = RemoteSlot(peer, "w.0.slot", KEY)
-        assert peer._channel is not None
-        peer._channel.close()
+        assert peer.channel is not None
+        peer.channel.close()
         entry = far.shards[0]
         assert [box for box, _ in far.boxes(entry, entry.shard.box)] == [entry.shard.box]
         assert len(asked) == 2
+
+
+def test_a_connection_that_breaks_is_made_again_once_for_all_slots_that_are_read_over_it(
+    tmp_path: Path, service: ShardServer
+) -> None:
+    """Each slot opened for itself what it read next, and so undid what the other had just opened."""
+    names = [f"w.{rank}.slot" for rank in range(3)]
+    for rank, name in enumerate(names):
+        made = SlotFile.create(tmp_path / name, slot_bytes(SHARDS))
+        made.write(SlotHeader(*KEY, rank, ledger=()), SHARDS, [bytes(shard.nbytes) for shard in SHARDS])
+    asked: list[Endpoint] = []
+
+    def find() -> Endpoint:
+        asked.append(service.endpoint)
+        return service.endpoint
+
+    with closing(ShardClient(find, timeout_s=1.0)) as peer:
+        slots = [RemoteSlot(peer, name, KEY) for name in names]
+        for breaks in (1, 2):
+            assert peer.channel is not None
+            peer.channel.close()
+            for number, shard in enumerate(SHARDS):
+                for far in slots:
+                    assert [box for box, _ in far.boxes(far.shards[number], shard.box)] == [shard.box]
+            assert len(asked) == 1 + breaks
+        write(tmp_path, (1, 2, 6), seed=1)
+        peer.channel.close()
+        slots[1].check()
+        with pytest.raises(SlotUnreachableError, match="overwritten"):
+            slots[0].check()
+        slots[2].check()
+        assert len(asked) == 4, "what one slot's file became costs the others no connection"
 
 
 @pytest.mark.parametrize("what", ["spilled", "check"])
@@ -102,14 +134,14 @@ def test_so_it_is_for_the_ledger_and_for_the_last_check(
 ) -> None:
     (tmp_path / f"1-9{SUFFIX}").write_bytes(b"{}\n")
     far = RemoteSlot(peer, "w.0.slot", KEY)
-    assert peer._channel is not None
-    peer._channel.close()
+    assert peer.channel is not None
+    peer.channel.close()
     if what == "spilled":
         assert far.spilled(f"1-9{SUFFIX}") == b"{}\n"
     else:
         far.check()
         write(tmp_path, (1, 2, 6), seed=1)
-        peer._channel.close()
+        peer.channel.close()
         with pytest.raises(SlotUnreachableError):
             far.check()
 

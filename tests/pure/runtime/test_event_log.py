@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,22 @@ def test_another_head_begins_with_what_storage_has(tmp_path: Path) -> None:
     assert files.read_memory(tmp_path, lambda: stored) == ({"term": 4, "line": 9}, [])
     files.log_file(tmp_path, 5, 0).write_text(seal(HEADER) + "\n" + seal(event_line(1.0, EXIT, [], i=1)))
     record, lines = files.read_memory(tmp_path, lambda: stored)
-    assert (record, len(lines)) == (None, 1), "this machine knows more"
+    assert (record, len(lines)) == ({"term": 4, "line": 9}, 1), "and what this machine has beyond that"
+
+
+def test_a_machine_that_ran_the_run_before_takes_the_newer_record_of_storage(tmp_path: Path) -> None:
+    """The run was there in terms 1 and 2, elsewhere in terms 3 to 5, and is there again."""
+    stored = files.encode_record({"term": 5, "line": 9})
+    files.log_file(tmp_path, 2, 0).write_text(seal(HEADER) + "\n" + seal(event_line(1.0, EXIT, [], i=12)))
+    files.write_record(tmp_path, {"term": 2, "line": 10})
+    assert files.read_memory(tmp_path, lambda: stored) == ({"term": 5, "line": 9}, [])
+    older = files.encode_record({"term": 2, "line": 8})
+    for kept in (older, None, older[:-1]):
+        record, lines = files.read_memory(tmp_path, partial(bytes, kept) if kept else lambda: None)
+        assert (record, [line.data["i"] for line in lines]) == ({"term": 2, "line": 10}, [12])
+    (tmp_path / files.RECORD).write_bytes(b"torn")
+    record, lines = files.read_memory(tmp_path, lambda: stored)
+    assert (record, lines) == ({"term": 5, "line": 9}, [])
 
 
 def test_a_week_of_events_is_read_in_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1195,6 +1196,37 @@ def test_one_frozen_agent_keeps_no_other_from_being_heard(
 
     joined = {name: m.NodeJoined(name, 4) for name in "abc"}
     assert asyncio.run(looks()) == [[joined["b"], joined["c"]], [], [joined["a"]]]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_term_in_which_no_agent_answers_does_not_begin_as_if_there_were_none(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """All were stopped for a moment: their workers would come to light as strangers, and be killed."""
+    monkeypatch.setattr(cluster_module, "HELLO_S", 0.05)
+    frozen = nodes.frozen = {"a", "b"}
+    nodes.views = [view(name) for name in "ab"]
+    monkeypatch.setattr(cluster_module.ray, "get_actor", lambda name, _: nodes._agent(name[-1]))
+    told: list[tuple[str, ...]] = []
+
+    async def begin() -> dict[str, Any]:
+        later = partial(setattr, nodes, "now", nodes.now + cluster_module.ALL_SILENT_S)
+        asyncio.get_running_loop().call_later(0.3, frozen.clear if goes_on else later)
+        return await nodes.cluster.hello(1, lambda *words: told.append(words))
+
+    assert list(asyncio.run(begin())) == (["a", "b"] if goes_on else [])
+    assert told == [("warning", "agents", "none of 2 agents answers; they are waited for")]
+    nodes.frozen = {"b"}
+    assert list(asyncio.run(nodes.cluster.hello(1))) == ["a"], "one that answers says what is running"
+
+
+def test_agents_that_are_dead_are_not_waited_for(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes.views = [view("a")]
+    monkeypatch.setattr(cluster_module.ray, "get_actor", lambda name, _: nodes._agent(name[-1]))
+    nodes.hello["a"] = RayActorError(error_msg="gone")
+    began = time.monotonic()
+    assert asyncio.run(nodes.cluster.hello(1)) == {}
+    assert time.monotonic() - began < 10.0
 
 
 def test_a_node_that_cannot_join_keeps_no_other_from_it(nodes: Nodes) -> None:

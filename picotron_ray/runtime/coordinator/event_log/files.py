@@ -107,22 +107,30 @@ def read_memory(
     """Return the newest record of earlier terms, and the lines since.
 
     Args:
-        stored: reads the record that storage has, which may be of another machine; asked only where this one
-            has no log and no record.
+        stored: reads the record that storage has. It is newer than what is here where the terms since were on
+            another machine, or where the record here is torn.
         forget: what is there is of another run, which had this name once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if forget:
         clear(folder)
-    record = read_record(folder)
-    if record is None and not log_files(folder) and (data := stored()) is not None:
-        record = decode_record(data)
+    record = max(read_record(folder), _stored_record(stored), key=_covered)
     return record, list(lines_since(folder, record))
+
+
+def _stored_record(stored: Callable[[], bytes | None]) -> dict[str, Any] | None:
+    data = stored()
+    return None if data is None else decode_record(data)
+
+
+def _covered(record: dict[str, Any] | None) -> tuple[int, int]:
+    """Return the newest (term, line) that a record covers."""
+    return (0, -1) if record is None else (record["term"], record["line"])
 
 
 def lines_since(folder: Path, record: dict[str, Any] | None) -> Iterator[LoggedLine]:
     """Yield the lines that ``record`` does not cover, of all terms, oldest first; torn ones are skipped."""
-    skipped, at = 0, (0, -1) if record is None else (record["term"], record["line"])
+    skipped, at = 0, _covered(record)
     for path, start in _starts(folder, record):
         term, head = _place(path)[0], {}
         for number, text in enumerate(_texts(path, start)):

@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import console as report
 from picotron_ray.runtime.driver import submission
 from picotron_ray.runtime.driver.console import ProgressView, summary_lines
+from picotron_ray.runtime.driver.ended_run import stored_end
 from picotron_ray.runtime.driver.follow_run import (
     ALL_SEEN,
     DETACHED,
@@ -100,13 +102,15 @@ def _drive(
             console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
             return 0, None
         with ProgressView(console) as progress:
-            final = follow(job.name, coordinator, progress, signals, ray_job, local=local)
+            ended = partial(stored_end, job)
+            final = follow(job.name, coordinator, progress, signals, ray_job, local=local, ended=ended)
     if final is None:
         console.print(f"left running; `picotron-ray stop {job.name}` stops it", markup=False)
         return DETACHED, None
     for line in summary_lines(final["summary"]):
         console.print(line, markup=False, soft_wrap=True)
-    take_down(local, coordinator)
+    if not final.get("gone"):  # else its Ray may be too, of which nothing is to be asked
+        take_down(local, coordinator)
     return int(final["exit_code"]), final["summary"]
 
 

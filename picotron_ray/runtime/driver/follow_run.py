@@ -10,7 +10,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -104,6 +104,7 @@ def follow(
     ray_job: Submission | None = None,
     stop: bool = False,
     local: LocalRay | None = None,
+    ended: Callable[[int], dict[str, Any] | None] = lambda term: None,
 ) -> dict[str, Any] | None:
     """Show the run until it is done; returns its last status, or None where the user left.
 
@@ -114,6 +115,8 @@ def follow(
 
     Args:
         local: the run's own Ray, where it has one.
+        ended: what is known, without the coordinator, of the end of a run that was heard of in that term
+            (`ended_run.stored_end`); asked where it is gone.
 
     Raises:
         LostRunError: somebody ended the run or its Ray, or the coordinator stays silent.
@@ -131,7 +134,9 @@ def follow(
         if status is None:
             if final is not None:
                 return final
-            _refuse_lost(run, coordinator, local, time.monotonic() - heard)
+            if is_gone(run, coordinator, local):
+                return _end_of_lost(run, ended(term), progress)
+            _refuse_silent(run, time.monotonic() - heard)
         else:
             heard = time.monotonic()
             if stop and not status["stopping"] and not status["done"]:
@@ -170,13 +175,19 @@ def ask(coordinator: Any, method: str, *arguments: Any, timeout_s: float = 10.0)
     return found
 
 
-def _refuse_lost(run: str, coordinator: Any, local: LocalRay | None, silent_s: float) -> None:
-    """Raise LostRunError where nothing is to be expected of a coordinator that did not answer."""
-    if is_gone(run, coordinator, local):
+def _end_of_lost(run: str, end: dict[str, Any] | None, progress: ProgressView) -> dict[str, Any]:
+    """Return the end of a run whose coordinator is gone; raises LostRunError where it told none."""
+    if end is None:
         raise LostRunError(
             f"run {run} was ended from outside, as `picotron-ray stop --now` does, and told no"
             " result; launch it again to go on from its newest commit"
         )
+    progress.say(f"run {run} ended as {end['state']} while this process heard nothing of it")
+    return end
+
+
+def _refuse_silent(run: str, silent_s: float) -> None:
+    """Raise LostRunError where a coordinator has been silent for too long."""
     if silent_s > SILENCE_S:
         raise LostRunError(
             f"the coordinator of run {run} has not answered for {SILENCE_S:g} s; look at"

@@ -15,6 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import ray
@@ -30,6 +31,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.driver import console, driver, follow_run
+from picotron_ray.runtime.driver.ended_run import stored_end
 from picotron_ray.runtime.driver.resolve_job import FROM_WORDS, RUNNING_RUN, ResolvedJob, check_machine
 from picotron_ray.runtime.driver.resolve_job import resolve as resolve_job
 from picotron_ray.runtime.driver.submission import current
@@ -144,7 +146,9 @@ class ElasticTrainer:
         with _signals() as signals, _progress() as shown:
             watcher = _Watcher(self.job, self._context(), shown)
             try:
-                final = follow_run.follow(self.job.name, coordinator, watcher, signals, local=local)
+                ended = partial(stored_end, self.job)
+                known = (self.job.name, coordinator, watcher, signals)
+                final = follow_run.follow(*known, local=local, ended=ended)
             except BaseException:
                 if not follow_run.is_gone(self.job.name, coordinator, local):
                     _stop(coordinator)

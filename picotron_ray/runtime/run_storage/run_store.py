@@ -228,7 +228,7 @@ class RunStore:
             StorageError: storage does not take it.
         """
         self._log.confirm()
-        complete = {**summary, **self._ledger_figures()}
+        complete = {**summary, "term": self._log.term, **self._ledger_figures()}
         self._storage.put("summary.json", json.dumps(complete, indent=1).encode())
         return complete
 

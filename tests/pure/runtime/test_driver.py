@@ -60,7 +60,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 def drive(bench: Bench, final: Any, detach: bool = False) -> Any:
     bench.note_of("prepare", LOCAL)
     bench.note_of("_coordinator", "handle")
-    bench.patch.setattr(driver, "follow", lambda name, handle, progress, signals, ray_job, local: final)
+    bench.patch.setattr(driver, "follow", lambda *given, local, ended: final)
     return driver._drive(JOB, None, detach, bench.console)
 
 
@@ -68,6 +68,9 @@ def test_a_run_is_followed_to_its_end_and_its_ray_taken_down(bench: Bench) -> No
     assert drive(bench, {"summary": SUMMARY, "exit_code": 130}) == (130, SUMMARY)
     assert bench.told[-1] == ("take_down", LOCAL, "handle")
     assert bench.lines()[0] == "run night stopped at step 3 in 1.0 s"
+    bench.told.clear()
+    assert drive(bench, {"summary": SUMMARY, "exit_code": 3, "gone": True}) == (3, SUMMARY)
+    assert "take_down" not in [words[0] for words in bench.told], "a Ray that is gone is asked for nothing"
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.runtime.coordinator.followers import RECENT_S, Followers
 from picotron_ray.runtime.driver import follow_run
 from picotron_ray.runtime.driver.console import ProgressView
+from picotron_ray.runtime.driver.ended_run import stored_end
+from tests.support.runs.coordinator_world import job as a_job
 
 Answer = dict[str, Any] | None | Callable[[], None]
 
@@ -71,11 +77,13 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coordinator], tuple[Any,
     monkeypatch.setattr(follow_run, "poll", lambda coordinator, since, follower: coordinator.poll(since))
     monkeypatch.setattr(follow_run, "_request", lambda coordinator, what: coordinator.requests.append(what))
 
-    def follow(coordinator: Coordinator, local: Any = LIVING) -> tuple[Any, str]:
+    def follow(
+        coordinator: Coordinator, local: Any = LIVING, ended: Any = lambda term: None
+    ) -> tuple[Any, str]:
         with open(os.devnull, "w") as sink:
             console = Console(file=sink, record=True, width=200)
             with follow_run.signal_handlers() as signals, ProgressView(console) as progress:
-                final = follow_run.follow("night", coordinator, progress, signals, local=local)
+                final = follow_run.follow("night", coordinator, progress, signals, local=local, ended=ended)
         return final, console.export_text()
 
     return follow
@@ -152,6 +160,30 @@ def test_a_run_that_somebody_else_ended_is_told_at_once(shown: Any) -> None:
         shown(coordinator, ray)
     assert lost.value.exit_code == 1
     assert len(coordinator.answers) == 1, "silence alone is waited out; of a dead Ray nothing more is asked"
+
+
+def test_an_end_that_nobody_told_this_driver_is_the_one_that_storage_has(shown: Any, tmp_path: Path) -> None:
+    """It was stopped for longer than a coordinator that is done lingers."""
+    job = a_job(name="night", storage__url=str(tmp_path))
+    ended = partial(stored_end, job)
+
+    def run() -> Coordinator:
+        return Coordinator(status(3, 1), None, None)
+
+    storage, gone = open_storage(job.storage, job.name), SimpleNamespace(running=False)
+    with pytest.raises(follow_run.LostRunError):
+        shown(run(), gone, ended)
+    summary = {"term": 2, "status": "finished", "detail": "", "steps": 4}
+    for torn in (b"{", json.dumps(summary).encode(), json.dumps({**summary, "term": 3}).encode()[:-1]):
+        storage.put("summary.json", torn)
+        with pytest.raises(follow_run.LostRunError):  # that of an earlier launch says nothing of this one
+            shown(run(), gone, ended)
+    for name, code in (("finished", 0), ("failed", 3), ("storage", 4)):
+        summary = {**summary, "term": 3, "status": name}
+        storage.put("summary.json", json.dumps(summary).encode())
+        final, text = shown(run(), gone, ended)
+        assert (final["state"], final["exit_code"], final["summary"]) == (name, code, summary)
+        assert f"run night ended as {name}" in text
 
 
 def test_the_end_is_not_left_before_all_have_heard_of_it(

@@ -381,7 +381,7 @@ def test_a_first_coordinator_begins_with_nothing(whole: Any, tmp_path: Path) -> 
     whole._options["notes"] = ["hint"]
     begun = m.Begin(1, (m.Commit(5, A, "five", 1),), (spec(A),), None, (), ())
     assert begin(whole) == [
-        ("hello", 1),
+        ("hello", 1, whole._record.note),
         ("state", True),
         ("recall", None, [], ""),
         ("begin", 1, "figures of commits"),
@@ -618,7 +618,7 @@ def test_what_comes_before_the_begin_is_handled_after_it(whole: Any) -> None:
 def test_a_begin_that_an_agent_refuses_is_fenced_at_once(whole: Any) -> None:
     ended: list[m.Finish] = []
 
-    async def hello(term: int) -> Any:
+    async def hello(term: int, tell: Any) -> Any:
         raise FencedError("refused: term 2 is older than 3")
 
     async def end(finish: m.Finish) -> None:
@@ -695,7 +695,7 @@ def test_a_begin_that_fails_is_tried_again_under_the_same_term(
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    async def hello(term: int) -> Any:
+    async def hello(term: int, tell: Any) -> Any:
         tries[0] += 1
         if tries[0] < 4:
             raise KeyError("spec")

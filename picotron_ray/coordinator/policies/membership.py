@@ -51,6 +51,7 @@ class Roster:
         known = self.nodes.get(name)
         if known is None:
             node = self.nodes[name] = RosterNode(name, capacity, now)
+            self._go_on_leaving(name)
         else:
             node = known
             node.capacity, node.last_seen = capacity, now
@@ -59,6 +60,14 @@ class Roster:
             node.domain = traits.domain or node.domain
             node.has_gpus = traits.has_gpus or node.has_gpus
         return known is None
+
+    def _go_on_leaving(self, name: str) -> None:
+        """A node that was to go, and comes back after silence, is to go all the same."""
+        was, _ = self.silent.get(name, (None, ()))
+        if was is not None and was.draining:
+            self.drain(name)
+            node = self.nodes[name]
+            node.drain_deadline, node.drain_noticed = was.drain_deadline, was.drain_noticed
 
     def lose(self, name: str, *, silent: bool) -> list[RosterWorker]:
         """Forget a node; returns its workers, which are gone with it. A silent one may speak again."""

@@ -72,6 +72,18 @@ def sided(sim: Sim) -> None:
         node.storage_down_until = sim.now + sim.rng.uniform(2.0, 15.0)
 
 
+def island(sim: Sim) -> None:
+    """A switch fails amid a checkpoint: a node and storage are out of reach, and the node is back first."""
+    sim.tell(m.UserRequest("checkpoint"))
+    sim.after(sim.rng.uniform(0.2, 2.0), _cut_off, sim)
+
+
+def _cut_off(sim: Sim) -> None:
+    if (node := _some_node(sim)) is not None:
+        node.cut_until = max(node.cut_until, sim.now + sim.rng.uniform(2.5, 8.0))
+        sim.storage.down_until = max(sim.storage.down_until, node.cut_until + sim.rng.uniform(0.0, 8.0))
+
+
 def full(sim: Sim) -> None:
     """The memory for snapshots of a node is full for a while: nothing is sealed there."""
     if (node := _some_node(sim)) is not None:
@@ -105,4 +117,4 @@ def _back(sim: Sim) -> None:
         sim.shell.start()
 
 
-BREAKDOWNS = (freeze, reborn, lose, deaf, dumb, part, stuck, sided, full, hushed, rack, head)
+BREAKDOWNS = (freeze, reborn, lose, deaf, dumb, part, stuck, sided, island, full, hushed, rack, head)

@@ -3,7 +3,7 @@
 A launch awaits the answer of every node to the newest question, and the end of everybody who may still write.
 A worker counts as dead when that is heard, or after several orders to die. One that is not known is told to
 die. Only states that count are uploaded, by nodes that are there, and only their commits free what they hold.
-Growth waits for workers on their way.
+Growth waits for workers on their way, and none is started where a node is about to go.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Given:
     commit: m.AppendCommit | None = None  # the newest one whose reply is awaited
     heard: set[str] = field(default_factory=set)  # nodes that answered the newest request
     lost: set[str] = field(default_factory=set)  # nodes of which that was told
+    leaving: set[str] = field(default_factory=set)  # nodes that are announced to go
     starts: dict[str, float] = field(default_factory=dict)  # worker that has yet to answer: since when
     kills: dict[str, tuple[str, int]] = field(default_factory=dict)  # worker: its node, orders to die
     writers: set[str] = field(default_factory=set)  # of those, who was in a generation
@@ -63,6 +64,9 @@ class Orders:
                 given.heard.add(event.node)
         elif isinstance(event, m.NodeLost):
             given.lost.add(event.node)
+            given.leaving.discard(event.node)
+        elif isinstance(event, m.DrainNotice) and event.node in memory.roster.nodes:
+            given.leaving.add(event.node)
         elif isinstance(event, m.WorkerExited):
             given.starts.pop(event.worker, None)
             given.kills.pop(event.worker, None)
@@ -103,6 +107,8 @@ class Orders:
             self._launch(shell, given, command.spec)
         elif isinstance(command, m.StartWorker):
             given.starts[command.worker] = memory.now
+            if command.node in given.leaving:
+                self._say(f"{command.worker} is started on {command.node}, which is about to go")
         elif isinstance(command, m.AppendCommit):
             given.commit = command
         elif isinstance(command, m.Upload):

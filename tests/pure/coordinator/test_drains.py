@@ -6,6 +6,7 @@ import pytest
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.policies.drain import DrainView, decide
+from picotron_ray.coordinator.policies.membership import Roster
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.layout.layout import Layout
 from tests.support.runs.coordinator_world import World, job, of, outcomes, snapshot, spec
@@ -155,3 +156,23 @@ def test_a_node_is_kept_while_an_earlier_launch_left_state_there() -> None:
 def world_spec() -> m.GenerationSpec:
     """A generation of an earlier launch, with one worker."""
     return spec(1, m.Source("init"), None, Layout(dp=1))
+
+
+def test_a_node_that_is_to_go_is_so_too_when_it_comes_back_after_silence() -> None:
+    nodes = Roster()
+    nodes.join("b", 2, 0.0)
+    nodes.drain("b")
+    nodes.nodes["b"].drain_deadline, nodes.nodes["b"].drain_noticed = 500.0, 3.0
+    nodes.lose("b", silent=True)
+    assert nodes.leaving == set()
+    nodes.join("b", 2, 9.0)
+    back = nodes.nodes["b"]
+    assert (back.draining, back.drain_deadline, back.drain_noticed, nodes.leaving) == (
+        True,
+        500.0,
+        3.0,
+        {"b"},
+    )
+    nodes.lose("b", silent=False)
+    nodes.join("b", 2, 12.0)
+    assert not nodes.nodes["b"].draining, "another one of that name"

@@ -232,3 +232,12 @@ def test_room_for_a_snapshot_is_missed_when_all_is_long_calm(bench: Bench) -> No
         generation.step, bench.sim.now = step, now
         promptness.skipped(bench.node, generation)
         assert len(bench.sim.failures) == found
+
+
+def test_no_worker_is_started_where_a_node_is_about_to_go() -> None:
+    bench, start = Bench(), m.StartWorker("w2", "n1")
+    assert bench.handled(m.Tick(), start) == []
+    assert bench.handled(m.DrainNotice("n1", 120.0)) == []
+    assert bench.handled(m.Tick(), start) == ["w2 is started on n1, which is about to go"]
+    assert bench.handled(m.NodeLost("n1", "gone")) == []
+    assert bench.handled(m.Tick(), start) == []

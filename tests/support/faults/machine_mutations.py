@@ -458,17 +458,6 @@ def what_a_silent_node_holds_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 @own
-def seals_of_a_silent_node_are_dropped(patch: pytest.MonkeyPatch) -> None:
-    real = event_handlers.snapshot_sealed
-
-    def sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
-        if event.node in memory.roster.nodes:
-            real(memory, event)
-
-    _handler(patch, m.SnapshotSealed, sealed)
-
-
-@own
 def the_log_entry_of_a_generation_is_left_out(patch: pytest.MonkeyPatch) -> None:
     real = AppendQueue.push
     patch.setattr(
@@ -485,27 +474,6 @@ def a_running_generation_is_never_adopted(patch: pytest.MonkeyPatch) -> None:
 
 
 @own
-def an_adopted_generations_lost_members_are_taken_for_living(patch: pytest.MonkeyPatch) -> None:
-    real = event_handlers._adopt
-
-    def adopt(memory: MachineMemory, spec: m.GenerationSpec) -> None:
-        for member in spec.members:
-            if member.worker not in memory.roster.workers:
-                memory.roster.join(member.node, 8, memory.now)
-                memory.roster.workers[member.worker] = membership.RosterWorker(
-                    member.worker, member.node, "busy", memory.now
-                )
-        real(memory, spec)
-
-    patch.setattr(event_handlers, "_adopt", adopt)
-
-
-@own
-def pins_of_an_earlier_term_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(event_handlers, "_release_committed", lambda memory, node: None)
-
-
-@own
 def a_node_is_given_back_with_what_only_it_holds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(drains, "_settled", lambda memory: True)
 
@@ -519,14 +487,6 @@ def a_drained_node_gets_new_workers(patch: pytest.MonkeyPatch) -> None:
         self.nodes[name].draining = False
 
     patch.setattr(Roster, "drain", drain)
-
-
-@own
-def resume_step_is_obeyed_again_after_each_restart(patch: pytest.MonkeyPatch) -> None:
-    def plan(memory: MachineMemory, event: m.Begin) -> None:
-        memory.rewind = memory.job.checkpoint.resume_step
-
-    patch.setattr(event_handlers, "_plan_rewind", plan)
 
 
 @own

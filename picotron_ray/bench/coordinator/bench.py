@@ -188,7 +188,7 @@ def bench(
         folder = Path(name)
         calls = _real_calls(folder, workers_each) if with_calls else None
         job = job_of(nodes, workers_each, folder / "storage")
-        cluster = FakeCluster(nodes, workers_each, job.elastic.heartbeat_s)
+        cluster = FakeCluster(job, nodes, workers_each)
         coordinator = WatchedCoordinator(job, cluster, folder / "events")
         cluster.on_exit, cluster.on_uploaded = coordinator.worker_exited, coordinator.uploaded
         load = Load(coordinator, cluster, CHECKPOINT_S)

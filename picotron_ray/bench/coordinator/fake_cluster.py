@@ -1,7 +1,8 @@
 """Fake cluster of any size: what the coordinator's shell calls, answered without Ray, agents or workers.
 
 Every call is answered after a short sleep on the coordinator's own loop. A generation's call stays open until
-its member is interrupted or killed, as a real one does.
+its member is interrupted or killed, as a real one does. What the shell knows of nodes and workers, and how it
+looks at them, is the real cluster's code: only what Ray would say is made up.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import (
     Appended,
     DrainNotice,
@@ -32,9 +34,10 @@ from picotron_ray.coordinator.messages import (
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
 from picotron_ray.runtime.coordinator.cluster import Cluster, NodeEvent
-from picotron_ray.runtime.coordinator.run_actors import IsNewest
+from picotron_ray.runtime.coordinator.run_actors import IsNewest, RunActors
 from picotron_ray.runtime.coordinator.storage_patience import Activity
 from picotron_ray.runtime.node_agent.uploads import Ended
+from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
 LATENCY_S = 0.005
@@ -55,21 +58,25 @@ class FakeWorker:
 class FakeCluster(Cluster):
     """Nodes of ``workers_each`` workers; ``step`` is what all members of the generation have finished."""
 
-    def __init__(self, nodes: int, workers_each: int, heartbeat_s: float) -> None:
-        self.nodes = [f"{index:06d}" for index in range(nodes)]
+    def __init__(self, job: JobConfig, nodes: int, workers_each: int) -> None:
+        RunActors.__init__(self, job)  # the cluster's own beginning asks Ray
+        self.nodes = [f"{index:056x}" for index in range(nodes)]  # as long as Ray's names
         self.workers: dict[str, FakeWorker] = {}
-        self.on_node: dict[str, list[str]] = {node: [] for node in self.nodes}
+        self._workers = self.workers  # type: ignore[assignment]  # in the place of Ray's handles
         self.workers_each = workers_each
         self.spec: GenerationSpec | None = None
         self.told_s = 0.0  # when a member was last told to leave
         self.began_s = 0.0  # of the generation, by the monotonic clock
         self.metrics: dict[str, dict[str, str]] = {}
-        self.groups = BeatGroups(heartbeat_s)
+        self.groups = BeatGroups(job.elastic.heartbeat_s)
         self._traits: dict[str, Any] = {}
-        self._store_failures = Counter[str]()
+        self._heard: dict[str, float] = {}
+        self._errors = Counter[str]()
+        self._order: list[str] = []
+        self._capacity: dict[str, int] = {}
+        self._needs = WorkerNeeds(cpus=1.0, gpus=0.0)
         self.on_exit: Callable[[str, str], None] = lambda worker, cause: None  # the agents' report
         self.on_uploaded: Callable[[str, Ended], None] = lambda node, end: None
-        self._told = False
 
     # --- nodes -------------------------------------------------------------------------------------------
 
@@ -80,26 +87,27 @@ class FakeCluster(Cluster):
         return {}
 
     async def changes(self, term: int) -> list[NodeEvent]:
-        """Return all nodes at once, which is the worst case."""
-        found: list[NodeEvent] = [NodeJoined(node, self.workers_each) for node in self.nodes]
-        news, self._told = ([] if self._told else found), True
-        return news
+        """Return all nodes at once, which is the worst case; later, look at them as the real cluster does."""
+        if not self._order:
+            self._order, self._capacity = list(self.nodes), dict.fromkeys(self.nodes, self.workers_each)
+            return [NodeJoined(node, self.workers_each) for node in self.nodes]
+        return self._changed_room({node: self._view(node) for node in self._order})
+
+    def _view(self, node: str) -> NodeView:
+        """Return what Ray would say of a node on which nothing else runs."""
+        free = self.workers_each - self._placed.count(node)
+        return NodeView(node, node, self.workers_each, 0.0, free, 0.0)
 
     async def drains(self) -> list[DrainNotice]:
         return []
 
     def lose_node(self, node: str) -> NodeLost:
         """Take a node away; returns the event that Ray's list of nodes would lead to."""
-        for name in self.on_node.pop(node):
+        for name in self.workers_on(node):
             self._end(name)
         self.nodes.remove(node)
+        self._forget(node)
         return NodeLost(node, "Ray reports it dead")
-
-    def heard(self, node: str) -> None:
-        """Nothing to note: no agent is asked whether it lives."""
-
-    def gone(self, worker: str) -> None:
-        """Nothing to account for: there are no resources."""
 
     def agent_died(self, node: str) -> None:
         raise AssertionError(f"no agent of the fake cluster dies: {node}")
@@ -113,13 +121,10 @@ class FakeCluster(Cluster):
         await asyncio.sleep(LATENCY_S)
         return "fake", 1
 
-    def note_workers(self, node: str, workers: Iterable[str]) -> None:
-        """Every worker is known."""
-
     async def start_worker(self, worker: str, node: str) -> str:
         await asyncio.sleep(LATENCY_S)
         self.workers[worker] = FakeWorker(node)
-        self.on_node[node].append(worker)
+        self._node_of[worker] = self._placed[worker] = node
         return ""
 
     async def kill_worker(self, term: int, worker: str, is_newest: IsNewest) -> None:
@@ -130,7 +135,6 @@ class FakeCluster(Cluster):
         """End a worker's process."""
         held = self.workers.get(worker)
         if held is not None:
-            self.on_node[held.node].remove(worker)
             self._end(worker)
             self.on_exit(worker, "process gone")
 
@@ -185,7 +189,7 @@ class FakeCluster(Cluster):
 
     def sealed_slots(self, node: str, step: int) -> list[SlotInfo]:
         """Return the slots of a checkpoint of ``step`` on one node."""
-        members = [(name, self.workers[name]) for name in self.on_node[node]]
+        members = [(name, self.workers[name]) for name in self.workers_on(node)]
         return [slot for name, held in members if held.spec for slot in self._slots(name, held, [step])]
 
     async def call_agent(
@@ -205,17 +209,11 @@ class FakeCluster(Cluster):
             _, generation, step, _ = arguments
             self.on_uploaded(node, Ended(generation, step, {}))
         if method == "inventory":
-            return tuple(slot for name in self.on_node.get(node, ()) for slot in self.workers[name].slots)
+            return tuple(slot for name in self.workers_on(node) for slot in self.workers[name].slots)
         return {}
 
     def adopt_workers(self, members: tuple[Member, ...]) -> None:
         assert not members
-
-    def node_of(self, worker: str) -> str:
-        return self.workers[worker].node if worker in self.workers else ""
-
-    def workers_on(self, node: str) -> list[str]:
-        return list(self.on_node.get(node, ()))
 
     async def figures(self) -> dict[str, list[dict[str, Any]]]:
         return {}

@@ -80,7 +80,7 @@ class Load:
     def _pages(self, node: str) -> Figures:
         cluster, now = self._cluster, time.monotonic()
         found = []
-        for name in cluster.on_node.get(node, ()):
+        for name in cluster.workers_on(node):
             held = cluster.workers.get(name)
             if held is not None:
                 found.append(page(name, held.spec, held.rank, cluster.step(), now))

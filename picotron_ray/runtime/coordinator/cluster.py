@@ -251,7 +251,7 @@ class Cluster(RunActors):
         smaller than it is, which starts nothing.
         """
         assert self._needs is not None
-        own = sum(node == view.id for node in self._placed.values())
+        own = self._placed.count(view.id)
         return min(view.capacity(self._needs), own + view.room(self._needs))
 
     async def _join(self, term: int, view: NodeView) -> list[NodeEvent]:
@@ -284,7 +284,8 @@ class Cluster(RunActors):
         if node in self._order:
             self._order.remove(node)
         self._capacity.pop(node, None)
-        self._placed = {worker: at for worker, at in self._placed.items() if at != node}
+        for worker in self._placed.on(node):
+            self.gone(worker)
         self._heard.pop(node, None)
         self._traits.pop(node, None)
         self.groups.forget(node)

@@ -63,11 +63,14 @@ class CommandExecutor:
         self._uploads: dict[str, m.Upload] = {}  # by node: what was asked for last and has not ended
         self._parts: dict[tuple[m.GenerationId, int], dict[str, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.supervisor = Supervisor(record.note)
+        self.supervisor = Supervisor(record.note, self._stop)
         self._orders = WorkerOrders(loop, cluster, self._told)
         self._newest: m.GenerationId | None = None  # that was ordered
         self.term = 0
         self.ending = False
+
+    def _stop(self) -> None:
+        self.ending = True
 
     def carry_out(self, command: m.Command) -> None:
         """Start the work of a command."""

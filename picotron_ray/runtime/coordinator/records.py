@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from math import isfinite
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
@@ -122,7 +123,8 @@ class Facts:
     generations: list[GenerationRecord] = field(default_factory=list)
     failures: list[FailureRecord] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    pages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pages: dict[str, dict[str, Any]] = field(default_factory=dict)  # by worker
+    paged: dict[str, list[str]] = field(default_factory=dict)  # workers of `pages`, by node
     submissions: list[dict[str, Any]] = field(default_factory=list)
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=500))
     tokens: int = 0  # up to the newest step that any generation reached
@@ -148,23 +150,34 @@ class Facts:
         """Add a generation; of the oldest ones less is kept, so that this does not grow with their number."""
         self.generations.append(record)
         del self.generations[1 : 1 - GENERATIONS_KEPT]  # the first one tells where the run began
-        named = [one for one in self.generations if one.members is not None]
+        named = [at for at, one in enumerate(self.generations) if one.members is not None]
         kept = 0
-        for at, one in enumerate(reversed(named)):
+        for number, at in enumerate(reversed(named)):
+            one = self.generations[at]
             kept += one.workers
-            if at >= NAMED_ALWAYS and kept > MEMBERS_KEPT:
-                one.members, one.involved = None, frozenset()
+            if number >= NAMED_ALWAYS and kept > MEMBERS_KEPT:  # another record: a copy may share this one
+                self.generations[at] = replace(one, members=None, involved=frozenset())
 
     def struck_by(self, failure: FailureRecord) -> frozenset[str]:
         """Workers and nodes of the generation that a failure struck, as far as they are kept."""
         found = (one.involved for one in reversed(self.generations) if str(one.id) == failure.struck)
         return next(found, frozenset())
 
-    def forget_pages(self, worker: str = "", node: str = "") -> None:
-        """Drop the page of a worker, or of all on a node, that is gone."""
+    def take_pages(self, node: str, pages: list[dict[str, Any]]) -> None:
+        """Replace the pages of a node's workers: one that is not among them any more is gone."""
+        for worker in self.paged.pop(node, ()):
+            self.forget_page(worker)
+        for page in pages:
+            page["node"] = node
+            if not isfinite(page["eval_loss"]):
+                page["eval_loss"] = None  # as JSON has no NaN
+            self.pages[page["worker"]] = page
+        if pages:
+            self.paged[node] = [page["worker"] for page in pages]
+
+    def forget_page(self, worker: str) -> None:
+        """Drop the page of a worker that is gone."""
         self.pages.pop(worker, None)
-        if node:
-            self.pages = {name: page for name, page in self.pages.items() if page["node"] != node}
 
     def copied(self) -> Facts:
         """Copy what later events change; what is over is shared, since nothing changes it."""
@@ -177,6 +190,7 @@ class Facts:
             failures=[*open_, *(replace(one) for one in self.failures[-1:])],
             checkpoints=list(self.checkpoints),
             pages={},
+            paged={},
             submissions=list(self.submissions),
             step_times=self.step_times.copy(),
             noted=self.noted.copy(),

@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
 from picotron_ray.errors import FencedError
+from picotron_ray.runtime.coordinator.by_node import ByNode
 from picotron_ray.runtime.coordinator.ray_calls import (
     AGENT_BACK_S,
     CALL_S,
@@ -40,8 +41,8 @@ class RunActors:
         self._job = job
         self._agents: dict[str, ActorHandle] = {}
         self._workers: dict[str, ActorHandle] = {}
-        self._node_of: dict[str, str] = {}
-        self._placed: dict[str, str] = {}  # ready worker: its node, where it holds resources
+        self._node_of = ByNode()
+        self._placed = ByNode()  # ready workers: they hold resources of their node
         self._store_failures: Counter[str] = Counter()  # by node: stores that froze, or did not start
 
     def store_home(self, spec: GenerationSpec) -> str:
@@ -167,7 +168,7 @@ class RunActors:
 
     def workers_on(self, node: str) -> list[str]:
         """Workers that were started on a node and not killed since."""
-        return [worker for worker in self._workers if self._node_of[worker] == node]
+        return [worker for worker in self._node_of.on(node) if worker in self._workers]
 
     async def figures(self) -> dict[str, list[dict[str, Any]]]:
         """Ask for the pages of all living workers, by node, as they are now."""

@@ -6,7 +6,6 @@ method takes the lock.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -36,6 +35,7 @@ from picotron_ray.runtime.coordinator.records import (
     sign_of,
     strike_of,
 )
+from picotron_ray.runtime.coordinator.storage_trouble import StorageTrouble
 
 SEQ_GAP = 1_000_000
 """More events than an earlier term can have told since its last record; numbers of events never repeat."""
@@ -62,7 +62,8 @@ class RunRecord:
         self._stop_of: str | None = None  # launch that was asked to stop
         self._line = 0  # of this term's log, newest that was observed
         self._continues = False  # events are numbered on from where an earlier term was
-        self._uncommitted = False  # storage fails, or something that was kept is still to be committed
+        self._trouble = StorageTrouble()  # with storage
+        self._lost: set[str] = set()  # nodes, until they join again
 
     def begin(self, term: int, commit_figures: Mapping[int, dict[str, Any]]) -> None:
         """Take over as the coordinator of ``term``.
@@ -73,6 +74,7 @@ class RunRecord:
         with self._lock:
             self._term, self._commit_figures = term, commit_figures
             self._running = False  # generations so far were recalled
+            self._trouble.begun()
             self.note("info", "term", f"coordinator of term {term}")
 
     # --- filling -----------------------------------------------------------------------------------------
@@ -85,8 +87,7 @@ class RunRecord:
             event = {"seq": self._seq, "t": time.time(), "level": level, "kind": kind, "text": text}
             self._facts.events.append({**event, "data": bounded(data or {})})
             self._facts.count(level, kind, data or {})
-            if kind == "storage-wait" or (kind, level) == ("kept", "info"):
-                self._uncommitted = True
+            self._trouble.noted(level, kind)
 
     def attached(self, submission: dict[str, Any]) -> None:
         """Note a Ray job whose driver started or follows the run; known ones are not told again."""
@@ -98,13 +99,12 @@ class RunRecord:
                 )
 
     def figures(self, node: str, figures: list[dict[str, Any]]) -> None:
-        """Take the pages of a node's workers, as its heartbeat brought them."""
+        """Take the pages of all of a node's workers, as its heartbeat brought them."""
         with self._lock:
+            if node in self._lost:
+                return  # a heartbeat from before, which another node carried
+            self._facts.take_pages(node, figures)
             for page in figures:
-                page["node"] = node
-                if not math.isfinite(page["eval_loss"]):
-                    page["eval_loss"] = None  # as JSON has no NaN
-                self._facts.pages[page["worker"]] = page
                 self._facts.baseline_loss = max(self._facts.baseline_loss or 0.0, page["baseline_loss"])
                 self._follow(page)
 
@@ -149,7 +149,7 @@ class RunRecord:
     def _remember(self, memo: dict[str, Any]) -> None:
         self._facts = read_facts(memo["facts"])
         self._open = [self._facts.failures[index] for index in memo["open"]]
-        self._began, self._uncommitted = memo["began_s"], memo["uncommitted"]
+        self._began, self._trouble = memo["began_s"], StorageTrouble.read(memo["uncommitted"])
         self._stop_of, self._seq = memo["stop_of"], memo["seq"] + SEQ_GAP
         self._continues = True
 
@@ -162,7 +162,7 @@ class RunRecord:
                 "line": self._line,
                 "began_s": self._began,
                 "seq": self._seq,
-                "uncommitted": self._uncommitted,
+                "uncommitted": self._trouble.plain(),
                 "stop_of": self._stop_of,
                 "open": places(self._facts.failures, self._open),
             }
@@ -209,16 +209,17 @@ class RunRecord:
 
     def _observe_event(self, event: m.Event, at_s: float) -> None:
         if isinstance(event, m.WorkerExited):
-            self._facts.forget_pages(worker=event.worker)
+            self._facts.forget_page(event.worker)
         elif isinstance(event, m.NodeLost):
-            self._facts.forget_pages(node=event.node)
+            self._facts.take_pages(event.node, [])
+            self._lost.add(event.node)
+        elif isinstance(event, m.NodeJoined):
+            self._lost.discard(event.node)
         if isinstance(event, m.UserRequest) and event.what == "stop":
             self._stop_of = self._launch
-        if isinstance(event, m.Uploaded | m.Appended) and event.error:
-            self._uncommitted = True
+        self._trouble.observe(event)
         if isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self._committed(event)
-            self._uncommitted = False
             self._facts.committed_at_s = at_s
         if isinstance(event, m.Planned) and not event.error:
             self._facts.planned_s.append(event.planned_s)
@@ -348,7 +349,7 @@ class RunRecord:
                 "eval_loss": newest_eval.get("eval_loss"),
                 "eval_step": newest_eval.get("eval_step"),
                 "baseline_loss": self._facts.baseline_loss,
-                "uncommitted": self._uncommitted,
+                "uncommitted": bool(self._trouble),
                 "committed": max((entry["step"] for entry in self._facts.checkpoints), default=None),
                 "pages": dict(pages),
                 "metrics": self._metrics,

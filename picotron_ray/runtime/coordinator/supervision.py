@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from picotron_ray.errors import PicotronError
+from picotron_ray.runtime.coordinator.event_log.files import EXITS
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -27,9 +29,8 @@ RETRY_PAUSE_S = 1.0
 EXIT_CODE = 70
 EXIT_PAUSE_S = 2.0
 MOST_PAUSE_S = 120.0
-FRESH_S = 900.0
-"""An exit that is the first one for so long is taken for the first of all."""
-EXITS = "exits"
+FRESH_S = 600.0
+"""An exit of a process that lived for so long since the last one is taken for the first of all."""
 
 
 def exit_pause_s(folder: Path | None, now_s: float) -> float:
@@ -55,12 +56,16 @@ def exit_pause_s(folder: Path | None, now_s: float) -> float:
 class Supervisor:
     """Counter and teller of unexpected errors, by the name of the loop or task that they struck."""
 
-    def __init__(self, note: Callable[[str, str, str], None]) -> None:
+    def __init__(
+        self, note: Callable[[str, str, str], None], stop: Callable[[], None] = lambda: None
+    ) -> None:
         """
         Args:
             note: takes level, kind and text of an event.
+            stop: ends all that decides or tries again, since this process is to exit.
         """
-        self._note = note
+        self._note, self._stop = note, stop
+        self._leaving = False
         self.counts: Counter[str] = Counter()
         self.folder: Path | None = None  # where exits are counted
         self.leave: Callable[[str, BaseException], None] = self._leave
@@ -124,12 +129,20 @@ class Supervisor:
             self.exit(name, error)
 
     def exit(self, name: str, error: BaseException) -> None:
-        """Tell of an error and end this process, so that Ray starts it again."""
+        """Tell of an error, stop what goes on, and end this process, so that Ray starts it again."""
         self.failed(name, error)
-        self.leave(name, error)
+        self._stop()
+        if not self._leaving:
+            self._leaving = True
+            self.leave(name, error)
 
     def _leave(self, name: str, error: BaseException) -> None:
         pause_s = exit_pause_s(self.folder, time.time())
         log.critical("coordinator: exits in %g s after an error of %s; Ray starts it again", pause_s, name)
-        time.sleep(pause_s)
-        os._exit(EXIT_CODE)
+        # on a thread: what was begun on the loop ends as it would, and calls do not pile up before it
+        threading.Thread(target=_exit_after, args=(pause_s,), name="exit", daemon=True).start()
+
+
+def _exit_after(pause_s: float) -> None:
+    time.sleep(pause_s)
+    os._exit(EXIT_CODE)

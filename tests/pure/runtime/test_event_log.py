@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,66 @@ def test_what_waits_for_a_disk_is_bounded_and_what_is_missing_counted(
     written = len(logs.read())
     assert 10 <= written <= 12
     assert logs.told[1][1].endswith(f"; {105 - written} events are missing from it")
+
+
+def test_a_record_that_cannot_be_made_holds_up_no_line(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told once, and tried again; it ended the thread, and every later line waited in memory."""
+    monkeypatch.setattr(writer, "RECORD_LINES", 2)
+    log, made = logs.log(), log_record(logs)
+    monkeypatch.setattr(log, "_record", lambda: made(fails=True))
+    logs.add(log, 9)
+    until(lambda: len(logs.read()) == 9)
+    [(level, text)] = logs.told
+    assert (level, "record cannot be made (TypeError('torn'))" in text) == ("error", True)
+    monkeypatch.setattr(log, "_record", made)
+    logs.add(log, 2)
+    until(lambda: files.read_record(logs.folder))
+    log.close()
+    assert logs.read() == [(1, i) for i in range(1, 12)]
+    assert len(logs.told) == 1
+
+
+def log_record(logs: Logs) -> Callable[..., dict[str, Any]]:
+    def record(fails: bool = False) -> dict[str, Any]:
+        if fails:
+            raise TypeError("torn")
+        return {"term": 1, "line": logs.line}
+
+    return record
+
+
+def test_no_error_ends_the_log(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logs.log()
+    failing, append = [True], log._append
+
+    def broken(line: bytes) -> None:
+        if failing[0]:
+            raise RuntimeError("a bug")
+        append(line)
+
+    monkeypatch.setattr(log, "_append", broken)
+    logs.add(log, 3)
+    until(lambda: logs.told)
+    assert "RuntimeError('a bug')" in logs.told[0][1]
+    failing[0] = False
+    until(lambda: len(logs.told) == 2)
+    log.close()
+    assert logs.read() == [(1, 1), (1, 2), (1, 3)]
+
+
+def test_an_event_that_cannot_be_written_is_left_out(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logs.log()
+    log.add(1.0, 0.0, object(), [])  # type: ignore[arg-type]
+    logs.add(log, 1)
+    until(logs.read)
+    assert (logs.read(), logs.told) == ([(1, 2)], [])
+
+
+def test_logs_of_another_run_go_with_the_count_of_its_exits(tmp_path: Path) -> None:
+    for name in ("events-1.jsonl", files.RECORD, files.EXITS):
+        (tmp_path / name).write_text("x")
+    files.read_memory(tmp_path, lambda: None, forget=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_log_never_has_more_than_two_parts(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.replay import event_line
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
-from picotron_ray.runtime.coordinator import run_record
+from picotron_ray.runtime.coordinator import records, run_record
 from picotron_ray.runtime.coordinator.beginning import begin_event
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.records import MEMBERS_KEPT
@@ -432,6 +432,21 @@ def test_the_newest_members_are_kept_however_many_they_are(run: Run) -> None:
     assert named == [False, True, True]
 
 
+def test_members_that_are_given_up_meanwhile_are_in_a_record_that_was_copied_before(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log's thread formats a copy without the lock; it found no members where it had just seen some."""
+    monkeypatch.setattr(records, "MEMBERS_KEPT", 4)
+    for n in (1, 2):
+        run.generation(n, "abc", 0, float(n))
+    copied = run.record._facts.copied()
+    before = run_record.plain_facts(copied)
+    for n in (3, 4):
+        run.generation(n, "abc", 0, float(n))
+    assert run_record.plain_facts(copied) == before
+    assert "names" not in run.record.memo()["facts"]["generations"][0]
+
+
 def test_nobody_waits_for_a_record_that_is_turned_into_values(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,3 +502,76 @@ def test_a_record_of_an_earlier_version_is_read(run: Run) -> None:
     later.recall(json.loads(json.dumps(memo)), [])
     assert later.status(0)["members"] == ["a", "b", "c"]
     assert later.memo()["facts"]["failures"][0]["struck"] == "1.1"
+
+
+def test_a_heartbeat_that_comes_late_brings_back_no_page_for_good(run: Run) -> None:
+    """A relay carries it for a second; what it says of a worker that died since lasts until the next."""
+    run.generation(1, "ab", 0, 1.0, "init")
+    late = [page("a"), page("b")]
+    run.record.figures("node", late)
+    run.record.figures("other", [page("c")])
+    run.tell(2.0, m.WorkerExited("a", "died"))
+    run.record.figures("node", late)
+    run.record.figures("node", [page("b")])
+    assert set(run.record.status(0)["pages"]) == {"b", "c"}
+    run.tell(3.0, m.NodeLost("node", "gone"))
+    assert set(run.record.status(0)["pages"]) == {"c"}
+    run.record.figures("node", late)
+    assert set(run.record.status(0)["pages"]) == {"c"}, "no later one comes of a node that is lost"
+    run.tell(4.0, m.NodeJoined("node", 2))
+    run.record.figures("node", [page("d")])
+    assert set(run.record.status(0)["pages"]) == {"c", "d"}
+
+
+def appended(kind: Any, error: str = "", step: int = 0) -> m.Appended:
+    return m.Appended(kind, m.GenerationId(1, 1), step, 0 if error else 7, error=error)
+
+
+def uploaded(error: str = "", node: str = "node") -> m.Uploaded:
+    return m.Uploaded(node, m.GenerationId(1, 1), 10, error)
+
+
+@pytest.mark.parametrize(
+    ("told", "is_uncommitted"),
+    [
+        ([uploaded("gone:w1.0.slot")], False),
+        ([uploaded("corrupt:w1.0.slot")], False),
+        ([uploaded("503")], True),
+        ([uploaded("503"), uploaded("", "other")], True),
+        ([uploaded("503"), uploaded()], False),
+        ([uploaded("503"), uploaded("gone:w1.0.slot")], False),
+        ([uploaded("503"), m.NodeLost("node", "gone")], False),
+        ([appended("generation", "503")], True),
+        ([appended("generation", "503"), appended("generation")], False),
+        ([appended("commit", "503", 10), uploaded()], True),
+        ([uploaded("503"), appended("commit", "503", 10), appended("commit", "", 10)], False),
+    ],
+)
+def test_a_run_is_uncommitted_while_storage_fails(
+    run: Run, told: list[m.Event], is_uncommitted: bool
+) -> None:
+    """`stop --now` is refused then, and in no other case."""
+    run.tell(1.0, *told)
+    assert run.record.status(0)["uncommitted"] is is_uncommitted
+    again = RunRecord(job())
+    again.recall(json.loads(json.dumps(run.record.memo())), ())
+    assert again.status(0)["uncommitted"] is is_uncommitted, "a restart forgets no reason, and finds none"
+
+
+def test_a_wait_for_storage_ends_with_its_answer_and_what_was_kept_with_a_commit(run: Run) -> None:
+    def is_uncommitted() -> bool:
+        return bool(run.record.status(0)["uncommitted"])
+
+    run.record.note("warning", "storage-wait", "no answer")
+    assert is_uncommitted()
+    run.record.begin(1, {})
+    assert not is_uncommitted()
+    run.record.note("warning", "storage-wait", "no answer")
+    run.record.note("info", "kept", "step 3")
+    run.tell(1.0, appended("generation"))
+    assert is_uncommitted()
+    run.tell(2.0, appended("commit", "", 3))
+    assert not is_uncommitted()
+    old = RunRecord(job())
+    old.recall({**run.record.memo(), "uncommitted": True}, ())
+    assert old.status(0)["uncommitted"], "as a record of an earlier version says it"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,7 +154,8 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     made._planner, made._flush_s = SimpleNamespace(close=lambda: None), 0.5
     made._evidence = SimpleNamespace(begin=lambda term, folder: None)
-    made._supervisor = Supervisor(lambda *words: note("note", *words))
+    end = partial(setattr, made._executor, "ending", True)
+    made._supervisor = Supervisor(lambda *words: note("note", *words), end)
     made._begun, made._early = True, EarlyEvents()
     made._cluster = SimpleNamespace(
         gone=lambda worker: note("gone", worker),
@@ -634,7 +636,15 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
     monkeypatch.setattr(supervision.os, "_exit", codes.append)
     monkeypatch.setattr(supervision, "EXIT_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervision, "threading", SimpleNamespace(Thread=AtOnce))
     return codes
+
+
+class AtOnce:
+    """A thread whose work is done when it has been started."""
+
+    def __init__(self, target: Any, args: Any, **how: Any) -> None:
+        self.start = lambda: target(*args)
 
 
 def test_an_error_of_the_machine_ends_the_process(coordinator: Any, exits: list[int]) -> None:
@@ -680,10 +690,32 @@ def test_an_exit_waits_as_long_as_those_before_it_ask_for(
     clock = SimpleNamespace(time=lambda: 50.0 + sum(slept), sleep=slept.append)
     monkeypatch.setattr(supervision, "time", clock)
     monkeypatch.setattr(supervision, "EXIT_PAUSE_S", 3.0)
-    coordinator._supervisor.folder = tmp_path
     for _ in range(2):
-        coordinator._supervisor.exit("the machine", AssertionError("x"))
-    assert (slept, exits) == ([3.0, 6.0], [supervision.EXIT_CODE] * 2)
+        supervisor = supervision.Supervisor(lambda *words: None)
+        supervisor.folder = tmp_path
+        for _ in range(2):
+            supervisor.exit("the machine", AssertionError("x"))
+    assert (slept, exits) == ([3.0, 6.0], [supervision.EXIT_CODE] * 2), "each process exits once"
+
+
+def test_the_loop_goes_on_before_an_exit_and_decides_nothing(
+    coordinator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause of up to two minutes is not the loop's: calls to it would pile up, and answers be held."""
+    left = threading.Event()
+    monkeypatch.setattr(supervision.os, "_exit", lambda code: left.set())
+    monkeypatch.setattr(supervision, "exit_pause_s", lambda folder, now_s: 0.5)
+    handled: list[m.Event] = []
+
+    def handle(event: m.Event, now: float) -> Any:
+        handled.append(event)
+        raise AssertionError("no transition")
+
+    coordinator._machine.handle = handle
+    for _ in range(3):
+        coordinator.request("stop")
+    assert (left.is_set(), len(handled)) == (False, 1), "that was at once"
+    assert left.wait(5.0)
 
 
 def test_a_begin_that_fails_is_tried_again_under_the_same_term(

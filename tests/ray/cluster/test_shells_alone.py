@@ -762,7 +762,7 @@ def test_a_node_with_other_versions_says_so_and_is_not_counted(nodes: Nodes) -> 
 def test_room_that_others_take_and_give_is_told(nodes: Nodes) -> None:
     nodes.views = [view("a")]
     nodes.changes()
-    nodes.cluster._placed = {"w1": "a", "w2": "b"}
+    nodes.cluster._placed.update({"w1": "a", "w2": "b"})
     nodes.views = [view("a", free=3.0)]
     assert nodes.changes() == [], "one worker of ours"
     nodes.views = [view("a", free=2.0)]

@@ -26,6 +26,8 @@ PART_BYTES = 64 << 20
 RUN_BYTES = 2 * PART_BYTES
 TAIL_BYTES = 8 << 20
 RECORD = "record.json"
+EXITS = "exits"
+"""Beside the logs: how often, and when last, the coordinator ended itself (``supervision``)."""
 
 
 def log_file(folder: Path, term: int, part: int) -> Path:
@@ -61,8 +63,8 @@ def prune(folder: Path, keep: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Delete all logs: they are of another run that had this name once."""
-    for path in (*log_files(folder), folder / RECORD):
+    """Delete all logs, and what is beside them: they are of another run that had this name once."""
+    for path in (*log_files(folder), folder / RECORD, folder / EXITS):
         path.unlink(missing_ok=True)
 
 

@@ -45,10 +45,11 @@ def _plain_generation(record: GenerationRecord) -> dict[str, Any]:
     """Return a generation; of its members each node's name stands here once."""
     found = {name: getattr(record, name) for name in _OF_A_GENERATION}
     found |= {"term": record.id.term, "n": record.id.n}
-    if record.members is not None:
-        nodes = {node: at for at, node in enumerate(dict.fromkeys(member.node for member in record.members))}
-        found |= {"names": record.names, "nodes": list(nodes)}
-        found["on"] = [nodes[member.node] for member in record.members]
+    members = record.members
+    if members is not None:
+        nodes = {node: at for at, node in enumerate(dict.fromkeys(member.node for member in members))}
+        found |= {"names": [member.worker for member in members], "nodes": list(nodes)}
+        found["on"] = [nodes[member.node] for member in members]
     return found
 
 

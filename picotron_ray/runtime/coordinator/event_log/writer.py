@@ -56,7 +56,7 @@ class EventLogWriter:
         self._file: int | None = None
         self._path, self._part, self._size = files.log_file(folder, term, 0), 0, 0
         self._lines: deque[bytes] = deque()  # encoded, and not on disk yet
-        self._failing = False
+        self._failing = self._recordless = False
         self._since_record, self._recorded_s = 0, time.monotonic()
         self._thread = threading.Thread(target=self._write_all, name="event-log", daemon=True)
         self._thread.start()
@@ -95,7 +95,7 @@ class EventLogWriter:
             self._wake.clear()
             try:
                 self._write_waiting()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 (told by _fails; the thread goes on)
                 self._fails(error)
                 if self._closing:
                     return
@@ -123,8 +123,8 @@ class EventLogWriter:
             more["heard"] = heard
         try:
             line = event_line(now, event, commands, **more)
-        except (TypeError, ValueError) as error:
-            log.error("event log: %s cannot be written: %s", event, error)
+        except Exception as error:  # noqa: BLE001 (logged, and counted as missing)
+            log.error("event log: %s cannot be written: %r", event, error)
             self._dropped += 1
             return False
         self._lines.append(f"{seal(line)}\n".encode())
@@ -165,14 +165,26 @@ class EventLogWriter:
         return self._file
 
     def _write_record(self) -> None:
+        """Leave the run's record; one that cannot be made is tried again later, and holds up no line."""
         place = {"file": self._path.name, "offset": self._size}
-        files.write_record(self._folder, {**self._record(), **place})
+        try:
+            files.write_record(self._folder, {**self._record(), **place})
+            self._recordless = False
+        except OSError:
+            raise
+        except Exception as error:
+            if not self._recordless:
+                log.error("event log: the run's record cannot be made", exc_info=error)
+                text = f"the run's record cannot be made ({error!r}); it is tried again, its log goes on"
+                self._note("error", "event-log", text)
+            self._recordless = True
         self._since_record, self._recorded_s = 0, time.monotonic()
 
-    def _fails(self, error: OSError) -> None:
+    def _fails(self, error: Exception) -> None:
         if not self._failing:
-            log.warning("event log: %s", error)
-            text = f"the event log cannot be written ({error}); the run goes on without it"
+            log.warning("event log: %r", error, exc_info=error)
+            words = str(error) if isinstance(error, OSError) else repr(error)
+            text = f"the event log cannot be written ({words}); the run goes on without it"
             self._note("warning", "event-log", text)
         self._failing = True
 

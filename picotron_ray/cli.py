@@ -122,6 +122,8 @@ def config_schema(
 def status(run: Run, as_json: AsJson = False) -> None:
     """Step, loss, layout, members and recent events of a run that goes on.
 
+    Of one that has ended and keeps what storage did not take, it says that, and exits with 4.
+
     Example: picotron-ray status quickstart
     """
     with reported(as_json):
@@ -325,6 +327,8 @@ def checkpoints_export(
 @ledger.command("verify")
 def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Recompute from the source data what the committed ledger says was fed; exit code 4 where it differs.
+
+    Files that are not those of the run are refused by their fingerprint, exit code 2.
 
     Example: picotron-ray ledger verify quickstart
     """

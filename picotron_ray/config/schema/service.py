@@ -189,7 +189,10 @@ class StorageConfig(Section):
     region: str | None = Field(default=None, description="S3 region")
     path_style: bool = Field(default=False, description="address buckets by path rather than by host name")
     retry_deadline_s: float = Field(
-        default=60.0, gt=0, description="how long an outage of storage is waited out"
+        default=60.0,
+        gt=0,
+        description="how long one attempt (an upload, a commit) waits for storage that does not answer; then"
+        " it has failed and is tried again, for as long as the run trains",
     )
     call_timeout_s: float | None = Field(
         default=None,

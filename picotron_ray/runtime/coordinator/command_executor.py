@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.event_log.files import encode_record
 from picotron_ray.runtime.coordinator.ray_calls import NO_ANSWER, is_dead, refusal
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.coordinator.storage_outage import StorageOutage
 from picotron_ray.runtime.coordinator.supervision import Supervisor
 from picotron_ray.runtime.coordinator.worker_orders import WorkerOrders
 from picotron_ray.runtime.node_agent.uploads import Ended
@@ -64,6 +66,7 @@ class CommandExecutor:
         self._parts: dict[tuple[m.GenerationId, int], dict[str, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor = Supervisor(record.note, self._stop)
+        self._outage = StorageOutage(record.note)
         self._orders = WorkerOrders(loop, cluster, self._told)
         self._newest: m.GenerationId | None = None  # that was ordered
         self.term = 0
@@ -305,7 +308,12 @@ class CommandExecutor:
         self.spawn(self._cluster.free(self.term, command.node, self.is_newest))
 
     def _alert(self, command: m.Alert) -> None:
-        self._record.note(command.level, command.kind, command.text, command.data)
+        if command.kind == "storage":
+            self._outage.failed(command, time.monotonic())
+        else:
+            self._record.note(command.level, command.kind, command.text, command.data)
+        if command.kind == "commit":
+            self._outage.over(time.monotonic())
         if command.kind == STRUCK:  # the next generation's entry, which has it too, may never be written
             self.spawn(self._save_record())
 

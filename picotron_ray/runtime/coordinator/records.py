@@ -51,7 +51,7 @@ class FailureRecord:
     target: str
     step: int
     detected_s: float  # since the start of the run
-    recovered_s: float | None = None  # from detection to the first finished new step
+    recovered_s: float | None = None  # from detection to the first finished new step; None: its launch ended
     lost_steps: int = 0
     restored_from: str = ""
     struck: str = ""  # the generation that it struck, as term.n
@@ -299,6 +299,14 @@ def generation_entry(record: GenerationRecord) -> dict[str, Any]:
         "end_step": record.end_step,
         "reason": record.reason,
     }
+
+
+def generation_text(spec: m.GenerationSpec) -> str:
+    """Say in one line what a generation is."""
+    return (
+        f"generation {spec.id}: {spec.layout} on {len(spec.members)} workers from step {spec.resume_step}"
+        f" ({spec.source.kind}): {spec.reason}"
+    )
 
 
 def failure_entry(failure: FailureRecord, evidence: Mapping[str, str]) -> dict[str, Any]:

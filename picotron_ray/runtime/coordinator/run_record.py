@@ -29,6 +29,7 @@ from picotron_ray.runtime.coordinator.records import (
     failure_ages_s,
     failure_entry,
     generation_entry,
+    generation_text,
     goodput,
     median_step_s,
     places,
@@ -61,6 +62,7 @@ class RunRecord:
         self._launch = ""
         self._stop_of: str | None = None  # launch that was asked to stop
         self._line = 0  # of this term's log, newest that was observed
+        self._recalled = 0  # newest event of earlier terms
         self._continues = False  # events are numbered on from where an earlier term was
         self._trouble = StorageTrouble()  # with storage
         self._lost: set[str] = set()  # nodes, until they join again
@@ -137,7 +139,7 @@ class RunRecord:
             launch: identity of the launch that this coordinator belongs to, as the headers have it.
         """
         with self._lock:
-            self._launch = launch
+            self._launch, before = launch, self._seq
             if memo is not None:
                 self._remember(memo)
             for launch_then, event, commands, at_s in observations(lines):
@@ -145,6 +147,7 @@ class RunRecord:
                 self._began = min(self._began, at_s)
                 self.observe(event, commands, at_s)
             self._launch = launch
+            self._recalled = self._seq if self._seq != before else 0
 
     def _remember(self, memo: dict[str, Any]) -> None:
         self._facts = read_facts(memo["facts"])
@@ -206,6 +209,7 @@ class RunRecord:
                     self._facts.strikes = together(self._facts.strikes, strike_of(command))
                 elif isinstance(command, m.Finish):
                     self._stop_of = None
+                    self._open.clear()  # no step followed; those of a later launch are no recovery
 
     def _observe_event(self, event: m.Event, at_s: float) -> None:
         if isinstance(event, m.WorkerExited):
@@ -281,11 +285,7 @@ class RunRecord:
         if generations:
             generations[-1].end_step = max(spec.resume_step, generations[-1].start_step)
         self._facts.enter(GenerationRecord.of(spec))
-        text = (
-            f"generation {spec.id}: {spec.layout} on {len(spec.members)} workers from step {spec.resume_step}"
-            f" ({spec.source.kind}): {spec.reason}"
-        )
-        self.note("info", "generation", text)
+        self.note("info", "generation", generation_text(spec))
 
     def _committed(self, event: m.Appended) -> None:
         generations = self._facts.generations
@@ -335,6 +335,7 @@ class RunRecord:
                 else ("running" if self._running else "starting"),
                 "term": self._term,
                 "continues": self._continues,
+                "recalled": self._recalled,
                 "stopping": self.stop_is_owed,
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
                 "generation": str(record.id) if record else None,

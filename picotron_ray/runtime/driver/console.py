@@ -82,9 +82,10 @@ def submission_lines(seen: dict[str, Any]) -> list[str]:
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The end of a run in a few lines."""
+    again = len({record["term"] for record in summary.get("generations", ())}) > 1
     lines = [
         f"run {summary['run']} {ENDS.get(summary['status'], summary['status'])} at step {summary['steps']}"
-        f" in {summary['wall_s']:.1f} s"
+        + (f", {summary['wall_s']:.1f} s after it first began" if again else f" in {summary['wall_s']:.1f} s")
     ]
     if summary.get("detail") and summary["status"] != "finished":
         lines.append(f"because: {summary['detail']}")
@@ -94,13 +95,16 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f" (bigram entropy of the same data)  {number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
     )
     for failure in summary.get("failures", ()):
-        recovered = number(failure.get("recovered_s"), ".2f")
         source = failure["restored_from"] or "nothing"
         if failure["kind"] == FailureKind.NUMERICS and not failure["restored_from"]:
             continue  # the end of the run, which has said so
+        what = f"{failure['kind']} of {failure['target']} at step {failure['step']}"
+        if failure.get("recovered_s") is None:
+            lines.append(f"not survived: {what}: its launch ended before another step")
+            continue
         lines.append(
-            f"survived {failure['kind']} of {failure['target']} at step {failure['step']}: back in"
-            f" {recovered} s, {failure['lost_steps']} steps lost, restored from {source}"
+            f"survived {what}: back in {failure['recovered_s']:.2f} s, {failure['lost_steps']} steps lost,"
+            f" restored from {source}"
         )
     commits = [entry["step"] for entry in summary.get("checkpoints", ())]
     ledger = summary.get("ledger")

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from picotron_ray.config.schema.service import SnapshotConfig
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, StorageError
 from picotron_ray.runtime.driver import follow_run
 from picotron_ray.runtime.driver.console import ProgressView
 from picotron_ray.runtime.ray_cluster import connect, kept_slots, local_ray
@@ -36,7 +36,10 @@ def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
         where = f"the Ray at {os.environ['RAY_ADDRESS']}"
     else:
         found = local_ray.find(run)
-        known = ", ".join(local_ray.runs()) or "none"
+        living = [
+            name for name in local_ray.runs() if (ray := local_ray.find(name)) is not None and ray.alive
+        ]
+        known = ", ".join(living) or "none"
         where = f"this machine (local runs: {known}; set RAY_ADDRESS to look on a cluster)"
         if found is not None and found.alive:
             connect.attach(found)
@@ -49,8 +52,19 @@ def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
 
 
 def status(run: str) -> dict[str, Any]:
-    """The run's status with all events that its coordinator remembers."""
-    coordinator, _ = connect_to_run(run)
+    """The run's status with all events that its coordinator remembers.
+
+    Raises:
+        ConfigError: no run of that name goes on there.
+        StorageError: it has ended, and keeps state that storage did not take.
+    """
+    try:
+        coordinator, _ = connect_to_run(run)
+    except ConfigError as error:
+        kept = _kept_step(run)
+        if kept is None:
+            raise
+        raise _keeps(run, kept) from error
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
         seen = follow_run.poll(coordinator, 0)
@@ -71,7 +85,8 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> tuple[
     is over and nothing of it is lost, else that of a launch.
 
     Raises:
-        ConfigError: there is no such run, or it has something that is not committed.
+        ConfigError: there is no such run, or it goes on and has something that is not committed.
+        StorageError: it has ended, and keeps state that storage did not take.
     """
     now = now or discard
     if now and not discard:
@@ -94,7 +109,9 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> tuple[
     coordinator.request.remote("stop")
     with follow_run.without_rays_messages(), follow_run.signal_handlers() as signals:
         with ProgressView(console) as progress:
-            final = follow_run.follow(run, coordinator, progress, signals, stop=True, local=local)
+            final = follow_run.follow(
+                run, coordinator, progress, signals, stop=True, local=local, attached=True
+            )
         if final is not None:
             follow_run.take_down(local, coordinator)
     if final is None:
@@ -125,7 +142,7 @@ def _is_local_and_dead_or_unwanted(run: str, now: bool, discard: bool = False) -
     """End what is left of a local run; False where there is none, or it lives and is wanted.
 
     Raises:
-        ConfigError: it keeps slots that are not committed.
+        StorageError: it keeps slots that are not committed.
     """
     if os.environ.get("RAY_ADDRESS"):
         return False
@@ -140,18 +157,28 @@ def _is_local_and_dead_or_unwanted(run: str, now: bool, discard: bool = False) -
     return True
 
 
-def _keeps(run: str, step: int) -> ConfigError:
-    return ConfigError(
-        f"run: {run!r} keeps step {step} in memory, which storage could not take; launch it again to commit"
-        " that, or add --discard to delete it"
+def _keeps(run: str, step: int) -> StorageError:
+    return StorageError(
+        f"run: {run!r} has ended (exit code 4) and keeps step {step} in memory, which storage could not take;"
+        f" launch it again to commit that, or delete it with `picotron-ray stop {run} --discard`"
     )
+
+
+def _kept_step(run: str) -> int | None:
+    """Newest step that a run which has ended keeps, on the connected cluster or this machine."""
+    if not os.environ.get("RAY_ADDRESS"):
+        found = local_ray.find(run)
+        return kept_slots.kept_step(map(Path, found.folders)) if found is not None else None
+    from picotron_ray.runtime.ray_cluster.placement import kept_on, living_nodes  # imports Ray
+
+    return max(kept_on(living_nodes(), run, SnapshotConfig().folder, False).values(), default=None)
 
 
 def _end_on_cluster(run: str, discard: bool) -> bool:
     """End what lives of a run on the connected cluster; False where nothing of it was there.
 
     Raises:
-        ConfigError: it keeps slots that are not committed.
+        StorageError: it keeps slots that are not committed.
     """
     killed = kill_actors(run, discard)
     from picotron_ray.runtime.ray_cluster.placement import kept_on, living_nodes  # imports Ray

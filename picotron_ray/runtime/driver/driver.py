@@ -97,13 +97,21 @@ def _drive(
 ) -> tuple[int, dict[str, Any] | None]:
     local = prepare(job, console)
     with signal_handlers() as signals:  # before the run exists: from here on no request to stop is lost
-        coordinator = _coordinator(job, local, console, ray_job, signals)
+        coordinator, attached = _coordinator(job, local, console, ray_job, signals)
         if detach:
             console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
             return 0, None
         with ProgressView(console) as progress:
-            ended = partial(stored_end, job)
-            final = follow(job.name, coordinator, progress, signals, ray_job, local=local, ended=ended)
+            final = follow(
+                job.name,
+                coordinator,
+                progress,
+                signals,
+                ray_job,
+                local=local,
+                ended=partial(stored_end, job),
+                attached=attached,
+            )
     if final is None:
         console.print(f"left running; `picotron-ray stop {job.name}` stops it", markup=False)
         return DETACHED, None
@@ -132,16 +140,20 @@ def _check(job: JobConfig, console: Console, own_ray: bool) -> None:
 
 def _coordinator(
     job: JobConfig, local: LocalRay | None, console: Console, ray_job: Submission | None, signals: Signals
-) -> Any:
-    """Handle of the run's coordinator; a local Ray that was started for nothing is taken down again."""
+) -> tuple[Any, bool]:
+    """Handle of the run's coordinator, and whether it went on before.
+
+    A local Ray that was started for nothing is taken down again.
+    """
     coordinator = _going_on(job.name, local)
-    if coordinator is not None:
+    attached = coordinator is not None
+    if attached:
         console.print(f"attached to run {job.name}, which goes on with the config it has", markup=False)
     else:
         coordinator = _start(job, local, console, ray_job, signals)
     for line in _differences(job, coordinator):
         console.print(f"note: {line}", style="yellow", markup=False, soft_wrap=True)
-    return coordinator
+    return coordinator, attached
 
 
 def _start(

@@ -105,6 +105,7 @@ def follow(
     stop: bool = False,
     local: LocalRay | None = None,
     ended: Callable[[int], dict[str, Any] | None] = lambda term: None,
+    attached: bool = False,
 ) -> dict[str, Any] | None:
     """Show the run until it is done; returns its last status, or None where the user left.
 
@@ -117,6 +118,8 @@ def follow(
         local: the run's own Ray, where it has one.
         ended: what is known, without the coordinator, of the end of a run that was heard of in that term
             (`ended_run.stored_end`); asked where it is gone.
+        attached: the run went on before, so that its events so far are old; else only those of earlier
+            launches are.
 
     Raises:
         LostRunError: somebody ended the run or its Ray, or the coordinator stays silent.
@@ -142,9 +145,11 @@ def follow(
             if stop and not status["stopping"] and not status["done"]:
                 _request(coordinator, "stop")
             if status["term"] != term:
-                term, asked = status["term"], since
+                first, term, asked = not term, status["term"], since
                 if not status["continues"]:  # it numbers its events anew
                     since = 0
+                if first:
+                    since = max(since, _pass_over(run, status, attached, progress))
                 if ray_job is not None:
                     coordinator.attached.remote(ray_job.plain())
                 if asked:
@@ -156,6 +161,17 @@ def follow(
                 return final
         time.sleep(POLL_S)
     return None
+
+
+def _pass_over(run: str, status: dict[str, Any], attached: bool, progress: ProgressView) -> int:
+    """Take events that are old to this process out of a status; returns the number of the newest."""
+    newest = max((event["seq"] for event in status["events"]), default=0)
+    until = newest if attached else status.get("recalled", 0)
+    old = [event for event in status["events"] if event["seq"] <= until]
+    status["events"] = status["events"][len(old) :]
+    if old:
+        progress.say(f"{len(old)} earlier events are shown by `picotron-ray status {run}`")
+    return int(until)
 
 
 def poll(coordinator: Any, since: int, timeout_s: float = 10.0, follower: str = "") -> dict[str, Any] | None:

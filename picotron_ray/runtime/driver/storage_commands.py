@@ -18,7 +18,7 @@ from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
-from picotron_ray.errors import ConfigError, CorruptError
+from picotron_ray.errors import ConfigError, CorruptError, DataError
 from picotron_ray.runtime.driver.follow_run import find_coordinator
 from picotron_ray.runtime.driver.resolve_job import (
     INIT_FROM,
@@ -31,6 +31,7 @@ from picotron_ray.runtime.driver.resolve_job import (
 )
 from picotron_ray.runtime.ray_cluster import local_ray
 from picotron_ray.runtime.ray_cluster.names import cache_folder
+from picotron_ray.runtime.run_storage.data_record import check_data
 
 
 def _open(job: JobConfig) -> tuple[Storage, RunLog]:
@@ -83,6 +84,7 @@ def changed_keys(job: JobConfig) -> list[str]:
 
     Raises:
         ConfigError: one line for each key that may not change.
+        DataError: the files hold other samples than the run began with.
     """
     with naming(STORAGE.name):
         storage = open_storage(job.storage, job.name)
@@ -94,7 +96,18 @@ def changed_keys(job: JobConfig) -> list[str]:
     if not os.path.isabs((saved.get("data") or {}).get("path") or "/"):  # of a Ray job's working_dir
         here = here.model_copy(update={"data": job.data})
     with naming(SAME_RUN.name):
-        return check_resume(saved, here) or ["nothing changed"]
+        changed = check_resume(saved, here) or ["nothing changed"]
+        return [*changed, *_compared_data(storage, here)]
+
+
+def _compared_data(storage: Storage, job: JobConfig) -> list[str]:
+    """Compare the data with the run's; one line where the files are not to be had here."""
+    try:
+        data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
+    except DataError as error:
+        return [f"data: not compared here: {error}"]
+    check_data(storage, job.name, data.fingerprint)
+    return []
 
 
 def collect_garbage(job: JobConfig) -> dict[str, Any]:
@@ -141,7 +154,8 @@ def verify_ledger(job: JobConfig) -> dict[str, Any]:
     """Recompute every token digest of the newest good commit's ledger from the source data.
 
     Raises:
-        ConfigError: nothing is committed yet. DataError: the source data cannot be read any more.
+        ConfigError: nothing is committed yet. DataError: the source data cannot be read any more, or is
+            not what the run began with.
         StorageError: no commit verifies.
     """
     storage, log = _open(job)
@@ -150,6 +164,7 @@ def verify_ledger(job: JobConfig) -> dict[str, Any]:
         raise ConfigError(f"name: run {job.name!r} has no commit yet, so no ledger to verify")
     lines = read_ledger(storage, good.manifest)
     data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
+    check_data(storage, job.name, data.fingerprint)
     manifest = good.manifest
     report = check(
         lines,

@@ -91,6 +91,11 @@ def test_the_end_of_a_run_in_a_few_lines() -> None:
     figures = "eval_loss -  baseline_loss - (bigram entropy of the same data)  - tokens/s"
     assert summary_lines(SUMMARY) == ["run night finished at step 9 in 2.0 s", figures]
     assert summary_lines({**SUMMARY, "status": "failed", "detail": ""})[1:] == [figures]
+    again = {**SUMMARY, "generations": [{"term": 1}, {"term": 1}, {"term": 2}]}
+    assert summary_lines(again)[0] == "run night finished at step 9, 2.0 s after it first began"
+    assert (
+        summary_lines({**SUMMARY, "generations": [{"term": 1}]})[0] == "run night finished at step 9 in 2.0 s"
+    )
     failure = {"kind": "hang", "target": "w1", "step": 5, "lost_steps": 1, "recovered_s": 0.456}
     found = summary_lines(
         {
@@ -110,7 +115,7 @@ def test_the_end_of_a_run_in_a_few_lines() -> None:
         "submitted as a",
         "eval_loss 1.0000  baseline_loss 2.0000 (bigram entropy of the same data)  1,000 tokens/s",
         "survived hang of w1 at step 5: back in 0.46 s, 1 steps lost, restored from slots",
-        "survived hang of w1 at step 5: back in - s, 1 steps lost, restored from nothing",
+        "not survived: hang of w1 at step 5: its launch ended before another step",
         "2 commits, the newest of step 9; 90 samples fed, 0 lost, 1 repeated",
     ]
     empty = summary_lines({**SUMMARY, "ledger": {"samples": 0, "lost": 0, "repeated": 0}})

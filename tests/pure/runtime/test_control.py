@@ -202,7 +202,7 @@ def rays(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(local_ray, "find", found.get)
-    monkeypatch.setattr(local_ray, "runs", lambda: sorted(found))
+    monkeypatch.setattr(local_ray, "runs", lambda: sorted(found.keys() - {"status"}))
     monkeypatch.setattr(control.connect, "connect_to", lambda address: told.append(f"connect to {address}"))
     monkeypatch.setattr(control.connect, "attach", lambda local: told.append(f"attach to {local.run}"))
     placement: Any = ModuleType("placement")
@@ -226,7 +226,7 @@ def test_a_run_is_found_on_its_own_ray_or_on_the_one_that_is_named(
     assert refused("night").startswith(nowhere.format("none"))
     rays["night"] = SimpleNamespace(run="night", alive=False)
     rays["other"] = SimpleNamespace(run="other", alive=True)
-    assert refused("night").startswith(nowhere.format("night, other"))
+    assert refused("night").startswith(nowhere.format("other")), "what is over does not run here"
     assert told == []
     assert refused("other").startswith("run: saw 'other', which does not run on this machine")
     rays["night"].alive = True
@@ -244,7 +244,9 @@ def test_a_stop_follows_the_run_to_its_end(
     rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     final: list[Any] = [{"exit_code": 130, "summary": {"status": "stopped"}}]
-    monkeypatch.setattr(follow_run, "follow", lambda *_, stop, local: final[0] if stop else 1 / 0)
+    monkeypatch.setattr(
+        follow_run, "follow", lambda *_, stop, local, attached: final[0] if stop and attached else 1 / 0
+    )
     monkeypatch.setattr(
         follow_run, "take_down", lambda local, coordinator: told.append(f"take down {local.run}")
     )
@@ -284,8 +286,12 @@ def test_what_storage_has_not_taken_is_not_deleted_unless_told(
     rays["night"].alive = False
     (tmp_path / "n1").mkdir()
     kept_slots.mark(tmp_path / "n1", {"w1.0.slot": 40}, None)
-    with pytest.raises(control.ConfigError, match=r"'night' keeps step 40 in memory.*--discard to delete it"):
-        control.stop("night", False, console)
+    for ask in (lambda: control.stop("night", False, console), lambda: control.status("night")):
+        with pytest.raises(
+            control.StorageError, match=r"'night' has ended.*keeps step 40.*launch it again"
+        ) as kept:
+            ask()
+        assert kept.value.exit_code == 4
     assert told == ["stop night"], "its processes are gone"
     rays["status"]["uncommitted"] = False
     rays["night"] = SimpleNamespace(run="night", alive=True, folders=())
@@ -325,11 +331,12 @@ def test_a_stop_on_a_cluster_asks_its_nodes_for_what_they_keep(
     monkeypatch.setattr(placement, "kept_on", look)
     monkeypatch.setenv("RAY_ADDRESS", "x:1")
     console = Console(file=io.StringIO())
-    with pytest.raises(control.ConfigError, match="'gone' keeps step 40 in memory"):
-        control.stop("gone", False, console)
-    assert asked == [("the nodes", "gone", "/dev/shm", False)]
+    for ask in (lambda: control.status("gone"), lambda: control.stop("gone", False, console)):
+        with pytest.raises(control.StorageError, match=r"'gone' has ended.*keeps step 40 in memory"):
+            ask()
+        assert asked.pop() == ("the nodes", "gone", "/dev/shm", False)
     assert control.stop("gone", False, console, discard=True) == (0, None)
-    assert asked[1:] == [("the nodes", "gone", "/dev/shm", True)]
+    assert asked == [("the nodes", "gone", "/dev/shm", True)]
     kept.clear()
     with pytest.raises(control.ConfigError, match="saw 'gone'"):
         control.stop("gone", False, console)

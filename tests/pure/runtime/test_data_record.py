@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from picotron_ray.data.batch import make_batch
 from picotron_ray.data.dataset import DataSplits, build_dataset
 from picotron_ray.errors import DataError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.driver import storage_commands
 from picotron_ray.runtime.driver.resolve_job import DATA, SAME_RUN, ResolvedJob, resolve
+from picotron_ray.runtime.driver.storage_commands import changed_keys, verify_ledger
 from picotron_ray.runtime.run_storage import data_record
 from picotron_ray.runtime.run_storage.data_record import check_data, checked_ledger, settle_data
 from picotron_ray.runtime.run_storage.run_store import RunStore
@@ -133,3 +136,21 @@ def test_rows_are_checked_where_tokens_cannot_be(
     assert found["wrong"] == [
         "step 4 was fed 2 times, by generations 1.1, 1.1",
     ], "steps up to 5 count"
+
+
+def test_other_files_are_named_before_the_ledger_or_the_config_is_judged(
+    job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RunStore(job, lambda step: None, data=opened(job).fingerprint)
+    store.claim()
+    assert changed_keys(job) == ["nothing changed"]
+    good = SimpleNamespace(manifest=SimpleNamespace(step=STEPS, term=1, n=1), complaints=())
+    monkeypatch.setattr(storage_commands, "latest_good", lambda *_: good)
+    monkeypatch.setattr(storage_commands, "read_ledger", lambda *_: lines(job))
+    write(tmp_path, "the quick brown fox jumps over the lazy cat")
+    for look in (verify_ledger, changed_keys):
+        with pytest.raises(DataError, match="the files hold other samples: fingerprint"):
+            look(job)
+    for path in (tmp_path / "text").iterdir():
+        path.unlink()
+    assert changed_keys(job)[1].startswith("data: not compared here: ")

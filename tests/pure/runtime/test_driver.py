@@ -59,8 +59,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def drive(bench: Bench, final: Any, detach: bool = False) -> Any:
     bench.note_of("prepare", LOCAL)
-    bench.note_of("_coordinator", "handle")
-    bench.patch.setattr(driver, "follow", lambda *given, local, ended: final)
+    bench.note_of("_coordinator", ("handle", True))
+    bench.patch.setattr(driver, "follow", lambda *given, local, ended, attached: final)
     return driver._drive(JOB, None, detach, bench.console)
 
 
@@ -131,7 +131,7 @@ def test_a_run_that_goes_on_is_attached_to(bench: Bench, goes_on: bool) -> None:
     bench.note_of("_start", "fresh")
     bench.note_of("_differences", ["other steps"])
     found = driver._coordinator(JOB, LOCAL, bench.console, None, bench.signals)
-    assert found == ("handle" if goes_on else "fresh")
+    assert found == ("handle" if goes_on else "fresh", goes_on)
     attached = ["attached to run night, which goes on with the config it has"] if goes_on else []
     assert bench.lines() == [*attached, "note: other steps"]
     assert ("_start" in [words[0] for words in bench.told]) == (not goes_on)

@@ -25,7 +25,7 @@ Answer = dict[str, Any] | None | Callable[[], None]
 
 
 def status(
-    term: int, *seqs: int, done: bool = False, waiting: int = 0, stopping: bool = True
+    term: int, *seqs: int, done: bool = False, waiting: int = 0, stopping: bool = True, recalled: int = 0
 ) -> dict[str, Any]:
     events = [{"seq": n, "t": 0.0, "level": "info", "kind": "", "text": f"event {term}.{n}"} for n in seqs]
     return {
@@ -33,6 +33,7 @@ def status(
         "state": "running",
         "term": term,
         "continues": False,
+        "recalled": recalled,
         "generation": None,
         "layout": None,
         "members": [],
@@ -78,12 +79,17 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coordinator], tuple[Any,
     monkeypatch.setattr(follow_run, "_request", lambda coordinator, what: coordinator.requests.append(what))
 
     def follow(
-        coordinator: Coordinator, local: Any = LIVING, ended: Any = lambda term: None
+        coordinator: Coordinator,
+        local: Any = LIVING,
+        ended: Any = lambda term: None,
+        attached: bool = False,
     ) -> tuple[Any, str]:
         with open(os.devnull, "w") as sink:
             console = Console(file=sink, record=True, width=200)
             with follow_run.signal_handlers() as signals, ProgressView(console) as progress:
-                final = follow_run.follow("night", coordinator, progress, signals, local=local, ended=ended)
+                final = follow_run.follow(
+                    "night", coordinator, progress, signals, local=local, ended=ended, attached=attached
+                )
         return final, console.export_text()
 
     return follow
@@ -221,3 +227,20 @@ def test_polls_are_paced(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow_run, "time", SimpleNamespace(monotonic=lambda: 1.0, sleep=naps.append))
     shown(Coordinator(status(1, 1), None, status(1, 1, done=True)))
     assert naps == [0.5, 0.5]
+
+
+def test_a_later_command_shows_what_is_new_and_says_how_to_see_the_rest(shown: Any) -> None:
+    def told(text: str) -> list[str]:
+        return [line for line in text.splitlines() if "event" in line]
+
+    older = "2 earlier events are shown by `picotron-ray status night`"
+    _, text = shown(Coordinator(status(3, 1, 2), status(3, 1, 2, 3, done=True)), attached=True)
+    assert [line.split()[-1] for line in told(text)[1:]] == ["3.3"]
+    assert told(text)[0] == older
+    launched = [status(3, 1, 2, 9, recalled=2), status(3, 1, 2, 9, 10, done=True, recalled=2)]
+    _, text = shown(Coordinator(*launched))
+    assert told(text)[0] == older
+    assert [line.split()[-1] for line in told(text)[1:]] == ["3.9", "3.10"]
+    # a coordinator that answers before it has looked into its logs
+    _, text = shown(Coordinator(status(0), *launched))
+    assert [line.split()[-1] for line in told(text)[1:]] == ["3.9", "3.10"]

@@ -575,3 +575,31 @@ def test_a_wait_for_storage_ends_with_its_answer_and_what_was_kept_with_a_commit
     old = RunRecord(job())
     old.recall({**run.record.memo(), "uncommitted": True}, ())
     assert old.status(0)["uncommitted"], "as a record of an earlier version says it"
+
+
+def test_a_failure_that_ended_its_launch_is_not_recovered_from_by_the_next(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.generation(1, "ab", 0, 1.0, "init")
+    run.tell(2.0, m.WorkerExited("a", "process died"))
+    run.record.observe(m.Tick(), [m.Finish("failed", "too many failures")], BEGAN + 2.1)
+    later = Run(monkeypatch)
+    later.record.recall(json.loads(json.dumps(run.record.memo())), [])
+    later.generation(2, "ab", 0, 42.0)
+    later.tell(43.0, m.Heartbeat("node", later.spec.id, {"a": 9}))
+    assert [failure["recovered_s"] for failure in later.failures()] == [None]
+
+
+def test_the_newest_event_of_earlier_terms_is_known(run: Run) -> None:
+    run.record.note("info", "term", "one")
+    first = run.record.status(0)
+    assert first["recalled"] == 0
+    later = RunRecord(job())
+    later.recall(run.record.memo(), [])
+    later.note("info", "term", "two")
+    seen = later.status(0)
+    assert [event["seq"] > seen["recalled"] for event in seen["events"]] == [False, True]
+    fresh = RunRecord(job())
+    fresh.note("info", "submission", "early")
+    fresh.recall(None, [])
+    assert fresh.status(0)["recalled"] == 0, "its own early events are no earlier term's"

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from picotron_ray.coordinator.messages import Alert
 from picotron_ray.errors import CorruptError, StorageError
 from picotron_ray.runtime.coordinator import storage_patience
+from picotron_ray.runtime.coordinator.storage_outage import StorageOutage
 from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
 from tests.support.runs.coordinator_world import job
 
@@ -85,3 +87,22 @@ def test_a_first_launch_and_a_damaged_run_fail_at_once(bench: Bench) -> None:
     with pytest.raises(CorruptError):
         bench.call(work=damaged)
     assert bench.now == 1000
+
+
+def test_an_outage_is_told_once_a_minute_and_so_is_its_end() -> None:
+    told: list[str] = []
+    outage = StorageOutage(lambda level, kind, text, data: told.append(f"{level}: {text}"))
+    outage.over(0.0)
+    for second in range(0, 150, 2):
+        outage.failed(Alert("warning", f"upload failed: {second}", "storage", {}), float(second))
+    outage.failed(Alert("warning", "upload of step 9 on n failed: corrupt: w1.0.slot", "storage", {}), 149.0)
+    outage.over(150.0)
+    outage.over(151.0)
+    again = "; tried again while the run trains, then for storage.final_wait_s"
+    assert told == [
+        f"warning: upload failed: 0{again}",
+        f"warning: upload failed: 60; storage has failed 31 times in 60 s{again}",
+        f"warning: upload failed: 120; storage has failed 61 times in 120 s{again}",
+        "warning: upload of step 9 on n failed: corrupt: w1.0.slot",
+        "info: storage works again: it failed 75 times in 150 s",
+    ]

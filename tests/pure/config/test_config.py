@@ -337,20 +337,6 @@ def test_check_resume_refuses_or_tells() -> None:
     assert [len(line.split("now ")[1]) for line in long[1:]] == [60 + len("; accepted")]
 
 
-def test_slot_folders_that_launch_exchanged_are_no_change() -> None:
-    """The record of a run that took to its overflow folder names the two the other way round."""
-
-    def folders(*of: str) -> JobConfig:
-        keys = ("snapshot.folder", "snapshot.overflow_folder")
-        return load_job("tiny", [f"{key}={name}" for key, name in zip(keys, of, strict=False)])
-
-    assert check_resume(public_dict(folders("/disk", "/memory")), folders("/memory", "/disk")) == []
-    told = check_resume(public_dict(folders("/disk", "/memory")), folders("/memory", "/other"))
-    assert [line.split(":")[0] for line in told] == ["snapshot.folder", "snapshot.overflow_folder"]
-    told = check_resume(public_dict(folders("/memory", "/disk")), folders("/memory"))
-    assert told == ["snapshot.overflow_folder: was '/disk', now None; accepted"]
-
-
 def test_a_key_of_an_older_version_counts_as_its_default() -> None:
     old = public_dict(load_job("tiny"))
     del old["precision"]

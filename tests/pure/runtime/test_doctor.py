@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections import namedtuple
@@ -130,6 +132,18 @@ def test_what_launch_would_refuse_the_doctor_refuses(monkeypatch: pytest.MonkeyP
     assert "snapshot.overflow_folder" in found["overflow folder"].mend
     mended = ["cluster.allow_unauthenticated=true", "cluster.interface=lo"]
     assert failed(*mended, f"snapshot.overflow_folder={tmp_path}") == {}
+
+
+def test_a_small_folder_is_no_trouble_by_itself(tmp_path: Path) -> None:
+    """A real one of 1 MB: the plan says whether that is enough."""
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True).returncode:
+        pytest.skip("mount namespaces are not permitted here")
+    code = "import picotron_ray.runtime.doctor.machine_report as m; r = m.look(m.Question({!r}))"
+    code = f"{code.format(str(tmp_path))}; print(r.free_bytes, r.troubles)"
+    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == f"{1 << 20} {{}}\n"
 
 
 def test_the_doctor_plans_for_this_machine_as_launch_does(

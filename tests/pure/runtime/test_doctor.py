@@ -135,15 +135,15 @@ def test_what_launch_would_refuse_the_doctor_refuses(monkeypatch: pytest.MonkeyP
 
 
 def test_a_small_folder_is_no_trouble_by_itself(tmp_path: Path) -> None:
-    """A real one of 1 MB: the plan says whether that is enough."""
-    mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+    """A real one of half a MiB: the plan says whether that is enough."""
+    mount = f"mount -t tmpfs -o size=512k none {tmp_path}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True).returncode:
         pytest.skip("mount namespaces are not permitted here")
     code = "import picotron_ray.runtime.doctor.machine_report as m; r = m.look(m.Question({!r}))"
     code = f"{code.format(str(tmp_path))}; print(r.free_bytes, r.troubles)"
     command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout == f"{1 << 20} {{}}\n"
+    assert done.stdout == f"{1 << 19} {{}}\n"
 
 
 def test_the_doctor_plans_for_this_machine_as_launch_does(

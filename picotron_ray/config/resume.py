@@ -44,6 +44,11 @@ def _schedule_now(name: Any) -> Any:
     return canonical_name(name) if name in schedule_names() else name
 
 
+SLOT_FOLDERS = ("snapshot.folder", "snapshot.overflow_folder")
+"""Two keys whose values launch exchanges where only the second folder has room: the same two, either way
+round, are no change.
+"""
+
 RENAMED: dict[str, Callable[[Any], Any]] = {"layout.schedule": _schedule_now}
 """Keys whose values an earlier version may have called otherwise: that value by today's name."""
 
@@ -90,7 +95,12 @@ def changes(old: Mapping[str, Any], new: JobConfig) -> list[tuple[str, Any, Any]
     before = flatten(dict(old))
     now = flatten(public_dict(new))
     found = []
+    same_folders = {before.get(key, defaults[key]) for key in SLOT_FOLDERS} == {
+        now[key] for key in SLOT_FOLDERS
+    }
     for key, value in now.items():
+        if same_folders and key in SLOT_FOLDERS:
+            continue
         was = before.get(key, defaults.get(key))
         was = RENAMED[key](was) if key in RENAMED else was
         if was != value and not (key in FILLED_IN and value == FILLED_IN[key]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from picotron_ray.config.schema.job import JobConfig
@@ -58,6 +58,29 @@ def workers_that_do(job: JobConfig, workers: int, profile: DeviceProfile, node_s
         if total / whole <= room and leanest_bytes(job, whole, room) <= room:
             return whole
     return None
+
+
+def why_not_together(job: JobConfig, workers: int, room: Callable[[int], float]) -> str | None:
+    """Explain why no layout fits on workers that share one machine's memory; None where it is not memory.
+
+    More of them would not help: each would have less. Fewer may, since each keeps something of its own.
+
+    Args:
+        room: bytes for each of so many workers.
+    """
+    counts = [max(job.cluster.min_workers, workers >> halvings) for halvings in range(workers.bit_length())]
+    needs = {count: leanest_bytes(job, count) for count in counts}
+    if not math.isfinite(needs[workers]):
+        return None
+    enough = next((count for count, need in needs.items() if need <= room(count)), None)
+    fewer = f"set cluster.max_workers={enough}, " if enough else ""
+    count = workers if enough else min(needs, key=lambda count: count * needs[count])
+    return (
+        f"layout: saw room for {count * room(count) / 1e9:.3g} GB on this machine, which its workers share,"
+        f" expected at least {count * needs[count] / 1e9:.3g} GB for the leanest layout on {count}; {fewer}"
+        "make the model, its precision or the optimizer's state smaller, raise layout.memory_budget_gib where"
+        " it is set, or take a machine with more memory"
+    )
 
 
 def why_none(job: JobConfig, workers: int, profile: DeviceProfile, limit_bytes: float = 0.0) -> str:

@@ -13,7 +13,7 @@ from picotron_ray.planner.model_sizes import blocks_again
 
 SLACK = 1.02
 """For shares cut at whole rows, and alignment."""
-FIXED_BYTES = 4 << 20
+FIXED_BYTES = 512 << 10
 """For a slot's table, header and ledger tail."""
 
 

@@ -60,6 +60,7 @@ def prepared(job: JobConfig, folder: Path) -> DrillRun:
         "cluster.max_workers": WORKERS,
         "cluster.start_timeout_s": DRILL_S / 4,
         "snapshot.folder": job.snapshot.folder,
+        "snapshot.overflow_folder": job.snapshot.overflow_folder,
         "chaos": [{"fault": "kill", "target": "worker:1", "step": KILLED_AT}],
         **{f"storage.{key}": value for key, value in storage.items()},
     }

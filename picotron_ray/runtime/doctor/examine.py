@@ -25,7 +25,7 @@ def examine(job: JobConfig, configured: bool, drill: bool) -> Iterator[list[Find
         drill: also train, kill a worker and verify.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    found = list(_over_a_cluster(address, job, configured) if address else _here(job))
+    found = list(_over_a_cluster(address, job, configured) if address else _here(job, configured))
     yield found
     if configured:
         stored = list(judge_storage(job.storage))
@@ -46,9 +46,24 @@ def _question(job: JobConfig, local: bool) -> Question:
     return Question(snapshot.folder, host, ports, snapshot.overflow_folder, job.cluster.interface)
 
 
-def _here(job: JobConfig) -> Iterator[Finding]:
+def _here(job: JobConfig, configured: bool) -> Iterator[Finding]:
     report = look(_question(job, local=True))
-    yield from judge(report, None, True, job.cluster.allow_unauthenticated)
+    yield from judge(report, configured, True, job.cluster.allow_unauthenticated)
+    if configured and "snapshot folder" not in report.troubles:
+        yield from _planned_here(job)
+
+
+def _planned_here(job: JobConfig) -> Iterator[Finding]:
+    """Plan the job for this machine, and find room for its slots, by the steps of a launch."""
+    from picotron_ray.runtime.driver.resolve_job import ROOM_HERE, ResolvedJob, resolve
+
+    try:
+        found = resolve(ResolvedJob(job, owns_ray=True), ROOM_HERE)
+    except ConfigError as error:
+        yield from (Finding("plan", "failed", line) for line in error.problems)
+        return
+    yield from (Finding("plan", "warning", line) for line in found.notes)
+    yield Finding("plan", "ok", f"{found.layout}")
 
 
 def _over_a_cluster(address: str, job: JobConfig, configured: bool) -> Iterator[Finding]:
@@ -67,7 +82,7 @@ def _over_a_cluster(address: str, job: JobConfig, configured: bool) -> Iterator[
         reports: dict[str, MachineReport] = probes.ask("look", _question(job, local=False))
         yield from probes.silent(reports)
         for report in reports.values():
-            yield from judge(report, None, False, job.cluster.allow_unauthenticated)
+            yield from judge(report, configured, False, job.cluster.allow_unauthenticated)
         yield from judge_together(list(reports.values()), probes.offsets_s(reports))
         yield from probes.judge_reach()
         yield from probes.judge_versions(job)

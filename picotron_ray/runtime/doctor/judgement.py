@@ -21,12 +21,12 @@ BUSY_SHARE = 0.1  # of a GPU's memory that somebody else holds
 
 
 def judge(
-    report: MachineReport, needed_bytes: int | None, local: bool, unauthenticated: bool = False
+    report: MachineReport, planned: bool, local: bool, unauthenticated: bool = False
 ) -> Iterator[Finding]:
     """Judge one machine.
 
     Args:
-        needed_bytes: room that snapshots need in their folder; None: not known.
+        planned: a config was given, whose plan says how much room snapshots need.
         local: Ray is started by launch on this machine, with a token of its own.
         unauthenticated: the config lets Ray take calls from anybody.
     """
@@ -36,7 +36,7 @@ def judge(
         "ports": _ports(report),
         "interface": _interface(report),
         "auth": _auth(report, local, unauthenticated),
-        "snapshot folder": _snapshots(report, needed_bytes),
+        "snapshot folder": _snapshots(report, 0 if planned else LEAST_SHM_BYTES),
         "ulimits": _limits(report),
         "nccl": _nccl(report),
         "gpus": _gpus(report),
@@ -80,10 +80,9 @@ def _auth(report: MachineReport, local: bool, unauthenticated: bool) -> Judged:
         yield "warning", f"RAY_AUTH_MODE is {mode}: whoever reaches Ray's ports can run code there", mend
 
 
-def _snapshots(report: MachineReport, needed: int | None) -> Judged:
+def _snapshots(report: MachineReport, least: int) -> Judged:
     free, total = (f"{size / 1e9:.3g} GB" for size in (report.free_bytes, report.total_bytes))
     mend = "enlarge it (docker run --shm-size, an emptyDir of medium Memory), or set snapshot.folder"
-    least = LEAST_SHM_BYTES if needed is None else needed
     if report.free_bytes < least <= (report.overflow_bytes or 0):
         seen = f"{free} of {total} are free, expected {least / 1e9:.3g} GB"
         yield "warning", seen, "snapshot.overflow_folder has room and takes over; slower"

@@ -115,7 +115,8 @@ def _overflow_folder(report: MachineReport, question: Question) -> None:
 def _room(folder: str) -> tuple[int, int]:
     usage = shutil.disk_usage(folder)
     with tempfile.TemporaryFile(dir=folder) as file:  # it never has a name
-        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+        if size := min(1 << 20, usage.free // 2):
+            os.posix_fallocate(file.fileno(), 0, size)
     return usage.free, usage.total
 
 

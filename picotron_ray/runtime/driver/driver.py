@@ -95,7 +95,7 @@ def _said_on(console: Console) -> Callable[[str], None]:
 def _drive(
     job: JobConfig, ray_job: Submission | None, detach: bool, console: Console
 ) -> tuple[int, dict[str, Any] | None]:
-    local = prepare(job, console)
+    local, job = prepare(job, console)
     with signal_handlers() as signals:  # before the run exists: from here on no request to stop is lost
         coordinator, attached = _coordinator(job, local, console, ray_job, signals)
         if detach:
@@ -122,20 +122,25 @@ def _drive(
     return int(final["exit_code"]), final["summary"]
 
 
-def prepare(job: JobConfig, console: Console) -> LocalRay | None:
-    """Connect to the Ray that holds the run; where it must be started, check everything before."""
+def prepare(job: JobConfig, console: Console) -> tuple[LocalRay | None, JobConfig]:
+    """Connect to the Ray that holds the run; where it must be started, check everything before.
+
+    Returns that Ray, None for a cluster, and the job as it was checked.
+    """
     if not os.environ.get("RAY_ADDRESS"):
         with local_ray.locked(job.name):
             found = local_ray.find(job.name)
             if found is None or not found.alive:
                 cleanup.clear(job, found)
-                _check(job, console, own_ray=True)
-    return connect.connect(job)
+                job = _check(job, console, own_ray=True)
+    return connect.connect(job), job
 
 
-def _check(job: JobConfig, console: Console, own_ray: bool) -> None:
-    for warning in check_machine(job, own_ray):
+def _check(job: JobConfig, console: Console, own_ray: bool) -> JobConfig:
+    checked = check_machine(job, own_ray)
+    for warning in checked.notes:
         console.print(f"note: {warning}", style="yellow", markup=False, soft_wrap=True)
+    return checked.job
 
 
 def _coordinator(
@@ -161,7 +166,7 @@ def _start(
 ) -> Any:
     try:
         if local is None:
-            _check(job, console, own_ray=False)
+            job = _check(job, console, own_ray=False)
         if signals.asked:
             raise StoppedEarlyError(f"run {job.name}: stopped by request before anything was started")
         coordinator, _ = ensure_coordinator(job, local is not None, ray_job)

@@ -12,10 +12,13 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import profile_of
-from picotron_ray.planner.refusal import workers_that_do
+from picotron_ray.planner.memory import budget_bytes
+from picotron_ray.planner.refusal import why_not_together, workers_that_do
 from picotron_ray.planner.search import PlannedLayout, choose_layout
 from picotron_ray.planner.snapshot_room import slot_budget
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, snapshot_problem
+
+LEFT_OUT = " is left out: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +54,25 @@ def with_those_to_come(job: JobConfig, nodes: list[InventoryNode]) -> list[Inven
     return nodes + [like] * -(-missing // like.workers)
 
 
-def plan(job: JobConfig, device: str, nodes: Sequence[InventoryNode], slots: bool = True) -> Plan:
-    """Plan a job for these nodes; with ``slots``, without those that have no room for snapshots.
+def plan(job: JobConfig, device: str, nodes: Sequence[InventoryNode], alone: bool = False) -> Plan:
+    """Plan a job for these nodes, without those that have no room for snapshots.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
+        alone: of one machine, which no other can join; its room for snapshots is judged elsewhere.
 
     Raises:
-        ConfigError: no layout fits, and how many such workers would do; or too few nodes have room.
+        ConfigError: no layout fits, and what would do; or too few nodes have room.
     """
     left_out: list[str] = []
     staying = list(nodes)
     while True:
-        planned = _planned(job, device, staying)
+        planned = _planned(job, device, staying, alone)
         slot_bytes = _slot_bytes(job, device, staying, planned)
-        short = [node for node in staying if slots and _problem(job, node, slot_bytes)]
+        short = [node for node in staying if not alone and _problem(job, node, slot_bytes)]
         if not short:
             return Plan(planned, slot_bytes, tuple(left_out))
-        left_out += [f"node {node.host} is left out: {_problem(job, node, slot_bytes)}" for node in short]
+        left_out += [f"node {node.host}{LEFT_OUT}{_problem(job, node, slot_bytes)}" for node in short]
         staying = [node for node in staying if node not in short]
         if sum(node.workers for node in staying) < job.cluster.min_workers:
             raise ConfigError(*left_out[:3])
@@ -89,7 +93,7 @@ def _problem(job: JobConfig, node: InventoryNode, slot_bytes: int) -> str | None
     return facts.interface_problem or facts.folder_problem or room
 
 
-def _planned(job: JobConfig, device: str, nodes: list[InventoryNode]) -> PlannedLayout:
+def _planned(job: JobConfig, device: str, nodes: list[InventoryNode], alone: bool) -> PlannedLayout:
     """The cheapest of the layouts on all nodes, on those but the ones with the smallest cards, and so on."""
     found: list[PlannedLayout] = []
     memory = [_memory(job, device, node) for node in nodes]
@@ -103,6 +107,8 @@ def _planned(job: JobConfig, device: str, nodes: list[InventoryNode]) -> Planned
         except LayoutError as error:
             why = str(error)
     if not found:
+        if alone and device == "cpu":
+            raise ConfigError(_why_not_here(job, nodes[0]) or why)
         raise ConfigError(f"{why}{_what_would_do(job, device, nodes)}")
     return min(found, key=lambda planned: planned.cost_s)
 
@@ -118,6 +124,15 @@ def _taken(nodes: list[InventoryNode], most: int) -> tuple[int, ...]:
     for node in sorted(nodes, key=lambda node: (-node.workers, node.host)):
         sizes.append(min(node.workers, most - sum(sizes)))
     return tuple(size for size in sizes if size)
+
+
+def _why_not_here(job: JobConfig, node: InventoryNode) -> str | None:
+    """Explain a refusal by the memory that CPU workers of one machine share; None where it is not that."""
+
+    def room(workers: int) -> float:
+        return budget_bytes(job, profile_of("cpu", node.facts.worker_bytes("cpu", workers)).memory_bytes)
+
+    return why_not_together(job, min(node.workers, job.cluster.max_workers), room)
 
 
 def _what_would_do(job: JobConfig, device: str, nodes: list[InventoryNode]) -> str:

@@ -156,7 +156,7 @@ def plan_here(job: JobConfig) -> Plan:
     cards = [] if job.cluster.device == "cpu" else Gpus().cards()
     workers = min(job.cluster.max_workers, len(cards) or job.cluster.max_workers)
     here = InventoryNode(os.uname().nodename, workers, NodeFacts(cards, host_bytes=host_bytes()))
-    return plan(job, "cuda" if cards else "cpu", [here], slots=False)
+    return plan(job, "cuda" if cards else "cpu", [here], alone=True)
 
 
 def _missing_extras(job: JobConfig) -> dict[str, str]:

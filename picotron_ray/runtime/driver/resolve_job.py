@@ -124,8 +124,8 @@ def resolve_words(
     return resolve(ResolvedJob(job, submission, say=say), steps)
 
 
-def check_machine(job: JobConfig, own_ray: bool) -> list[str]:
-    """Take the steps that need no cluster; returns the notes.
+def check_machine(job: JobConfig, own_ray: bool) -> ResolvedJob:
+    """Take the steps that need no cluster; what was checked, its ``job``, is what has to run.
 
     Args:
         own_ray: the run gets a Ray of its own on this machine, so that it has to have room for all workers.
@@ -133,7 +133,7 @@ def check_machine(job: JobConfig, own_ray: bool) -> list[str]:
     Raises:
         ConfigError, StorageError: one line per problem; only the token cache was changed.
     """
-    return list(resolve(ResolvedJob(job, owns_ray=own_ray), ON_THE_MACHINE).notes)
+    return resolve(ResolvedJob(job, owns_ray=own_ray), ON_THE_MACHINE)
 
 
 # --- the words ---------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def _opened(at: ResolvedJob) -> Storage:
 PATHS = ResolveStep("paths", _paths)
 OWN_MODEL = ResolveStep("own model", _own_model)
 DATA = ResolveStep("data", _data)
-LAYOUT = ResolveStep("layout", _layout)
+ROOM_HERE = (ResolveStep("layout", _layout), ResolveStep("snapshot room", _snapshot_room))
 STORAGE = ResolveStep("storage", _storage)
 START = ResolveStep("start", _start)
 INIT_FROM = ResolveStep("init_from", _init_from)
@@ -381,8 +381,7 @@ FROM_WORDS = (PATHS, OWN_MODEL)
 """From a valid config to a job that any process can read."""
 ON_THE_MACHINE = (
     DATA,
-    LAYOUT,
-    ResolveStep("snapshot room", _snapshot_room),
+    *ROOM_HERE,
     ResolveStep("services", _services),
     STORAGE,
     START,

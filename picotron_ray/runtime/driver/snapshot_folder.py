@@ -12,7 +12,7 @@ from dataclasses import replace
 from picotron_ray.checkpoint.snapshot.slot_pool import choose_folder
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, SlotError
-from picotron_ray.runtime.driver.inventory import InventoryNode, Plan, plan
+from picotron_ray.runtime.driver.inventory import LEFT_OUT, InventoryNode, Plan, plan
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.kept_slots import kept_bytes
 from picotron_ray.runtime.ray_cluster.names import run_folder
@@ -62,16 +62,24 @@ def plan_with_folder(
     try:
         found = plan(job, device, nodes)
     except ConfigError as error:
-        return moved, plan(moved, device, there), f"{error.problems[0]}; using {overflow} instead (slower)"
+        return moved, plan(moved, device, there), _moved_note(error.problems[0], overflow)
     if found.left_out:
         second = plan(moved, device, there) if _some_room(there) else found
         if len(second.left_out) < len(found.left_out):
-            return moved, second, f"{found.left_out[0]}; using {overflow} instead on all nodes (slower)"
+            return moved, second, _moved_note(found.left_out[0], overflow)
     return job, found, None
 
 
 def _some_room(nodes: Sequence[InventoryNode]) -> bool:
     return all(node.facts.snapshot_bytes for node in nodes)
+
+
+def _moved_note(left_out: str, overflow: str) -> str:
+    """Say why the slots lie in ``overflow``: the line of a node that would have been left out, without the
+    mend, since it is not left out then.
+    """
+    seen = left_out.replace(LEFT_OUT, ": ", 1).partition("; ")[0]
+    return f"{seen}; using {overflow} instead on all nodes (slower)"
 
 
 def _kept_note(overflow: str) -> str:

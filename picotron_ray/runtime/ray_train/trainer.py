@@ -110,7 +110,9 @@ class ElasticTrainer:
     def _train(self) -> dict[str, Any]:
         """Connect, follow the run to its end, and leave nothing of it behind; returns the summary."""
         given = ray.is_initialized()
-        local = None if given else driver.prepare(self.job, console.console(as_json=True))
+        local = None
+        if not given:
+            local, self.job = driver.prepare(self.job, console.console(as_json=True))
         coordinator: Any = None
         try:
             while True:
@@ -136,7 +138,7 @@ class ElasticTrainer:
             ray.kill(found)
             time.sleep(follow_run.POLL_S)
         if local is None:
-            check_machine(self.job, own_ray=False)
+            self.job = check_machine(self.job, own_ray=False).job
         return driver.ensure_coordinator(
             self.job, owns_ray=local is not None, tied_to=owner_process.this_process()
         )

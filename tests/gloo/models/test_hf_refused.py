@@ -293,4 +293,4 @@ def test_a_checkpoint_without_a_tokenizer_is_said_to_be_one(copy: Path) -> None:
     make("llama", copy, {"vocab_size": 300})
     job = job_for(copy, copy.parent / "runs", "bare", data={"sequence_length": 24, "global_batch": 2})
     assert "had no tokenizer" in import_hf(job, copy)["note"]
-    assert any("had no tokenizer" in line for line in check_machine(job, own_ray=True))
+    assert any("had no tokenizer" in line for line in check_machine(job, own_ray=True).notes)

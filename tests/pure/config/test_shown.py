@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.config.export import flatten
+from picotron_ray.config.export import flatten, public_dict
 from picotron_ray.config.json_schema import allowed, key_schemas, schema_key
 from picotron_ray.config.load import load_job, parse_job
 from picotron_ray.config.mistake_lines import dotted, shown
-from picotron_ray.config.resume import show
+from picotron_ray.config.resume import check_resume, show
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 
 
@@ -89,3 +90,17 @@ def test_a_broken_fault_breaks_no_rule_of_the_shortest_run() -> None:
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith("chaos.0.fault: saw 'kil', expected one of")
     assert caught.value.problems[0].endswith(", did you mean kill?")
+
+
+def test_slot_folders_that_launch_exchanged_are_no_change() -> None:
+    """The record of a run that took to its overflow folder names the two the other way round."""
+
+    def folders(*of: str) -> JobConfig:
+        keys = ("snapshot.folder", "snapshot.overflow_folder")
+        return load_job("tiny", [f"{key}={name}" for key, name in zip(keys, of, strict=False)])
+
+    assert check_resume(public_dict(folders("/disk", "/memory")), folders("/memory", "/disk")) == []
+    told = check_resume(public_dict(folders("/disk", "/memory")), folders("/memory", "/other"))
+    assert [line.split(":")[0] for line in told] == ["snapshot.folder", "snapshot.overflow_folder"]
+    told = check_resume(public_dict(folders("/memory", "/disk")), folders("/memory"))
+    assert told == ["snapshot.overflow_folder: was '/disk', now None; accepted"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from picotron_ray.checkpoint.snapshot import slot_pool
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import StorageError
@@ -20,8 +24,10 @@ from picotron_ray.runtime.doctor.finding import Finding, lines, timed
 from picotron_ray.runtime.doctor.gpu_health import GpuHealth
 from picotron_ray.runtime.doctor.judgement import judge, judge_store_clock, judge_together
 from picotron_ray.runtime.doctor.machine_report import MachineReport, Question, look
+from picotron_ray.runtime.driver import preflight
 from picotron_ray.runtime.worker.nccl_settings import ASYNC_ERRORS, MOST_RECORDED, RECORDED, prepare_nccl
 
+Usage = namedtuple("Usage", "total used free")
 LIMITS = {"nofile": 65536, "nproc": -1, "memlock": -1, "fsize": -1}
 GPU = GpuHealth("GPU-1", "H100", 0, False, False, 40, 90, False, 0, 80 << 30)
 WELL = MachineReport("a", LIMITS, -1, 8 << 30, 16 << 30, "token", {ASYNC_ERRORS: "0"}, ["lo", "eth0"])
@@ -36,9 +42,9 @@ def test_a_lost_peer_ends_no_survivors_process_unless_the_environment_says_so() 
     assert asked == {ASYNC_ERRORS: "1", RECORDED: "7"}
 
 
-def seen(report: MachineReport, local: bool = False, needed: int | None = None) -> dict[str, Finding]:
+def seen(report: MachineReport, local: bool = False, planned: bool = False) -> dict[str, Finding]:
     """The findings that are neither ok nor skipped, by check."""
-    found = list(judge(report, needed, local))
+    found = list(judge(report, planned, local))
     assert all(finding.where == report.host for finding in found)
     return {f.check: f for f in found if f.status in ("warning", "failed")}
 
@@ -47,10 +53,10 @@ def test_a_healthy_machine_passes_every_check() -> None:
     with_gpu = replace(WELL, gpus=[GPU], driver="570")
     for report in (WELL, with_gpu):
         assert seen(report) == {}
-    assert [f.check for f in judge(with_gpu, None, False)] == [
+    assert [f.check for f in judge(with_gpu, False, False)] == [
         "ports", "auth", "snapshot folder", "ulimits", "nccl", "gpus"
     ]  # fmt: skip
-    assert [f.seen for f in judge(with_gpu, None, False)][-1] == "1 x H100, driver 570"
+    assert [f.seen for f in judge(with_gpu, False, False)][-1] == "1 x H100, driver 570"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +103,10 @@ def test_what_is_no_ill() -> None:
     assert seen(replace(WELL, environment={"NCCL_SOCKET_IFNAME": "^lo,eth"})) == {}, "a prefix of one"
     unknown = GpuHealth("GPU-2", "virtual")
     assert seen(replace(WELL, gpus=[unknown])) == {}, "what a GPU does not tell"
-    assert list(seen(WELL, needed=9 << 30)) == ["snapshot folder"]
-    (agreed,) = [f for f in judge(replace(WELL, auth_mode="disabled"), None, True, True) if f.check == "auth"]
+    assert seen(replace(WELL, free_bytes=1 << 20), planned=True) == {}, "the plan says how much is needed"
+    (agreed,) = [
+        f for f in judge(replace(WELL, auth_mode="disabled"), False, True, True) if f.check == "auth"
+    ]
     assert agreed.status == "warning", "the config says that it may be so"
 
 
@@ -124,6 +132,52 @@ def test_what_launch_would_refuse_the_doctor_refuses(monkeypatch: pytest.MonkeyP
     assert "snapshot.overflow_folder" in found["overflow folder"].mend
     mended = ["cluster.allow_unauthenticated=true", "cluster.interface=lo"]
     assert failed(*mended, f"snapshot.overflow_folder={tmp_path}") == {}
+
+
+def test_a_small_folder_is_no_trouble_by_itself(tmp_path: Path) -> None:
+    """A real one of half a MiB: the plan says whether that is enough."""
+    mount = f"mount -t tmpfs -o size=512k none {tmp_path}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True).returncode:
+        pytest.skip("mount namespaces are not permitted here")
+    code = "import picotron_ray.runtime.doctor.machine_report as m; r = m.look(m.Question({!r}))"
+    code = f"{code.format(str(tmp_path))}; print(r.free_bytes, r.troubles)"
+    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == f"{1 << 19} {{}}\n"
+
+
+def test_the_doctor_plans_for_this_machine_as_launch_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Memory and the room for slots are the config's need, judged by launch's own functions."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    small, disk = tmp_path / "small", tmp_path / "disk"
+    small.mkdir()
+    disk.mkdir()
+    free = {str(small): 64 << 20, str(disk): 1 << 40}
+    monkeypatch.setattr(slot_pool, "free_bytes", lambda folder: free[str(folder)])
+    monkeypatch.setattr(machine_report.shutil, "disk_usage", lambda folder: Usage(1, 1, free[str(folder)]))
+    monkeypatch.setattr(preflight, "host_bytes", lambda: 16 << 30)
+
+    def planned(recipe: str, *words: str) -> list[tuple[str, str, str]]:
+        words = ("cluster.device=cpu", f"storage.url={tmp_path}", f"snapshot.folder={small}", *words)
+        findings = next(iter(examine.examine(load_job(recipe, list(words)), True, False)))
+        assert [f for f in findings if f.status == "failed" and f.check != "plan"] == []
+        return [(f.check, f.status, f.seen) for f in findings if f.check == "plan"]
+
+    assert [status for _, status, _ in planned("tiny")] == ["ok"], "64 MB are enough for it"
+    free[str(small)] = 1 << 20
+    [(_, status, line)] = planned("tiny")
+    assert (status, "snapshot.folder: " in line, "set snapshot.overflow_folder" in line) == (
+        "failed",
+        True,
+        True,
+    )
+    (_, warned, line), (_, status, _) = planned("tiny", f"snapshot.overflow_folder={disk}")
+    assert (warned, line.endswith(f"using {disk} instead (slower)"), status) == ("warning", True, "ok")
+    [(_, status, line)] = planned("llama-2-7b", "data.path=/d")
+    assert (status, line.startswith("layout: saw room for")) == ("failed", True)
 
 
 def test_machines_are_compared_with_each_other() -> None:

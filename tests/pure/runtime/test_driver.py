@@ -19,6 +19,7 @@ from picotron_ray.runtime.ray_cluster import supervisor
 from tests.support.runs.coordinator_world import job
 
 JOB = job(name="night")
+CHECKED = job(name="night", steps=77)
 DATA: Any = SimpleNamespace(fingerprint="aa")
 LOCAL: Any = SimpleNamespace(run="night", alive=True)
 SUMMARY = {"run": "night", "status": "stopped", "steps": 3, "wall_s": 1.0}
@@ -35,7 +36,7 @@ class Bench:
         self.signals = Signals()
         self.ray = self.module("ray", kill=None, remote=None)
         self.note_of("take_down")
-        self.note_of("check_machine", ["too small"])
+        self.note_of("check_machine", SimpleNamespace(notes=["too small"], job=CHECKED))
 
     def note_of(self, name: str, answer: Any = None, where: Any = driver) -> None:
         self.patch.setattr(where, name, lambda *words: self.told.append((name, *words)) or answer)
@@ -58,7 +59,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def drive(bench: Bench, final: Any, detach: bool = False) -> Any:
-    bench.note_of("prepare", LOCAL)
+    bench.note_of("prepare", (LOCAL, JOB))
     bench.note_of("_coordinator", ("handle", True))
     bench.patch.setattr(driver, "follow", lambda *given, local, ended, attached: final)
     return driver._drive(JOB, None, detach, bench.console)
@@ -119,9 +120,10 @@ def test_a_ray_is_checked_before_it_is_started(bench: Bench, address: str, found
     bench.patch.setattr(driver.local_ray, "find", lambda run: found)
     bench.note_of("clear", where=driver.cleanup)
     bench.note_of("connect", "ray", where=driver.connect)
-    assert driver.prepare(JOB, bench.console) == "ray"
+    runs = CHECKED if checked else JOB
+    assert driver.prepare(JOB, bench.console) == ("ray", runs)
     steps = [("clear", JOB, found), ("check_machine", JOB, True)] if checked else []
-    assert bench.told == [*steps, ("connect", JOB)]
+    assert bench.told == [*steps, ("connect", runs)]
     assert bench.lines() == (["note: too small"] if checked else [])
 
 
@@ -146,7 +148,8 @@ def test_a_start_waits_for_the_first_answer(bench: Bench, local: Any) -> None:
     assert driver._start(JOB, local, bench.console, None, bench.signals) == "fresh"
     assert asked == [("fresh", driver.ALL_SEEN, 1.0)] * 3
     checked = [("check_machine", JOB, False)] if local is None else []
-    assert bench.told == [*checked, ("ensure_coordinator", JOB, local is not None, None)]
+    runs = JOB if local else CHECKED
+    assert bench.told == [*checked, ("ensure_coordinator", runs, local is not None, None)]
     answers[:] = [None]
     bench.patch.setattr(driver, "START_S", 0.0)
     assert driver._start(JOB, local, bench.console, None, bench.signals) == "fresh"

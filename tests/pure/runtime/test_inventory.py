@@ -8,6 +8,7 @@ of margin: 69.3 GB of an H100's 85.5, 13.0 of a T4's 16.1.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,7 @@ def test_nodes_without_room_for_their_slots_are_left_out_by_name() -> None:
     )
     with pytest.raises(ConfigError, match="node host-0 is left out"):
         plan(job, "cuda", [small])
-    assert plan(job, "cuda", [small], slots=False).left_out == ()
+    assert plan(job, "cuda", [small], alone=True).left_out == ()
 
 
 def test_a_node_without_room_is_told_what_it_would_need(tmp_path: Path) -> None:
@@ -202,3 +203,27 @@ def test_a_node_without_cards_counts_with_its_share_of_the_measured_memory() -> 
         plan(recipe("gpt2-medium", "cluster.max_workers=4", "data.global_batch=8"), "cpu", [small])
     fewer = recipe("smollm-135m", "cluster.max_workers=1", "data.global_batch=8")
     assert plan(fewer, "cpu", [small]).planned.layout.world_size == 1, "its share is of those that run"
+
+
+def test_one_machine_is_never_told_to_add_workers_that_would_share_its_memory() -> None:
+    """They would share what is there: only fewer of them, or less to hold, can help."""
+
+    def refused(name: str, gib: int, *words: str) -> str:
+        here = InventoryNode("host", 8, NodeFacts([], AMPLE, host_bytes=gib * 2**30))
+        with pytest.raises(ConfigError) as error:
+            plan(recipe(name, "data.global_batch=8", *words), "cpu", [here], alone=True)
+        return str(error.value)
+
+    line = refused("gpt2-medium", 3)
+    assert "add workers" not in line
+    assert "would do" not in line
+    seen, needed = map(float, re.findall(r"([\d.]+) GB", line))
+    assert seen == pytest.approx(0.81 * 3 * 1.073741824, rel=0.01)
+    assert needed > max(seen, 16 * 0.35)
+    assert "cluster.max_workers" not in line
+    assert line.endswith("or take a machine with more memory")
+    fewer = refused("smollm-135m", 6, "cluster.max_workers=8")
+    number = int(re.findall(r"set cluster.max_workers=(\d)", fewer)[0])
+    here = InventoryNode("host", number, NodeFacts([], AMPLE, host_bytes=6 * 2**30))
+    job = recipe("smollm-135m", "data.global_batch=8", f"cluster.max_workers={number}")
+    assert plan(job, "cpu", [here], alone=True).planned.layout.world_size <= number

@@ -76,8 +76,9 @@ def test_a_clusters_nodes_use_the_folder_in_which_more_of_them_have_room(job: Jo
     moved, found, note = plan_with_folder(job, "cpu", one)
     assert (moved, found.left_out) == (in_overflow(job), ())
     assert note is not None
-    assert note.startswith("node a is left out: snapshot.folder: saw room for")
-    assert note.endswith("instead on all nodes (slower)")
+    assert note.startswith("node a: snapshot.folder: saw room for"), "it is not left out"
+    assert note.count(";") == 1, "no advice to set what is used already"
+    assert note.endswith(f" workers; using {job.snapshot.overflow_folder} instead on all nodes (slower)")
     kept, found, _ = plan_with_folder(job, "cpu", [node("a", need - 1, 0), node("b", need, 0)])
     assert (kept, len(found.left_out)) == (job, 1), "the disk has no room either"
     moved, _, note = plan_with_folder(job, "cpu", [node("a", 0, ample), node("b", 0, ample)])

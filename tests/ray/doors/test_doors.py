@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from picotron_ray import ElasticTrainer
+from picotron_ray.checkpoint.snapshot import slot_pool
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import driver
@@ -86,9 +88,37 @@ def test_the_trainer_opens_the_dataset_once_and_chooses_the_layout_once(
     assert counted == ONCE
 
 
+def test_the_job_that_was_checked_is_the_one_that_runs(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where only the overflow folder has room, the slots lie there, and not only in launch's note."""
+    small, disk = tmp_path / "small", tmp_path / "disk"
+    small.mkdir()
+    disk.mkdir()
+    room = {str(small): 1 << 20, str(disk): 1 << 40}
+    monkeypatch.setattr(slot_pool, "free_bytes", lambda folder: room[str(folder)])
+    monkeypatch.setattr(driver.connect, "connect", lambda job: "local")
+    monkeypatch.setattr(driver, "find_coordinator", lambda run: None)
+    monkeypatch.setattr(driver, "take_down", lambda *parts: None)
+    ran: list[JobConfig] = []
+
+    def started(job: JobConfig, *rest: object) -> None:
+        ran.append(job)
+        raise EnoughError
+
+    monkeypatch.setattr(driver, "ensure_coordinator", started)
+    folders = [f"snapshot.folder={small}", f"snapshot.overflow_folder={disk}"]
+    said = io.StringIO()
+    with pytest.raises(EnoughError):
+        driver.drive("tiny", [*words, *folders], console=Console(file=said, width=1000))
+    assert said.getvalue().count(f"; using {disk} instead (slower)") == 1
+    [job] = ran
+    assert (job.snapshot.folder, job.snapshot.overflow_folder) == (str(disk), str(small))
+
+
 def test_a_checked_machine_is_asked_once(words: list[str], counted: dict[str, int]) -> None:
     """As ElasticTrainer does on the Ray that it is given."""
-    assert check_machine(resolve_words("tiny", words, (PATHS,)).job, own_ray=True) == []
+    assert check_machine(resolve_words("tiny", words, (PATHS,)).job, own_ray=True).notes == ()
     assert counted == ONCE
 
 

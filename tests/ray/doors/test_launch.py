@@ -278,3 +278,27 @@ def test_refuses_before_anything_is_started(door: Door, tmp_path: Path) -> None:
         assert "Traceback" not in out
         assert lifecycle.find(door.run) is None
         assert not (door.folder / door.run / "log").exists()
+
+
+@pytest.mark.deep
+def test_a_small_memory_folder_is_left_for_the_overflow_folder(door: Door, tmp_path: Path) -> None:
+    """A real one of 1 MB, in a mount namespace of the launch's own."""
+    small, disk = tmp_path / "small", tmp_path / "disk"
+    small.mkdir()
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o size=1m none {small}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True).returncode:
+        pytest.skip("mount namespaces are not permitted here")
+    folders = (f"snapshot.folder={small}", f"snapshot.overflow_folder={disk}")
+    words = (*door.overrides, "steps=20", "checkpoint.interval_steps=10", *folders)
+    command = [sys.executable, "-m", "picotron_ray.launch", "tiny", *words, "--json"]
+    script = f'{mount} && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, "sh", *command],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"; using {disk} instead (slower)") == 1
+    assert "note: snapshot" not in done.stderr.replace("note: snapshot.folder: /", "", 1), "no change to tell"
+    summary = json.loads(done.stdout.splitlines()[0])
+    assert (summary["status"], summary["steps"], summary["failures"]) == ("finished", 20, [])

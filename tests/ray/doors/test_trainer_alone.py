@@ -12,6 +12,7 @@ from picotron_ray.runtime.ray_train.trainer import ElasticTrainer, _stop, _Watch
 from tests.support.runs.coordinator_world import job
 
 JOB = job(name="night")
+CHECKED = SimpleNamespace(job=job(name="night", steps=77))
 
 
 class Bench:
@@ -31,8 +32,8 @@ class Bench:
         patch.setattr(module.ray, "is_initialized", lambda: self.given)
         patch.setattr(module, "resolve_job", self.note("resolve"))
         check = self.note("check")
-        patch.setattr(module, "check_machine", lambda job, own_ray: check(job, own_ray))
-        patch.setattr(module.driver, "prepare", lambda job, console: "local")
+        patch.setattr(module, "check_machine", lambda job, own_ray: check(job, own_ray) or CHECKED)
+        patch.setattr(module.driver, "prepare", lambda job, console: ("local", job))
         patch.setattr(
             module.driver,
             "ensure_coordinator",
@@ -63,6 +64,7 @@ def test_a_run_that_is_done_is_taken_away_before_a_new_one(bench: Bench, local: 
     checked = [("check", JOB, False)] if local is None else []
     away = [("kill", "old"), ("sleep", 0.5)]
     assert bench.told == [*away, *away, *checked, ("ensure", local is not None, {"pid": 1})]
+    assert bench.trainer.job == (JOB if local else CHECKED.job), "what was checked is what runs"
 
 
 @pytest.mark.parametrize("status", [None, {"done": False}])

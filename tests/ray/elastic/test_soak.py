@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+import ray
 
 from picotron_ray.runtime.ray_cluster import local_ray as lifecycle
 from picotron_ray.runtime.ray_cluster import processes
@@ -56,6 +57,8 @@ def test_blows_from_outside_leave_no_trace(
         print(soak.table())
         assert soak.stop() == STOPPED
     finally:
+        soak.over.set()
+        ray.shutdown()  # a process that stays connected to a Ray that ends is ended by it
         for driver in soak.drivers:
             driver.kill()
             driver.wait()

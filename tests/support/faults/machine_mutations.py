@@ -474,11 +474,6 @@ def a_running_generation_is_never_adopted(patch: pytest.MonkeyPatch) -> None:
 
 
 @own
-def pins_of_an_earlier_term_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(event_handlers, "_release_committed", lambda memory, node: None)
-
-
-@own
 def a_node_is_given_back_with_what_only_it_holds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(drains, "_settled", lambda memory: True)
 
@@ -492,14 +487,6 @@ def a_drained_node_gets_new_workers(patch: pytest.MonkeyPatch) -> None:
         self.nodes[name].draining = False
 
     patch.setattr(Roster, "drain", drain)
-
-
-@own
-def resume_step_is_obeyed_again_after_each_restart(patch: pytest.MonkeyPatch) -> None:
-    def plan(memory: MachineMemory, event: m.Begin) -> None:
-        memory.rewind = memory.job.checkpoint.resume_step
-
-    patch.setattr(event_handlers, "_plan_rewind", plan)
 
 
 @own

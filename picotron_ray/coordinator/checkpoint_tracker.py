@@ -132,7 +132,10 @@ class CheckpointTracker:
         return []
 
     def uploaded(self, event: Uploaded, now: float) -> bool:
-        """Take one node's result; True where it was the last one, so that the commit may be appended."""
+        """Take one node's result; True where it was the last one, so that the commit may be appended.
+
+        The end of an earlier upload of other slots of the state says nothing of those that are asked for now.
+        """
         pending = self.pending
         if (
             pending is None
@@ -140,7 +143,7 @@ class CheckpointTracker:
             or event.node not in pending.parts
         ):
             return False
-        if event.node in pending.done:
+        if event.node in pending.done or (event.slots and event.slots != pending.parts[event.node]):
             return False
         if event.error:
             pending.ask_at(now + backoff(pending.errors), event.node)

@@ -206,8 +206,8 @@ class FakeCluster(Cluster):
             for worker in workers:
                 self._obey(worker, what, (term, *rest))
         if method == "upload":
-            _, generation, step, _ = arguments
-            self.on_uploaded(node, Ended(generation, step, {}))
+            _, generation, step, slots = arguments
+            self.on_uploaded(node, Ended(generation, step, slots, {}))
         if method == "inventory":
             return tuple(slot for name in self.workers_on(node) for slot in self.workers[name].slots)
         return {}

@@ -96,7 +96,7 @@ def upload_slots(
 
     Args:
         paths: slots of generation (term, n) at ``step``; keep them pinned until this returns.
-        owner: names the intent; unique per node.
+        owner: unique per node; it names the intent, with the slots: a node may upload others of the state.
         spilled: folder of what was spilled of ledgers.
         intents: renew the intent after this has returned, until the state is settled; None: nobody does.
 
@@ -105,7 +105,8 @@ def upload_slots(
         SlotReusedError: a slot's file holds another state by now, or is being overwritten.
         StorageError: the storage refused or was unavailable; calling again later is safe.
     """
-    key = f"intents/{step}-{term}-{n}-{owner}.json"
+    names = "/".join(os.path.basename(path) for path in paths)
+    key = f"intents/{step}-{term}-{n}-{owner}-{blake3(names.encode()).hexdigest()[:8]}.json"
     renewed = intents or Intents(storage)
     try:
         part = _upload(paths, storage, (term, n, step), key, codec, renewed)

@@ -167,13 +167,14 @@ class Uploaded:
     """Result of one node's upload of a checkpoint.
 
     ``error``: "corrupt:<slot file>" where a slot fails its digest, "gone:<slot file>" where the file holds
-    another state by now or none, else any text; tried again later.
+    another state by now or none, else any text; tried again later. ``slots``: what ``Upload`` asked for.
     """
 
     node: str
     generation: GenerationId
     step: int
     error: str = ""
+    slots: tuple[str, ...] = ()  # empty: an older version wrote the event log
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,5 +289,5 @@ class SimNode:
         elif bad:
             error = f"corrupt:{bad[0]}"
         else:
-            sim.storage.parts.setdefault((command.generation, command.step), {})[self.name] = held
-        self.report(m.Uploaded(self.name, command.generation, command.step, error))
+            sim.storage.put(self.name, state, held)
+        self.report(m.Uploaded(self.name, *state, error, command.slots))

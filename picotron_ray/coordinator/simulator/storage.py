@@ -29,7 +29,7 @@ class SimStorage:
     """Applies writes at once; the network around it makes them late, fail or lose their replies."""
 
     log: list[SimLogEntry] = field(default_factory=list)
-    parts: dict[tuple[m.GenerationId, int], dict[str, list[SimSlot]]] = field(default_factory=dict)
+    parts: dict[tuple[m.GenerationId, int], dict[str, list[SimSlot]]] = field(default_factory=dict)  # by node
     histories: dict[str, StepHistory] = field(default_factory=dict)  # by manifest key
     down_until: float = 0.0
     slow_until: float = 0.0
@@ -46,6 +46,12 @@ class SimStorage:
         """Begin the next term."""
         self.log.append(SimLogEntry(self.term + 1, "term"))
         return self.log[-1].term
+
+    def put(self, node: str, state: tuple[m.GenerationId, int], held: list[SimSlot]) -> None:
+        """Take slots of a state; what an earlier upload of the node put there stays."""
+        parts = self.parts.setdefault(state, {})
+        names = {slot.info.slot for slot in held}
+        parts[node] = [slot for slot in parts.get(node, []) if slot.info.slot not in names] + held
 
     def append_generation(self, term: int, spec: m.GenerationSpec) -> m.Appended:
         return self._append(SimLogEntry(term, "generation", spec, spec.id, spec.resume_step))

@@ -26,6 +26,7 @@ from picotron_ray.runtime.coordinator.ray_calls import NO_ANSWER, is_dead, refus
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.storage_outage import StorageOutage
 from picotron_ray.runtime.coordinator.supervision import Supervisor
+from picotron_ray.runtime.coordinator.upload_requests import UploadRequests
 from picotron_ray.runtime.coordinator.worker_orders import WorkerOrders
 from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.run_storage.data_record import data_problem
@@ -62,8 +63,7 @@ class CommandExecutor:
         self._record = record
         self._report = report
         self._plan = plan
-        self._uploads: dict[str, m.Upload] = {}  # by node: what was asked for last and has not ended
-        self._parts: dict[tuple[m.GenerationId, int], dict[str, Any]] = {}
+        self._uploads = UploadRequests()
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor = Supervisor(record.note, self._stop)
         self._outage = StorageOutage(record.note)
@@ -218,13 +218,13 @@ class CommandExecutor:
         self._told(f"inventory of node {command.node[:8]}", collect())
 
     def _upload(self, command: m.Upload) -> None:
-        self._uploads[command.node] = command
+        self._uploads.ask(command)
         self.spawn(self._begin_upload(command))
 
     async def _begin_upload(self, command: m.Upload) -> None:
         """Have a node begin an upload, whose end ``uploaded`` hears; a lost reply is asked for again."""
         generation = _pair(command.generation)
-        while not self.ending and self._uploads.get(command.node) is command:
+        while not self.ending and self._uploads.open(command.node) is command:
             try:
                 await self._cluster.call_agent(
                     command.node, "upload", self.term, generation, command.step, command.slots
@@ -234,38 +234,35 @@ class CommandExecutor:
             except RayError as error:
                 if (refused := refusal(error)) is not None:
                     raise refused from error
-                self.uploaded(command.node, Ended(generation, command.step, None, _line(error)))
+                end = Ended(generation, command.step, command.slots, None, _line(error))
+                self.uploaded(command.node, end)
             return
 
     def uploaded(self, node: str, end: Ended) -> None:
         """Hear how an upload ended."""
-        state = m.GenerationId(*end.generation), end.step
-        asked = self._uploads.get(node)
-        if asked is not None and (asked.generation, asked.step) == state:
-            del self._uploads[node]
-        if end.part is not None:
-            self._parts.setdefault(state, {})[node] = end.part
+        event = m.Uploaded(node, m.GenerationId(*end.generation), end.step, end.error, end.slots)
+        self._uploads.ended(event, end.part)
         if end.full:
             self.spawn(self._collect())  # after the next commit would be too late: it has no room
-        self._report(m.Uploaded(node, *state, end.error))
+        self._report(event)
 
     def agent_back(self, node: str) -> None:
         """Ask a restarted agent again for the upload that died with its process."""
-        if node in self._uploads:
-            self._upload(replace(self._uploads[node]))
+        asked = self._uploads.open(node)
+        if asked is not None:
+            self._upload(replace(asked))
 
     def _append_generation(self, command: m.AppendGeneration) -> None:
         self.spawn(self._appended(partial(self._store.append_generation, command.spec)))
 
     def _append_commit(self, command: m.AppendCommit) -> None:
-        parts = self._parts.get((command.generation, command.step), {})
-        chosen = [parts[node] for node in command.nodes if node in parts]
+        chosen = self._uploads.parts(command)
         self.spawn(self._appended(partial(self._store.commit, command.generation, command.step, chosen)))
 
     async def _appended(self, work: Callable[[], m.Appended]) -> None:
         event = await self._loop.run_in_executor(self._store.executor, work)
         if event.kind == "commit" and event.seq:
-            self._parts = {key: value for key, value in self._parts.items() if key[1] > event.step}
+            self._uploads.forget(event.step)
             self.spawn(self._after_commit())
         self._report(event)
 

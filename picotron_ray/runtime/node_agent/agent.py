@@ -329,7 +329,7 @@ class Agent:
         self._stalls.report(living, now)
         self._seal_watch.look(living, now)
         for end in self._uploads.ended():
-            self._reports.tell(now, ("uploaded", end.step), "uploaded", self._node, end)
+            self._reports.tell(now, ("uploaded", *end.key), "uploaded", self._node, end)
         self._reports.look(now)
         if heartbeat:
             self._rendezvous.keep(now)

@@ -41,9 +41,14 @@ class Ended:
 
     generation: tuple[int, int]
     step: int
+    slots: tuple[str, ...]
     part: dict[str, Any] | None
     error: str = ""
     full: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.generation, self.step, self.slots
 
 
 class Uploads:
@@ -73,7 +78,7 @@ class Uploads:
             error = done.exception()
             part = done.result() if error is None else None
             full = isinstance(error, StorageFullError)
-            self._ended.put(Ended(key[0], key[1], part, _told(error), full))
+            self._ended.put(Ended(*key, part, _told(error), full))
 
     def under_way(self) -> dict[str, SlotKey]:
         """Return the slots that are being put into storage, and the state in each."""
@@ -90,8 +95,9 @@ class Uploads:
         """Put slots into storage, in the calling thread."""
         storage, intents = self._storage()
         paths = [self._folder / name for name in slots]
-        held = [path for path in paths if holds(path, (*generation, step))]
-        _pin(held, reading=True)
+        with self._lock:
+            held = [path for path in paths if holds(path, (*generation, step))]
+            _pin(held, reading=True)
         options: dict[str, Any] = {"owner": self._owner, "codec": self._job.checkpoint.codec}
         spilled = ledger_folder(self._job.name)
         try:
@@ -99,9 +105,20 @@ class Uploads:
                 paths, storage, *generation, step, intents=intents, spilled=spilled, **options
             )
         except PicotronError:
-            _pin(held, reading=False)  # until it is asked for again, a newer checkpoint may take the slots
+            self._let_go(held, (generation, step, slots))
             raise
         return part.to_dict()
+
+    def _let_go(self, held: list[Path], key: Key) -> None:
+        """Let newer checkpoints take a failed upload's slots until it is asked for again.
+
+        Not those that another upload of the state reads.
+        """
+        with self._lock:
+            others = [
+                slots for *state, slots in self._under_way if state == list(key[:2]) and slots != key[2]
+            ]
+            _pin([path for path in held if not any(path.name in slots for slots in others)], reading=False)
 
     def _storage(self) -> tuple[Storage, Intents]:
         with self._lock:

@@ -32,6 +32,7 @@ from picotron_ray.checkpoint.store.manifest import (
 )
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
+from picotron_ray.checkpoint.store.upload import upload_slots
 from picotron_ray.checkpoint.store.verify import CommitReport, Verifier, latest_good, read_ledger
 from picotron_ray.errors import (
     AlreadyExistsError,
@@ -76,7 +77,20 @@ def test_a_save_tells_of_itself_before_it_looks(
     monkeypatch.setattr(SlotSource, "finish", overwritten)
     with pytest.raises(CorruptError):
         upload(storage, memory_path / "t", make_state(1), (1, 1, 6))
-    assert puts[-1] == ("intents/6-1-1-node0.json", {"chunks": None})
+    key, content = puts[-1]
+    assert key.startswith("intents/6-1-1-node0-")
+    assert content == {"chunks": None}
+
+
+def test_two_saves_of_other_slots_of_a_state_have_intents_of_their_own(
+    storage: LocalStorage, memory_path: Path
+) -> None:
+    """The end of one would else set the other's chunks free to be collected."""
+    parts = [upload(storage, memory_path / name, make_state(1), (1, 1, 5), nodes=2) for name in "st"]
+    assert len({part.intent for part in (*parts[0], *parts[1])}) == 2, "asked for again it is the same"
+    paths = sorted((memory_path / "s").iterdir())
+    both = upload_slots(paths, storage, 1, 1, 5, owner="node0")
+    assert both.intent not in {part.intent for part in parts[0]}
 
 
 def test_intents_are_renewed_until_their_state_is_settled(storage: LocalStorage) -> None:

@@ -53,6 +53,28 @@ def test_uploads_are_asked_for_again_when_their_reply_is_due(tracker: Checkpoint
     assert (tracker.plan(99.0), tracker.wake_at) == ([], None)
 
 
+def test_an_earlier_upload_of_other_slots_of_the_state_does_not_end_the_newest(
+    tracker: CheckpointTracker,
+) -> None:
+    """A part of what is asked for would be committed, and refused again and again."""
+    whole = Layout(dp=2, pp=2)
+    a0, b1, b2 = (
+        m.SlotInfo(node, slot, ONE.id, 5, rank, (m.Fragment(group),))
+        for node, slot, rank, group in (("a", "a0", 0, 0), ("b", "b1", 1, 1), ("b", "b2", 2, 0))
+    )
+    tracker.sealed((5, ONE.id), "a", (a0,), whole)
+    tracker.sealed((5, ONE.id), "b", (b1, b2), whole)
+    assert tracker.plan(0.0) == [m.Upload("a", ONE.id, 5, ("a0",)), m.Upload("b", ONE.id, 5, ("b1",))]
+    tracker.node_lost("a")
+    (both,) = tracker.plan(1.0)
+    assert isinstance(both, m.Upload)
+    assert sorted(both.slots) == ["b1", "b2"]
+    assert not tracker.uploaded(m.Uploaded("b", ONE.id, 5, "", ("b1",)), 2.0)
+    assert not tracker.uploaded(m.Uploaded("b", ONE.id, 5, "down", ("b1",)), 2.0)
+    assert (tracker.pending and tracker.pending.errors) == 0, "it is no failure of the newest either"
+    assert tracker.uploaded(m.Uploaded("b", ONE.id, 5, "", both.slots), 3.0)
+
+
 def test_what_is_settled_is_forgotten_with_all_before_it(tracker: CheckpointTracker) -> None:
     seal(tracker, 5, 6)
     tracker.plan(0.0)

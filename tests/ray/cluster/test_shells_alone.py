@@ -24,8 +24,8 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 
 from picotron_ray.checkpoint.shard_service.client import RemoteSlot, ShardClient
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
-from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
-from picotron_ray.checkpoint.snapshot.slot_reader import is_pinned
+from picotron_ray.checkpoint.snapshot.slot_format import PIN_AT, SlotHeader, slot_bytes
+from picotron_ray.checkpoint.snapshot.slot_reader import READING, is_pinned
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.config.schema.job import JobConfig
@@ -51,7 +51,7 @@ from picotron_ray.runtime.coordinator.records import sign_of
 from picotron_ray.runtime.coordinator.room_request import PATIENCE_S, RoomRequest
 from picotron_ray.runtime.heartbeat import Page, process_start_ticks
 from picotron_ray.runtime.node_agent import agent as agent_module
-from picotron_ray.runtime.node_agent import stall_watch
+from picotron_ray.runtime.node_agent import stall_watch, uploads
 from picotron_ray.runtime.node_agent.agent import Agent, owner
 from picotron_ray.runtime.node_agent.burial import bury
 from picotron_ray.runtime.node_agent.reports import AGAIN_S, Reports
@@ -225,7 +225,7 @@ def test_no_call_waits_for_an_upload_and_one_that_is_asked_for_again_is_joined(
     assert sorted(calls) == [5, 6]
     agent.upload(1, (1, 1), 5, ("s",))
     (end,) = await_ends(agent, 1)
-    assert end == Ended((1, 1), 5, {"step": 5})
+    assert end == Ended((1, 1), 5, ("s",), {"step": 5})
     assert sorted(calls) == [5, 5, 6], "nothing is remembered"
 
 
@@ -259,7 +259,56 @@ def test_an_uploads_end_is_told_until_it_is_acknowledged(
     told.clear()
     for at in (2.0, 3.0, 4.0):
         agent._look(at, heartbeat=False)
-    assert told == [("uploaded", "n1", Ended((1, 1), 5, None, text, full))]
+    assert told == [("uploaded", "n1", Ended((1, 1), 5, ("s",), None, text, full))]
+
+
+def test_ends_of_several_uploads_of_a_step_are_all_told(agent: Agent, told: Told) -> None:
+    """One that is not acknowledged must not give way to another's."""
+
+    def away(*words: Any) -> Future[None]:
+        raise ValueError("no coordinator")
+
+    storage = LocalStorage(agent._folder / "storage", "run")
+    agent._uploads._opened = storage, Intents(storage)
+    hearing, agent._reports._send = agent._reports._send, away
+    asked = (((1, 1), ("s",)), ((1, 1), ("s", "t")), ((1, 2), ("s",)))
+    for generation, slots in asked:
+        agent.upload(1, generation, 5, slots)
+    ends = await_ends(agent, 3)
+    for end in ends:
+        agent._uploads._ended.put(end)
+    agent._look(1.0, heartbeat=False)
+    agent._reports._send = hearing
+    agent._look(1.0 + AGAIN_S, heartbeat=False)
+    assert {words[2].key for words in told} == {(generation, 5, slots) for generation, slots in asked}
+
+
+def test_a_failed_upload_leaves_slots_alone_that_another_reads(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer would give them up for a newer checkpoint, in the midst of the other's reading."""
+    shared, own = slot_of(agent, "w1", 5), slot_of(agent, "w2", 5)
+    agent._uploads._opened = (storage := LocalStorage(agent._folder / "storage", "run")), Intents(storage)
+    reads, may_end = threading.Event(), threading.Event()
+
+    def upload(paths: list[Path], *rest: Any, **options: Any) -> Any:
+        if len(paths) == 1:
+            reads.set()
+            may_end.wait(10)
+        raise StorageFullError("no room")
+
+    def reading() -> list[bool]:
+        return [path.read_bytes()[PIN_AT] == READING for path in (shared, own)]
+
+    monkeypatch.setattr(uploads, "upload_slots", upload)
+    agent.upload(1, (1, 1), 5, (shared.name,))
+    assert reads.wait(10)
+    agent.upload(1, (1, 1), 5, (shared.name, own.name))
+    await_ends(agent, 1)
+    assert reading() == [True, False]
+    may_end.set()
+    await_ends(agent, 1)
+    assert reading() == [False, False]
 
 
 def test_a_release_unpins_and_removes_what_the_dead_left(agent: Agent) -> None:
@@ -558,14 +607,18 @@ def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
     bench.calls.answers["upload"] = [RayError("down"), TimeoutError()]
     upload = m.Upload("n1", A, 5, ("s",))
     asked = ("n1", "upload", 3, (1, 1), 5, ("s",))
-    assert bench.run(upload) == [m.Uploaded("n1", A, 5, "down")]
+    assert bench.run(upload) == [m.Uploaded("n1", A, 5, "down", ("s",))]
     assert bench.run(upload) == [], "it has only begun"
     assert bench.calls.seen == [asked] * 3, "silence is asked again"
-    bench.executor.uploaded("n1", Ended((1, 1), 5, None, "gone:s.slot"))
-    bench.executor.uploaded("n1", Ended((1, 1), 5, {"part": 1}))
-    bench.executor.uploaded("n2", Ended((1, 1), 6, {"part": 2}))
-    errors = [("n1", 5, "gone:s.slot"), ("n1", 5, ""), ("n2", 6, "")]
-    assert bench.run() == [m.Uploaded(node, A, step, error) for node, step, error in errors]
+    bench.run(m.Upload("n2", A, 6, ("t",)))
+    bench.executor.uploaded("n1", Ended((1, 1), 5, ("s",), None, "gone:s.slot"))
+    bench.executor.uploaded("n1", Ended((1, 1), 5, ("s",), {"part": 1}))
+    bench.executor.uploaded("n2", Ended((1, 1), 6, ("t",), {"part": 2}))
+    assert bench.run() == [
+        m.Uploaded("n1", A, 5, "gone:s.slot", ("s",)),
+        m.Uploaded("n1", A, 5, "", ("s",)),
+        m.Uploaded("n2", A, 6, "", ("t",)),
+    ]
     bench.calls.seen.clear()
     bench.seq = 0
     assert bench.run(m.AppendCommit(A, 5, ("n1", "n9"))) == [m.Appended("commit", A, 5, 0)]
@@ -580,21 +633,39 @@ def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
     assert bench.run(m.AppendGeneration(SPEC)) == [m.Appended("generation", A, 0, 1)]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_uploads_of_a_state_the_part_of_the_newest_is_committed(
+    bench: Bench, order: tuple[int, int]
+) -> None:
+    """Whichever ends first: the state was planned anew when another node was lost."""
+    for slots in (("b1",), ("b1", "b2")):
+        bench.run(m.Upload("b", A, 5, slots))
+    ends = [Ended((1, 1), 5, slots, {"slots": slots}) for slots in (("b1",), ("b1", "b2"))]
+    for at in order:
+        assert (bench.executor._uploads.open("b") is None) == (at == 0 and order[0] == 1)
+        bench.executor.uploaded("b", ends[at])
+    assert [event.slots for event in bench.run() if isinstance(event, m.Uploaded)] == [
+        ends[at].slots for at in order
+    ]
+    bench.run(m.AppendCommit(A, 5, ("b",)))
+    assert bench.committed == [(A, 5, [{"slots": ("b1", "b2")}])]
+
+
 def test_storage_that_is_full_is_collected_before_the_next_try(bench: Bench) -> None:
     """A collection after the next commit would wait for a commit that has no room."""
 
     async def hear() -> None:
-        bench.executor.uploaded("n1", Ended((1, 1), 5, None, "no room", full=True))
+        bench.executor.uploaded("n1", Ended((1, 1), 5, ("s",), None, "no room", full=True))
 
     bench.loop.run_until_complete(hear())
-    assert bench.run() == [m.Uploaded("n1", A, 5, "no room")]
+    assert bench.run() == [m.Uploaded("n1", A, 5, "no room", ("s",))]
     assert ("garbage",) in bench.calls.seen
 
 
 def test_an_upload_that_died_with_its_agent_is_asked_for_again(bench: Bench) -> None:
     """Nobody else would for ten times the deadline of storage."""
     bench.run(m.Upload("n1", A, 5, ("s",)), m.Upload("n2", A, 5, ("t",)))
-    bench.executor.uploaded("n2", Ended((1, 1), 5, {}))
+    bench.executor.uploaded("n2", Ended((1, 1), 5, ("t",), {}))
     bench.calls.seen.clear()
 
     async def back() -> None:

@@ -96,9 +96,8 @@ class RunRecord:
         with self._lock:
             if submission not in self._facts.submissions:
                 self._facts.submissions.append(submission)
-                self.note(
-                    "info", "submission", f"driver in Ray job {submission['submission_id']}", submission
-                )
+                job = submission["submission_id"]
+                self.note("info", "submission", f"driver in Ray job {job}", submission)
 
     def figures(self, node: str, figures: list[dict[str, Any]]) -> None:
         """Take the pages of all of a node's workers, as its heartbeat brought them."""

@@ -29,6 +29,7 @@ DETACHED = 1
 """Exit code of a driver that was told twice to go, or lost its run: the run's end is not known."""
 ALL_SEEN = 1 << 62
 """Number of an event that no run reaches: a poll without events."""
+STOPPING = "stopping at the next step, with a commit; interrupt again to leave it running instead"
 FOLLOWER = uuid.uuid4().hex
 """This process among those that follow a run."""
 
@@ -128,9 +129,7 @@ def follow(
     final: dict[str, Any] | None = None
     while not signals.detach:
         if signals.first_request():
-            progress.say(
-                "stopping at the next step, with a commit; interrupt again to leave it running instead"
-            )
+            progress.say(STOPPING)
             stop = True
             _request(coordinator, "stop")
         status = poll(coordinator, since, follower=FOLLOWER)
@@ -145,11 +144,11 @@ def follow(
             if stop and not status["stopping"] and not status["done"]:
                 _request(coordinator, "stop")
             if status["term"] != term:
-                first, term, asked = not term, status["term"], since
-                if not status["continues"]:  # it numbers its events anew
-                    since = 0
-                if first:
+                asked = since
+                since = since if status["continues"] else 0  # else it numbers its events anew
+                if not term:
                     since = max(since, _pass_over(run, status, attached, progress))
+                term = status["term"]
                 if ray_job is not None:
                     coordinator.attached.remote(ray_job.plain())
                 if asked:

@@ -85,7 +85,7 @@ def shell() -> Any:
     sim = Sim(1, job(), choose_dp, checks)
     checks.sim = sim
     made = sim.shell = Shell(sim)
-    memory = SimpleNamespace(term=1, quiet=True, transitions=[], state=MachineState.NEW)
+    memory = SimpleNamespace(term=1, quiet=True, transitions=[], state=MachineState.NEW, stop_requested=False)
     handled: list[m.Event] = []
     made.machine = SimpleNamespace(
         memory=memory, wake_at=None, handled=handled, handle=lambda event, now: handled.append(event) or []

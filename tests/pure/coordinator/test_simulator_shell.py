@@ -36,7 +36,14 @@ class Bench(Quiet):
         )
         self.made = self.sim.shell = Shell(self.sim)
         self.memory = SimpleNamespace(
-            term=1, quiet=False, transitions=[], state=MachineState.NEW, roster=Roster(), spec=None, now=100.0
+            stop_requested=False,
+            term=1,
+            quiet=False,
+            transitions=[],
+            state=MachineState.NEW,
+            roster=Roster(),
+            spec=None,
+            now=100.0,
         )
         machine: Any = SimpleNamespace(memory=self.memory, wake_at=None, handle=self.handle)
         self.made.machine = machine

@@ -112,13 +112,11 @@ def follow(
 
     A stop, by signal or by ``stop``, is asked for until the coordinator's status says that it knows, also of
     one that is restarted meanwhile.
-
     Returns once all others that follow the run have heard of its end too: the caller then ends what they ask.
 
     Args:
         local: the run's own Ray, where it has one.
-        ended: what is known, without the coordinator, of the end of a run that was heard of in that term
-            (`ended_run.stored_end`); asked where it is gone.
+        ended: end of a run that was heard of in that term, without a coordinator (`ended_run.stored_end`).
         attached: the run went on before, so that its events so far are old; else only those of earlier
             launches are.
 
@@ -146,8 +144,7 @@ def follow(
             if status["term"] != term:
                 asked = since
                 since = since if status["continues"] else 0  # else it numbers its events anew
-                if not term:
-                    since = max(since, _pass_over(run, status, attached, progress))
+                since = since if term else max(since, _pass_over(run, status, attached, progress))
                 term = status["term"]
                 if ray_job is not None:
                     coordinator.attached.remote(ray_job.plain())

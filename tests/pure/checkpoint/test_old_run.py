@@ -141,8 +141,9 @@ def test_commands_read_it(folder: Path) -> None:
 def test_a_second_launch_is_compared_with_it(folder: Path) -> None:
     storage = [f"storage.url={folder / 'runs'}"]
     done = CliRunner().invoke(cli.app, ["validate", JOB, *storage, "--resume", "--json"])
-    (line,) = json.loads(done.stdout)["changed"]
+    line, unread = json.loads(done.stdout)["changed"]
     assert line.startswith("storage.url: was '/tmp/old_run/runs', now ")
+    assert "cannot read /tmp/old_run/text.jsonl" in unread, "the data of then is not here"
     refused = CliRunner().invoke(cli.app, ["validate", JOB, *storage, "model.layers=3", "--resume", "--json"])
     assert refused.exit_code == 2
     assert "model.layers: was 2, now 3" in json.loads(refused.stdout)["error"]

@@ -17,7 +17,7 @@ from picotron_ray.runtime.driver.console import ProgressView
 from picotron_ray.runtime.ray_cluster import connect, kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.kept_slots import MARKED_ALONE
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordinator_name
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordinator_name, run_folder
 
 STOPPED = 130
 """Exit code of a launch whose run was stopped as asked."""
@@ -148,13 +148,24 @@ def _is_local_and_dead_or_unwanted(run: str, now: bool, discard: bool = False) -
         return False
     with local_ray.locked(run):
         found = local_ray.find(run)
-        if found is None or (found.alive and not now):
+        if found is not None and found.alive and not now:
             return False
-        local_ray.stop(found, grace_s=0.0, discard=discard)
-        kept = kept_slots.kept_step(Path(folder) for folder in found.folders)
+        folders = [Path(folder) for folder in found.folders] if found else [_default_folder(run)]
+        if found is not None:
+            local_ray.stop(found, grace_s=0.0, discard=discard)
+        elif kept_slots.kept_step(folders) is None:
+            return False
+        elif discard:
+            kept_slots.discard(folders)
+        kept = kept_slots.kept_step(folders)
     if kept is not None:
         raise _keeps(run, kept)
     return True
+
+
+def _default_folder(run: str) -> Path:
+    """Where a run of which no local Ray is known any more has its slots, unless its config says otherwise."""
+    return run_folder(SnapshotConfig().folder, run)
 
 
 def _keeps(run: str, step: int) -> StorageError:
@@ -168,7 +179,7 @@ def _kept_step(run: str) -> int | None:
     """Newest step that a run which has ended keeps, on the connected cluster or this machine."""
     if not os.environ.get("RAY_ADDRESS"):
         found = local_ray.find(run)
-        return kept_slots.kept_step(map(Path, found.folders)) if found is not None else None
+        return kept_slots.kept_step(map(Path, found.folders) if found else [_default_folder(run)])
     from picotron_ray.runtime.ray_cluster.placement import kept_on, living_nodes  # imports Ray
 
     return max(kept_on(living_nodes(), run, SnapshotConfig().folder, False).values(), default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import time
 from pathlib import Path
@@ -358,3 +359,23 @@ def test_a_start_that_fails_takes_its_ray_down(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(StoppedEarlyError, match="stopped by request before anything was started"):
         driver._start(JobConfig(), local, Console(file=io.StringIO()), None, signals)  # type: ignore[arg-type]
     assert taken == [local, local]
+
+
+def test_what_is_kept_of_a_run_whose_ray_nobody_knows_is_told_and_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(control.local_ray, "find", lambda run: None)
+    monkeypatch.setattr(control, "_default_folder", lambda run: tmp_path / run)
+    node = tmp_path / "lost" / "node"
+    node.mkdir(parents=True)
+    (node / "w1.0.slot").write_bytes(b"state")
+    (node / kept_slots.MARKER).write_text(json.dumps({"slots": {"w1.0.slot": 7}, "spec": None, "run": ""}))
+    console = Console(file=io.StringIO())
+    for ask in (lambda: control.status("lost"), lambda: control.stop("lost", False, console)):
+        with pytest.raises(control.StorageError, match=r"'lost' has ended.*keeps step 7 in memory"):
+            ask()
+    assert control.stop("lost", False, console, discard=True) == (0, None)
+    assert not node.exists()
+    with pytest.raises(control.ConfigError, match="saw 'lost'"):
+        control.stop("lost", False, console, discard=True)

@@ -164,7 +164,7 @@ def _is_local_and_dead_or_unwanted(run: str, now: bool, discard: bool = False) -
 
 
 def _default_folder(run: str) -> Path:
-    """Where a run of which no local Ray is known any more has its slots, unless its config says otherwise."""
+    """Folder of a run of which no local Ray is known any more, unless its config named another one."""
     return run_folder(SnapshotConfig().folder, run)
 
 

@@ -77,8 +77,8 @@ def chosen_lines(output: list[str], kill: ScriptedKill, ledger: list[str]) -> li
     struck = next(i for i, line in enumerate(output) if "warning: worker" in line)
     first = max(i for i, line in enumerate(output[:struck]) if line.startswith("[running]"))
     last = next(i for i, line in enumerate(output[struck:], struck) if " generation 1.3: 4 workers" in line)
-    shown = [line for line in output[first : last + 1] if not re.search(r" generation \S+ \S+ on ", line)]
-    shown.insert(next(i for i, line in enumerate(shown) if "steps lost to" in line) + 1, kill.line())
+    shown = output[first : last + 1]
+    shown.insert(next(i for i, line in enumerate(shown) if line.endswith(" steps lost")) + 1, kill.line())
     end = next(i for i, line in enumerate(output) if line.startswith(f"run {NAME} "))
     return [
         "$ python -m picotron_ray.launch quickstart",

@@ -4,6 +4,9 @@ A message is one line: what was seen, what was expected, what to do. Every error
 message alone, so it survives pickling through Ray unchanged.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 class PicotronError(Exception):
     """Base of every error that picotron_ray raises on purpose."""
@@ -86,6 +89,10 @@ class SlotRoomError(SlotError):
     """There is no room for a snapshot slot of the size that is needed; what it holds is as it was."""
 
 
+class UnmarkedError(SlotError):
+    """Slots that are to outlive their run could not be marked as kept; they are as they were."""
+
+
 class SlotUnreachableError(SlotError):
     """A snapshot slot of another node cannot be had: its agent is silent, cut off, or has it no more.
 
@@ -121,3 +128,13 @@ class NumericsError(PicotronError):
 
 class PeerLostError(PicotronError):
     """A collective failed because a peer died or the generation was aborted."""
+
+
+@contextlib.contextmanager
+def naming(step: str) -> Iterator[None]:
+    """Write the step's name into an error that leaves it; an inner step's name stays."""
+    try:
+        yield
+    except PicotronError as error:
+        error.step = error.step or step
+        raise

@@ -56,7 +56,8 @@ def main(
         from picotron_ray.runtime.driver.resolve_job import PATHS, resolve_words
         from picotron_ray.runtime.driver.submission import current
 
-        job = resolve_words(config, overrides or [], (PATHS,), current()).job
+        asked = resolve_words(config, overrides or [], (PATHS,), current())
+        job = asked.job
         options = _options(
             name=name or f"{job.name}-sweep",
             trials=trials,
@@ -69,7 +70,7 @@ def main(
         )
         console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, soft_wrap=True)
         with without_rays_messages():
-            found = run(job, options, concurrent, console)
+            found = run(job, options, concurrent, console, asked.relative_url)
         if as_json:
             print(json.dumps(found), flush=True)
 
@@ -85,8 +86,17 @@ def _options(micro_batches: str, **values: Any) -> SweepOptions:
         raise ConfigError(f"micro_batches: saw {micro_batches!r}, expected numbers as in 4,8") from None
 
 
-def run(job: JobConfig, options: SweepOptions, concurrent: int | None, console: Console) -> dict[str, Any]:
+def run(
+    job: JobConfig,
+    options: SweepOptions,
+    concurrent: int | None,
+    console: Console,
+    relative_url: str = "",
+) -> dict[str, Any]:
     """Connect, sweep, and disconnect; returns what ``results.json`` holds.
+
+    Args:
+        relative_url: ``storage.url`` as it was written, where that depends on the present folder; else "".
 
     Raises:
         ConfigError, StorageError, ClusterError: nothing was started.
@@ -94,17 +104,20 @@ def run(job: JobConfig, options: SweepOptions, concurrent: int | None, console: 
     """
     os.environ.update(QUIET)  # before Tune is imported, which reads them
     from picotron_ray.runtime.driver.follow_run import take_down
-    from picotron_ray.runtime.driver.resolve_job import DATA, ResolvedJob, resolve
+    from picotron_ray.runtime.driver.resolve_job import DATA, NODES, ResolvedJob, resolve
     from picotron_ray.runtime.ray_cluster import connect
     from tuning.stages import Sweep, local_cpus
 
     layouts = Sweep.check(job, options)
-    resolve(ResolvedJob(job), (DATA,))
+    own_ray = not os.environ.get("RAY_ADDRESS")
+    resolve(ResolvedJob(job, owns_ray=True), (NODES, DATA) if own_ray else (DATA,))
     cluster = job.cluster.model_copy(update={"local_cpus": local_cpus(job, concurrent or 1)})
     local = connect.connect(job.model_copy(update={"name": options.name, "cluster": cluster}))
     # `ray job stop` sends SIGTERM, which Tune does not know; SIGUSR1 it takes for an interrupt.
     before = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
     try:
+        if not own_ray:
+            resolve(ResolvedJob(job, relative_url=relative_url), (NODES,))
         return Sweep(job, options, concurrent, console, layouts).run()
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -81,6 +81,12 @@ class AppendQueue:
         self.in_flight, self.due, self.attempt, self.failing = False, 0.0, 0, False
         return head
 
+    def give_up(self, event: Appended) -> None:
+        """Take back the entry that failed; what waits behind it goes on."""
+        if self.entries and _key(self.entries[0]) == (event.kind, event.generation, event.step):
+            self.entries.popleft()
+            self.in_flight, self.due, self.attempt = False, 0.0, 0
+
     @property
     def wake_at(self) -> float | None:
         return self.due if self.entries else None

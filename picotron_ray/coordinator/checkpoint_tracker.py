@@ -20,6 +20,7 @@ from picotron_ray.coordinator.messages import (
     GenerationSpec,
     Release,
     SlotInfo,
+    StateId,
     Upload,
     Uploaded,
 )
@@ -111,14 +112,22 @@ class SealedState:
 
 @dataclass(slots=True)
 class CheckpointTracker:
-    """Checkpoints of the lineage; ``committed`` is the newest commit's step."""
+    """Checkpoints of the lineage.
+
+    Fields:
+        committed: step of the newest commit.
+        released: newest state that was settled.
+        void: by node, snapshots that do not count and wait for their release.
+        freed: by node, newest state up to which its pins were released.
+    """
 
     reply_timeout_s: float
     committed: int = 0
     seals: dict[StateKey, SealedState] = field(default_factory=dict)
     pending: PendingCheckpoint | None = None
     released: StateKey | None = None
-    void: list[tuple[str, StateKey]] = field(default_factory=list)
+    void: dict[str, set[StateKey]] = field(default_factory=dict)
+    freed: dict[str, StateId] = field(default_factory=dict)
 
     # --- what happened ------------------------------------------------------------------------------
 
@@ -126,8 +135,8 @@ class CheckpointTracker:
         self, state: StateKey, node: str, slots: tuple[SlotInfo, ...], layout: Layout
     ) -> list[Command]:
         """Note a pinned checkpoint snapshot of a node; one that comes too late is released at once."""
-        if self.released is not None and state <= self.released:
-            return [self._release(node, state)]
+        if state[0] <= self.committed or (self.released is not None and state <= self.released):
+            return [self.release(node, state)]
         self.seals.setdefault(state, SealedState(layout)).add(node, slots)
         return []
 
@@ -171,7 +180,7 @@ class CheckpointTracker:
             self.pending = None
         self.seals = {key: held for key, held in self.seals.items() if key > state}
         self.released = state if self.released is None else max(self.released, state)
-        return [self._release(node, state) for node in nodes]
+        return [self.release(node, state) for node in nodes]
 
     def outdated(self, state: StateKey) -> bool:
         """Give up a failed commit if a newer checkpoint is sealed as a whole; return whether it was."""
@@ -181,6 +190,15 @@ class CheckpointTracker:
             return False
         self.pending = None
         return True
+
+    def passed_over(self, state: StateKey, parts_gone: bool) -> bool:
+        """Whether nothing is done any more for a commit of ``state`` that failed.
+
+        Args:
+            parts_gone: it has to be uploaded again; else another try may do.
+        """
+        pending = self.pending
+        return parts_gone if pending is None else pending.state != state
 
     def took_s(self, state: StateKey, now: float) -> float | None:
         """Seconds from the first upload of ``state`` until now; None where it is not under way."""
@@ -200,11 +218,12 @@ class CheckpointTracker:
 
     def pinned_on(self, node: str) -> dict[StateKey, tuple[SlotInfo, ...]]:
         """States of which a node holds pinned slots, also those that only wait for their release."""
-        held: dict[StateKey, tuple[SlotInfo, ...]] = {state: () for name, state in self.void if name == node}
+        held: dict[StateKey, tuple[SlotInfo, ...]] = dict.fromkeys(self.void.get(node, ()), ())
         return held | {s: sealed.held[node] for s, sealed in self.seals.items() if node in sealed.held}
 
     def node_lost(self, node: str) -> None:
         """Forget the slots of a node; a checkpoint that needs them is planned anew from the other seals."""
+        self.freed.pop(node, None)
         for sealed in self.seals.values():
             sealed.remove(node)
         pending = self.pending
@@ -239,13 +258,15 @@ class CheckpointTracker:
 
         An earlier release would also free older slots, among them the state that was just resumed from.
         """
-        self.void.append((node, state))
+        self.void.setdefault(node, set()).add(state)  # agents tell every new coordinator what they hold
 
     def release_void(self) -> list[Command]:
         """Return the releases that waited for the present generation's first step."""
-        commands: list[Command] = [self._release(node, state) for node, state in self.void]
-        self.void.clear()
-        return commands
+        void, self.void = self.void, {}
+        newest = {
+            node: max((generation, step) for step, generation in states) for node, states in void.items()
+        }
+        return [self.release(node, (step, generation)) for node, (generation, step) in newest.items()]
 
     # --- what to do ---------------------------------------------------------------------------------
 
@@ -260,6 +281,7 @@ class CheckpointTracker:
                     break
                 slots = self.seals[state].covered()
                 if slots is not None:
+                    self.pending = None
                     commands += self._supersede(state)
                     self.start(state, slots)
                     break
@@ -276,10 +298,10 @@ class CheckpointTracker:
 
     def _supersede(self, state: StateKey) -> list[Command]:
         """Release what is older than ``state``: it will never be uploaded."""
-        commands: list[Command] = []
-        for old in [key for key in self.seals if key < state]:
-            commands += [self._release(node, old) for node in self.seals.pop(old).held]
-        return commands
+        newest: dict[str, StateKey] = {}
+        for old in sorted(key for key in self.seals if key < state):
+            newest.update(dict.fromkeys(self.seals.pop(old).held, old))
+        return [self.release(node, old) for node, old in newest.items()]
 
     def _ask(self, now: float) -> list[Command]:
         pending = self.pending
@@ -300,8 +322,19 @@ class CheckpointTracker:
         assert self.pending is not None
         return AppendCommit(self.pending.state[1], self.pending.state[0], tuple(sorted(self.pending.parts)))
 
-    def _release(self, node: str, state: StateKey) -> Release:
-        return Release(node, state[1], state[0], self.committed)
+    def release(self, node: str, state: StateKey) -> Release:
+        """Return the release of a node's pins up to a state, and to whatever was released there before.
+
+        So it stands for all before it, of which one may not have arrived. States that are still to be
+        committed stay: a void one may be younger than they are.
+        """
+        up_to = StateId(state[1], state[0])
+        up_to = self.freed[node] = max(up_to, self.freed.get(node, up_to))
+        wanted = {*self.seals, *(() if self.pending is None else (self.pending.state,))}
+        keep = sorted(StateId(generation, step) for step, generation in wanted)
+        return Release(
+            node, up_to.generation, up_to.step, self.committed, tuple(s for s in keep if s <= up_to)
+        )
 
     @property
     def wake_at(self) -> float | None:

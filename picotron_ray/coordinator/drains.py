@@ -55,14 +55,13 @@ def reason_to_leave(memory: MachineMemory, to_start: int) -> str | None:
     staying += memory.roster.usable()
     most = min(len(staying), memory.job.cluster.max_workers)
     fits = most >= memory.job.cluster.min_workers and memory.choice(staying, most) is not None
-    steps = max(1, memory.seen_step - memory.spec.resume_step)
     going = {node.name for node in _draining(memory)}
     view = drain.DrainView(
         waited_s=now - first.drain_noticed,
         remaining_s=None if first.drain_deadline is None else first.drain_deadline - now,
         others_fit=fits,
         starting=to_start + sum(w.node not in going for w in memory.roster.in_state("starting")),
-        step_s=(memory.now - memory.launched_at) / steps,
+        step_s=memory.step_s,
         commit_s=memory.commit_s,
     )
     leave, why = drain.decide(view)
@@ -83,7 +82,7 @@ def give_back(memory: MachineMemory) -> None:
     if not nodes or not _settled(memory):
         return
     for node in nodes:
-        at_work = [w for w in memory.roster.workers.values() if w.node == node.name and w.state == "busy"]
+        at_work = any(worker.state == "busy" for worker in memory.roster.workers.on(node.name))
         if not at_work and not memory.checkpoints.needs(node.name):
             memory.roster.lose(node.name, silent=False)
             memory.freed.add(node.name)

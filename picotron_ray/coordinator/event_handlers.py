@@ -9,98 +9,21 @@ from collections.abc import Callable
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.checkpoint_tracker import known_layouts
 from picotron_ray.coordinator.drains import notice, save
-from picotron_ray.coordinator.final_wait import enter, expect_kept, refuse, take_up
+from picotron_ray.coordinator.final_wait import refuse, take_up
 from picotron_ray.coordinator.generation_stop import blame, fenced, kill, note_bad_step
-from picotron_ray.coordinator.housekeeping import bar, lose_node, worker_gone
+from picotron_ray.coordinator.housekeeping import bar, lose_node, take_in, worker_gone
 from picotron_ray.coordinator.lineage import on_lineage
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_layout
 from picotron_ray.coordinator.planning import planned
-from picotron_ray.coordinator.policies.memory_limit import together
-from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.coordinator.term_begin import begin, release_committed
 from picotron_ray.failures import FailureKind
 
 AGENT_PATIENCE = 6.0  # x node_timeout_s: longest wait for an agent's restart
-
-
-def begin(memory: MachineMemory, event: m.Begin) -> None:
-    """Take over from what the log and the agents say: adopt what runs, else start."""
-    if memory.state is not MachineState.NEW:
-        return
-    specs = [*event.generations, *([event.running] if event.running else [])]
-    memory.term, memory.commits = event.term, list(event.commits)
-    memory.breaker.times.extend(memory.now - ago_s for ago_s in event.failed_s_ago)
-    memory.spec = max(specs, key=lambda spec: spec.id, default=None)
-    memory.layouts.update(known_layouts(specs))
-    memory.logged = {spec.id for spec in event.generations}
-    memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
-    commit = newest_commit(memory.commits, memory.spec)
-    memory.checkpoints.committed = 0 if commit is None else commit.step
-    adopted = event.running if event.running == memory.spec else None
-    _take_over(memory, event, adopted)
-    if adopted is not None:
-        _adopt(memory, adopted)
-        return
-    _plan_rewind(memory, event)
-    if commit is not None and commit.step >= memory.job.steps and memory.rewind is None:
-        memory.finish("finished", f"step {commit.step}: all {memory.job.steps} steps were committed before")
-        return
-    memory.go(MachineState.STARTING)
-    memory.deadline = memory.now + memory.job.cluster.start_timeout_s
-    expect_kept(memory, event)
-
-
-def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec | None) -> None:
-    """Enter the living workers; one that is still in a generation of the past cannot be used again."""
-    members = set() if adopted is None else {member.worker for member in adopted.members}
-    busy = {entry.worker: entry.generation for entry in event.busy}
-    traits = {each.node: each for each in event.traits}
-    for member in event.workers:
-        if member.node not in memory.roster.nodes:
-            here = sum(worker.node == member.node for worker in event.workers)
-            memory.roster.join(member.node, here, memory.now, traits.get(member.node))
-            _release_committed(memory, member.node)
-        worker = RosterWorker(member.worker, member.node, "idle", memory.now)
-        memory.roster.workers[worker.name] = worker
-        at = busy.get(worker.name)
-        if worker.name in members and at in (None, adopted.id if adopted else None):
-            worker.state = "busy"
-        elif at is not None:
-            worker.state = "busy"
-            kill(memory, worker.name, f"still in generation {at}, which is over")
-
-
-def _plan_rewind(memory: MachineMemory, event: m.Begin) -> None:
-    """Obey ``checkpoint.resume_step`` once per run, not again after each restart."""
-    step = memory.job.checkpoint.resume_step
-    done = any(spec.source.kind == "commit" and spec.resume_step == step for spec in event.generations)
-    if step is not None and not done:
-        memory.rewind = step
-
-
-def _adopt(memory: MachineMemory, spec: m.GenerationSpec) -> None:
-    """Carry on with a generation of the term before; it is entered in the log where it is missing."""
-    memory.go(MachineState.RUNNING)
-    memory.seen_step, memory.launched_at = spec.resume_step, memory.now
-    memory.emit(m.RunGeneration(spec, adopt=True))
-    heard = set(memory.roster.nodes)
-    memory.alert(
-        "info", "adopted", f"adopted generation {spec.id}: {len(spec.members)} workers, {spec.layout}"
-    )
-    enter(memory, spec)
-    missing = [member for member in spec.members if member.worker not in memory.roster.workers]
-    for name, node in ((each.worker, each.node) for each in missing if each.node not in heard):
-        # not heard is not lost: its call fails, or it stays silent, if it is
-        memory.roster.join(node, sum(other.node == node for other in spec.members), memory.now)
-        memory.roster.workers[name] = RosterWorker(name, node, "busy", memory.now)
-    for name, node in ((each.worker, each.node) for each in missing if each.node in heard):
-        text = f"worker {name} on {node} was gone when the coordinator came back"
-        blame(memory, FailureKind.WORKER_EXITED, name, culprit=True, text=text, cause="killed")
 
 
 def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
@@ -109,22 +32,20 @@ def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
     if event.refused:
         refuse(memory, event)
         return
-    if not memory.roster.join(event.node, event.capacity, memory.now, event.traits):
+    memory.refused.pop(event.node, None)
+    new = memory.roster.join(event.node, event.capacity, memory.now, event.traits)
+    if not new and event.node not in memory.unheard:
         return
+    take_in(memory, event)
     take_up(memory, event.kept, event.kept_by)
-    _release_committed(memory, event.node)
+    release_committed(memory, event.node)
     memory.alert(
         "info", "join", f"node {event.node} joined with room for {event.capacity} workers", node=event.node
     )
     if memory.state is MachineState.COLLECTING:
         ask_again(memory, event.node)
-
-
-def _release_committed(memory: MachineMemory, node: str) -> None:
-    """Undo pins of an earlier term, whose commit was never followed by its release."""
-    commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
-    if commit is not None:
-        memory.emit(m.Release(node, commit.generation, commit.step, commit.step))
+    for (step, generation), slots in sorted(memory.away.pop(event.node, {}).items()):
+        snapshot_sealed(memory, m.SnapshotSealed(event.node, generation, step, slots))
 
 
 def node_lost(memory: MachineMemory, event: m.NodeLost) -> None:
@@ -172,12 +93,10 @@ def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
         for name in workers:
             memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)
             kill(memory, name, "its node was counted as lost")
-        for (step, generation), slots in sorted(memory.away.pop(event.node, {}).items()):
-            snapshot_sealed(memory, m.SnapshotSealed(event.node, generation, step, slots))
         return
     node.last_seen, node.agent_gone_at = memory.now, None
     for name in (*event.steps, *event.others):
-        if name not in memory.roster.workers:
+        if name not in memory.roster.workers and event.node not in memory.unheard:
             memory.emit(m.KillWorker(name, "counts as dead, or is not known, and lives"))
     before = memory.seen_step
     if memory.spec is not None and event.generation == memory.spec.id and event.steps:
@@ -197,6 +116,7 @@ def progress(memory: MachineMemory, step: int) -> None:
     if memory.spec is None or step <= memory.seen_step:
         return
     memory.seen_step, memory.progressed = step, True
+    memory.pace = memory.pace.seen(step, memory.now)
     memory.emit(*memory.checkpoints.release_void())
     if memory.breaker.progressed(step):
         memory.cap = None
@@ -287,16 +207,23 @@ def _pass_over(memory: MachineMemory, worker: str, name: str) -> None:
 
 
 def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
-    """Count a pinned snapshot, or have it released if it is void; of a silent node, once that is back."""
-    state = (event.step, event.generation)
-    if event.generation not in memory.layouts:
-        return
+    """Count a pinned snapshot, or have it released if it is void.
+
+    That of a node which is silent, or has not joined yet, counts once it is there: its agent tells all when
+    it is greeted, which may be before it joins, and not again. Where its slots are gone by then, their upload
+    says so.
+    """
+    state, known = (event.step, event.generation), event.generation in memory.layouts
     if event.node not in memory.roster.nodes:
-        if event.node in memory.roster.silent:
+        if event.node not in memory.freed:
             memory.away.setdefault(event.node, {})[state] = event.slots
+        return
+    if not known and (memory.spec is None or event.generation >= memory.spec.id):
         return
     if not on_lineage(memory.spec, event.generation, event.step):
         memory.checkpoints.voided(event.node, state)
+        return
+    if not known:
         return
     if memory.spec is not None and event.generation == memory.spec.id:  # older ones' steps are no progress
         progress(memory, event.step)
@@ -315,12 +242,13 @@ def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:
         memory.checkpoints.slot_lost(event.node, event.error.removeprefix("gone:").strip(), state)
         memory.alert("info", "upload", f"step {event.step} on {event.node} gave way to a newer snapshot")
         return
+    damaged = event.error.startswith("corrupt:")
     if event.error:
         memory.storage_problem = event.error
-        memory.alert(
-            "warning", "storage", f"upload of step {event.step} on {event.node} failed: {event.error}"
-        )
-    if event.error.startswith("corrupt:"):
+        kind = "corrupt" if damaged else "storage"  # a slot's damage is no outage of storage
+        text = f"upload of step {event.step} on {event.node} failed: {event.error}"
+        memory.alert("warning", kind, text, node=event.node)
+    if damaged:
         slot = event.error.removeprefix("corrupt:").strip()
         bad = (event.node, slot, event.generation, event.step)
         if bad not in memory.bad_slots:
@@ -348,6 +276,9 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
             memory.appends.settle(event, memory.now)  # no longer on its way ...
             memory.appends.drop_commits()  # ... and not to be tried again: a newer checkpoint takes its place
             return
+        if event.kind == "commit" and memory.checkpoints.passed_over(state, event.parts_gone):
+            memory.appends.give_up(event)  # nobody mends it, and a newer one may wait behind it
+            return
     entry = memory.appends.settle(event, memory.now)
     memory.storage_answered()
     if not isinstance(entry, m.AppendCommit):
@@ -363,9 +294,13 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
 
 
 def user_request(memory: MachineMemory, event: m.UserRequest) -> None:
+    """Obey a user; members that may have missed a call for a checkpoint are asked again once they train."""
     if event.what == "stop":
         memory.stop_requested = True
-    elif memory.state is MachineState.RUNNING:
+        return
+    running = memory.state is MachineState.RUNNING
+    memory.save_asked = not running or not memory.progressed
+    if running:
         save(memory)
 
 

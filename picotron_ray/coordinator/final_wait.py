@@ -8,12 +8,16 @@ anything is trained, so its slots need no room beside those of the new workers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from picotron_ray.coordinator.checkpoint_tracker import StateKey, known_layouts
 from picotron_ray.coordinator.lineage import ancestors, on_lineage
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import (
     AppendGeneration,
     Begin,
+    Finish,
     GenerationSpec,
     KeepSlots,
     NodeJoined,
@@ -22,6 +26,8 @@ from picotron_ray.coordinator.messages import (
 )
 from picotron_ray.coordinator.states import MachineState
 
+KEPT = "its snapshots are kept"
+MOST_NAMED = 4
 TELL_S = 60.0  # the wait is told this often
 
 
@@ -47,7 +53,7 @@ def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
         memory.finish(
             "storage",
             f"step {step} is not committed: storage kept failing for {memory.job.storage.final_wait_s:g} s"
-            f" ({why}); its snapshots are kept, launch run {memory.job.name} again once storage works"
+            f" ({why}); {KEPT}, launch run {memory.job.name} again once storage works"
             + (f"; it was to be the end: {memory.verdict}" if memory.verdict else ""),
             Source("slots", step, generation),
         )
@@ -56,6 +62,21 @@ def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
         memory.told_wait_at = memory.now + TELL_S
         _tell(memory, state, why, left_s)
     return False
+
+
+def unkept(end: Finish, problems: Mapping[str, str]) -> Finish:
+    """Have an end say which nodes did not mark what they were to keep.
+
+    Args:
+        problems: reasons by node; none: all did.
+    """
+    if not problems:
+        return end
+    named = [f"node {node[:8]}: {why}" for node, why in sorted(problems.items())[:MOST_NAMED]]
+    more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
+    said = f"its snapshots are not all marked as kept ({'; '.join(named)}{more})"
+    detail = end.detail.replace(KEPT, said) if KEPT in end.detail else f"{end.detail}; {said}"
+    return replace(end, detail=detail)
 
 
 def _tell(memory: MachineMemory, state: StateKey, why: str, left_s: float) -> None:

@@ -13,6 +13,7 @@ from picotron_ray.failures import FailureKind
 
 MOST_KILLS = 3  # a worker ordered to die this often without an answer counts as dead
 SETTLE_FACTOR = 5.0  # x interrupt_timeout_s: from the first orderly outcome to the last one
+STEPS_AT_HAND = 3.0  # x the mean step time: a boundary that was asked for comes within two steps
 
 
 def leave(memory: MachineMemory, reason: str) -> None:
@@ -24,7 +25,22 @@ def leave(memory: MachineMemory, reason: str) -> None:
         f"stopping generation {memory.spec.id if memory.spec else '?'} at a boundary: {reason}",
     )
     memory.go(MachineState.LEAVING)
+    memory.leave_by = memory.now + _boundary_s(memory)
     _interrupt(memory, "boundary")
+
+
+def _boundary_s(memory: MachineMemory) -> float:
+    """Longest that a generation takes to its next boundary.
+
+    A member that is stuck on the way is found by its page, much sooner. This is for one whose steps go on,
+    and for what no page shows; so it has the time of the longest phase of which no length is known.
+    """
+    assert memory.spec is not None
+    elastic = memory.job.elastic
+    phase_s = max(elastic.first_step_timeout_s, elastic.compile_timeout_s)
+    return (
+        STEPS_AT_HAND * memory.step_s + phase_s + memory.answer_s(len(memory.spec.members)) + memory.flush_s
+    )
 
 
 def blame(
@@ -67,6 +83,33 @@ def note_bad_step(memory: MachineMemory, event: Outcome) -> None:
         blame(memory, FailureKind.NUMERICS, target, culprit=True, text=event.detail)
 
 
+def note_unsaved(memory: MachineMemory, held: int) -> None:
+    """Note a generation as failed whose members all finished, and left no state of the step they finished at.
+
+    Nobody complains of that, and all that it trained is trained again: unnoticed, that would go on for
+    ever. A node that went since took its snapshots along, which explains itself.
+
+    Args:
+        held: finished steps of the newest state that is held.
+    """
+    members = () if memory.spec is None else memory.spec.members
+    ends = [memory.outcomes.get(member.worker) for member in members]
+    if memory.spec is None or memory.incident is not None or memory.distrust_slots:
+        return
+    done = min(end.step if end is not None and end.kind == "finished" else -1 for end in ends)
+    if done <= held or any(member.node not in memory.roster.nodes for member in members):
+        return
+    target = members[0].node
+    text = (
+        f"generation {memory.spec.id} finished at step {done}, and nothing that is held is newer than step"
+        f" {held}: its last snapshots are missing"
+    )
+    kind, cause = FailureKind.FAILED, "unsaved"
+    memory.alert("error", "failure", text, cause=cause, target=target, step=memory.seen_step, culprit=False)
+    memory.incident = Incident(kind, cause, target, memory.seen_step, memory.now, culprit=False)
+    memory.reason = text
+
+
 def _interrupt(memory: MachineMemory, mode: Literal["hard", "boundary"]) -> None:
     assert memory.spec is not None
     wait_s = memory.answer_s(len(memory.spec.members))
@@ -81,7 +124,7 @@ def _interrupt(memory: MachineMemory, mode: Literal["hard", "boundary"]) -> None
 def step_leaving(memory: MachineMemory) -> bool:
     """Wait for all members to leave; True once they have.
 
-    A member that lags behind after the first one left aborts the generation.
+    A member that lags behind after the first one left aborts the generation, and so does it if nobody leaves.
     """
     first = memory.first_unsettled()
     if first is None:
@@ -97,6 +140,9 @@ def step_leaving(memory: MachineMemory) -> bool:
             culprit=True,
             text=f"worker {worker} did not stop with the others",
         )
+    elif not memory.outcomes and memory.now >= memory.leave_by:
+        text = f"generation {memory.spec.id if memory.spec else '?'} came to no boundary: nobody has left"
+        blame(memory, FailureKind.LATE, first.worker, culprit=False, text=text)
     elif memory.boundary_asked and memory.now >= memory.remind_at:
         _interrupt(memory, "boundary")
     return False
@@ -137,6 +183,7 @@ def kill(memory: MachineMemory, name: str, reason: str) -> None:
     worker.writing = worker.writing or worker.state == "busy"
     worker.state, worker.since = "dying", memory.now
     worker.kills += 1
+    memory.doomed.add(name)
     memory.emit(KillWorker(name, reason))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from picotron_ray.coordinator.drains import reason_to_leave
+from picotron_ray.coordinator.drains import reason_to_leave, save
 from picotron_ray.coordinator.generation_stop import blame, kill, leave, sweep_dying
 from picotron_ray.coordinator.machine_memory import MachineMemory
-from picotron_ray.coordinator.messages import StartWorker
+from picotron_ray.coordinator.messages import KillWorker, NodeJoined, StartWorker
 from picotron_ray.coordinator.out_of_memory import exit_kind
 from picotron_ray.coordinator.planning import better_plan
 from picotron_ray.coordinator.policies import scale_up
@@ -19,6 +19,7 @@ REPLACE_AFTER_S = 2.0  # replacements wait for the survivors' first step, which 
 
 def lose_node(memory: MachineMemory, node: str, reason: str, *, silent: bool = False) -> None:
     """Forget a node, and with it its workers and slots."""
+    memory.unheard.discard(node)
     if not silent:
         memory.away.pop(node, None)
     if node not in memory.roster.nodes:
@@ -38,6 +39,16 @@ def lose_node(memory: MachineMemory, node: str, reason: str, *, silent: bool = F
         memory.alert(
             "warning", "failure", text, cause=FailureKind.NODE_LOST.value, target=node, step=memory.seen_step
         )
+
+
+def take_in(memory: MachineMemory, event: NodeJoined) -> None:
+    """Have the idle workers of a node join that is heard late, but those that were ordered to die."""
+    memory.unheard.discard(event.node)
+    for name in event.idle:
+        if name in memory.doomed:
+            memory.emit(KillWorker(name, "was ordered to die before"))
+        elif name not in memory.roster.workers:
+            memory.roster.workers[name] = RosterWorker(name, event.node, "idle", memory.now)
 
 
 def worker_gone(memory: MachineMemory, worker: RosterWorker, cause: str) -> None:
@@ -125,8 +136,11 @@ def start_workers(memory: MachineMemory) -> None:
 
 
 def step_running(memory: MachineMemory) -> None:
-    """Stop a healthy generation for a request, a drain, or a layout that would make it faster."""
-    if _watch_launch(memory):
+    """Stop a healthy generation for a request, a drain, or a layout that would make it faster.
+
+    Where nothing stops it, a checkpoint that was asked for before it trained is made up for.
+    """
+    if watch_launch(memory):
         return
     if memory.stop_requested:
         leave(memory, "stop requested")
@@ -136,13 +150,17 @@ def step_running(memory: MachineMemory) -> None:
         or (reason := better_plan(memory)) is not None
     ):
         leave(memory, reason)
+    elif memory.save_asked and memory.progressed:
+        memory.save_asked = False
+        save(memory)
 
 
-def _watch_launch(memory: MachineMemory) -> bool:
+def watch_launch(memory: MachineMemory) -> bool:
     """Abort a generation that a member has not entered in time; True where it was.
 
     From its first phase on a member is judged by its page. Before that nobody would notice that the call
-    never reached it, or that the rendezvous store was waited for in vain.
+    never reached it, or that the rendezvous store was waited for in vain. One that was told to leave before
+    it began has nothing to answer.
     """
     assert memory.spec is not None
     limit_s = memory.job.elastic.first_step_timeout_s

@@ -21,7 +21,13 @@ from picotron_ray.coordinator.drains import give_back
 from picotron_ray.coordinator.event_handlers import HANDLERS
 from picotron_ray.coordinator.final_wait import step_kept
 from picotron_ray.coordinator.generation_stop import step_aborting, step_leaving
-from picotron_ray.coordinator.housekeeping import keep_house, start_workers, step_running, wanted
+from picotron_ray.coordinator.housekeeping import (
+    keep_house,
+    start_workers,
+    step_running,
+    wanted,
+    watch_launch,
+)
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import (
     Command,
@@ -160,7 +166,7 @@ class Machine:
             memory.plan_until,
         ]
         if memory.state in (MachineState.LEAVING, MachineState.ABORTING):
-            times.append(memory.remind_at)
+            times += [memory.remind_at, memory.leave_by]
         elif memory.state is MachineState.COLLECTING:
             times.append(memory.patient_until)
         due = min((time for time in times if time is not None and time > memory.now), default=None)
@@ -223,7 +229,7 @@ def _step_starting(memory: MachineMemory) -> None:
 
 
 def _step_leaving(memory: MachineMemory) -> None:
-    if step_leaving(memory):
+    if not watch_launch(memory) and step_leaving(memory):
         collect(memory)
 
 

@@ -33,11 +33,15 @@ from picotron_ray.coordinator.plan_book import PlanBook, ReadyPlan
 from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.policies.membership import Roster
 from picotron_ray.coordinator.policies.memory_limit import limit_of
+from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.rewind import BadStep
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.states import TRANSITIONS, MachineState
 from picotron_ray.failures import FailureKind, Remedy
 from picotron_ray.layout.layout import Layout
+
+START = "start"
+"""Reason of a first generation."""
 
 Workers = list[RosterWorker]
 START_PATIENCE_S = 5.0  # how long the first generation of a term waits for its plan
@@ -78,10 +82,12 @@ class MachineMemory:
     roster: Roster = field(default_factory=Roster)
     refused: dict[str, str] = field(default_factory=dict)  # node: why it may not take part
     freed: set[str] = field(default_factory=set)  # drained nodes that were given back
+    unheard: set[str] = field(default_factory=set)  # nodes of an adopted generation that have not joined yet
+    doomed: set[str] = field(default_factory=set)  # workers that were ever ordered to die
     deaths: int = 0  # workers lost without their node
     plans: PlanBook = field(default_factory=PlanBook)
     away: dict[str, dict[StateKey, tuple[SlotInfo, ...]]] = field(default_factory=dict)
-    """What nodes that are silent hold pinned."""
+    """What nodes hold pinned that are silent, or have not joined yet."""
     flush_s: float = 0.0  # added to the time in which members leave: they write their state first
     plan_until: float | None = None  # how long the term's first generation waits for its plan
     ahead: tuple[LayoutQuestion, ...] = ()  # the next questions, when they were last looked at
@@ -99,15 +105,17 @@ class MachineMemory:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     seen_step: int = 0  # most finished steps that any member of it was seen with
     launched_at: float = 0.0
+    pace: StepPace = field(default_factory=lambda: StepPace(0, 0.0))
     begun: set[str] = field(default_factory=set)  # members that heartbeats have shown in it
     progressed: bool = False
     # leaving and recovering
-    reason: str = "start"  # of the next generation
+    reason: str = START  # of the next generation
     incident: Incident | None = None
     remedy: Remedy = Remedy.RETRY
     distrust_slots: bool = False  # the next restore uses the last commit
     cap: int | None = None  # most workers to use until there is progress
     boundary_asked: bool = False
+    leave_by: float = 0.0  # when the first member must have left that was asked to
     remind_at: float = 0.0  # when to repeat the interrupts
     deadline: float | None = None  # of the present state
     request: int = 0  # number of the latest request for an inventory
@@ -129,6 +137,7 @@ class MachineMemory:
     told_wait_at: float = 0.0  # when the wait is told again
     commit_s: float | None = None  # from the first upload to the log entry of this term's last commit
     held_step: int = 0  # of the state that a run which waits for workers goes on from
+    save_asked: bool = False  # a user wants a checkpoint, and members that hear it have yet to be asked
     save_again_at: float = 0.0  # when a snapshot that frees draining nodes is asked for again
     rewind: int | None = None  # checkpoint.resume_step, until it has been obeyed
     # the end
@@ -170,6 +179,11 @@ class MachineMemory:
         self.result = Finish(status, detail, keep)
         self.emit(self.result)
         self.go(MachineState.DONE)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds a step of the present generation."""
+        return self.pace.step_s(self.seen_step, self.now)
 
     def answer_s(self, asked: int) -> float:
         """Seconds within which so many workers or nodes answer that are all called at once."""
@@ -273,7 +287,7 @@ class MachineMemory:
     def _ready_plan(self, question: LayoutQuestion) -> ReadyPlan | None:
         plans = self.plans
         if plans.look_up(question):
-            why = plans.refusals.pop(question, "")
+            why = plans.refusals.pop(question, "").partition("; ")[0]  # the mend is a user's, before a launch
             if why:
                 self.alert("warning", "layout", f"no layout for {question.workers} workers: {why}")
             return plans.answers[question]

@@ -95,8 +95,10 @@ def given_up(memory: MachineMemory) -> str:
         memory.exhausted_until = memory.now + memory.job.cluster.start_timeout_s
     if len(usable) < most and memory.now < memory.exhausted_until:
         return ""
+    gpus = any(node.has_gpus for node in memory.roster.nodes.values())
+    more = "add workers or larger devices" if gpus else "add memory or nodes, which CPU workers share"
     return (
         f"out of memory: saw {', '.join(each.layout for each in memory.struck)} run out, expected a layout on"
-        f" {len(usable)} workers that needs less; add workers or larger devices, or leave layout.recompute,"
-        " layout.micro_batch and the degrees to auto"
+        f" {len(usable)} workers that needs less; {more}, or leave layout.recompute, layout.micro_batch and"
+        " the degrees to auto"
     )

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Literal
 
 from picotron_ray.coordinator.final_wait import out_of_patience
-from picotron_ray.coordinator.generation_stop import kill
+from picotron_ray.coordinator.generation_stop import kill, note_unsaved
 from picotron_ray.coordinator.lineage import descend, on_lineage
-from picotron_ray.coordinator.machine_memory import MachineMemory
+from picotron_ray.coordinator.machine_memory import START, MachineMemory
 from picotron_ray.coordinator.messages import (
     AppendGeneration,
     CollectInventory,
@@ -25,6 +25,7 @@ from picotron_ray.coordinator.messages import (
 from picotron_ray.coordinator.out_of_memory import given_up
 from picotron_ray.coordinator.plan_book import ReadyPlan
 from picotron_ray.coordinator.policies.membership import choose_members
+from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.placement import spread
 from picotron_ray.coordinator.policies.restore_point import newest_commit, older_state, restore_point
 from picotron_ray.coordinator.policies.rewind import asked_for, decide, samples
@@ -93,6 +94,7 @@ def _decide(memory: MachineMemory) -> None:
         return
     if memory.now < memory.patient_until and _commit_would_help(memory, point):
         return
+    note_unsaved(memory, point.step)
     numerics = memory.verdict and (
         memory.incident is None or memory.incident.kind is FailureKind.NUMERICS
     )  # else something went before it, and the next generation computes the step again
@@ -295,6 +297,7 @@ def _launch(
     memory.spec, memory.layouts[spec.id] = spec, spec.layout
     memory.outcomes.clear()
     memory.seen_step, memory.launched_at, memory.progressed = spec.resume_step, memory.now, False
+    memory.pace = StepPace(spec.resume_step, memory.now)
     memory.begun.clear()
     memory.verdict, memory.bad = "", None
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
@@ -320,13 +323,16 @@ def _report(memory: MachineMemory, spec: GenerationSpec, why: str) -> None:
     text = f"generation {spec.id}: {len(spec.members)} workers, {spec.layout}, from {why}"
     incident = memory.incident
     if incident is None:
-        memory.alert("info", "generation", f"{text} ({memory.reason})", **data)
+        known = (
+            memory.boundary_asked or memory.reason == START
+        )  # told as the one before was stopped, or nothing to tell
+        memory.alert("info", "generation", text if known else f"{text} ({memory.reason})", **data)
         return
     lost = max(0, memory.seen_step - spec.resume_step)
     memory.alert(
         "warning",
         "recovery",
-        f"{text}; {lost} steps lost to: {memory.reason}",
+        f"{text}; {lost} steps lost",  # to what the failure's own line has told
         **data,
         cause=incident.cause,
         target=incident.target,

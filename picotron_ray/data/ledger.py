@@ -20,16 +20,15 @@ that explains it, so that a report names the sample. A sample that no digest pro
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from picotron_ray.data.batch import token_digest
+from picotron_ray.data.ledger_counts import Feedings, Lines
 from picotron_ray.data.ledger_diagnosis import MOST_TRIES, diagnose
 from picotron_ray.data.ledger_line import LedgerLine, parse_line, shared_digest
 from picotron_ray.data.samples import Dataset
@@ -86,17 +85,8 @@ class _Audit:
     dataset: Dataset | None  # None: what rows say of themselves is taken for true
     seed: int
     global_batch: int
-    steps: int
-    wrong: list[str]
-    # step → times fed of each of its samples; only of steps met, so that a wild step number costs nothing
-    fed: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
-
-    def feed(self, numbers: npt.NDArray[np.int64]) -> None:
-        for step in np.unique(numbers // self.global_batch + 1).tolist():
-            if step <= self.steps:
-                inside = numbers[numbers // self.global_batch + 1 == step]
-                counts = self.fed.setdefault(step, np.zeros(self.global_batch, np.int64))
-                np.add.at(counts, inside - (step - 1) * self.global_batch, 1)
+    wrong: list[str] = field(default_factory=list)  # findings on the line at hand
+    fed: Feedings = field(default_factory=Feedings)
 
     def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
         assert self.dataset is not None
@@ -144,11 +134,11 @@ class _Audit:
     def group(self, name: str, digest: str, parts: Sequence[tuple[int, int]]) -> None:
         """Check the digest of neighbouring replicas' rows, and count what they really fed."""
         if self.dataset is None:
-            self.feed(np.arange(parts[0][0], parts[-1][1]))
+            self.fed.add(parts[0][0], parts[-1][1])
             return
         right = [token_digest(self.rows(*part)) for part in parts]
         if shared_digest(right).hex() == digest:
-            self.feed(np.arange(parts[0][0], parts[-1][1]))
+            self.fed.add(parts[0][0], parts[-1][1])
             return
         for index, (first, last) in enumerate(parts):
 
@@ -161,9 +151,9 @@ class _Audit:
             found = diagnose(window, first - low, last - low, bytes.fromhex(digest), shared, tries)
             if found is not None:
                 self.wrong.append(f"{name} {found.describe(low)}")
-                numbers = [np.arange(*part) for part in parts]
-                numbers[index] = found.fed + low
-                self.feed(np.concatenate(numbers))
+                self.fed.add(parts[0][0], first)
+                self.fed.add_each(found.fed + low)
+                self.fed.add(last, parts[-1][1])
                 return
         self.wrong.append(f"{name} fed other tokens than rows {parts[0][0]}..{parts[-1][1]} hold")
 
@@ -177,7 +167,7 @@ def check(
     last_step: int | None = None,
     passed: Sequence[range] = (),
 ) -> LedgerReport:
-    """Check a ledger against the source data.
+    """Check a ledger against the source data, one line at a time; kept is what is wrong with them.
 
     Args:
         lines: the ledger's lines, as text or parsed, in any order. Every line counts: the same line
@@ -190,49 +180,56 @@ def check(
         last_step: the last step that must be there; None: the newest one that is.
         passed: steps that rewinds pass over, as the run's log says.
     """
-    wrong: list[str] = []
-    parsed = [line for at, raw in enumerate(lines, 1) if (line := parse_line(raw, at, wrong)) is not None]
-    valid = [line for line in parsed if not _void(line, resumes)]
-    steps = max((line.step for line in valid), default=0) if last_step is None else last_step
-    audit = _Audit(dataset, seed, global_batch, steps, wrong)
-    by_step: dict[int, list[LedgerLine]] = defaultdict(list)
-    for line in valid:
-        by_step[line.step].append(line)
-    _missing_steps(by_step, steps, wrong)
-    for step in sorted(by_step):
-        if step > steps:
-            wrong.append(f"{by_step[step][0].name} lies beyond the last step {steps}")
+    audit = _Audit(dataset, seed, global_batch)
+    present, skipped, void = Lines(), set[int](), 0
+    unreadable: list[str] = []
+    findings: list[tuple[int, int, str]] = []  # step, rank within it, text
+    beyond: dict[int, str] = {}
+    for at, raw in enumerate(lines, 1):
+        line = parse_line(raw, at, unreadable)
+        if line is None:
             continue
-        if len(by_step[step]) > 1:
-            names = ", ".join(f"{line.generation[0]}.{line.generation[1]}" for line in by_step[step])
-            wrong.append(f"step {step} was fed {len(by_step[step])} times, by generations {names}")
-        for line in by_step[step]:
-            asked = any(step in steps_of for steps_of in passed)
+        if _void(line, resumes):
+            void += 1
+        elif last_step is not None and line.step > last_step:
+            beyond.setdefault(line.step, f"{line.name} lies beyond the last step {last_step}")
+        else:
+            present.add(line.step, line.generation)
+            if line.skipped:
+                skipped.add(line.step)
+            asked = any(line.step in steps_of for steps_of in passed)
             audit.passed_over(line, asked) if line.passed_over or asked else audit.line(line)
+            findings += [(line.step, 1, text) for text in audit.wrong]
+            audit.wrong.clear()
+    findings += [(step, 1, text) for step, text in beyond.items()]
+    findings += [(step, 0, _fed_again(step, generations)) for step, generations in present.repeated()]
+    findings.sort(key=lambda finding: finding[:2])
+    steps = present.last() if last_step is None else last_step
+    missing = [_missing(each) for each in present.missing(steps)]
     passed_over = global_batch * len({step for each in passed for step in each if step <= steps})
-    samples = sum(int((counts > 0).sum()) for counts in audit.fed.values())
+    samples, feedings = audit.fed.totals(steps * global_batch)
     return LedgerReport(
         steps=steps,
         samples=samples,
         lost=steps * global_batch - samples - passed_over,
-        repeated=sum(int(counts.sum()) for counts in audit.fed.values()) - samples,
-        void=len(parsed) - len(valid),
-        wrong=tuple(wrong),
-        skipped=global_batch * sum(any(x.skipped for x in by_step[s]) for s in by_step if s <= steps),
+        repeated=feedings - samples,
+        void=void,
+        wrong=(*unreadable, *missing, *(text for *_, text in findings)),
+        skipped=global_batch * len(skipped),
         passed_over=passed_over,
     )
+
+
+def _fed_again(step: int, generations: Sequence[tuple[int, int]]) -> str:
+    names = ", ".join(f"{term}.{n}" for term, n in generations)
+    return f"step {step} was fed {len(generations)} times, by generations {names}"
 
 
 def _void(line: LedgerLine, resumes: Sequence[tuple[int, int, int]]) -> bool:
     return any(line.generation < (term, n) and line.step > resume for term, n, resume in resumes)
 
 
-def _missing_steps(by_step: Mapping[int, Any], steps: int, wrong: list[str]) -> None:
-    """One finding per run of steps without a line."""
-    present = [0, *sorted(step for step in by_step if step <= steps), steps + 1]
-    for before, after in pairwise(present):
-        missing = range(before + 1, after)
-        if len(missing) == 1:
-            wrong.append(f"no line for step {missing[0]}")
-        elif missing:
-            wrong.append(f"no line for steps {missing[0]} to {missing[-1]}")
+def _missing(steps: range) -> str:
+    if len(steps) == 1:
+        return f"no line for step {steps[0]}"
+    return f"no line for steps {steps[0]} to {steps[-1]}"

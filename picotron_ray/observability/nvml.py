@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from picotron_ray.observability.exporter import Sample
@@ -26,6 +27,22 @@ class Card(NamedTuple):
     name: str
     capability: tuple[int, int]
     memory_bytes: int
+
+
+def visible(cards: list[Card], environment: Mapping[str, str] = os.environ) -> list[Card]:
+    """Those of this machine's cards that ``CUDA_VISIBLE_DEVICES`` leaves to its processes, and to a Ray.
+
+    >>> cards = [Card("a", (9, 0), 0), Card("b", (9, 0), 0)]
+    >>> [card.name for card in visible(cards, {"CUDA_VISIBLE_DEVICES": "1,7"})]
+    ['b']
+    """
+    asked = environment.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+        return cards
+    names = [] if asked in ("", "NoDevFiles") else asked.split(",")
+    if all(name.strip().isdigit() for name in names):
+        return [cards[int(name)] for name in names if int(name) < len(cards)]
+    return cards[: len(names)]  # by UUID: which of them is not asked
 
 
 class Gpus:

@@ -67,7 +67,7 @@ def default_layout(
             fitting = _within(job, layout, budget)
             if fitting is not None:
                 cost_s = step_cost(job, fitting, profile, node_sizes).total_s
-                reason = f"{fitting}: {cost_s:.3g} s per step, by default ({origin}): no plan yet"
+                reason = f"{fitting}: {cost_s:.3g} s a step by estimate, by default ({origin}): no plan yet"
                 return PlannedLayout(fitting, cost_s, reason)
     return None
 

@@ -102,8 +102,8 @@ def why_none(job: JobConfig, workers: int, profile: DeviceProfile, limit_bytes: 
     least = math.prod(degree for degree in asked_degrees(job) if isinstance(degree, int))
     if least > workers:
         return (
-            f"layout: saw {workers} workers, expected at least {least} for {' '.join(fixed)}; add workers or"
-            " set those degrees to auto"
+            f"layout: saw {workers} workers, expected at least {least} for {' '.join(fixed)}; raise"
+            " cluster.max_workers, add nodes, or set those degrees to auto"
         )
     return (
         f"layout: saw {' '.join(fixed) or 'auto degrees'} with micro_batch={asked.micro_batch} on {workers}"

@@ -111,7 +111,7 @@ def _cheapest(
         return None
     cost_s, layout = search.found[0]
     used = layout.world_size
-    reason = f"{layout}: {cost_s:.3g} s per step, cheapest of {search.costed} on {workers} workers"
+    reason = f"{layout}: {cost_s:.3g} s a step by estimate, least of {search.costed} on {workers} workers"
     if used < workers:
         reason += f" ({workers - used} idle)"
     runner_up = ""
@@ -125,15 +125,15 @@ def why_dearer(best: StepCost, other: StepCost) -> str:
     """Explain briefly by what ``other`` costs more than ``best``: the part with the largest difference.
 
     >>> why_dearer(StepCost(1.0, 0.5, 0, 0, 0, 0, 0, 0), StepCost(1.2, 0.4, 0, 0, 0, 0, 0, 0))
-    '0.1 s (6.67 %) more per step, by compute 0.2 s'
+    '6.67 % more, for compute'
     """
     lost_s = other.total_s - best.total_s
     if lost_s <= 0:
-        return "as cheap, later in the order of layouts"
+        return "as much, but later in the order of layouts"
     parts = {field.name: getattr(other, field.name) - getattr(best, field.name) for field in fields(best)}
     worst = max(parts, key=lambda name: parts[name])
     share = 100 * lost_s / best.total_s
-    return f"{lost_s:.3g} s ({share:.3g} %) more per step, by {worst.removesuffix('_s')} {parts[worst]:.3g} s"
+    return f"{share:.3g} % more, for {worst.removesuffix('_s')}"
 
 
 @lru_cache(maxsize=256)

@@ -11,20 +11,24 @@ the time after which the phase counts as a hang (`runtime.phase_limits`). The ag
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from picotron_ray.config.schema.service import PHASES, ElasticConfig
+from picotron_ray.errors import SlotRoomError
 from picotron_ray.observability.agent_metrics import STEP_BUCKETS_S
 from picotron_ray.observability.metric import bucket_of
 from picotron_ray.runtime.phase_limits import MOVING, PhaseLimits, StepWork
 
+WANT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of a reader that is out of something itself, which say nothing of what it wanted to read."""
 SIZE = 4096
 MAGIC = 0x7069636F74726F31
 _FIELDS = (
@@ -98,9 +102,19 @@ class PageView:
     step_sum_s: float  # time of all steps that the process has finished, and their number by STEP_BUCKETS_S
     step_counts: tuple[int, ...]
 
+    def figures(self) -> dict[str, Any]:
+        """Return what a heartbeat carries of it: all but what the node's own agent compares and exports."""
+        return {name: getattr(self, name) for name in CARRIED}
+
     def stalled(self, now_s: float) -> bool:
         """Whether the present phase has lasted longer than its limit."""
         return self.phase != "idle" and now_s - self.phase_since_s > self.phase_limit_s
+
+
+_STAYS = {"start_ticks", "phase_count", "phase_limit_s", "progress", "spins", "clean", "sealed", "pinned"}
+_STAYS |= {"skipped", "complete", "step_sum_s", "step_counts"}
+CARRIED = tuple(field.name for field in fields(PageView) if field.name not in _STAYS)
+"""Fields of a page that heartbeats carry; 1,000 nodes bring them once a second."""
 
 
 def process_start_ticks(pid: int) -> int:
@@ -122,10 +136,16 @@ def cpu_seconds(pid: int) -> float:
 
 
 def process_alive(pid: int, start_ticks: int) -> bool:
-    """Whether this very process exists and is not a zombie."""
+    """Whether this very process exists and is not a zombie.
+
+    Raises:
+        OSError: this process cannot tell, for want of open files.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except OSError as error:
+        if error.errno in WANT:
+            raise
         return False
     return int(fields[19]) == start_ticks and fields[0] not in ("Z", "X")
 
@@ -136,6 +156,11 @@ class Page:
     def __init__(
         self, path: Path, elastic: ElasticConfig, on_phase: Callable[[int, str], None] | None = None
     ) -> None:
+        """Make the file.
+
+        Raises:
+            SlotRoomError: its file system is full.
+        """
         self.on_phase = on_phase
         self._limits = PhaseLimits(elastic)
         self._phase, self._since, self._count = "idle", time.monotonic(), 0
@@ -143,7 +168,7 @@ class Page:
         temporary = path.with_suffix(".new")
         create = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(temporary, create, 0o600), "wb+") as file:
-            file.truncate(SIZE)
+            _allocate(path, file.fileno())
             mapped = memoryview(mmap.mmap(file.fileno(), SIZE))
         self._integers, self._floats = mapped.cast("q"), mapped.cast("d")
         self.put(
@@ -226,11 +251,29 @@ class Page:
             self.put(phase_limit_s=self._limits.limit(self._phase), phase_since_s=now)
 
 
+def _allocate(path: Path, descriptor: int) -> None:
+    """Take the page's room now: a store into a mapped hole of a full file system is a SIGBUS."""
+    try:
+        os.posix_fallocate(descriptor, 0, SIZE)
+    except OSError as error:
+        path.with_suffix(".new").unlink(missing_ok=True)
+        raise SlotRoomError(
+            f"snapshot.folder: no room for a page of {SIZE} bytes in {path.parent}: {error.strerror}; make"
+            " room there, or name another folder"
+        ) from error
+
+
 def read_page(path: Path) -> PageView | None:
-    """Read a worker's page; None where it is absent or not yet complete."""
+    """Read a worker's page; None where it is absent or not yet complete.
+
+    Raises:
+        OSError: this process cannot tell, for want of open files.
+    """
     try:
         raw = path.read_bytes()
-    except OSError:
+    except OSError as error:
+        if error.errno in WANT:
+            raise
         return None
     if len(raw) < SIZE:
         return None

@@ -23,6 +23,7 @@ from picotron_ray.bench.common.machine import machine, versions
 from picotron_ray.bench.coordinator import ray_calls
 from picotron_ray.bench.coordinator.fake_cluster import FakeCluster, FakeStore
 from picotron_ray.bench.coordinator.load import Load
+from picotron_ray.bench.coordinator.pauses import Pauses
 from picotron_ray.bench.coordinator.report import loss_head, loss_line
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
@@ -99,6 +100,7 @@ class WatchedCoordinator(Coordinator):
         self.launched_s = 0.0  # when the newest generation was ordered
         self.ordered_s = 0.0  # when members were last told to leave
         self._fake = cluster
+        self.pauses = Pauses()
         self.failure = ""  # of the coordinator itself: it would exit, and be started again by Ray
         self.failed = threading.Event()
         settings = {"event_folder": str(event_folder), "owns_ray": True}
@@ -109,6 +111,7 @@ class WatchedCoordinator(Coordinator):
 
     def _serve(self) -> None:
         self._supervisor.leave = self._fail
+        self._executor.spawn(self.pauses.watch())
         super()._serve()
 
     def _fail(self, name: str, error: BaseException) -> None:
@@ -169,6 +172,7 @@ class WatchedCoordinator(Coordinator):
     def end(self) -> None:
         """Stop the loop; nothing of a real run is there to be ended."""
         self._executor.ending = True
+        self.pauses.end()
         if self._begun:
             self._event_log.close(CLOSE_S)
         self._store.executor.shutdown()
@@ -227,6 +231,7 @@ def _measured(
     coordinator.slowest_s.clear()
     coordinator.slowest_answer_s = 0.0
     coordinator.handled.clear()
+    coordinator.pauses.begin()
     losses, load.latest_s = [], 0.0
     say(loss_head())
     start, commits = _Usage(load), coordinator.commits
@@ -250,26 +255,30 @@ def _measured(
         "handled": dict(coordinator.handled),
         "slowest_answer_s": coordinator.slowest_answer_s,
         "slowest_s": dict(coordinator.slowest_s),
+        "loop_pause_s": coordinator.pauses.loop_s,
+        "garbage_pause_s": coordinator.pauses.garbage_s,
         "errors": [event["text"] for event in coordinator.status()["events"] if event["level"] == "error"],
     }
 
 
 def _lose(coordinator: WatchedCoordinator, cluster: FakeCluster, *, whole_node: bool) -> dict[str, float]:
     """Lose a worker, or a node; returns seconds to the order to leave and to the next generation's start."""
-    spec, began_s = cluster.spec, time.monotonic()
+    spec, began_s, calls = cluster.spec, time.monotonic(), cluster.calls_made
     assert spec is not None
     victim = spec.members[len(spec.members) // 2]
     if whole_node:
         coordinator.on_loop(lambda: coordinator._dispatch(cluster.lose_node(victim.node)))
     else:
         coordinator.on_loop(lambda: cluster.kill(victim.worker))
-    _wait(coordinator, lambda: cluster.spec is not spec, "no generation after a loss")
+    _wait(coordinator, lambda: cluster.spec is not spec and cluster.all_called, "no generation after a loss")
     return {
         "decided_s": coordinator.decided_s,
         "chosen_s": coordinator.chosen_s,
         "told_s": cluster.told_s - began_s,
         "ordered_s": coordinator.ordered_s - began_s,
         "launched_s": coordinator.launched_s - began_s,
+        "called_s": cluster.called_s - began_s,
+        "calls": cluster.calls_made - calls,
     }
 
 

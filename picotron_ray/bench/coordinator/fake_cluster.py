@@ -1,8 +1,9 @@
 """Fake cluster of any size: what the coordinator's shell calls, answered without Ray, agents or workers.
 
-Every call is answered after a short sleep on the coordinator's own loop. A generation's call stays open until
-its member is interrupted or killed, as a real one does. What the shell knows of nodes and workers, and how it
-looks at them, is the real cluster's code: only what Ray would say is made up.
+Every call is answered after a short sleep on the coordinator's own loop. A generation's call of a member, or
+of the agent of several, stays open until one of them is interrupted or killed, as a real one does. What the
+shell knows of nodes and workers, and how it looks at them, is the real cluster's code: only what Ray would
+say is made up.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from picotron_ray.coordinator.messages import (
     NodeJoined,
     NodeLost,
     Outcome,
-    OutcomeKind,
     SlotInfo,
     Source,
+    WorkerExited,
 )
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
@@ -39,6 +40,7 @@ from picotron_ray.runtime.coordinator.storage_patience import Activity
 from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
 from picotron_ray.runtime.run_storage.run_store import RunStore
+from picotron_ray.runtime.worker.member_call import MemberEnd
 
 LATENCY_S = 0.005
 SLOTS_HELD = 2  # newest steps of which each worker holds a slot
@@ -46,13 +48,32 @@ SLOTS_HELD = 2  # newest steps of which each worker holds a slot
 
 @dataclass(slots=True)
 class FakeWorker:
-    """A worker: its node, and the call of the generation that it is in."""
+    """A worker: its node, and the generation that it is in; ``ends``: where its end is told."""
 
+    name: str
     node: str
     rank: int = 0
     spec: GenerationSpec | None = None
-    running: asyncio.Future[Outcome] | None = None
+    ends: Ends | None = None
     slots: list[SlotInfo] = field(default_factory=list)
+
+
+class Ends:
+    """Ends of members that one call asked for; it is answered soon after the first."""
+
+    def __init__(self) -> None:
+        self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._found: list[MemberEnd] = []
+
+    def add(self, end: MemberEnd) -> None:
+        if not self._found:
+            self._answer.get_loop().call_later(LATENCY_S, self._answer.set_result, None)
+        self._found.append(end)
+
+    async def first(self) -> list[MemberEnd]:
+        """Return those that ended first, once one has."""
+        await self._answer
+        return self._found
 
 
 class FakeCluster(Cluster):
@@ -66,6 +87,8 @@ class FakeCluster(Cluster):
         self.workers_each = workers_each
         self.spec: GenerationSpec | None = None
         self.told_s = 0.0  # when a member was last told to leave
+        self.called_s = 0.0  # when members were last called for a generation
+        self.calls_made = self._entered = 0
         self.began_s = 0.0  # of the generation, by the monotonic clock
         self.metrics: dict[str, dict[str, str]] = {}
         self.groups = BeatGroups(job.elastic.heartbeat_s)
@@ -73,6 +96,7 @@ class FakeCluster(Cluster):
         self._heard: dict[str, float] = {}
         self._errors = Counter[str]()
         self._order: list[str] = []
+        self._refused: dict[str, float] = {}
         self._capacity: dict[str, int] = {}
         self._needs = WorkerNeeds(cpus=1.0, gpus=0.0)
         self.on_exit: Callable[[str, str], None] = lambda worker, cause: None  # the agents' report
@@ -83,7 +107,7 @@ class FakeCluster(Cluster):
     def device(self) -> str:
         return "cpu"
 
-    async def hello(self, term: int, tell: Any = None) -> dict[str, dict[str, Any]]:
+    async def hello(self, term: int, tell: Any = None, newest: Any = None) -> dict[str, dict[str, Any]]:
         return {}
 
     async def changes(self, term: int) -> list[NodeEvent]:
@@ -122,8 +146,9 @@ class FakeCluster(Cluster):
         return "fake", 1
 
     async def start_worker(self, worker: str, node: str) -> str:
+        await self._starts.take()
         await asyncio.sleep(LATENCY_S)
-        self.workers[worker] = FakeWorker(node)
+        self.workers[worker] = FakeWorker(worker, node)
         self._node_of[worker] = self._placed[worker] = node
         return ""
 
@@ -140,17 +165,19 @@ class FakeCluster(Cluster):
 
     def _end(self, worker: str) -> None:
         held = self.workers.pop(worker)
-        if held.running is not None and not held.running.done():
-            held.running.set_exception(RayActorError(error_msg=f"worker {worker} is gone"))
+        if held.ends is not None:
+            held.ends.add(WorkerExited(worker, "process died"))
 
-    async def call_worker(
-        self, worker: str, method: str, *arguments: Any, timeout_s: float | None = None
+    async def _ask(
+        self, handle: Any, method: str, arguments: tuple[Any, ...], timeout_s: float | None
     ) -> Any:
-        held = self.workers.get(worker)
-        if held is None:
-            raise RayActorError(error_msg=f"worker {worker} is gone")
+        worker: str = handle.name
+        self.calls_made += 1
         if method == "run_generation":
-            return await self._run(worker, held, arguments[1])
+            (end,) = await self._run([worker], arguments[1])
+            if isinstance(end, WorkerExited):
+                raise RayActorError(error_msg=f"worker {worker} is gone")
+            return end
         await asyncio.sleep(LATENCY_S)
         self._obey(worker, method, arguments)
         return True
@@ -159,22 +186,42 @@ class FakeCluster(Cluster):
         held = self.workers.get(worker)
         if held is not None and method == "interrupt" and arguments[2] == "hard":
             self.told_s = time.monotonic()
-            self._leave(worker, held, FailureKind.PEER_LOST)
+            self._leave(worker, held)
 
-    async def _run(self, worker: str, held: FakeWorker, spec: GenerationSpec) -> Outcome:
+    async def _run(self, workers: Iterable[str], spec: GenerationSpec) -> list[MemberEnd]:
+        """Have workers of one node enter a generation; returns the first that leave or end."""
+        if self.spec is not None and spec.id < self.spec.id:
+            return []
         if self.spec is not spec:
-            self.spec, self.began_s = spec, time.monotonic()
+            self.spec, self.began_s, self._entered = spec, time.monotonic(), 0
             self._ranks = {member.worker: rank for rank, member in enumerate(spec.members)}
-        held.rank, held.spec = self._ranks[worker], spec
-        held.running = asyncio.get_running_loop().create_future()
-        return await held.running
+        self.called_s, ends = time.monotonic(), Ends()
+        for worker in workers:
+            held = self.workers.get(worker)
+            self._entered += held is None or held.spec is not spec
+            if held is None:
+                ends.add(WorkerExited(worker, "process died"))
+            elif held.spec is spec and held.ends is None:
+                ends.add(self._outcome(worker, spec))  # it has ended before it was asked for again
+            else:
+                held.rank, held.spec, held.ends = self._ranks[worker], spec, ends
+        return await ends.first()
 
-    def _leave(self, worker: str, held: FakeWorker, kind: OutcomeKind) -> None:
-        if held.running is None or held.running.done() or held.spec is None:
+    @property
+    def all_called(self) -> bool:
+        """Whether all members of the newest generation were called for it."""
+        return self.spec is not None and self._entered >= len(self.spec.members)
+
+    def _leave(self, worker: str, held: FakeWorker) -> None:
+        if held.ends is None or held.spec is None:
             return
         step = self.step()
         held.slots = list(self._slots(worker, held, range(max(1, step - SLOTS_HELD + 1), step + 1)))
-        held.running.set_result(Outcome(worker, held.spec.id, kind, step))
+        held.ends.add(self._outcome(worker, held.spec))
+        held.ends = None
+
+    def _outcome(self, worker: str, spec: GenerationSpec) -> Outcome:
+        return Outcome(worker, spec.id, FailureKind.PEER_LOST, self.step())
 
     def step(self) -> int:
         """Finished steps of the generation: one a second."""
@@ -200,6 +247,11 @@ class FakeCluster(Cluster):
         timeout_s: float | None = None,
         patience_s: float = 0.0,
     ) -> Any:
+        await self._calls.take()
+        self.calls_made += 1
+        if method == "run_generation":
+            _, _, (spec,), _, workers = arguments
+            return await self._run(workers, spec)
         await asyncio.sleep(LATENCY_S)
         if method == "order":
             term, workers, what, rest = arguments
@@ -221,8 +273,9 @@ class FakeCluster(Cluster):
     async def activity(self) -> Activity:
         return "none"
 
-    async def close(self, term: int, keep: Source | None = None, finished: bool = True) -> None:
+    async def close(self, term: int, keep: Source | None = None, finished: bool = True) -> dict[str, str]:
         """Nothing is left behind."""
+        return {}
 
 
 class FakeStore(RunStore):
@@ -231,5 +284,6 @@ class FakeStore(RunStore):
     def commit(self, generation: GenerationId, step: int, parts: list[dict[str, Any]]) -> Appended:
         return Appended("commit", generation, step, step + 1, f"manifests/{step}", digest="none")
 
-    def collect_garbage(self) -> None:
+    def collect_garbage(self) -> str:
         """There are no chunks."""
+        return ""

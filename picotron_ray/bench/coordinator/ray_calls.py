@@ -1,18 +1,21 @@
 """Cost of Ray's own part of a call: a real actor takes heartbeats as the coordinator does, and does nothing.
 
 The callers are actors of other processes. CPU time of the called process is what counts: calls per second
-follow from it on any machine, however busy it is.
+follow from it on any machine, however busy it is. Of calls that the coordinator makes it is the caller's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 from picotron_ray.bench.coordinator.load import page
+from picotron_ray.runtime.ray_cluster.ray_calls import answer
 
 CALLERS = 2
-CALLS = 1000  # of each caller, per size
+CALLS = 1000  # of each caller, of one node's heartbeat
+CALLS_TOGETHER = 250  # of each caller, of many nodes' heartbeats
 
 
 class Target:
@@ -42,6 +45,17 @@ class Caller:
 
         ray.get([self._target.heartbeats.remote("caller", beats) for _ in range(calls)])
 
+    def made(self, calls: int, beats: dict[str, Any]) -> float:
+        """Make calls as the coordinator does, on a loop; returns CPU seconds of this process for each."""
+
+        async def all_of_them() -> None:
+            targets = [answer(self._target.heartbeats.remote("caller", beats)) for _ in range(calls)]
+            await asyncio.gather(*targets)
+
+        began_s = time.process_time()
+        asyncio.run(all_of_them())
+        return (time.process_time() - began_s) / calls
+
 
 def measure(workers_each: int, nodes_together: int) -> dict[str, float]:
     """Measure calls of one node's heartbeat, and of ``nodes_together`` nodes'; needs a connected Ray."""
@@ -52,8 +66,11 @@ def measure(workers_each: int, nodes_together: int) -> dict[str, float]:
     target = actor.remote()
     caller: Any = ray.remote(Caller).options(**options)
     callers = [caller.remote(target) for _ in range(CALLERS)]
-    one = {"node": [page(f"w1-{i}", None, i, 1, 0.0) for i in range(workers_each)]}
-    many = {f"node{i}": one["node"] for i in range(nodes_together)}
+    many = {
+        f"node{n}": [page(f"w{n}-{i}", None, i, 1, 0.1 * i) for i in range(workers_each)]
+        for n in range(nodes_together)
+    }
+    one = {"node0": many["node0"]}
 
     def rates(calls: int, beats: dict[str, Any]) -> tuple[float, float]:
         before, used_s = ray.get(target.used.remote())
@@ -65,12 +82,15 @@ def measure(workers_each: int, nodes_together: int) -> dict[str, float]:
 
     rates(20, one)  # connections are made
     calls_per_s, call_cpu_s = rates(CALLS, one)
-    _, together_cpu_s = rates(max(20, CALLS // nodes_together), many)
+    ray.get(callers[0].made.remote(20, {}))
+    made_cpu_s = ray.get(callers[0].made.remote(CALLS, {}))
+    _, together_cpu_s = rates(CALLS_TOGETHER, many)
     for each in (*callers, target):
         ray.kill(each)
     return {
         "calls_per_s": calls_per_s,
         "call_cpu_s": call_cpu_s,
+        "made_cpu_s": made_cpu_s,
         "nodes_together": float(nodes_together),
         "together_cpu_s": together_cpu_s,
     }

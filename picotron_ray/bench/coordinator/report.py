@@ -16,6 +16,7 @@ LOSS_COLUMNS = {
     "told last": "told_s",
     "next chosen": "chosen_s",
     "next ordered": "launched_s",
+    "last called": "called_s",
 }
 """Figures of a loss by column: CPU time of the machine's two answers, then wall time of the shell."""
 
@@ -80,15 +81,23 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         ("heartbeats late by, worst", f"{found['late_s']:.1f} s", "(5 s by default)"),
         ("checkpoints committed", f"{found['commits']}", ""),
     ]
+    rows += [
+        ("the loop served nothing, longest", f"{found['loop_pause_s'] * 1e3:.0f} ms", ""),
+        ("garbage collected, longest", f"{found['garbage_pause_s'] * 1e3:.1f} ms", ""),
+        ("calls made for a loss, most", f"{max(loss['calls'] for loss in losses):.0f}", ""),
+    ]
     if calls:
         alone = found["nodes"] * calls["call_cpu_s"]
+        made_s = max(loss["calls"] for loss in losses) * calls["made_cpu_s"]
         rows += [
             ("real calls of Ray taken", f"{calls['calls_per_s']:.0f}/s", ""),
             ("  that use up one core", f"{1.0 / calls['call_cpu_s']:.0f}/s", ""),
             ("  a call from each node", f"{alone:.0%} of a core", ""),
+            ("real calls of Ray made", f"{1.0 / calls['made_cpu_s']:.0f}/s of a core", ""),
+            ("  those made for a loss", f"{made_s:.2f} s of a core", ""),
         ]
-    told = [f"{size} {machine_line(found)}", f"{'':30}{'measured':>18}{'limit':>18}"]
-    told += [f"{name:30}{figure:>18}{limit:>18}" for name, figure, limit in rows]
+    told = [f"{size} {machine_line(found)}", f"{'':34}{'measured':>18}{'limit':>18}"]
+    told += [f"{name:34}{figure:>18}{limit:>18}" for name, figure, limit in rows]
     names = [*(f"worker {number}" for number in range(1, len(losses))), "node"]
     told += [loss_head(), *(loss_line(name, loss) for name, loss in zip(names, losses, strict=True))]
     return [*told, *(f"BEYOND ITS LIMIT: {text}" for text in verdicts(found))]

@@ -40,6 +40,9 @@ REQUEST_BYTES = 64 << 10
 IDLE_S = 60.0
 MOST_CONNECTIONS = 1024
 BACKLOG = 256
+PAUSE_S = 0.1
+"""Pause after a connection that could not be taken: the next one would fare no better at once."""
+TELL_S = 60.0
 
 
 class Pacer:
@@ -84,6 +87,7 @@ class ShardServer:
         self._pacer = Pacer(bytes_per_s)
         self._checked: dict[tuple[str, bytes], set[int]] = {}
         self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         self.endpoint = Endpoint(host, self._listener.getsockname()[1], secrets.token_hex(32))
@@ -91,21 +95,37 @@ class ShardServer:
 
     def close(self) -> None:
         """Take no more connections; those that are open end by themselves."""
+        self._closing.set()
         if self._listener.fileno() >= 0:
             # closing alone leaves a thread that waits in accept() there for ever
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        told = -math.inf
+        while not self._closing.is_set():
             try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            if not self._slots.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="shard-client", daemon=True).start()
+                self._accept_one()
+            except (OSError, RuntimeError) as error:  # too many open files, no more threads: for a while
+                if self._closing.is_set():
+                    return
+                if time.monotonic() - told >= TELL_S:
+                    told = time.monotonic()
+                    log.warning("shard service: a connection cannot be taken, tried again: %r", error)
+                self._closing.wait(PAUSE_S)
+
+    def _accept_one(self) -> None:
+        connection, _ = self._listener.accept()
+        if not self._slots.acquire(blocking=False):
+            connection.close()
+            return
+        client = threading.Thread(target=self._serve, args=(connection,), name="shard-client", daemon=True)
+        try:
+            client.start()
+        except RuntimeError:
+            connection.close()
+            self._slots.release()
+            raise
 
     def _serve(self, connection: socket.socket) -> None:
         views: dict[str, SlotView] = {}

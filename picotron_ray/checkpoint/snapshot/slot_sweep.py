@@ -7,8 +7,7 @@ replacements find their room however many workers die between two checkpoints.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
@@ -23,21 +22,23 @@ def owner(slot: Path) -> str:
 
 
 def sweep(
-    folder: str | os.PathLike[str],
+    slots: Iterable[Path],
     living: Collection[str],
     newest_complete: SlotKey | None,
     kept: Collection[str] = (),
 ) -> list[str]:
-    """Remove the slots of a folder whose writers are dead and which nothing can need; returns their names.
+    """Remove the slots whose writers are dead and which nothing can need; returns their names.
 
     Args:
+        slots: paths that were listed before it was looked for who lives: a slot that came since may be that
+            of a worker that came since.
         living: workers that may still write; a name is never used again, so all others are dead for good.
         newest_complete: ``(term, n, step)`` of the newest state known to be sealed on all ranks, in the
             newest generation or as its source; None: not known, and sealed slots stay.
         kept: names of slots that must stay all the same.
     """
     gone = []
-    for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
+    for path in sorted(slots):
         if owner(path) in living or path.name in kept:
             continue
         if _needed(path, newest_complete):

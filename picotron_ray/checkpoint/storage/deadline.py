@@ -4,8 +4,8 @@ A mount whose server is gone blocks a thread in the kernel, where nothing can wa
 byte in a while never runs into a socket's timeout. So each call runs in a thread of its own and is given up
 after ``storage.call_timeout_s``. The caller gets StorageUnavailableError, as after any outage. The thread is
 left behind, and its call may still happen later. Reads and writes are safe against that, as they are against
-a lost reply: content goes with its name. A delete is not, as a commit may have put the object again by then.
-So deletes have no deadline, and nobody goes on before they have ended.
+a lost reply: content goes with its name. A delete is not, as an object may have been put again by then. So
+``deletions_given_up`` names it until it has ended, and no commit counts on it meanwhile.
 
 Threads that hang are counted. While ``MOST_HANGING`` of them do, further calls are refused at once, but for
 one in every ``storage.call_timeout_s``: calls that hang on a mount that was replaced never wake.
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from picotron_ray.errors import StorageUnavailableError
 
 MOST_HANGING = 32
 LISTED_AT_ONCE = 1000  # objects of a listing that share one call, and so one deadline
+Keys = list[str]
 T = TypeVar("T")
 
 
@@ -46,6 +48,7 @@ class DeadlineStorage:
         self._storage, self._limit_s = storage, limit_s
         self._on_answer = on_answer
         self._hanging, self._next_turn = 0, 0.0
+        self._leaving: Keys = []  # keys whose deletion was given up and has not ended
         self._lock = threading.RLock()
 
     @property
@@ -73,10 +76,24 @@ class DeadlineStorage:
             yield from batch
 
     def delete(self, key: str) -> None:
-        self._storage.delete(key)
+        if key in self.leaving:
+            raise StorageUnavailableError(
+                f"{self.where}: a deletion of {key} hangs, another is not tried; check the mount or network"
+            )
+        self._timed(key, lambda: self._storage.delete(key), self._leaving)
 
-    def _timed(self, key: str, call: Callable[[], T]) -> T:
-        """Make a call in a thread of its own; StorageUnavailableError where it does not end in time."""
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Keys of objects that may go at any time, as their deletion was given up."""
+        with self._lock:
+            return frozenset(self._leaving)
+
+    def _timed(self, key: str, call: Callable[[], T], late: Keys | None = None) -> T:
+        """Make a call in a thread of its own; StorageUnavailableError where it does not end in time.
+
+        Args:
+            late: holds the key from then until the call has ended.
+        """
         if self._hanging >= MOST_HANGING and not self._is_turn():
             raise StorageUnavailableError(
                 f"{self.where}: {self._hanging} calls hang, {key} is not tried; check the mount or network"
@@ -89,7 +106,10 @@ class DeadlineStorage:
             with self._lock:
                 self._hanging += 1
                 self._next_turn = time.monotonic() + self._limit_s
-                answer.add_done_callback(self._woke)  # at once, where it answered in this very moment
+                if late is not None:
+                    late.append(key)
+                # called at once, where it answered in this very moment
+                answer.add_done_callback(partial(self._woke, key, late))
             raise StorageUnavailableError(
                 f"{self.where} gave no answer at {key} for {self._limit_s:g} s (storage.call_timeout_s);"
                 " check the mount or network"
@@ -114,6 +134,13 @@ class DeadlineStorage:
                 self._on_answer()
             answer.set_result(value)
 
-    def _woke(self, _: Future[T]) -> None:
+    def _woke(self, key: str, late: Keys | None, _: Future[T]) -> None:
         with self._lock:
             self._hanging -= 1
+            if late is not None:
+                late.remove(key)
+
+
+def deletions_given_up(storage: Storage) -> frozenset[str]:
+    """Keys of objects of a storage that may go at any time, as this process has given up their deletion."""
+    return storage.leaving if isinstance(storage, DeadlineStorage) else frozenset()

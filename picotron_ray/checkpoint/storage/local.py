@@ -12,11 +12,12 @@ where there is no other, and taken again after deletions.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,13 +91,14 @@ class LocalStorage:
     def _walk(self, folder: Path, prefix: str) -> Iterator[StoredObject]:
         for parent, folders, files in os.walk(folder):
             folders[:] = [name for name in folders if name != _TMP]
+            inside = Path(parent).relative_to(self._base).as_posix()
+            start = "" if inside == "." else f"{inside}/"
             for name in files:
-                path = Path(parent) / name
-                key = path.relative_to(self._base).as_posix()
+                key = start + name
                 if not key.startswith(prefix):
                     continue
                 try:
-                    stat = path.stat()
+                    stat = os.stat(os.path.join(parent, name))
                 except FileNotFoundError:  # deleted since the listing began
                     continue
                 yield StoredObject(key, stat.st_size, stat.st_mtime)
@@ -108,22 +110,29 @@ class LocalStorage:
         return self._base.joinpath(*parts)
 
     def _write(self, key: str, data: bytes, publish: Callable[[str, str], object]) -> None:
-        target = self._path(key)
-
         def write() -> None:
+            first = not self._ready
             self._prepare()
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._base / _TMP / uuid.uuid4().hex
             try:
-                self._write_file(key, temporary, data)
-                publish(str(temporary), str(target))
-                _sync_folder(target.parent)
+                self._publish(key, data, publish)
             except FileNotFoundError as error:
-                raise StorageError(f"{self.where} was removed while the run was using it") from error
-            finally:
-                temporary.unlink(missing_ok=True)
+                if not first:
+                    raise StorageError(f"{self.where} was removed while the run was using it") from error
+                self._ready = False  # a launch that was refused took its empty folders away in between
+                self._prepare()
+                self._publish(key, data, publish)
 
         self._guarded(key, write)
+
+    def _publish(self, key: str, data: bytes, publish: Callable[[str, str], object]) -> None:
+        target, temporary = self._path(key), self._base / _TMP / uuid.uuid4().hex
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._write_file(key, temporary, data)
+            publish(str(temporary), str(target))
+            _sync_folder(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def _write_file(self, key: str, temporary: Path, data: bytes) -> None:
         """Write a file; one that collection needs may take the reserve of a full disk."""
@@ -170,6 +179,21 @@ class LocalStorage:
             raise NotFoundError(f"{key} does not exist in {self.where}") from error
         except OSError as error:
             raise _explained(self.where, key, error) from error
+
+
+def folders_to_make(url: str, run: str) -> list[Path]:
+    """List the folders that the first write of a run would make, the innermost first."""
+    root = Path(url.removeprefix("file://")).expanduser().absolute()
+    wanted = (root / run / _TMP, root / run, root, *root.parents)
+    return [folder for folder in wanted if not folder.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, the innermost first, up to one in which there is something by now."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            if folder.exists():
+                folder.rmdir()
 
 
 def _explained(where: str, key: str, error: OSError) -> StorageError:

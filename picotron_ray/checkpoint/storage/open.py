@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.base import Storage, probe
 from picotron_ray.checkpoint.storage.deadline import DeadlineStorage
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import StorageError
@@ -34,6 +34,24 @@ def open_storage(config: StorageConfig, run: str, on_answer: Callable[[], None] 
         StorageError: the URL is of no kind that is known.
     """
     return DeadlineStorage(_open(config, run), call_limit_s(config), on_answer)
+
+
+def try_storage(config: StorageConfig, run: str) -> None:
+    """Check that the storage of a run works (`probe`), and leave nothing there: no object and no new folder.
+
+    Raises:
+        StorageError: one line that says what is wrong.
+    """
+    storage = open_storage(config, run)
+    if config.url.startswith("s3:"):
+        return probe(storage)
+    from picotron_ray.checkpoint.storage.local import folders_to_make, remove_empty
+
+    new = folders_to_make(config.url, run)
+    try:
+        return probe(storage)
+    finally:
+        remove_empty(new)
 
 
 def call_limit_s(config: StorageConfig) -> float:

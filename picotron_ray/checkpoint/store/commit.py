@@ -7,13 +7,14 @@ objects that no entry names, which GC collects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.deadline import deletions_given_up
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit_ledger import NewLedger, joined, new_ledger, with_cut_segments
 from picotron_ray.checkpoint.store.lineage import commits_on
@@ -28,7 +29,13 @@ from picotron_ray.checkpoint.store.manifest import (
 )
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.upload import UploadPart
-from picotron_ray.errors import AlreadyExistsError, CorruptError, PartsGoneError, StorageError
+from picotron_ray.errors import (
+    AlreadyExistsError,
+    CorruptError,
+    PartsGoneError,
+    StorageError,
+    StorageUnavailableError,
+)
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, uncovered, whole
 
@@ -61,6 +68,7 @@ def commit(
         StorageError: parts do not make up the whole state, a chunk or ledger line is missing, or the
             storage refused. StorageUnavailableError: calling again is safe.
     """
+    leaving = deletions_given_up(storage)  # before the look: what goes after that was there
     first = parts[0]
     parent = parent_of(storage, log, first.term, first.n)
     parts = with_cut_segments(storage, parts, (parent.step if parent else 0) + 1)
@@ -74,6 +82,7 @@ def commit(
     encoded = manifest.encode()
     key = put_fresh(storage, manifest.key, encoded)
     digest = blake3(encoded).hexdigest()
+    _check_none_leaves(storage, leaving, manifest, key)
     if on_phase:
         on_phase("commit")
     body = {"term": manifest.term, "n": manifest.n, "step": manifest.step, "manifest": key, "digest": digest}
@@ -128,15 +137,18 @@ def assemble(parts: Sequence[UploadPart], parent: Manifest | None) -> tuple[Mani
     return manifest, new
 
 
+_NOTHING = Manifest(step=0, term=0, n=0, cursor=0, layout={}, shards=(), chunks={}, ledger=(), extra={})
+
+
 def parent_of(storage: Storage, log: RunLog, term: int, n: int) -> Manifest | None:
     """The manifest of the newest commit that generation (term, n) descends from, itself included.
 
-    Where newer ones are damaged it is the newest one that can be read, as if it were of the last damaged
-    one's step: with the ledger continued by the segments that the log's entries name. So one damaged
-    commit does not end all later ones.
+    Where newer ones are damaged, or were given up by retention, it is the newest one that can be read, as if
+    it were of the last damaged one's step: with the ledger continued by the segments that the log's entries
+    name. Where none can be read, the log alone tells the ledger. So no damaged commit ends later ones.
 
     Raises:
-        CorruptError: none can be read, or an entry of an older version names no segment.
+        CorruptError: one cannot be read, and an entry of an older version names no segment.
     """
     entries = log.entries()
     ever = [entry for entry in entries if entry.kind == "commit"]  # collection gives damaged ones up
@@ -148,9 +160,7 @@ def parent_of(storage: Storage, log: RunLog, term: int, n: int) -> Manifest | No
             return _continued(committed_manifest(storage, entry.body), skipped[::-1], problem)
         except CorruptError as error:
             skipped, problem = [*skipped, entry], problem or error
-    if problem:
-        raise problem
-    return None
+    return _continued(_NOTHING, skipped[::-1], problem) if problem else None
 
 
 def _continued(manifest: Manifest, entries: Sequence[Entry], problem: CorruptError | None) -> Manifest:
@@ -176,6 +186,16 @@ def missing_chunks(storage: Storage, chunks: dict[str, ChunkInfo]) -> list[str]:
     with ThreadPoolExecutor(max_workers=8) as threads:
         found = list(threads.map(there, chunks.items()))
     return [address for address, ok in zip(chunks, found, strict=True) if not ok]
+
+
+def _check_none_leaves(storage: Storage, leaving: Collection[str], manifest: Manifest, key: str) -> None:
+    """Raise StorageUnavailableError where an object of a commit may go yet, as its deletion hangs."""
+    needed = {key, *map(chunk_key, manifest.chunks), *(segment.key for segment in manifest.ledger)}
+    if at_risk := sorted(needed.intersection(leaving)):
+        raise StorageUnavailableError(
+            f"{storage.where}: a deletion of {at_risk[0]} hangs, which step {manifest.step} needs; it is not"
+            " committed before that has ended; check the mount or network"
+        )
 
 
 def _check_fragments(parts: Sequence[UploadPart]) -> None:

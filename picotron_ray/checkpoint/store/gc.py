@@ -15,12 +15,15 @@ the grace time is a dead save. A writer that sleeps longer than that finds its c
 coordinator looks for them before the commit. Nothing here runs while a commit is being made: both are the
 same coordinator's. Times are the storage's own.
 
-A collector of an old term that sleeps and wakes up is stopped by the log, and by the clock where it sleeps
-between two deletions.
+A collector of an old term that sleeps and wakes up is stopped by the log: it reads on there before a
+deletion wherever more than a moment has passed since it last did. A successor may have committed meanwhile
+what was condemned, put again by its writers. A deletion that hangs is given up, and may happen later:
+no commit of this process counts on its object before that (``commit``).
 """
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Collection, Iterable, Sequence
@@ -32,10 +35,14 @@ from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.lineage import commits_on
 from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import CorruptError, FencedError, NotFoundError, StorageUnavailableError
 
 _LONGEST_DELETE_S = 60.0
+_KNOWN_S = 2.0
+"""Time for which what the log says counts as known: a successor takes longer from its claim to a commit."""
+_MOST_CHECKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +63,32 @@ class GcReport:
     damaged: tuple[str, ...] = ()
 
 
-def retained(log: RunLog, config: CheckpointConfig, damaged: Collection[int] = ()) -> list[Entry]:
+def rewind_reach(job: JobConfig) -> int:
+    """Steps that a rewind goes back from a bad step; 0 where the config asks for none."""
+    elastic = job.elastic
+    return elastic.rewind_steps if "rewind" in (elastic.on_nonfinite, elastic.on_spike) else 0
+
+
+def retained(
+    log: RunLog, config: CheckpointConfig, damaged: Collection[int] = (), reach_steps: int = 0
+) -> list[Entry]:
     """Commits that retention keeps.
 
-    Those are the newest ones, those at multiples of ``keep_every_steps``, and the newest commit that the
-    newest generation descends from: its ledger continues there.
+    Those are the newest ones, those at multiples of ``keep_every_steps``, the newest commit that the newest
+    generation descends from, as its ledger continues there, and those that the next rewind may go back to.
 
     Args:
         damaged: numbers of entries whose manifest cannot be read; they are not kept and fill no place.
+        reach_steps: how far a rewind goes back from the step after the newest commit, at least.
     """
     commits = [entry for entry in log.commits() if entry.seq not in damaged]
     keep = {entry.seq for entry in commits[-config.keep_last :]}
     if config.keep_every_steps:
         keep |= {e.seq for e in commits if e.body["step"] % config.keep_every_steps == 0}
+    if reach_steps and commits:
+        bad_step = commits[-1].body["step"] + 1
+        early = [e.body["step"] for e in commits if e.body["step"] <= bad_step - reach_steps]
+        keep |= {e.seq for e in commits if e.body["step"] >= max(early, default=0)}
     generations = [entry for entry in log.entries() if entry.kind == "generation"]
     if generations:
         newest = generations[-1].body
@@ -76,10 +96,13 @@ def retained(log: RunLog, config: CheckpointConfig, damaged: Collection[int] = (
     return [entry for entry in commits if entry.seq in keep]
 
 
-def collect(storage: Storage, log: RunLog, config: CheckpointConfig) -> GcReport:
+def collect(storage: Storage, log: RunLog, config: CheckpointConfig, reach_steps: int = 0) -> GcReport:
     """Retire commits, delete what was condemned long enough ago, condemn what is not needed any more.
 
     The log must hold a claimed term. With a grace time of 0 one call does all of it.
+
+    Args:
+        reach_steps: as for `retained`.
 
     Raises:
         FencedError: a newer term was claimed.
@@ -87,7 +110,7 @@ def collect(storage: Storage, log: RunLog, config: CheckpointConfig) -> GcReport
     """
     log.refresh()
     damaged = damaged_commits(storage, log)
-    retired = _retire(log, config, damaged)
+    retired = _retire(log, config, damaged, reach_steps)
     condemned = 0 if list(storage.list("condemned/")) else _condemn(storage, log, config)
     now = _now(storage)
     postponed, deleted, freed = "", 0, 0
@@ -126,8 +149,10 @@ def _unreadable(storage: Storage, entry: Entry) -> str:
     return ""
 
 
-def _retire(log: RunLog, config: CheckpointConfig, damaged: Collection[int]) -> tuple[str, ...]:
-    keep = {entry.seq for entry in retained(log, config, damaged)}
+def _retire(
+    log: RunLog, config: CheckpointConfig, damaged: Collection[int], reach_steps: int
+) -> tuple[str, ...]:
+    keep = {entry.seq for entry in retained(log, config, damaged, reach_steps)}
     kept_manifests = {e.body["manifest"] for e in log.commits() if e.seq in keep}
     manifests = {e.body["manifest"] for e in log.commits() if e.seq not in keep} - kept_manifests
     if manifests:
@@ -169,19 +194,38 @@ def _delete(
     doomed -= _marked(storage, log, _live_intents(storage, now, config.gc_grace_s))
     there = [entry for prefix in ("chunks/", "manifests/") for entry in storage.list(prefix)]
     old = [entry for entry in there if entry.key in doomed and entry.mtime_s < listed.mtime_s]
-    _check_term(log)
     begun = time.monotonic()
+    checked = -math.inf
     for entry in old:
         if time.monotonic() - begun > _LONGEST_DELETE_S:  # this process slept: what it knows may be old
             raise StorageUnavailableError(f"{storage.where}: collection took too long and was left for later")
+        if time.monotonic() - checked > _KNOWN_S:
+            checked = _still_newest(storage, log)
         storage.delete(entry.key)
     _drop_dead_intents(storage, now, config.gc_grace_s)
     storage.delete(listed.key)
     return len(old), sum(entry.size for entry in old)
 
 
+def _still_newest(storage: Storage, log: RunLog) -> float:
+    """Read what is new in the log until its answer is fresh; returns when that was asked for.
+
+    All of the log would take longer than an answer is fresh, where it is long.
+
+    Raises:
+        FencedError: a newer term was claimed.
+        StorageUnavailableError: the log takes too long to answer.
+    """
+    for _ in range(_MOST_CHECKS):
+        asked = time.monotonic()
+        _check_term(log)
+        if time.monotonic() - asked <= _KNOWN_S:
+            return asked
+    raise StorageUnavailableError(f"{storage.where}: the log is read too slowly; collection is put off")
+
+
 def _check_term(log: RunLog) -> None:
-    log.refresh()
+    log.read_on()
     newest = max(entry.term for entry in log.entries())
     if newest > log.term:
         raise FencedError(f"term {newest} was claimed, this collector has term {log.term}; stop")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from picotron_ray.checkpoint.storage.base import Storage, encode_json
 from picotron_ray.errors import StorageError
@@ -38,8 +38,7 @@ class Intents:
             self._live[key] = (state, data)
             self._settled.discard(key)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._renew, name="intents", daemon=True)
-                self._thread.start()
+                self._thread = self._spawn()
 
     def drop(self, key: str) -> None:
         """Renew an intent no more: its save has failed."""
@@ -47,14 +46,23 @@ class Intents:
             self._live.pop(key, None)
         self._wake.set()
 
-    def settle(self, state: StateKey) -> None:
-        """Remove the intents of states up to this one; the thread does, so this never waits for storage."""
+    def settle(self, state: StateKey, spared: Collection[StateKey] = ()) -> None:
+        """Remove the intents of states up to this one; the thread does, so this never waits for storage.
+
+        Args:
+            spared: states among them that are still to be committed.
+        """
         with self._lock:
-            done = [key for key, (other, _) in self._live.items() if other <= state]
+            done = [k for k, (other, _) in self._live.items() if other <= state and other not in spared]
             for key in done:
                 del self._live[key]
             self._settled.update(done)
         self._wake.set()
+
+    def _spawn(self) -> threading.Thread:
+        thread = threading.Thread(target=self._renew, name="intents", daemon=True)
+        thread.start()
+        return thread
 
     def _renew(self) -> None:
         while True:

@@ -9,6 +9,8 @@ by anybody's good manners.
 Entries carry a digest. A damaged one is reported and skipped by readers; a claim then chooses a term
 above any that the damaged entry may have held, and no writer appends after an entry that it cannot read.
 
+Many entries lie in one object a second time (`log_blocks`), from which a fresh reader takes the old ones.
+
 Entry kinds and bodies:
 
 - ``term``: ``{owner}``
@@ -31,9 +33,17 @@ from blake3 import blake3
 from picotron_ray.checkpoint.storage.base import (
     JSON_BYTES,
     Storage,
+    StoredObject,
     decode_json,
     encode_json,
     get_bounded,
+)
+from picotron_ray.checkpoint.store.log_blocks import (
+    numbers,
+    read_block,
+    stored_blocks,
+    whole_blocks,
+    write_block,
 )
 from picotron_ray.errors import AlreadyExistsError, CorruptError, FencedError, NotFoundError, StorageError
 
@@ -96,30 +106,49 @@ def _digest(value: dict[str, Any]) -> str:
 class RunLog:
     """Reader of the log, and its writer once a term is claimed."""
 
-    def __init__(self, storage: Storage, before_put: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, storage: Storage, before_put: Callable[[], None] | None = None, blocks: bool = True
+    ) -> None:
         """Open the log; nothing is read yet.
 
         Args:
             before_put: called between choosing an entry's number and putting it (fault injection).
+            blocks: False reads each entry where it lies, to see damage of which blocks know nothing.
         """
         self._storage = storage
         self._before_put = before_put
         self._writer = uuid.uuid4().hex
         self._read: dict[int, Entry | CorruptError] = {}
         self._last = 0
-        self._claimed: int  # number of this writer's term entry, once it has a term
+        self._use_blocks = blocks
+        self._blocks: set[int] = set()  # read, or written by this writer
+        self._claimed = 0  # number of this writer's term entry, once it has a term
         self.term = 0
 
     # --- reading -----------------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Read entries that are new since the last call."""
-        seqs = [seq for seq in map(_seq_of, (e.key for e in self._storage.list("log/"))) if seq]
-        wanted = [seq for seq in seqs if seq not in self._read]
+        listed = {seq: found for found in self._storage.list("log/") if (seq := _seq_of(found.key))}
+        wanted = [seq for seq in listed if seq not in self._read]
         with ThreadPoolExecutor(max_workers=8) as threads:
-            found = list(threads.map(self._fetch, wanted))
-        self._read.update(zip(wanted, found, strict=True))
-        self._last = max([self._last, *seqs])
+            copied = self._copied(threads, whole_blocks(wanted), listed) if self._use_blocks else {}
+            alone = [seq for seq in wanted if seq not in copied]
+            found = list(threads.map(self._fetch, alone))
+        self._read.update({**copied, **dict(zip(alone, found, strict=True))})
+        self._last = max([self._last, *listed])
+
+    def read_on(self) -> None:
+        """Read entries that are new since the last call, by a call for each and one more, however long it is.
+
+        Writers put at last + 1 where nothing is, so no entry lies beyond a number that nobody has taken. The
+        next one is asked for by a listing, which no client's cache of names that are not there answers (NFS).
+        """
+        while self._is_there(seq := self._last + 1):
+            self._note(seq, self._fetch(seq))
+
+    def _is_there(self, seq: int) -> bool:
+        return any(found.key == entry_key(seq) for found in self._storage.list(entry_key(seq)))
 
     def entries(self) -> list[Entry]:
         """List the readable entries in order, without a refresh; ``complaints`` tells of the others."""
@@ -148,6 +177,51 @@ class RunLog:
             return decode_entry(seq, get_bounded(self._storage, entry_key(seq), JSON_BYTES))
         except CorruptError as error:
             return error
+
+    # --- blocks ------------------------------------------------------------------------------------
+
+    def keep_blocks(self, most: int = 2) -> int:
+        """Write at most so many of the blocks that storage does not have yet; returns their number.
+
+        For the holder of a term, where nothing waits for it. Entries that cannot be read are in no block.
+
+        Raises:
+            StorageError: storage does not take it; the log is whole without.
+        """
+        written = 0
+        for block in whole_blocks(range(1, self._last + 1)) if self.identity else []:
+            entries = [] if block in self._blocks else [self._read.get(seq) for seq in numbers(block)]
+            lines = [encode_entry(entry) for entry in entries if isinstance(entry, Entry)]
+            if not lines or len(lines) < len(entries):
+                continue
+            if written == most:
+                break
+            write_block(self._storage, self.identity, block, lines)
+            self._blocks.add(block)
+            written += 1
+        return written
+
+    def _copied(
+        self, threads: ThreadPoolExecutor, blocks: list[int], listed: dict[int, StoredObject]
+    ) -> dict[int, Entry]:
+        """Entries of those blocks that storage has and that are to be believed."""
+        if not blocks:
+            return {}
+        if 1 in listed and 1 not in self._read:
+            self._read[1] = self._fetch(1)
+        stored = stored_blocks(self._storage, self.identity, blocks)
+        parts = threads.map(lambda block: self._block(block, stored[block], listed), stored)
+        return {seq: entry for part in parts for seq, entry in part.items()}
+
+    def _block(self, block: int, stored: StoredObject, listed: dict[int, StoredObject]) -> dict[int, Entry]:
+        lines = read_block(self._storage, block, stored, listed)
+        try:
+            found = {seq: decode_entry(seq, line) for seq, line in zip(numbers(block), lines, strict=False)}
+        except CorruptError:
+            return {}
+        if found:
+            self._blocks.add(block)
+        return found
 
     # --- writing -----------------------------------------------------------------------------------
 
@@ -183,8 +257,16 @@ class RunLog:
 
     def confirm(self) -> None:
         """Raise FencedError where the log holds a newer term than this writer's, as it is now."""
-        self.refresh()
+        self.read_on()
         self._check_fence()
+
+    def witness(self) -> RunLog:
+        """This log as a reader of its own, for another thread: it knows what is known here by now."""
+        other = RunLog(self._storage)
+        other._writer, other.term, other._claimed = self._writer, self.term, self._claimed
+        other._last = self._last  # first: a writer notes an entry before its number
+        other._read = dict(self._read)
+        return other
 
     def _check_fence(self) -> None:
         """Raise FencedError after the first entry since the claim that is of a newer term or unreadable.

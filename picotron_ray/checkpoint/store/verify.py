@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from blake3 import blake3
 
@@ -195,17 +196,27 @@ def quarantine_chunk(storage: Storage, key: str, step: int) -> None:
 
 
 def read_ledger(storage: Storage, manifest: Manifest, after: int = 0) -> list[str]:
+    """All lines of `stream_ledger` in memory: of a long run ask for its last steps alone."""
+    return list(stream_ledger(storage, manifest, after))
+
+
+def stream_ledger(storage: Storage, manifest: Manifest, after: int = 0) -> Iterator[str]:
     """Read the ledger lines of the manifest's lineage of steps above ``after``, in order.
+
+    No more than some segments are held at a time: a week of steps has gigabytes of lines.
 
     Raises:
         CorruptError, NotFoundError: naming the segment.
     """
-    lines: list[str] = []
-    for segment in manifest.ledger:
-        if segment.last <= after:
-            continue
-        data = get_bounded(storage, segment.key, segment.most_bytes)
-        if blake3(data).hexdigest() != segment.digest:
-            raise CorruptError(f"ledger segment {segment.key} does not match its digest", where=segment.key)
-        lines += data.decode().splitlines()[max(0, after + 1 - segment.first) :]
-    return lines
+    segments = [segment for segment in manifest.ledger if segment.last > after]
+    with ThreadPoolExecutor(max_workers=_THREADS) as threads:
+        for at in range(0, len(segments), _THREADS):
+            for segment, lines in threads.map(partial(_segment_lines, storage), segments[at : at + _THREADS]):
+                yield from lines[max(0, after + 1 - segment.first) :]
+
+
+def _segment_lines(storage: Storage, segment: Segment) -> tuple[Segment, list[str]]:
+    data = get_bounded(storage, segment.key, segment.most_bytes)
+    if blake3(data).hexdigest() != segment.digest:
+        raise CorruptError(f"ledger segment {segment.key} does not match its digest", where=segment.key)
+    return segment, data.decode().splitlines()

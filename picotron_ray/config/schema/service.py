@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Field
 
 from picotron_ray.config.schema.base import Section
 
-RunName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+RunName = Annotated[str, Field(pattern=RUN_NAME)]
 
 
 class ClusterConfig(Section):

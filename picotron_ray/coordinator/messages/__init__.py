@@ -66,6 +66,7 @@ from picotron_ray.coordinator.messages.values import (
     SlotIdentity,
     SlotInfo,
     Source,
+    StateId,
     Strike,
 )
 
@@ -113,6 +114,7 @@ __all__ = [
     "Source",
     "Stalled",
     "StartWorker",
+    "StateId",
     "StopWorker",
     "Strike",
     "TakeSnapshot",

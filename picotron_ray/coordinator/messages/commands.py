@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from picotron_ray.coordinator.messages.values import GenerationId, GenerationSpec, LayoutQuestion, Source
+from picotron_ray.coordinator.messages.values import (
+    GenerationId,
+    GenerationSpec,
+    LayoutQuestion,
+    Source,
+    StateId,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +88,17 @@ class AppendCommit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Allow that pinned snapshots up to ``step`` are overwritten; ``committed``: the newest commit's step."""
+    """Allow that pinned snapshots up to a state are overwritten, but those of ``keep``.
+
+    It says all that is known: the newest one of a node stands for those before it, and may be told twice.
+    ``committed``: the newest commit's step.
+    """
 
     node: str
     generation: GenerationId
     step: int
     committed: int
+    keep: tuple[StateId, ...] = ()  # older states that are still to be committed
 
 
 @dataclass(frozen=True, slots=True)

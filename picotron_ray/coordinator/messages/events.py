@@ -40,14 +40,16 @@ class Begin:
     failed_s_ago: tuple[float, ...] = ()  # failures of earlier terms within the last day, oldest first
     keeping: dict[str, int] = field(default_factory=dict)  # nodes that keep slots, and their newest steps
     struck: tuple[Strike, ...] = ()  # of earlier terms, also what no generation has followed yet
+    step_s: float = 0.0  # longest time of a last step in what is running, as pages say; 0.0: they do not
 
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
     """Node that can take part.
 
-    Workers that it has already, but that ``Begin`` did not name (it could not be reached then), are reported
-    by ``WorkerReady`` right after. The machine does not know them and kills them.
+    Workers that it has already, but that ``Begin`` did not name (it could not be reached then), join with it
+    where they are ``idle``. Others are reported by ``WorkerReady`` right after: the machine kills those that
+    it does not know.
 
     ``kept`` are slots that an earlier launch could not commit and left there, and ``kept_by`` the newest
     generation that their node knew of then; its log entry may be missing.
@@ -61,6 +63,7 @@ class NodeJoined:
     kept_by: GenerationSpec | None = None
     domain: str = ""
     has_gpus: bool = False
+    idle: tuple[str, ...] = ()  # workers of an earlier coordinator that are in no generation
 
     @property
     def traits(self) -> NodeTraits:

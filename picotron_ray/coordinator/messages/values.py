@@ -18,6 +18,14 @@ class GenerationId:
         return f"{self.term}.{self.n}"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class StateId:
+    """Identity of a state. The order is that in which states were written, whichever of them count."""
+
+    generation: GenerationId
+    step: int
+
+
 @dataclass(frozen=True, slots=True)
 class Fragment:
     """Part ``index`` of ``count`` of the state that ``Layout.state_group`` number ``group`` holds."""

@@ -43,11 +43,14 @@ class Roster:
     joins: int = 0  # how often a node joined, or said again what it has
     leaving: set[str] = field(default_factory=set)  # nodes whose ``draining`` was set
     silent: dict[str, tuple[RosterNode, tuple[str, ...]]] = field(default_factory=dict)  # lost by that alone
-    full: tuple[tuple[int, ...], float] = ((), 0.0)  # what `starts` found no room in, and until when
+    _roomy: set[str] = field(default_factory=set)  # nodes that may have room; no other one has
+    _waiting: dict[str, float] = field(default_factory=dict)  # such nodes, until their ``start_after``
+    _next_start: float = inf  # the first of these
 
     def join(self, name: str, capacity: int, now: float, traits: NodeTraits | None = None) -> bool:
         """Add a node or refresh it; True where it is new. ``traits``: None where they are not known."""
         self.joins += 1
+        self._roomy.add(name)
         known = self.nodes.get(name)
         if known is None:
             node = self.nodes[name] = RosterNode(name, capacity, now)
@@ -121,6 +124,31 @@ class Roster:
         if now - node.agent_gone_at <= patience_s:
             node.last_seen = now
 
+    def roomy(self, now: float) -> list[RosterNode]:
+        """Nodes on which a worker may be started now; looks at those alone that have changed since.
+
+        A cluster's nodes join one by one, and thousands of answers come while a few are missing.
+        """
+        if now >= self._next_start:
+            self._roomy.update(self._waiting)
+            self._waiting.clear()
+            self._next_start = inf
+        self._roomy |= self.workers.vacated
+        self.workers.vacated.clear()
+        found = []
+        for name in list(self._roomy):
+            node = self.nodes.get(name)
+            open_ = node is not None and not node.draining and not node.barred
+            if node is None or not open_ or self.workers.count_on(name) >= node.capacity:
+                self._roomy.discard(name)
+            elif now < node.start_after:
+                self._roomy.discard(name)
+                self._waiting[name] = node.start_after
+                self._next_start = min(self._next_start, node.start_after)
+            else:
+                found.append(node)
+        return found
+
     def silent_nodes(self, now: float, timeout_s: float) -> list[str]:
         return [node.name for node in self.nodes.values() if now - node.last_seen > timeout_s]
 
@@ -159,18 +187,9 @@ def starts(roster: Roster, wanted: int, now: float) -> list[str]:
     found: list[str] = []
     if missing <= 0:
         return found
-    workers = roster.workers
-    room_of = (workers.entered, len(workers), roster.joins, len(roster.nodes), len(roster.leaving))
-    if roster.full[0] == room_of and now < roster.full[1]:
-        return found  # thousands of answers come while a node is missing: the rest is not looked at for each
-    for node in sorted(roster.nodes.values(), key=lambda node: (-node.capacity, node.name)):
-        if node.draining or node.barred or now < node.start_after:
-            continue
-        free = node.capacity - len(roster.workers.on(node.name))
-        found += [node.name] * max(0, min(free, missing - len(found)))
-    if not found:
-        waits = (node.start_after for node in roster.nodes.values() if node.start_after > now)
-        roster.full = room_of, min(waits, default=inf)
+    for node in sorted(roster.roomy(now), key=lambda node: (-node.capacity, node.name)):
+        free = node.capacity - roster.workers.count_on(node.name)
+        found += [node.name] * min(free, missing - len(found))
     return found
 
 

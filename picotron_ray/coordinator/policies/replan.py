@@ -24,7 +24,7 @@ class ReplanView:
 
 def decide(view: ReplanView) -> tuple[bool, str]:
     """Decide whether to re-mesh now, and say why (not)."""
-    said = f"{view.planned_cost_s:.3g} s against {view.cost_s:.3g} s per step"
+    said = f"{view.planned_cost_s:.3g} s against {view.cost_s:.3g} s a step by estimate"
     if not view.progressed:
         return False, "the present generation has not finished a step yet"
     if view.planned_cost_s > view.cost_s * (1 - LEAST_GAIN):

@@ -140,4 +140,4 @@ def restore_point(
             return stored, f"commit of step {commit.step}: newer than host memory's {memory.step}"
     if memory is not None:
         return memory, f"host memory of step {memory.step}, written by generation {memory.generation}"
-    return Source("init"), "initial weights: neither host memory nor a commit holds a state"
+    return Source("init"), "initial weights: nothing is saved yet"

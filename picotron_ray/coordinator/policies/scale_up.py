@@ -40,5 +40,5 @@ def decide(now: float, view: GrowthView) -> tuple[bool, str]:
     if view.bigger_cost_s is None:
         return False, "no bigger layout fits"
     if view.bigger_cost_s > view.cost_s * (1 - LEAST_GAIN):
-        return False, f"no gain: {view.bigger_cost_s:.3g} s against {view.cost_s:.3g} s per step"
-    return True, f"{view.bigger_cost_s:.3g} s against {view.cost_s:.3g} s per step"
+        return False, f"no gain: {view.bigger_cost_s:.3g} s against {view.cost_s:.3g} s a step by estimate"
+    return True, f"{view.bigger_cost_s:.3g} s against {view.cost_s:.3g} s a step by estimate"

@@ -38,6 +38,7 @@ class Workers(dict[str, RosterWorker]):
         self.by_node: dict[str, dict[str, RosterWorker]] = {}
         self.version = 0
         self.entered = 0  # how often one came in
+        self.vacated: set[str] = set()  # nodes that one left, until `Roster.roomy` has looked
 
     def __setitem__(self, name: str, worker: RosterWorker) -> None:
         self.pop(name, None)
@@ -56,6 +57,7 @@ class Workers(dict[str, RosterWorker]):
         del here[name]
         if not here:
             del self.by_node[worker.node]
+        self.vacated.add(worker.node)
         del worker.__dict__["index"]
         self.version += 1
 
@@ -76,6 +78,9 @@ class Workers(dict[str, RosterWorker]):
 
     def count(self, *states: str) -> int:
         return sum(len(self.by_state.get(state, ())) for state in states)
+
+    def count_on(self, node: str) -> int:
+        return len(self.by_node.get(node, ()))
 
     def on(self, node: str) -> list[RosterWorker]:
         """Workers on a node."""

@@ -6,7 +6,9 @@ that the machine said to keep. The next launch has other nodes, which took them 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.checks import Checks
@@ -18,6 +20,7 @@ from picotron_ray.coordinator.simulator.slots import SimSlot, complete
 from picotron_ray.coordinator.simulator.world import Sim
 from picotron_ray.coordinator.states import MachineState
 
+AnySim = TypeVar("AnySim", bound=Sim)
 FINAL_WAIT_S = 100.0  # twice what passes until a lost answer is asked for again
 LIMIT_S = 400.0  # of virtual time after the last fault: both launches wait for storage
 FOR_EVER_S = 1e9
@@ -27,12 +30,25 @@ AFTER = ("restart", "pause", "noise", "cut", "lag", "mute", "outage", "kill")
 
 def simulate_blackout(seed: int) -> Report:
     """Run one seed through both launches; the same seed gives the same report, event for event."""
+    sim, checks, draw = first_launch(seed, Sim)
+    if cut_short(sim):
+        _relaunch(sim, checks, draw)
+    checks.log()
+    return Report(seed, sim.events, tuple(sim.struck), len(checks.specs), sim.now, tuple(sim.failures))
+
+
+def first_launch(seed: int, world: Callable[..., AnySim]) -> tuple[AnySim, Checks, Rng]:
+    """Run the launch whose storage goes down; returns its simulation, its watcher and its draws.
+
+    Args:
+        world: kind of simulation.
+    """
     draw = Rng(seed)
     nodes, capacity = 1 + draw.below(3), 1 + draw.below(3)
     workers = max(2, min(nodes * capacity, 2 + draw.below(4)))
     job = draw_job(workers, 5 + draw.below(10), FINAL_WAIT_S)
     checks = Checks(Coverage())
-    sim = Sim(draw.bits(), job, FAMILIES[draw.below(len(FAMILIES))], checks)
+    sim = world(draw.bits(), job, FAMILIES[draw.below(len(FAMILIES))], checks)
     checks.sim, checks.blackout = sim, True
     sim.step_s = EVENTS / (nodes + 1) / job.steps
     for _ in range(nodes):
@@ -41,17 +57,19 @@ def simulate_blackout(seed: int) -> Report:
     duration_s = sim.step_s * job.steps
     sim.after(draw.uniform(5.0, duration_s), _down, sim)
     for name in [draw.pick(BEFORE) for _ in range(draw.below(4))]:
-        sim.after(draw.uniform(5.0, duration_s), _strike, sim, name)
+        sim.after(draw.uniform(5.0, duration_s), strike, sim, name)
     if draw.chance(0.3):
         sim.after(draw.uniform(10.0, duration_s), FAULTS["stop"], sim)
     crash_after_s = draw.uniform(8.0, 60.0) if draw.chance(0.4) else None
     checks.entered = lambda state: _crash_later(sim, state, crash_after_s)
     sim.quiet_at = duration_s + LONGEST_S + FINAL_WAIT_S
     sim.run(LIMIT_S)
-    if not sim.failures and sim.storage.down_until == FOR_EVER_S and not _ended_well(sim):
-        _relaunch(sim, checks, draw)
-    checks.log()
-    return Report(seed, sim.events, tuple(sim.struck), len(checks.specs), sim.now, tuple(sim.failures))
+    return sim, checks, draw
+
+
+def cut_short(sim: Sim) -> bool:
+    """Whether storage kept the run from committing its end."""
+    return not sim.failures and sim.storage.down_until == FOR_EVER_S and not _ended_well(sim)
 
 
 def _ended_well(sim: Sim) -> bool:
@@ -63,7 +81,8 @@ def _down(sim: Sim) -> None:
     sim.storage.down_until = FOR_EVER_S
 
 
-def _strike(sim: Sim, name: str) -> None:
+def strike(sim: Sim, name: str) -> None:
+    """Have a fault strike, unless the run is over."""
     if not sim.over:
         sim.struck.append(name)
         FAULTS[name](sim)
@@ -116,7 +135,7 @@ def _relaunch(sim: Sim, checks: Checks, draw: Rng) -> None:
         _move(sim, node.capacity, node.kept_by or node.spec, slots)
     coordinator(sim)
     for name in [draw.pick(AFTER) for _ in range(draw.below(4))]:
-        sim.after(draw.uniform(0.0, 8.0), _strike, sim, name)
+        sim.after(draw.uniform(0.0, 8.0), strike, sim, name)
     sim.quiet_at = sim.now + LONGEST_S + sim.step_s * sim.job.steps
     checks.blackout = False
     sim.run(LIMIT_S)

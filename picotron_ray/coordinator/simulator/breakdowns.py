@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.nodes import SimNode
-from picotron_ray.coordinator.simulator.shell import Shell
+from picotron_ray.coordinator.simulator.shell import start_shell
 from picotron_ray.coordinator.simulator.world import Sim
 
+STUNS_S = 15.0  # so long an agent that is to be stopped waits for being asked
 TOLD_S = 10.0  # by then the stalls that a partition led to have been told
 
 
@@ -20,6 +21,15 @@ def freeze(sim: Sim) -> None:
         node.frozen_until = sim.now + sim.rng.uniform(0.5, 9.0)
 
 
+def stun(sim: Sim) -> None:
+    """A worker dies, and the next agents are stopped for a while just when they are asked for a store."""
+    sim.stuns = [sim.rng.uniform(2.0, 12.0) for _ in range(1 + sim.rng.below(2))]
+    sim.stuns_until = sim.now + STUNS_S
+    if workers := [w for node in sim.nodes.values() for w in node.workers.values() if w.ready]:
+        worker = sim.rng.pick(workers)
+        worker.node.worker_dies(worker, "killed")
+
+
 def reborn(sim: Sim) -> None:
     """An agent dies alone and is started again: what it was asked is lost, and it tells all anew."""
     if (node := _some_node(sim)) is None:
@@ -28,7 +38,7 @@ def reborn(sim: Sim) -> None:
     node.cut_until = max(node.cut_until, sim.now + seconds)
     if seconds > 2.0:
         sim.after(2.0, sim.tell, m.AgentRestarting(node.name))
-    sim.after(seconds + 0.01, node.tell_seals)
+    sim.after(seconds + 0.01, node.restart)
 
 
 def lose(sim: Sim) -> None:
@@ -113,8 +123,7 @@ def head(sim: Sim) -> None:
 
 def _back(sim: Sim) -> None:
     if sim.shell is None and not sim.over:
-        sim.shell = Shell(sim)
-        sim.shell.start()
+        start_shell(sim)
 
 
-BREAKDOWNS = (freeze, reborn, lose, deaf, dumb, part, stuck, sided, island, full, hushed, rack, head)
+BREAKDOWNS = (freeze, stun, reborn, lose, deaf, dumb, part, stuck, sided, island, full, hushed, rack, head)

@@ -1,7 +1,7 @@
 """Invariants, judged from what the simulation knows, not from what the machine believes.
 
 1. One writer: terms never go back in the log; a commit follows its generation and covers the whole state;
-   a fenced coordinator orders nothing any more.
+   a fenced coordinator orders nothing any more; no node obeys an older term, nor is a summary written by one.
 2. A launch resumes from the newest complete state that its coordinator could know of, on the lineage,
    and from nothing else; generations and worker names are used once; no worker is in two generations.
 3. The ledger is exact: the history of every state that is restored or committed holds each step once.
@@ -46,7 +46,9 @@ class Checks:
         self.specs: dict[m.GenerationId, m.GenerationSpec] = {}  # all that were launched
         self.slots: dict[m.SlotIdentity, SimSlot] = {}  # all that were ever sealed
         self.started: set[str] = set()
+        self.terms: dict[str, int] = {}  # by node: newest term that it was given an order of
         self.doomed = False  # every generation fails: the run must be given up
+        self.excused = ""  # status that a run may end with besides
         self.blackout = False  # storage is down for good: a run may end with "storage", and keeps its slots
         self.stranger_at = (
             -STRANGERS_S
@@ -114,7 +116,8 @@ class Checks:
 
     def _finished(self, shell: CoordinatorProtocol, command: m.Finish) -> None:
         """Check an end: the present coordinator may end only a finished run; a replaced one is fenced."""
-        if self.sim.shell is not shell or (self.blackout and command.status == "storage"):
+        may_end = self.excused == command.status or (self.blackout and command.status == "storage")
+        if self.sim.shell is not shell or may_end:
             return
         if self.doomed:
             if command.status != "failed":
@@ -335,6 +338,25 @@ class Checks:
         left = max([*self._slot_steps(shell, chain), *stored], default=0)
         if min(needed, held) > left:  # what was lost before cannot be lost with it
             self.sim.violation(f"{name} was given back with the only copy of step {needed}")
+
+    def ordered(self, node: NodeProtocol, term: int, obeyed: bool) -> None:
+        """Check that a node obeys nobody but the newest coordinator that it has heard of."""
+        newest = self.terms[node.name] = max(term, self.terms.get(node.name, 0))
+        if obeyed and term < newest:
+            self.sim.violation(f"{node.name} obeys term {term}, and has heard of term {newest}")
+
+    def summed_up(self, term: int) -> None:
+        """Check that nobody but the newest coordinator writes the run's summary."""
+        if term < self.sim.storage.term:
+            self.sim.violation(f"the summary is of term {term}, and the log has term {self.sim.storage.term}")
+
+    def store_failed(self, shell: CoordinatorProtocol, home: str, times: int | None = None) -> None:
+        """Note what a coordinator hears of a node's rendezvous stores; ``times``: None: one more failure."""
+        self.orders.store_failed(shell, home, times)
+
+    def store_asked(self, shell: CoordinatorProtocol, home: str, spec: m.GenerationSpec) -> None:
+        """Check the node that is asked for a rendezvous store."""
+        self.orders.store_asked(shell, home, spec)
 
     def stepped(self, generation: GenerationProtocol) -> None:
         """Note that a step was finished just now."""

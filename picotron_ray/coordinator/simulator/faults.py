@@ -8,7 +8,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.plan_book import FAILED_RETRY_S
 from picotron_ray.coordinator.simulator.breakdowns import BREAKDOWNS
 from picotron_ray.coordinator.simulator.nodes import SimNode, SimWorker
-from picotron_ray.coordinator.simulator.shell import Shell
+from picotron_ray.coordinator.simulator.shell import Shell, start_shell
 from picotron_ray.coordinator.simulator.world import RESTART_S, Sim
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
@@ -52,6 +52,17 @@ def node(sim: Sim) -> None:
         sim.after(sim.rng.uniform(2.0, 15.0), sim.add_node, gone.capacity)
 
 
+def store(sim: Sim) -> None:
+    """The rendezvous stores of a node do not answer, do not start, or freeze when they are used."""
+    if sim.nodes:
+        home = sim.rng.pick(list(sim.nodes.values()))
+        home.store_fault = sim.rng.pick(("mute", "broken", "frozen"))
+        home.store_bad_until = sim.now + sim.rng.uniform(5.0, 70.0)
+        sim.quiet_at = max(sim.quiet_at, home.store_bad_until)
+        if sim.rng.chance(0.7):
+            kill(sim)
+
+
 def cut(sim: Sim) -> None:
     """The network between a node and the coordinator is down for a while."""
     if sim.nodes:
@@ -87,8 +98,7 @@ def restart(sim: Sim) -> None:
 def coordinator(sim: Sim) -> None:
     """Start a new coordinator process."""
     if sim.shell is None and not sim.over:
-        sim.shell = Shell(sim)
-        sim.shell.start()
+        start_shell(sim)
 
 
 def pause(sim: Sim) -> None:
@@ -107,6 +117,24 @@ def rival(sim: Sim) -> None:
     old.pause(seconds)
     sim.after(1.0, coordinator, sim)
     sim.after(seconds + 0.5, _provoke, sim, old)
+
+
+def undead(sim: Sim) -> None:
+    """The coordinator is stopped while it ends the run, and replaced; then it wakes up and goes on."""
+    old = sim.shell
+    if old is None or old.machine.memory.term == 0:
+        return
+    sim.shell, old.ending = None, True
+    seconds = sim.rng.uniform(2.5, 8.0)
+    old.pause(seconds)
+    sim.after(1.0, coordinator, sim)
+    sim.after(seconds + 0.5, _go_on, sim, old)
+
+
+def _go_on(sim: Sim, old: Shell) -> None:
+    """End the run, where there is a newer coordinator; else nobody is harmed."""
+    if sim.storage.term > old.term:
+        old.end()
 
 
 def _provoke(sim: Sim, old: Shell) -> None:
@@ -160,10 +188,11 @@ def _flip(sim: Sim) -> None:
 
 
 def rot(sim: Sim) -> None:
-    """The newest commit is damaged in storage."""
+    """The newest commit is damaged in storage, or its manifest is missing there."""
     commits = sim.storage.commits()
     if len(commits) > 1 and sim.rng.chance(0.5):
         sim.bad_manifests.add(commits[-1].manifest)
+        sim.storage.damage(commits[-1].manifest, missing=sim.rng.chance(0.5))
 
 
 def request(sim: Sim) -> None:
@@ -181,9 +210,9 @@ def stop(sim: Sim) -> None:
 
 STORAGE_FAULTS = (outage, lag, mute, rot)
 NETWORK_FAULTS = (cut, noise)
-COORDINATOR_FAULTS = (restart, pause, rival, planner)
+COORDINATOR_FAULTS = (restart, pause, rival, undead, planner)
 WORKER_FAULTS = (kill, hang, error, corrupt)
-NODE_FAULTS = (node, drain)
+NODE_FAULTS = (node, drain, store)
 FAULTS: dict[str, Fault] = {
     fault.__name__: fault
     for fault in (

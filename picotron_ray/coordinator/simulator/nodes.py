@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.protocols import GenerationProtocol, World
 from picotron_ray.coordinator.simulator.slots import SimSlot
@@ -27,6 +29,7 @@ class SimWorker:
         "outcome",
         "ready",
         "stored",
+        "term",
         "writing",
     )
 
@@ -35,6 +38,7 @@ class SimWorker:
         self.ready = self.hung = False
         self.generation: GenerationProtocol | None = None
         self.last: m.GenerationId | None = None  # newest generation that it was told to run
+        self.term = 0  # of the coordinator that called it last
         self.outcome: m.Outcome | None = None
         self.clean, self.writing = 0, False
 
@@ -45,12 +49,23 @@ class SimWorker:
             return self.generation.step
         return self.clean if self.outcome is None else self.outcome.step
 
-    def run(self, spec: m.GenerationSpec, adopt: bool) -> None:
-        """Take part; told again, say how it ended or do nothing."""
+    def run(self, spec: m.GenerationSpec, joins: bool) -> None:
+        """Take part; told again, say how it ended or do nothing.
+
+        Args:
+            joins: there is no store, so no other generation is begun than the one that it knows.
+        """
+        before, self.term = self.term, self.node.term
         if self.last is not None and spec.id <= self.last:
-            if adopt and spec.id == self.last and self.outcome is not None:
+            if joins and spec.id == self.last and self.outcome is not None:
                 self.node.report(self.outcome, reliable=True)
             return
+        if joins:
+            none = m.Outcome(self.name, spec.id, FailureKind.PEER_LOST, -1, "no rendezvous store")
+            self.node.report(none, reliable=True)
+            return
+        if self.generation is not None and before < self.term:
+            self.leave(self.generation, FailureKind.PEER_LOST)  # its coordinator, and the interrupt, are gone
         if self.generation is not None and not self.hung:
             self.node.sim.violation(
                 f"{self.name} was told to run {spec.id} while in {self.generation.spec.id}"
@@ -107,12 +122,18 @@ class SimNode:
         self.full_until = 0.0  # there is no room for snapshots before this time
         self.hushed_until = 0.0  # stalls and exits before this time are told late
         self.cut_until = 0.0  # no messages between here and any coordinator before this time
+        self.store_fault, self.store_bad_until = "", 0.0  # of its rendezvous store, and until when
+        self.stores_replaced = 0
+
+    def unheard_until(self) -> tuple[float, ...]:
+        """Times until which messages to or from the node are late or lost."""
+        return (self.cut_until, self.frozen_until, self.loses_until, self.deaf_until, self.dumb_until)
 
     def disturbed_until(self) -> tuple[float, ...]:
         """Times until which something is wrong with the node."""
         return (
-            *(self.cut_until, self.frozen_until, self.loses_until, self.deaf_until, self.dumb_until),
-            *(self.storage_down_until, self.full_until, self.hushed_until + HUSHED_S),
+            *self.unheard_until(),
+            *(self.storage_down_until, self.full_until, self.hushed_until + HUSHED_S, self.store_bad_until),
         )
 
     @property
@@ -123,6 +144,22 @@ class SimNode:
     def away(self) -> bool:
         """Whether a call to the agent is not answered now."""
         return self.sim.now < max(self.cut_until, self.frozen_until, self.deaf_until, self.dumb_until)
+
+    @property
+    def store_trouble(self) -> str:
+        """Trouble with its rendezvous store: mute, broken (it does not start), frozen (in use), or ""."""
+        return self.store_fault if self.sim.now < self.store_bad_until else ""
+
+    def asked_for_store(self) -> str:
+        """Return what is wrong with its answer, "" for nothing: an agent that does not answer is mute."""
+        if self.sim.stuns and self.sim.now < self.sim.stuns_until:
+            self.frozen_until = max(self.frozen_until, self.sim.now + self.sim.stuns.pop())
+        return "mute" if self.away else self.store_trouble
+
+    def accepts(self, term: int) -> bool:
+        """Whether an order of that term is obeyed; a newer one is remembered."""
+        self.term = max(self.term, term)
+        return term >= self.term
 
     def drops(self) -> bool:
         """Whether the message that is sent from here now is lost."""
@@ -141,22 +178,32 @@ class SimNode:
             self.sim.to_coordinator(self, event, reliable)
 
     def hello(self) -> None:
-        """Introduce itself to a coordinator that does not know it, with what lives on it."""
-        self.report(self.joined(), reliable=True)
-        for worker in self.workers.values():
-            if worker.ready:
+        """Introduce itself to a coordinator that does not know it, with what lives and is pinned on it."""
+        self.introduce()
+        self.tell_seals()
+
+    def introduce(self) -> None:
+        """Join, and tell what lives on it."""
+        ready = [worker for worker in self.workers.values() if worker.ready]
+        idle = tuple(worker.name for worker in ready if worker.generation is None)
+        self.report(replace(self.joined(), idle=idle), reliable=True)
+        for worker in ready:
+            if worker.name not in idle:
                 self.report(m.WorkerReady(worker.name, self.name), reliable=True)
         if self.leaves_at is not None:
             self.report(m.DrainNotice(self.name, self.leaves_at), reliable=True)
+
+    def restart(self) -> None:
+        """Start the agent's process anew: what it was asked is lost, and it tells all again."""
         self.tell_seals()
 
     def tell_seals(self) -> None:
-        """Report the newest pinned state again, as to a coordinator that may not have heard of it."""
+        """Report all pinned states again, as to a coordinator that may not have heard of them."""
         pinned = [held.info for held in self.slots.values() if held.pinned]
-        newest = max(((info.generation, info.step) for info in pinned), default=None)
-        if newest is not None and self.sim.nodes.get(self.name) is self:
-            slots = tuple(info for info in pinned if (info.generation, info.step) == newest)
-            self.report(m.SnapshotSealed(self.name, *newest, slots))
+        for state in sorted({(info.generation, info.step) for info in pinned}):
+            if self.sim.nodes.get(self.name) is self:
+                slots = tuple(info for info in pinned if (info.generation, info.step) == state)
+                self.report(m.SnapshotSealed(self.name, *state, slots))
 
     def joined(self) -> m.NodeJoined:
         """Return what a coordinator hears when it meets this node."""
@@ -221,6 +268,12 @@ class SimNode:
             self.sim.rng.uniform(0.02, 0.06), self.report, m.WorkerExited(worker.name, cause), True
         )
 
+    def close(self) -> None:
+        """End everything of the run; a coordinator that goes on with it finds a fresh agent here later."""
+        if self.sim.nodes.get(self.name) is self:
+            self.sim.remove_node(self, told=True)
+            self.sim.after(5.0, self.sim.add_node, self.capacity)
+
     def free(self) -> None:
         """End everything that the run has here, and speak no more."""
         if self.sim.nodes.get(self.name) is self:
@@ -240,18 +293,26 @@ class SimNode:
         if held is not None and (held.info.generation, held.info.step) == (command.generation, command.step):
             del self.slots[command.slot]
 
-    def release(self, generation: m.GenerationId, step: int) -> None:
-        """Unpin up to a state; delete what dead workers left behind from before it.
+    def release(
+        self, generation: m.GenerationId, step: int, spared: tuple[m.StateId, ...] = (), committed: int = 0
+    ) -> None:
+        """Unpin up to a state, but for those ``spared``; delete what dead workers left behind from before it.
 
-        What the newest generation came from stays until a state of its own is released.
+        What the newest generation came from stays until a state of its own is released, and what an earlier
+        launch kept until its step is ``committed``.
         """
         older = self.spec is not None and generation < self.spec.id
         needed = {info.slot for info in self.spec.source.slots} if self.spec is not None and older else set()
         for held in list(self.slots.values()):
             key = (held.info.generation, held.info.step)
-            kept = held.info.slot in self.kept and key <= (generation, step)
+            if m.StateId(*key) in spared:
+                continue
+            marked = held.info.slot in self.kept
+            kept = marked and key <= (generation, step) and held.info.step <= committed
             if kept:
                 self.kept.discard(held.info.slot)
+            elif marked:
+                continue
             dead = held.info.slot.split(".")[0] not in self.workers and held.info.slot not in needed
             if (kept or key < (generation, step)) and dead:
                 self.sim.checks.deleted(held.info)

@@ -3,7 +3,8 @@
 A launch awaits the answer of every node to the newest question, and the end of everybody who may still write.
 A worker counts as dead when that is heard, or after several orders to die. One that is not known is told to
 die. Only states that count are uploaded, by nodes that are there, and only their commits free what they hold.
-Growth waits for workers on their way, and none is started where a node is about to go.
+Growth waits for workers on their way, and none is started where a node is about to go. Nobody is killed for
+not leaving what it was never called for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.protocols import CoordinatorProtocol
+from picotron_ray.coordinator.simulator.world import SETTLED_S
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import Remedy
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from picotron_ray.coordinator.simulator.checks import Checks
 
 LEAST_KILLS = 3  # orders to die before a worker that does not answer counts as dead
+LEAST_FAILURES = 2  # of a node's rendezvous stores before another's is used
+HEARD_S = 2.0  # since its last heartbeat: a node's agent lives
 MOST_ASKED = 3  # questions to a node that does not answer
 COMMIT_S = 5.0  # longest wait for a commit that would save steps
 START_LATE_S = 4.0  # a worker that does not start may count so long after its time
@@ -42,6 +46,7 @@ class Given:
     starts: dict[str, float] = field(default_factory=dict)  # worker that has yet to answer: since when
     kills: dict[str, tuple[str, int]] = field(default_factory=dict)  # worker: its node, orders to die
     writers: set[str] = field(default_factory=set)  # of those, who was in a generation
+    stores: Counter[str] = field(default_factory=Counter)  # by node: failures of its rendezvous stores
 
 
 class Orders:
@@ -76,7 +81,11 @@ class Orders:
         elif isinstance(event, m.WorkerReady):
             given.starts.pop(event.worker, None)
             self._strangers(shell, (event.worker,), commands)
-        elif isinstance(event, m.Heartbeat) and event.node in memory.roster.nodes:
+        elif (
+            isinstance(event, m.Heartbeat)
+            and event.node in memory.roster.nodes
+            and event.node not in memory.unheard  # what lives there is judged when it joins
+        ):
             self._strangers(shell, (*event.steps, *event.others), commands)
         if given.kills:
             self._counted_as_dead(shell, given)
@@ -97,6 +106,7 @@ class Orders:
                 self._say(f"{command.node} is asked for ever what it holds")
         elif isinstance(command, m.KillWorker) and command.worker in memory.roster.workers:
             worker = self.checks.sim.worker(command.worker)
+            self._never_called(shell, command)
             given.kills[command.worker] = (
                 memory.roster.workers[command.worker].node,
                 given.kills.get(command.worker, ("", 0))[1] + 1,
@@ -154,6 +164,20 @@ class Orders:
             if member.worker not in told and memory.roster.workers[member.worker].state != "dying":
                 self._say(f"{member.worker} is not told that its generation is given up")
 
+    def _never_called(self, shell: CoordinatorProtocol, command: m.KillWorker) -> None:
+        """Check that nobody is killed for staying in a generation that it was never called for.
+
+        Unless the call, or the answer to it, may have been lost on the way.
+        """
+        sim, memory = self.checks.sim, shell.machine.memory
+        worker = sim.worker(command.worker)
+        if memory.state is not MachineState.ABORTING or memory.spec is None or worker is None or worker.hung:
+            return
+        lost_until = max(shell.paused_until, shell.born_at, sim.noise_until, *worker.node.unheard_until())
+        uncalled = worker.last is None or worker.last < memory.spec.id
+        if uncalled and sim.now > lost_until + SETTLED_S:
+            self._say(f"{worker.name} is killed over {memory.spec.id}, which it was never called for")
+
     def _overtaken(self, shell: CoordinatorProtocol, spec: m.GenerationSpec, late: m.AppendCommit) -> None:
         if self.checks.counts(shell.newest, late.generation, late.step):
             self._say(f"{spec.id} is launched before the commit of step {late.step} is through")
@@ -184,6 +208,28 @@ class Orders:
             self._say(f"{command.node} is asked for an upload, and counts as lost")
         if not self.checks.counts(memory.spec, command.generation, command.step):
             self._say(f"step {command.step} of {command.generation} is uploaded, and is void")
+
+    def store_failed(self, shell: CoordinatorProtocol, home: str, times: int | None) -> None:
+        stores = self._given.setdefault(id(shell), Given()).stores
+        if times is None:
+            stores[home] += 1
+        else:
+            stores[home] = max(stores[home], times) if times else 0
+
+    def store_asked(self, shell: CoordinatorProtocol, home: str, spec: m.GenerationSpec) -> None:
+        """Check that a node whose stores failed twice is not relied on where another member's did not."""
+        stores = self._given.setdefault(id(shell), Given()).stores
+        better = {member.node for member in spec.members if stores[member.node] < LEAST_FAILURES}
+        nodes, now = shell.machine.memory.roster.nodes, self.checks.sim.now
+        heard = {name for name in dict.fromkeys(member.node for member in spec.members) if name in nodes}
+        heard = {name for name in heard if now - nodes[name].last_seen <= HEARD_S}
+        if heard and home not in heard:
+            self._say(f"{home} is silent, and is asked for the store of {spec.id}: not {heard}")
+        better &= heard or better
+        if stores[home] >= LEAST_FAILURES and better:
+            self._say(
+                f"{spec.id} relies on the store of {home}, which failed {stores[home]} times: not {better}"
+            )
 
     def _growth(self, shell: CoordinatorProtocol) -> None:
         memory = shell.machine.memory

@@ -57,6 +57,7 @@ class Promptness:
         sim, state = self.sim, shell.machine.memory.state
         if sim.shell is not shell or state not in LONGEST_S:
             return
+        self._called(shell)
         if shell is not self._shell or state is not self._state:
             self._shell, self._state, self._entered = shell, state, sim.now
         since = max(self._entered, self.calm_since())
@@ -65,6 +66,18 @@ class Promptness:
         steps_s = 2 * sim.step_s if state in (MachineState.RUNNING, MachineState.LEAVING) else 0.0
         if sim.now - since > LONGEST_S[state] + steps_s:
             sim.violation(f"{state} for {sim.now - since:.0f} s, and nothing disturbs it")
+
+    def _called(self, shell: CoordinatorProtocol) -> None:
+        """Check that a generation is given up whose members were never called, whatever it waits for."""
+        sim, memory = self.sim, shell.machine.memory
+        if memory.state not in (MachineState.RUNNING, MachineState.LEAVING) or memory.spec is None:
+            return
+        if memory.spec.id not in sim.checks.specs:  # the order is about to be given
+            return
+        limit_s = sim.job.elastic.first_step_timeout_s + LATE_S
+        since = max(sim.checks.launched_at, shell.paused_until)
+        if memory.spec.id not in sim.generations and sim.now - since > limit_s:
+            sim.violation(f"nobody was called for {memory.spec.id} in {sim.now - since:.0f} s")
 
     def stepped(self, generation: GenerationProtocol) -> None:
         """Note a step; the first one of a generation frees what it made void."""
@@ -79,7 +92,7 @@ class Promptness:
             for held in node.slots.values()
             if held.pinned and held.info.generation < spec.id and not _counts(spec, held.info)
             if (node.name, held.info.generation, held.info.step) in shell.told_seals and sim.reachable(node)
-            if held.info.identity not in self._void
+            if held.info.identity not in self._void and held.info.slot not in node.kept
         ]
         self._void.update(info.identity for info in void)  # a release is told once, and may be lost
         if void and sim.now > self.calm_since() + RELEASED_S:
@@ -154,7 +167,8 @@ class Promptness:
 
     def _pinned(self, freed: list[m.SlotInfo], why: str) -> None:
         for info in freed:
-            held = self.sim.nodes[info.node].slots.get(info.slot) if info.node in self.sim.nodes else None
+            node = self.sim.nodes.get(info.node)
+            held = None if node is None or info.slot in node.kept else node.slots.get(info.slot)
             if held is not None and held.pinned and held.info.identity == info.identity:
                 self.sim.violation(f"step {info.step} in {info.slot} on {info.node} is still pinned: {why}")
 

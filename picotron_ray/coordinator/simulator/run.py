@@ -89,8 +89,17 @@ def draw_job(
         tree: dict[str, Any] = {
             "steps": 60,
             "cluster": {"max_workers": workers, "start_timeout_s": 60},
-            "elastic": {"max_failures": 1000, "max_failures_without_progress": in_a_row},
-            "checkpoint": {"interval_steps": interval, "resume_step": resume_step},
+            "elastic": {
+                "max_failures": 1000,
+                "max_failures_without_progress": in_a_row,
+                "first_step_timeout_s": 15,
+            },
+            "checkpoint": {
+                "interval_steps": interval,
+                "resume_step": resume_step,
+                "keep_last": 2,
+                "gc_grace_s": 15,
+            },
             "storage": {"retry_deadline_s": 5, "final_wait_s": final_wait_s},
         }
         if rewind:
@@ -99,12 +108,19 @@ def draw_job(
     return JOBS[key]
 
 
-def simulate(seed: int, coverage: Coverage | None = None, bad_step: int = 0, rewind: bool = False) -> Report:
+def simulate(
+    seed: int,
+    coverage: Coverage | None = None,
+    bad_step: int = 0,
+    rewind: bool = False,
+    world: type[Sim] = Sim,
+) -> Report:
     """Run one seed; the same seed gives the same report, event for event.
 
     Args:
         bad_step: step that every generation finds bad; 0: none.
         rewind: the run goes back before it and passes over it; else it ends there.
+        world: kind of simulation.
     """
     draw = Rng(seed)
     nodes, capacity = 1 + draw.below(3), 1 + draw.below(3)
@@ -116,7 +132,7 @@ def simulate(seed: int, coverage: Coverage | None = None, bad_step: int = 0, rew
     coverage = Coverage() if coverage is None else coverage
     checks = Checks(coverage)
     job = draw_job(workers, 5 + draw.below(10), rewind=rewind)
-    sim = Sim(draw.bits(), job, choose, checks)
+    sim = world(draw.bits(), job, choose, checks)
     checks.sim, sim.bad_step = sim, bad_step
     sim.step_s = LARGE_STEP_S if large else EVENTS / (nodes + 1) / sim.job.steps
     if draw.chance(0.2):
@@ -136,8 +152,13 @@ def simulate(seed: int, coverage: Coverage | None = None, bad_step: int = 0, rew
             sim.after(trap[1], _strike, sim, coverage, trap[2])
 
     checks.entered = entered
-    sim.run(LIMIT_S + job.steps * sim.step_s)
-    checks.log()
+    try:
+        sim.run(LIMIT_S + job.steps * sim.step_s)
+        checks.log()
+        if not sim.failures:
+            sim.settle()
+    finally:
+        sim.close()
     return Report(seed, sim.events, tuple(sim.struck), len(checks.specs), sim.now, tuple(sim.failures))
 
 

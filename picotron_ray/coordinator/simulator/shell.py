@@ -7,9 +7,13 @@ from typing import Any
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.policies.store_home import SILENT_BEATS, StoreHomes, StoreSearch, asked_s
 from picotron_ray.coordinator.simulator.nodes import SimNode
 from picotron_ray.coordinator.simulator.planning import SimPlanner, default
 from picotron_ray.coordinator.simulator.world import RETRY_S, Sim
+
+START_FAILED_S = 2.0  # from a call for a store to the word that it does not start
+MOST_ERRORS = 3  # such words, after which the node counts as lost
 
 
 class Shell:
@@ -21,6 +25,7 @@ class Shell:
         self.planner = SimPlanner(sim.choose, sim.rng)
         self.term = 0
         self.alive = True
+        self.ending = False  # it is about to end the run, and hears nothing any more
         self.paused_until = 0.0
         self.born_at = sim.now
         self.told_seals: set[tuple[str, m.GenerationId, int]] = set()
@@ -31,6 +36,8 @@ class Shell:
         self.stopping = False  # it knows that the user wants the run to stop
         self.quarantined: set[m.SlotIdentity] = set()
         self.finished: m.Finish | None = None
+        self.stores = StoreHomes()
+        self.search = StoreSearch()
         self._tick_at = 0.0
         self._wake_at = 0.0
         self._queue: list[m.Event] = []  # while paused, or before Begin
@@ -44,11 +51,14 @@ class Shell:
         if self.sim.now < max(self.sim.storage.down_until, self.sim.storage.hung_until):
             self.sim.after(RETRY_S, self.start)
             return
-        self.term = self.sim.storage.claim()
+        self._claimed(self.sim.storage.claim())
+
+    def _claimed(self, term: int) -> None:
+        self.term = term
         self.sim.by_term[self.term] = self
         reached = [node for node in self.sim.nodes.values() if not node.away]
         for node in reached:
-            node.term = self.term
+            self.sim.accepted(node, self.term)
         self.sim.after(0.2, self._begin, reached)
 
     def _begin(self, reached: list[SimNode]) -> None:
@@ -68,15 +78,17 @@ class Shell:
             for w in n.workers.values()
             if w.ready and w.generation is not None
         )
-        known = self.sim.storage.generations()
-        self.commits = list(self.sim.storage.commits())
+        commits, known = self.read_log()
+        self.commits = list(commits)
         self.newest = max([*known, *specs], key=lambda spec: spec.id, default=None)
         waiting, self._queue = self._queue, []
         said = [node.joined() for node in living]
         kept = tuple(slot for each in said for slot in each.kept)
         kept_by = max((each.kept_by for each in said if each.kept_by), key=lambda spec: spec.id, default=None)
         self.newest = max(filter(None, (self.newest, kept_by)), key=lambda spec: spec.id, default=None)
-        self.deliver(m.Begin(self.term, tuple(self.commits), known, running, workers, busy, kept, kept_by))
+        keeping = {} if running else self.sim.keeping()
+        words = self.term, tuple(self.commits), known, running, workers, busy, kept, kept_by
+        self.deliver(m.Begin(*words, keeping=keeping))
         for node in living:
             self.deliver(node.joined())
             if node.leaves_at is not None:  # Ray tells it as long as it lasts
@@ -89,6 +101,10 @@ class Shell:
             self.deliver(event)
         self._tick()
 
+    def read_log(self) -> tuple[tuple[m.Commit, ...], tuple[m.GenerationSpec, ...]]:
+        """Commits and generations, as the log holds them when the term begins."""
+        return self.sim.storage.commits(), self.sim.storage.generations()
+
     def die(self) -> None:
         self.alive = False
 
@@ -96,7 +112,7 @@ class Shell:
 
     def deliver(self, event: m.Event) -> None:
         """Hand one event to the machine, once it has begun and is not paused."""
-        if not self.alive:
+        if not self.alive or self.ending:
             return
         sim = self.sim
         if sim.now < self.paused_until:
@@ -119,7 +135,7 @@ class Shell:
         commands = self.machine.handle(event, sim.now)
         sim.checks.handled(self, event, commands)
         for command in commands:
-            EXECUTE[type(command)](self, command)
+            getattr(self, EXECUTE[type(command)])(command)
         wake = None if self.machine.memory.quiet else self.machine.wake_at
         if wake is not None and wake < self._tick_at - 0.01 and not sim.now < self._wake_at <= wake:
             self._wake_at = wake
@@ -154,24 +170,84 @@ class Shell:
 
     def run_generation(self, command: m.RunGeneration) -> None:
         spec = command.spec
-        if not command.adopt:
-            self.sim.checks.launched(self, spec)
-            self.newest = spec
+        self.search.begin(spec)
+        if command.adopt:
+            self._call_without_store(spec)
+            return
+        self.sim.checks.launched(self, spec)
+        self.newest = spec
+        self._find_store(spec, 0)
+
+    def _find_store(self, spec: m.GenerationSpec, errors: int) -> None:
+        """Ask for a rendezvous store, and call the members once there is one."""
+        if not self.alive or not self.search.goes_on(spec.id):
+            return
+        home = self._store_home(spec)
+        self.sim.checks.store_asked(self, home, spec)
+        node = self.sim.nodes.get(home)
+        trouble = "" if node is None else node.asked_for_store()
+        if trouble in ("mute", "broken"):
+            limit_s = asked_s(self.sim.job.elastic.node_timeout_s)
+            delay_s = limit_s if trouble == "mute" else min(limit_s, START_FAILED_S)
+            self.sim.after(delay_s, self._no_store, spec, home, errors + (trouble == "broken"))
+            return
+        if node is not None:
+            self.stores.answered(home, node.stores_replaced)
+            if node.stores_replaced:
+                self.sim.checks.store_failed(self, home, node.stores_replaced)
+        if self._store_home(spec) != home:
+            self.sim.after(self.sim.latency(), self._find_store, spec, errors)
+            return
+        self.sim.checks.store_asked(self, home, spec)
+        if trouble and node is not None:
+            self.sim.generation(spec).store_frozen = True
+            node.stores_replaced += 1
+        if self.search.end(spec.id):
+            self._call_members(spec)
+
+    def _store_home(self, spec: m.GenerationSpec) -> str:
+        roster, silent_s = self.machine.memory.roster, SILENT_BEATS * self.sim.job.elastic.heartbeat_s
+        silent = set(roster.silent_nodes(self.sim.now, silent_s))
+        return self.stores.home(spec, silent.__contains__)
+
+    def _no_store(self, spec: m.GenerationSpec, home: str, errors: int) -> None:
+        """Hear that a node gave no address; an error that comes again counts as the node's loss."""
+        if not self.alive:
+            return
+        self.stores.failed(home)
+        self.sim.checks.store_failed(self, home)
+        if errors < MOST_ERRORS or not self.search.goes_on(spec.id):
+            self._find_store(spec, errors)
+            return
+        self.stores.forget(home)
+        self.sim.checks.store_failed(self, home, 0)
+        self.deliver(m.NodeLost(home, "no rendezvous store"))
+        if self.search.end(spec.id):  # else it was given up for the loss
+            self._call_members(spec, store=False, but=home)
+        if home in self.sim.nodes:
+            self.sim.after(RETRY_S, self.sim.nodes[home].hello)
+
+    def _call_without_store(self, spec: m.GenerationSpec) -> None:
+        self.search.end(spec.id)
+        self._call_members(spec, store=False)
+
+    def _call_members(self, spec: m.GenerationSpec, store: bool = True, but: str = "") -> None:
+        """Call all members, but those on one node; without a store they only join what they run."""
 
         def call(member: m.Member) -> Callable[[SimNode], None]:
             def run(node: SimNode) -> None:
-                if node.spec is None or node.spec.id < spec.id:
+                if store and (node.spec is None or node.spec.id < spec.id):
                     node.spec = spec
                 worker = node.workers.get(member.worker)
                 if worker is None:
                     node.report(m.WorkerExited(member.worker, "unknown"), reliable=True)
                 else:
-                    worker.run(spec, command.adopt)
+                    worker.run(spec, not store)
 
             return run
 
         for member in spec.members:
-            if not self.sim.to_node(member.node, self.term, call(member), retry=True):
+            if member.node != but and not self.sim.to_node(member.node, self.term, call(member), retry=True):
                 self.sim.after(0.5, self.deliver, m.WorkerExited(member.worker, "unknown"))
 
     def on_worker(self, name: str, call: Callable[[SimNode], None]) -> bool:
@@ -179,6 +255,9 @@ class Shell:
         return worker is not None and self.sim.to_node(worker.node.name, self.term, call, retry=False)
 
     def interrupt(self, command: m.Interrupt) -> None:
+        if (uncalled := self.search.given_up(command)) is not None:
+            self._call_without_store(uncalled)
+
         def call(node: SimNode) -> None:
             worker = node.workers.get(command.worker)
             if worker is not None:
@@ -197,9 +276,8 @@ class Shell:
         self.sim.to_node(command.node, self.term, lambda node: node.upload(command), retry=False)
 
     def release(self, command: m.Release) -> None:
-        self.sim.to_node(
-            command.node, self.term, lambda node: node.release(command.generation, command.step), retry=False
-        )
+        words = command.generation, command.step, command.keep, command.committed
+        self.sim.to_node(command.node, self.term, lambda node: node.release(*words), retry=True)
 
     def keep_slots(self, command: m.KeepSlots) -> None:
         """Mark slots on a node, which may die with all of its processes."""
@@ -265,23 +343,52 @@ class Shell:
         if self.sim.shell is self:
             self.sim.over = True
 
+    # --- the end of the run, where another coordinator may have taken over ------------------------------
 
-EXECUTE: dict[type[Any], Callable[[Shell, Any], None]] = {
-    m.StartWorker: Shell.start_worker,
-    m.StopWorker: Shell.kill_worker,
-    m.KillWorker: Shell.kill_worker,
-    m.RunGeneration: Shell.run_generation,
-    m.Interrupt: Shell.interrupt,
-    m.CollectInventory: Shell.collect,
-    m.Upload: Shell.upload,
-    m.AppendGeneration: Shell.append,
-    m.AppendCommit: Shell.append,
-    m.Release: Shell.release,
-    m.KeepSlots: Shell.keep_slots,
-    m.TakeSnapshot: Shell.snapshot,
-    m.Quarantine: Shell.quarantine,
-    m.PlanLayouts: Shell.plan,
-    m.FreeNode: Shell.free_node,
-    m.Alert: Shell.alert,
-    m.Finish: Shell.finish,
+    def end(self) -> None:
+        """Close the nodes and write the summary, unless the log says that this is another's to do."""
+        self.ask_newest(self._end)
+
+    def ask_newest(self, answer: Callable[[bool | None], None]) -> None:
+        """Tell whether the log's newest term is this one's; None: storage does not answer."""
+        storage = self.sim.storage
+        away = self.sim.now < max(storage.down_until, storage.hung_until)
+        answer(None if away else storage.term == self.term)
+
+    def _end(self, newest: bool | None) -> None:
+        if newest is False:
+            return
+        for name in list(self.sim.nodes):
+            self.sim.to_node(name, self.term, lambda node: node.close(), retry=False)
+        self.sim.after(1.0, self.sum_up)
+
+    def sum_up(self) -> None:
+        """Write the run's summary, where the log lets it."""
+        self.ask_newest(lambda newest: self.sim.checks.summed_up(self.term) if newest else None)
+
+
+EXECUTE: dict[type[Any], str] = {  # by name: a kind of its own may do some of them its own way
+    m.StartWorker: "start_worker",
+    m.StopWorker: "kill_worker",
+    m.KillWorker: "kill_worker",
+    m.RunGeneration: "run_generation",
+    m.Interrupt: "interrupt",
+    m.CollectInventory: "collect",
+    m.Upload: "upload",
+    m.AppendGeneration: "append",
+    m.AppendCommit: "append",
+    m.Release: "release",
+    m.KeepSlots: "keep_slots",
+    m.TakeSnapshot: "snapshot",
+    m.Quarantine: "quarantine",
+    m.PlanLayouts: "plan",
+    m.FreeNode: "free_node",
+    m.Alert: "alert",
+    m.Finish: "finish",
 }
+
+
+def start_shell(sim: Sim) -> None:
+    """Start a coordinator process of the simulation's kind."""
+    sim.shell = (sim.shell_class or Shell)(sim)
+    sim.shell.start()

@@ -47,6 +47,13 @@ class SimStorage:
         self.log.append(SimLogEntry(self.term + 1, "term"))
         return self.log[-1].term
 
+    def digest(self, manifest: str) -> str:
+        """Digest of a committed manifest, as the log has it."""
+        return digest_of(manifest)
+
+    def damage(self, manifest: str, *, missing: bool) -> None:
+        """Damage a manifest, or remove it: to whoever restores from it that is the same."""
+
     def put(self, node: str, state: tuple[m.GenerationId, int], held: list[SimSlot]) -> None:
         """Take slots of a state; what an earlier upload of the node put there stays."""
         parts = self.parts.setdefault(state, {})

@@ -29,6 +29,7 @@ class SimGeneration:
         self.broken = self.boundary = self.ended = self.watched = False
         self.torn = False  # a step waits for what will not come
         self.complained = False  # a stall was told of
+        self.store_frozen = False  # its members do not find each other
         self.pin_next = False
         self.made_at = sim.now
         self.began_at = 0.0  # of the present step
@@ -42,12 +43,16 @@ class SimGeneration:
         self.joined.add(worker.name)
         if self.broken:
             self.sim.after(0.05, worker.leave, self, FailureKind.PEER_LOST)
-        elif len(self.joined) == len(self.spec.members):
+        elif len(self.joined) == len(self.spec.members) and not self.store_frozen:
             self.sim.after(self.sim.rng.uniform(0.1, 0.6), self._start)
 
     def _expect_all(self) -> None:
-        if len(self.joined) < len(self.spec.members):
+        if self._late():
             self.stalled()
+
+    def _late(self) -> bool:
+        """Whether members wait for each other."""
+        return self.store_frozen or len(self.joined) < len(self.spec.members)
 
     def _start(self) -> None:
         if self.broken or self._stuck():
@@ -139,8 +144,7 @@ class SimGeneration:
         present = [w for w in self.members() if w.generation is self]
         if self.broken or self.ended or not present:
             return
-        late = len(self.joined) < len(self.spec.members)
-        if not (late or self.torn or self.parted() or any(worker.hung for worker in present)):
+        if not (self._late() or self.torn or self.parted() or any(worker.hung for worker in present)):
             self.watched = False
             return
         self.complained = True

@@ -20,7 +20,7 @@ from picotron_ray.coordinator.simulator.protocols import (
 )
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.slots import StepHistory
-from picotron_ray.coordinator.simulator.storage import SimStorage, digest_of
+from picotron_ray.coordinator.simulator.storage import SimStorage
 from picotron_ray.coordinator.simulator.training import SimGeneration
 
 RESTART_S = 2.0  # a dead coordinator is back after this long
@@ -29,7 +29,13 @@ RETRY_S = 1.0  # a call whose reply was lost is confirmed through the agent
 
 
 class Sim:
-    """One simulated run. ``after`` schedules; ``run`` goes on until the run is over."""
+    """One simulated run. ``after`` schedules; ``run`` goes on until the run is over.
+
+    A subclass may have parts of its own: nodes, coordinators, storage.
+    """
+
+    node_class: type[SimNode] = SimNode
+    shell_class: Callable[[Any], CoordinatorProtocol] | None = None  # None: ``shell.Shell``
 
     def __init__(self, seed: int, job: JobConfig, choose: Choose, checks: Observer) -> None:
         self.rng, self.job, self.choose, self.checks = Rng(seed), job, choose, checks
@@ -54,6 +60,8 @@ class Sim:
         self.shell: CoordinatorProtocol | None = None  # the present coordinator
         self.by_term: dict[int, CoordinatorProtocol] = {}  # all of them
         self.struck_at = self.changed_at = 0.0  # the newest fault; a node that came or went
+        self.stuns: list[float] = []  # how long the next agents freeze that are asked for a store ...
+        self.stuns_until = 0.0  # ... before this time
         self.parted: set[str] = set()  # two nodes that do not reach each other ...
         self.parted_until = 0.0  # ... before this time
         self.quiet_at = 0.0  # when the last fault is over
@@ -82,16 +90,31 @@ class Sim:
         self.over = self.stop_asked = False
         self.shell, self.storage.down_until, self.noise_until = None, 0.0, 0.0
 
+    def keeping(self) -> dict[str, int]:
+        """Newest step that each node keeps of an earlier launch, as far as Ray knows the node."""
+        return {}
+
+    def settle(self) -> None:
+        """Check, after the end, what the run leaves behind."""
+
+    def close(self) -> None:
+        """Let go of what the simulation holds beside memory."""
+
     def violation(self, text: str) -> None:
         self.failures.append(f"at {self.now:.3f} s: {text}")
 
     # --- cluster --------------------------------------------------------------------------------------
 
-    def add_node(self, capacity: int, told: bool = True) -> SimNode:
-        """Add a node; the coordinator hears of it a little later, where it is ``told``."""
+    def new_name(self) -> str:
+        """Name for a node that has yet to come."""
         self.names += 1
+        return f"n{self.names}"
+
+    def add_node(self, capacity: int, told: bool = True, name: str = "") -> SimNode:
+        """Add a node; the coordinator hears of it a little later, where it is ``told``."""
         self.changed_at = self.now
-        node = self.nodes[f"n{self.names}"] = SimNode(self, f"n{self.names}", capacity)
+        name = name or self.new_name()
+        node = self.nodes[name] = self.node_class(self, name, capacity)
         if told:
             node.report(node.joined(), reliable=True)
         self.after(self.rng.random(), self._beat, node)
@@ -154,7 +177,7 @@ class Sim:
         if source.kind == "init":
             return ()
         if source.kind == "commit":
-            if source.digest != digest_of(source.manifest):
+            if source.digest != self.storage.digest(source.manifest):
                 self.violation(f"generation {spec.id} reads a manifest by digest {source.digest!r}")
             return self.storage.histories[source.manifest]
         return self.checks.history_of(source.slots)
@@ -241,9 +264,14 @@ class Sim:
     def _arrive(self, node: SimNode, term: int, call: Callable[[SimNode], None]) -> None:
         if self.now < node.frozen_until:
             self.after(node.frozen_until - self.now + 0.001, self._arrive, node, term, call)
-        elif self.nodes.get(node.name) is node and term >= node.term:
-            node.term = term
+        elif self.nodes.get(node.name) is node and self.accepted(node, term):
             call(node)
         elif self.nodes.get(node.name) is node and not node.drops():
             why = f"refused: term {term} is older than {node.term}"
             self.after(self.latency(), self.by_term[term].deliver, m.Fenced(why))
+
+    def accepted(self, node: SimNode, term: int) -> bool:
+        """Whether a node obeys an order of that term."""
+        obeyed = node.accepts(term)
+        self.checks.ordered(node, term, obeyed)
+        return obeyed

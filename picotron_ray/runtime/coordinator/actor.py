@@ -32,6 +32,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.final_wait import unkept
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
@@ -45,20 +46,22 @@ from picotron_ray.runtime.coordinator.beginning import (
 )
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
+from picotron_ray.runtime.coordinator.event_log.files import decode_record
 from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
-from picotron_ray.runtime.coordinator.ray_calls import is_this_process
+from picotron_ray.runtime.coordinator.owner_watch import end_with
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
 from picotron_ray.runtime.coordinator.trackers import Tracking
 from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.planning.process import PlannerProcess
-from picotron_ray.runtime.ray_cluster import kept_slots, local_ray, owner_process
+from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
+from picotron_ray.runtime.ray_cluster.ray_calls import is_this_process
 from picotron_ray.runtime.ray_cluster.supervisor import LINGER_S
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
@@ -116,10 +119,11 @@ class Coordinator:
         return Cluster(self._job, self._options.get("slot_bytes", 0))
 
     def _serve(self) -> None:
+        self._executor.garbage.begin()
         asyncio.set_event_loop(self._loop)
         self._executor.spawn(self._supervisor.or_exit("the begin of a term", self._begin))
         if self._options.get("tied_to"):
-            self._executor.spawn(self._end_with(self._options["tied_to"]))
+            self._executor.spawn(end_with(self._options["tied_to"], self._record, self._dispatch))
         self._loop.run_forever()
 
     # --- called through Ray ------------------------------------------------------------------------------
@@ -261,16 +265,17 @@ class Coordinator:
         patience = StoragePatience(self._job, self._cluster.activity, self._record.note)
         if not self._executor.term:
             self._executor.term = await patience.call(self._store.claim)
-        self._cluster.run_identity = self._store.identity
-        found = await self._cluster.hello(self._executor.term, self._record.note)
+        self._cluster.run_identity, self._cluster.data = self._store.identity, self._store.data
+        found = await self._cluster.hello(self._executor.term, self._record.note, self._store.last_generation)
         running = any(agent["spec"] for agent in found.values())
-        return found, running, *await patience.call(partial(self._store.state, not running))
+        stored = await patience.call(partial(self._store.newest_record, decode_record))
+        return found, running, stored, *await patience.call(partial(self._store.state, not running))
 
     async def _begin(self) -> None:
         folder = Path(self._options["event_folder"])
         self._supervisor.folder = folder
         try:
-            found, running, commits, generations = await self._supervisor.retried("a begin", self._learn)
+            found, running, stored, commits, specs = await self._supervisor.retried("a begin", self._learn)
         except FencedError as error:
             await self._end(m.Finish("fenced", str(error)))
             return
@@ -280,15 +285,17 @@ class Coordinator:
             return
         planner = {"device": self._device, "answers": "events", "flush_s": self._flush_s}
         term, record, store = self._executor.term, self._record, self._store
-        known = (self._job, self._options, planner, term, record, store, self._supervisor)
+        known = (self._job, self._options, planner, term, record, stored, self._supervisor)
         self._event_log = await open_event_log(*known)
         record.begin(term, store.commit_figures)
         self._evidence.begin(term, folder)
         tell_beginning(record, self._options, store)
         self._tracking = Tracking(self._job, store, record, folder)
-        kept = {} if running else await self._cluster.keeping(generations)
+        kept = {} if running else await self._cluster.keeping(specs)
         traits, ages, strikes = self._cluster.traits, self._record.failed_s_ago(), self._record.strikes
-        begin = begin_event(self._executor.term, commits, generations, found, traits, ages, kept, strikes)
+        begin = begin_event(
+            self._executor.term, commits, specs, found, traits, ages, kept, strikes, store.data
+        )
         self._cluster.adopt_workers(begin.workers)
         self._begun = True
         for event in (begin, *self._early.take()):
@@ -357,7 +364,8 @@ class Coordinator:
         for node, figures in (await self._cluster.figures()).items():
             self._record.figures(node, figures)  # the last evaluation may be younger than a heartbeat
         try:
-            await self._cluster.close(self._executor.term, finish.keep, finish.status == "finished")
+            closed = self._cluster.close(self._executor.term, finish.keep, finish.status == "finished")
+            finish = unkept(finish, await closed)
         except FencedError as error:
             finish = m.Finish("fenced", str(error))
         summary = self._record.summary(finish)
@@ -371,7 +379,7 @@ class Coordinator:
     async def _summed_up(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Store the summary, and end the trackers; returns it with what the ledger says."""
         if self._begun:  # with figures that are younger than the last commit
-            await self._executor.keep_record()
+            await asyncio.to_thread(self._executor.keeper.finish, self._job.storage.final_wait_s)
         try:
             summary = await asyncio.to_thread(self._store.finish, summary)
         except (StorageError, FencedError) as error:
@@ -389,12 +397,3 @@ class Coordinator:
         else:
             await asyncio.sleep(LINGER_S)  # drivers that are attached read the result meanwhile
             ray.kill(ray.get_actor(coordinator_name(self._job.name), NAMESPACE))
-
-    async def _end_with(self, process: dict[str, Any]) -> None:
-        """Wait for the end of the process that the run is tied to; then stop with a commit."""
-        while not await asyncio.to_thread(owner_process.is_gone, process):
-            await asyncio.sleep(owner_process.POLL_S)
-        self._record.note("warning", "orphaned", "the process that asked for this run is gone: stopping it")
-        while not self._record.status(0)["done"]:
-            self._dispatch(m.UserRequest("stop"))
-            await asyncio.sleep(owner_process.POLL_S)

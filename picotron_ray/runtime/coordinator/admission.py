@@ -1,7 +1,8 @@
-"""Admission of a node: what its agent says of it when it joins, and what speaks against it."""
+"""Admission of a node: what its agent says of it when it joins, and what speaks against it or its workers."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.runtime.ray_cluster.kept_slots import foreign_text
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, snapshot_problem
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
+from picotron_ray.runtime.run_storage.data_record import data_problem
+
+log = logging.getLogger(__name__)
 
 
 def facts_of(hello: Mapping[str, Any]) -> NodeFacts:
@@ -46,6 +50,28 @@ def joined(
         traits.domain,
         traits.has_gpus,
     )
+
+
+def idle_workers(hello: Mapping[str, Any], data: str) -> list[str]:
+    """Workers that are in no generation, and see the run's data.
+
+    Any other one is ended as a stranger. The one that is started in its place is refused by name.
+
+    Args:
+        hello: what their agent says.
+        data: fingerprint of the run's data; "": nobody knows it.
+    """
+    busy, notes = {worker for worker, *_ in hello["busy"]}, hello.get("data", {})
+    found = []
+    for worker in hello["workers"]:
+        if worker in busy:
+            continue
+        problem = data_problem(data, notes.get(worker, "none yet"))
+        if problem:
+            log.warning("worker %s is not taken in: %s", worker, problem)
+        else:
+            found.append(worker)
+    return found
 
 
 def objection(

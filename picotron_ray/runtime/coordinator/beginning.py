@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.replay import header_line
+from picotron_ray.runtime.coordinator.admission import idle_workers
 from picotron_ray.runtime.coordinator.event_log import files
 from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.supervision import Supervisor
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
-Beginnings = tuple[dict[str, dict[str, Any]], bool, tuple[m.Commit, ...], tuple[m.GenerationSpec, ...]]
-"""What the agents say by node, whether a generation runs, and the log's commits and generations."""
+Beginnings = tuple[
+    dict[str, dict[str, Any]], bool, bytes | None, tuple[m.Commit, ...], tuple[m.GenerationSpec, ...]
+]
+"""What agents say by node, whether a generation runs, the record, and the log's commits and generations."""
 
 
 class EarlyEvents:
@@ -54,6 +56,7 @@ def begin_event(
     failed_s_ago: tuple[float, ...] = (),
     keeping: Mapping[str, int] | None = None,
     struck: tuple[m.Strike, ...] = (),
+    data: str = "",
 ) -> m.Begin:
     """Return the first event of a term.
 
@@ -64,6 +67,7 @@ def begin_event(
         failed_s_ago: failures of earlier terms within the last day.
         keeping: nodes that keep slots of an earlier launch, and their newest steps.
         struck: layouts that ran out of memory in earlier terms.
+        data: fingerprint of the run's data; idle workers that see other data are left out.
     """
     kept_by = [agent["kept_by"] for agent in found.values() if agent.get("kept_by")]
     specs = [agent["spec"] for agent in found.values() if agent["spec"]]
@@ -72,7 +76,13 @@ def begin_event(
         commits=commits,
         generations=generations,
         running=max(specs, key=lambda spec: spec.id, default=None),
-        workers=tuple(m.Member(worker, node) for node, agent in found.items() for worker in agent["workers"]),
+        workers=tuple(
+            m.Member(worker, node)
+            for node, agent in found.items()
+            for usable in ({*idle_workers(agent, data), *(worker for worker, *_ in agent["busy"])},)
+            for worker in agent["workers"]
+            if worker in usable
+        ),
         busy=tuple(
             m.BusyWorker(worker, m.GenerationId(its_term, n))
             for agent in found.values()
@@ -84,6 +94,7 @@ def begin_event(
         failed_s_ago=failed_s_ago,
         keeping=dict(keeping or {}),
         struck=struck,
+        step_s=max((agent.get("step_s", 0.0) for agent in found.values()), default=0.0),
     )
 
 
@@ -93,7 +104,7 @@ async def open_event_log(
     planner: dict[str, Any],
     term: int,
     record: RunRecord,
-    store: RunStore,
+    stored: bytes | None,
     supervisor: Supervisor,
 ) -> EventLogWriter:
     """Have the record learn from the logs of earlier terms, and begin this one's.
@@ -101,12 +112,12 @@ async def open_event_log(
     Args:
         options: of the coordinator; ``launch`` tells which of its terms belong to one launch.
         planner: what a replay needs to build the planner again.
+        stored: newest record in storage; None: there is none.
         supervisor: hears of a log that cannot be read; the term begins all the same.
     """
     folder, launch = Path(options["event_folder"]), options.get("launch", "")
-    earlier = partial(files.read_memory, folder, store.newest_record, forget=term == 1)
     try:
-        memo, lines = await asyncio.get_running_loop().run_in_executor(store.executor, earlier)
+        memo, lines = await asyncio.to_thread(files.read_memory, folder, lambda: stored, forget=term == 1)
         record.recall(memo, lines, launch)
     except (OSError, ValueError, KeyError, TypeError) as error:
         supervisor.failed("what earlier terms knew", error)

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -18,6 +20,7 @@ from picotron_ray.coordinator.messages import (
     AgentRestarting,
     DrainNotice,
     Fenced,
+    GenerationId,
     GenerationSpec,
     Member,
     NodeJoined,
@@ -25,16 +28,9 @@ from picotron_ray.coordinator.messages import (
     NodeTraits,
     WorkerReady,
 )
-from picotron_ray.runtime.coordinator.admission import joined, objection, traits_of
+from picotron_ray.coordinator.policies.store_home import SILENT_BEATS
+from picotron_ray.runtime.coordinator.admission import idle_workers, joined, objection, traits_of
 from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
-from picotron_ray.runtime.coordinator.ray_calls import (
-    NO_ANSWER,
-    UNAVAILABLE_RETRY_S,
-    answer,
-    ask_all,
-    is_dead,
-    refusal,
-)
 from picotron_ray.runtime.coordinator.run_actors import IsNewest, RunActors
 from picotron_ray.runtime.coordinator.start_actors import start_agent, start_worker
 from picotron_ray.runtime.coordinator.storage_patience import Activity
@@ -49,14 +45,23 @@ from picotron_ray.runtime.ray_cluster.placement import (
     restarting,
     worker_needs,
 )
+from picotron_ray.runtime.ray_cluster.ray_calls import (
+    NO_ANSWER,
+    UNAVAILABLE_RETRY_S,
+    answer,
+    is_dead,
+    refusal,
+)
 
 log = logging.getLogger(__name__)
 HELLO_S = 10.0  # longest wait for an agent that lives already when a term begins; a later one joins
-ALL_SILENT_S = 60.0  # longest wait for the first of the agents, where none answers
+ALL_SILENT_S = 60.0  # longest wait for agents that may be training, where no other says what is running
+MOST_NAMED = 4  # silent agents in an event
 JOIN_S = 60.0  # longest wait for a fresh agent
 LOOK_S = 1.0  # how long one look at the nodes waits for those that join
+ASK_AGAIN_S = 60.0  # between questions to a node that was refused: what spoke against it may be mended
+MOST_ASKED = 4  # such nodes at a time
 MOST_ERRORS = 3  # errors of an agent in a row, after which it counts as dead
-SILENT_BEATS = 2.0  # x elastic.heartbeat_s: an agent that said nothing for so long is asked whether it lives
 Tell = Callable[[str, str, str], None]
 NodeEvent = NodeJoined | NodeLost | AgentRestarting | WorkerReady | Fenced
 
@@ -72,6 +77,7 @@ class Cluster(RunActors):
         super().__init__(job)
         self._slot_bytes = slot_bytes
         self.run_identity = ""  # told to every agent
+        self.data = ""  # fingerprint of the run's; "": nobody knows it
         self._heard: dict[str, float] = {}  # node: when its agent last spoke, by the monotonic clock
         self._order: list[str] = []  # nodes in the order in which they joined
         self._errors: Counter[str] = Counter()  # by node: errors of its agent in a row
@@ -80,6 +86,7 @@ class Cluster(RunActors):
         self._needs: WorkerNeeds | None = None
         self._joining: dict[str, asyncio.Task[list[NodeEvent]]] = {}  # nodes whose agent is coming up
         self.metrics: dict[str, dict[str, str]] = {}  # what each agent says of its metrics endpoint
+        self._refused: dict[str, float] = {}  # node that may not take part: when it is asked again
         self._capacity: dict[str, int] = {}  # as last told, of the nodes that may take part
         self._traits: dict[str, NodeTraits] = {}
         self._versions = node_versions(job)
@@ -87,15 +94,19 @@ class Cluster(RunActors):
 
     # --- nodes -------------------------------------------------------------------------------------------
 
-    async def hello(self, term: int, tell: Tell = lambda *words: None) -> dict[str, dict[str, Any]]:
+    async def hello(
+        self, term: int, tell: Tell = lambda *words: None, newest: GenerationId | None = None
+    ) -> dict[str, dict[str, Any]]:
         """Greet the agents that live already, all at once; returns what each says, by node.
 
         One that does not answer in time is not in it, which says nothing of what it has: it is greeted again
-        by ``changes``. Where none answers, all are greeted again for up to ``ALL_SILENT_S``: the term would
-        begin as if nothing were running, and end the workers that come to light later.
+        by ``changes``. Where none that answers knows of the newest generation, all are greeted again for up
+        to ``ALL_SILENT_S``: the silent ones may be training it. The term would begin as if nothing were
+        running, and end their workers when they come to light later.
 
         Args:
-            tell: told (level, kind, text) that none answers.
+            tell: told (level, kind, text) that the silent agents are waited for.
+            newest: newest generation of the log.
 
         Raises:
             FencedError: an agent knows a newer term.
@@ -103,10 +114,15 @@ class Cluster(RunActors):
         until, told = time.monotonic() + ALL_SILENT_S, False
         while True:
             found, silent = await self._greet_living(term)
-            if found or not silent or time.monotonic() >= until:
+            heard = [said["spec"].id for said in found.values() if said["spec"] is not None]
+            known = bool(found) if newest is None else bool(heard) and max(heard) >= newest
+            if known or not silent or time.monotonic() >= until:
                 break
             if not told:
-                tell("warning", "agents", f"none of {len(silent)} agents answers; they are waited for")
+                who = ", ".join(sorted(node[:8] for node in silent)[:MOST_NAMED])
+                count = f"{len(silent)} of {len(silent) + len(found)} agents"
+                text = f"{count} do not answer ({who}): they may be training, and are waited for"
+                tell("warning", "agents", text)
                 told = True
             await asyncio.sleep(UNAVAILABLE_RETRY_S)
         for node, error in silent.items():
@@ -115,27 +131,32 @@ class Cluster(RunActors):
 
     async def _greet_living(self, term: int) -> tuple[dict[str, dict[str, Any]], dict[str, BaseException]]:
         """Greet the living agents once; returns what each says, and the errors of those that said nothing."""
-        handles: dict[str, ActorHandle] = {}
         views = {view.id: view for view in await asyncio.to_thread(living_nodes)}
+        handles = await asyncio.to_thread(self._find_agents, views)
         needs = worker_needs(self._job.cluster, list(views.values()))
-        for view in views.values():
-            try:
-                handles[view.id] = ray.get_actor(agent_name(self._job.name, view.id), NAMESPACE)
-            except ValueError:
-                continue  # no agent there
         found: dict[str, dict[str, Any]] = {}
         silent: dict[str, BaseException] = {}
-        for node, said in (await ask_all(handles, "hello", HELLO_S, term, self.run_identity)).items():
+        self._agents.update(handles)  # also of the silent: what is asked of them meanwhile may be answered
+        for node, said in (await self._ask_all(handles, "hello", HELLO_S, term, self.run_identity)).items():
             if isinstance(said, dict):
                 found[node] = said
                 self._traits[node] = traits_of(self._job, views[node], said, needs)
-                self._agents[node] = handles[node]
                 self.metrics[node] = said["metrics"]
             elif (refused := refusal(said)) is not None:
                 raise refused
-            elif not is_dead(said):
+            elif is_dead(said):
+                del self._agents[node]
+            else:
                 silent[node] = said
         return found, silent
+
+    def _find_agents(self, nodes: Iterable[str]) -> dict[str, ActorHandle]:
+        """Ask Ray for the agents of nodes, one after the other: not on the loop."""
+        handles: dict[str, ActorHandle] = {}
+        for node in nodes:
+            with suppress(ValueError):  # no agent there
+                handles[node] = ray.get_actor(agent_name(self._job.name, node), NAMESPACE)
+        return handles
 
     async def keeping(self, generations: tuple[GenerationSpec, ...]) -> dict[str, int]:
         """Newest step that each node keeps from an earlier launch; a run without one has none."""
@@ -163,7 +184,8 @@ class Cluster(RunActors):
     async def _greet(self, term: int, views: dict[str, NodeView]) -> None:
         """Have new nodes join, all at once; those that take longer than ``LOOK_S`` join in a later look."""
         going = await asyncio.to_thread(draining_nodes)
-        for node in sorted(views.keys() - set(self._order) - self._joining.keys() - going.keys()):
+        fresh = views.keys() - set(self._order) | self._due(views)
+        for node in sorted(fresh - self._joining.keys() - going.keys()):
             self._joining[node] = asyncio.create_task(self._join(term, views[node]))
         if self._joining:
             await asyncio.wait(self._joining.values(), timeout=LOOK_S)
@@ -176,9 +198,18 @@ class Cluster(RunActors):
             elif (error := task.exception()) is not None:
                 log.error("node %s cannot join", node[:8], exc_info=error)  # tried again, with all others
             else:
-                if any(isinstance(event, NodeJoined) for event in task.result()):
+                joins = any(isinstance(event, NodeJoined) for event in task.result())
+                if joins and node not in self._order:
                     self._order.insert(0 if node == self._home else len(self._order), node)
                 self._news += task.result()
+
+    def _due(self, views: dict[str, NodeView]) -> set[str]:
+        """Refused nodes that are asked again now, as if they were new."""
+        now, asked = time.monotonic(), self._refused.keys() & self._joining.keys()
+        late = [node for node, at in self._refused.items() if now >= at and node in views]
+        found = set(sorted(late, key=self._refused.__getitem__)[: max(0, MOST_ASKED - len(asked))])
+        self._refused.update(dict.fromkeys(found, now + ASK_AGAIN_S))
+        return found
 
     def device(self) -> str:
         """Return the kind of device that workers get: "cuda" or "cpu"."""
@@ -199,6 +230,11 @@ class Cluster(RunActors):
         """Note that an agent spoke."""
         self._heard[node] = time.monotonic()
 
+    def is_silent(self, node: str) -> bool:
+        """Whether an agent has said nothing for longer than between two heartbeats."""
+        now = time.monotonic()
+        return now - self._heard.setdefault(node, now) >= SILENT_BEATS * self._job.elastic.heartbeat_s
+
     def agent_back(self, node: str, metrics: dict[str, str]) -> None:
         """Note that an agent was started again; it may be scraped at another address."""
         self.heard(node)
@@ -209,12 +245,10 @@ class Cluster(RunActors):
 
         One that does not answer is not dead; one that fails is asked again before it counts as dead.
         """
-        now = time.monotonic()
-        limit_s = SILENT_BEATS * self._job.elastic.heartbeat_s
-        silent = [node for node in self._order if now - self._heard.setdefault(node, now) >= limit_s]
+        silent = [node for node in self._order if self.is_silent(node)]
         handles = {node: self._agents[node] for node in silent}
         found: list[NodeEvent] = []
-        for node, said in (await ask_all(handles, "hello", LOOK_S, term)).items():
+        for node, said in (await self._ask_all(handles, "hello", LOOK_S, term)).items():
             if not isinstance(said, BaseException):
                 self._errors.pop(node, None)
             elif isinstance(said, NO_ANSWER):
@@ -255,7 +289,7 @@ class Cluster(RunActors):
         return min(view.capacity(self._needs), own + view.room(self._needs))
 
     async def _join(self, term: int, view: NodeView) -> list[NodeEvent]:
-        """Put an agent on a node; nothing where it has no room, or cannot be reached yet."""
+        """Put an agent on a node; nothing where it has no room, is not reached, or is refused again."""
         assert self._needs is not None
         if self._room(view) < 1:
             return []
@@ -274,26 +308,34 @@ class Cluster(RunActors):
         capacity = self._room(view)
         device = "cuda" if self._needs.gpus else "cpu"
         mismatch = objection(self._job, hello, self._versions, device, self._slot_bytes, capacity)
-        if not mismatch:
+        again = self._refused.pop(view.id, None) is not None
+        if mismatch:
+            self._refused[view.id] = time.monotonic() + ASK_AGAIN_S
+            if again:
+                return []
+        else:
             self._capacity[view.id] = capacity
         self._traits[view.id] = traits_of(self._job, view, hello, self._needs)
         event = joined(self._traits[view.id], capacity, mismatch, hello)
-        return [event, *(WorkerReady(member.worker, member.node) for member in strangers)]
+        usable = () if mismatch else idle_workers(hello, self.data)
+        idle = tuple(s.worker for s in strangers if s.worker in usable)
+        others = [WorkerReady(s.worker, s.node) for s in strangers if s.worker not in idle]
+        return [replace(event, idle=idle), *others]
 
     def _forget(self, node: str) -> None:
         if node in self._order:
             self._order.remove(node)
         self._capacity.pop(node, None)
-        for worker in self._placed.on(node):
+        self._refused.pop(node, None)
+        for worker in self._node_of.on(node):  # if they live, a later agent there reports them as strangers
+            self._late.discard(worker)
             self.gone(worker)
         self._heard.pop(node, None)
         self._traits.pop(node, None)
         self.groups.forget(node)
         self._errors.pop(node, None)
-        self._store_failures.pop(node, None)
+        self._stores.forget(node)
         self._agents.pop(node, None)
-        for worker in self.workers_on(node):  # if they live, a later agent there reports them as strangers
-            self._workers.pop(worker)
         self.metrics.pop(node, None)
 
     async def drains(self) -> list[DrainNotice]:
@@ -329,20 +371,25 @@ class Cluster(RunActors):
             TimeoutError: it is not ready after twice the time that the machine gives it.
         """
         assert self._needs is not None
+        await self._starts.take()
         self._node_of[worker] = node
-        self._workers[worker] = start_worker(self._job, worker, node, self._needs, self._slot_bytes)
-        ready: Any = self._workers[worker].ready.remote()
-        fingerprint: str = await answer(ready, 2 * self._job.cluster.start_timeout_s)
-        self._placed[worker] = node
+        handle = start_worker(self._job, worker, node, self._needs, self._slot_bytes)
+        self._workers[worker] = handle
+        ready: Any = handle.ready.remote()
+        try:
+            fingerprint: str = await answer(ready, 2 * self._job.cluster.start_timeout_s)
+        except TimeoutError:
+            if worker in self._workers:
+                self._late.add(worker)
+            raise
+        if worker in self._workers:  # else it was ended meanwhile
+            self._placed[worker] = node
         return fingerprint
 
     async def activity(self) -> Activity:
         """Say whether the run has agents, and whether a worker is in a generation; needs no term."""
-        for view in await asyncio.to_thread(living_nodes):
-            try:
-                self._agents[view.id] = ray.get_actor(agent_name(self._job.name, view.id), NAMESPACE)
-            except ValueError:
-                continue
+        nodes = [view.id for view in await asyncio.to_thread(living_nodes)]
+        self._agents.update(await asyncio.to_thread(self._find_agents, nodes))
         if not self._agents:
             return "none"
         pages = [page for pages in (await self.figures()).values() for page in pages]

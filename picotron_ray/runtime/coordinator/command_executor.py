@@ -7,35 +7,46 @@ decides anything about the run.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from ray.exceptions import OutOfMemoryError, RayError
+from ray.exceptions import RayError
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.out_of_memory import OOM, STRUCK
-from picotron_ray.failures import FailureKind
+from picotron_ray.coordinator.out_of_memory import STRUCK
+from picotron_ray.coordinator.policies.store_home import StoreSearch
 from picotron_ray.runtime.coordinator.cluster import Cluster
-from picotron_ray.runtime.coordinator.event_log.files import encode_record
-from picotron_ray.runtime.coordinator.ray_calls import NO_ANSWER, is_dead, refusal
+from picotron_ray.runtime.coordinator.generation_calls import GenerationCalls
+from picotron_ray.runtime.coordinator.record_keeper import RecordKeeper
+from picotron_ray.runtime.coordinator.releases import Releases
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.storage_outage import StorageOutage
 from picotron_ray.runtime.coordinator.supervision import Supervisor
 from picotron_ray.runtime.coordinator.upload_requests import UploadRequests
 from picotron_ray.runtime.coordinator.worker_orders import WorkerOrders
+from picotron_ray.runtime.garbage import RareCollection
 from picotron_ray.runtime.node_agent.uploads import Ended
+from picotron_ray.runtime.ray_cluster.ray_calls import (
+    NO_ANSWER,
+    UNAVAILABLE_RETRY_S,
+    error_line,
+    is_dead,
+    refusal,
+    unmarked,
+)
 from picotron_ray.runtime.run_storage.data_record import data_problem
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
-UNAVAILABLE_RETRY_S = 0.2
 MOST_TRIES = 3  # of a call that an agent fails, before it counts as a loss
 CALL_ERRORS = (RayError, TimeoutError)
+ASK_NEWEST_S = 30.0
+"""Longest wait for the log's newest term: who asks has a worker to kill, or a run to end."""
 SETTLED_S = 10.0
 """Time after a generation's start by which what was made for it may be set apart from garbage collection."""
 
@@ -45,7 +56,7 @@ class CommandExecutor:
 
     ``report`` takes the events that come of commands, ``plan`` the planner's questions. ``term`` is set once
     it is claimed. ``ending`` stops all that would otherwise try again. ``supervisor`` hears of tasks that
-    fail.
+    fail. ``keeper`` keeps the run's record in storage.
     """
 
     def __init__(
@@ -58,17 +69,23 @@ class CommandExecutor:
         plan: Callable[[Sequence[m.LayoutQuestion]], None],
     ) -> None:
         self._loop = loop
+        self.garbage = RareCollection()
         self._cluster = cluster
         self._store = store
-        self._record = record
+        self._note = record.note
         self._report = report
         self._plan = plan
         self._uploads = UploadRequests()
+        self._releases = Releases(cluster.call_agent, lambda: not self.ending)
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor = Supervisor(record.note, self._stop)
+        self.keeper = RecordKeeper(record.memo, store.save_record, record.note, self.supervisor.failed)
         self._outage = StorageOutage(record.note)
         self._orders = WorkerOrders(loop, cluster, self._told)
-        self._newest: m.GenerationId | None = None  # that was ordered
+        self._members = GenerationCalls(cluster, report, self.spawn, lambda: not self.ending)
+        self._search = StoreSearch()
+        self._put_off = ""  # why the last collection of garbage failed
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="newest-term")  # no commit is in its way
         self.term = 0
         self.ending = False
 
@@ -104,7 +121,7 @@ class CommandExecutor:
             try:
                 data = await self._cluster.start_worker(command.worker, command.node)
             except CALL_ERRORS as error:
-                self._report(m.WorkerExited(command.worker, f"start_failed: {_line(error)}"))
+                self._report(m.WorkerExited(command.worker, f"start_failed: {error_line(error)}"))
             else:
                 refused = data_problem(self._store.data, data)
                 self._report(m.WorkerReady(command.worker, command.node, refused))
@@ -115,35 +132,47 @@ class CommandExecutor:
         self.spawn(self._cluster.kill_worker(self.term, command.worker, self.is_newest))
 
     async def is_newest(self) -> bool | None:
-        """Whether this term is the newest that the log holds; None: storage does not answer."""
-        return await self._loop.run_in_executor(self._store.executor, self._store.is_newest)
+        """Whether this term is the newest that the log holds; None: storage does not answer in time."""
+        asked = self._loop.run_in_executor(self._asking, self._store.is_newest)
+        try:
+            return await asyncio.wait_for(asked, ASK_NEWEST_S)
+        except TimeoutError:
+            log.warning("the newest term is not known: storage says nothing for %g s", ASK_NEWEST_S)
+            return None
 
     def _run_generation(self, command: m.RunGeneration) -> None:
-        self._newest = command.spec.id
-        self._loop.call_later(SETTLED_S, set_apart)
-        self.spawn(self._run_members(command.spec))
+        self._search.begin(command.spec)
+        self._loop.call_later(SETTLED_S, self.garbage.calm)
+        if command.adopt:  # some may be on nodes that were not heard, and train there
+            self._cluster.adopt_workers(command.spec.members)
+            self._call_without_store(command.spec)  # they are only joined
+        else:
+            self.spawn(self._run_members(command.spec))
 
     async def _run_members(self, spec: m.GenerationSpec) -> None:
         """Start all members; without a rendezvous store only what runs already is joined."""
         store, home = await self._find_store(spec)
-        if self._newest != spec.id:
-            return  # given up meanwhile
-        shared = self._cluster.shared(spec)
-        for member in spec.members:
-            if store is not None or member.node != home:
-                self.spawn(self._run_member(spec.id, shared, member, store))
+        if self._search.end(spec.id):  # else it was given up meanwhile
+            await self._members.run(self.term, spec, store, home)
+
+    def _call_without_store(self, spec: m.GenerationSpec) -> None:
+        self._search.end(spec.id)
+        self.spawn(self._members.run(self.term, spec, None, ""))
 
     async def _find_store(self, spec: m.GenerationSpec) -> tuple[tuple[str, int] | None, str]:
         """Return the address of a rendezvous store (None: there is none) and the node that was asked.
 
-        After silence another one is asked, of another node from the second time on, until the machine gives
-        the generation up. An error is tried again before its node counts as lost.
+        After silence another one is asked, of another node where the first one's agent is silent or failed
+        twice, until the machine gives the generation up. An error is tried again before its node counts as
+        lost.
         """
         tries, home = 0, spec.members[0].node
-        while not self.ending and self._newest == spec.id:
+        while not self.ending and self._search.goes_on(spec.id):
             home = self._cluster.store_home(spec)
             try:
-                return await self._cluster.store_address(home), home
+                address = await self._cluster.store_address(home)
+                if home == self._cluster.store_home(spec):  # else the answer told of one failure too many
+                    return address, home
             except CALL_ERRORS as error:
                 if (refused := refusal(error)) is not None:
                     raise refused from error
@@ -152,44 +181,15 @@ class CommandExecutor:
                     # its workers may not be taken for members that are ready: the retries would be used up
                     # at once, long before Ray notices that the node is gone
                     self._cluster.agent_died(home)
-                    self._report(m.NodeLost(home, f"no rendezvous store: {_line(error)}"))
+                    self._report(m.NodeLost(home, f"no rendezvous store: {error_line(error)}"))
                     break
-                log.warning("rendezvous store on node %s: %s", home[:8], _line(error))
+                log.warning("rendezvous store on node %s: %s", home[:8], error_line(error))
                 await asyncio.sleep(UNAVAILABLE_RETRY_S)
         return None, home
 
-    async def _run_member(
-        self, generation: m.GenerationId, spec: Any, member: m.Member, store: tuple[str, int] | None
-    ) -> None:
-        """Run one member's whole generation; a lost reply is asked for again, because a second call joins.
-
-        Args:
-            spec: the generation's spec, or a reference to it.
-        """
-        while not self.ending:
-            try:
-                answer = await self._cluster.call_worker(
-                    member.worker, "run_generation", self.term, spec, store, timeout_s=None
-                )
-            except NO_ANSWER:
-                await asyncio.sleep(UNAVAILABLE_RETRY_S)
-            except RayError as error:
-                if (refused := refusal(error)) is not None:
-                    raise refused from error
-                if isinstance(error, OutOfMemoryError):
-                    cause = f"{OOM}: killed by Ray, whose node ran low on memory"
-                    self._report(m.WorkerExited(member.worker, cause))
-                elif is_dead(error):
-                    self._report(m.WorkerExited(member.worker, "process died"))
-                else:
-                    detail = f"error: {_line(error)}"
-                    self._report(m.Outcome(member.worker, generation, FailureKind.FAILED, -1, detail))
-                return
-            else:
-                self._report(answer)
-                return
-
     def _interrupt(self, command: m.Interrupt) -> None:
+        if (uncalled := self._search.given_up(command)) is not None:
+            self._call_without_store(uncalled)
         self._orders.give(command.worker, "interrupt", self.term, _pair(command.generation), command.mode)
 
     def _take_snapshot(self, command: m.TakeSnapshot) -> None:
@@ -205,7 +205,7 @@ class CommandExecutor:
             except CALL_ERRORS as error:
                 if (refused := refusal(error)) is not None:
                     raise refused from error
-                log.info("%s: %s", what, _line(error))
+                log.info("%s: %s", what, error_line(error))
 
         self.spawn(told())
 
@@ -234,7 +234,7 @@ class CommandExecutor:
             except RayError as error:
                 if (refused := refusal(error)) is not None:
                     raise refused from error
-                end = Ended(generation, command.step, command.slots, None, _line(error))
+                end = Ended(generation, command.step, command.slots, None, error_line(error))
                 self.uploaded(command.node, end)
             return
 
@@ -261,34 +261,43 @@ class CommandExecutor:
 
     async def _appended(self, work: Callable[[], m.Appended]) -> None:
         event = await self._loop.run_in_executor(self._store.executor, work)
-        if event.kind == "commit" and event.seq:
+        committed = event.kind == "commit" and event.seq > 0
+        if committed:
             self._uploads.forget(event.step)
-            self.spawn(self._after_commit())
         self._report(event)
-
-    async def _after_commit(self) -> None:
-        await self._save_record()
-        await self._collect()
-
-    async def _save_record(self) -> None:
-        record = await asyncio.to_thread(lambda: encode_record(self._record.memo()))
-        await self._loop.run_in_executor(self._store.executor, self._store.save_record, record)
-
-    async def keep_record(self) -> None:
-        """Store the run's record at its end: behind no collection, which may take its time."""
-        await asyncio.to_thread(lambda: self._store.save_record(encode_record(self._record.memo())))
+        if committed:
+            self.keeper.keep()
+            self.spawn(self._collect())
 
     async def _collect(self) -> None:
-        await self._loop.run_in_executor(self._store.executor, self._store.collect_garbage)
+        """Collect garbage; of failures in a row the first is told."""
+        work = self._store.collect_garbage
+        put_off = await self._loop.run_in_executor(self._store.executor, work)
+        if put_off and not self._put_off:
+            text = f"garbage collection is put off ({put_off}); it is tried again after each commit"
+            self._note("warning", "garbage", text)
+        self._put_off = put_off
 
     def _release(self, command: m.Release) -> None:
         generation = _pair(command.generation)
-        self._tell_agent(command.node, "release", generation, command.step)
+        self.spawn(self._releases.tell(self.term, command))
         for worker in self._cluster.workers_on(command.node):
             self._orders.give(worker, "committed", self.term, generation, command.committed)
 
     def _keep_slots(self, command: m.KeepSlots) -> None:
-        self._tell_agent(command.node, "keep", (*_pair(command.generation), command.step))
+        key = (*_pair(command.generation), command.step)
+
+        async def keep() -> None:
+            try:
+                await self._cluster.call_agent(command.node, "keep", self.term, key)
+            except CALL_ERRORS as error:
+                if (refused := refusal(error)) is not None:
+                    raise refused from error
+                why = unmarked(error) or error_line(error)
+                text = f"node {command.node[:8]} did not mark step {command.step} as kept: {why}"
+                self._note("warning", "kept", text, {"node": command.node, "step": command.step})
+
+        self.spawn(keep())
 
     def _quarantine(self, command: m.Quarantine) -> None:
         assert command.generation is not None
@@ -308,11 +317,13 @@ class CommandExecutor:
         if command.kind == "storage":
             self._outage.failed(command, time.monotonic())
         else:
-            self._record.note(command.level, command.kind, command.text, command.data)
+            self._note(command.level, command.kind, command.text, command.data)
+        if command.kind == "storage-wait":
+            self._outage.waited(time.monotonic())
         if command.kind == "commit":
             self._outage.over(time.monotonic())
         if command.kind == STRUCK:  # the next generation's entry, which has it too, may never be written
-            self.spawn(self._save_record())
+            self.keeper.keep()
 
     _methods: ClassVar[dict[type, Callable[[CommandExecutor, Any], None]]] = {
         m.StartWorker: _start_worker,
@@ -334,21 +345,5 @@ class CommandExecutor:
     }
 
 
-def set_apart() -> None:
-    """Collect garbage, and have later collections pass over what is left.
-
-    A collection over what a coordinator knows of 16,000 workers takes 0.2 s, four times as long as a loss may
-    take to be decided, and comes at any moment: this one comes while all is calm.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-
-
 def _pair(generation: m.GenerationId) -> tuple[int, int]:
     return (generation.term, generation.n)
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[-1][:300] if text else type(error).__name__

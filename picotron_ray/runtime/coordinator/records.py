@@ -9,6 +9,7 @@ from hashlib import blake2b
 from math import isfinite
 from typing import Any
 
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.out_of_memory import OOM, STRUCK
 from picotron_ray.coordinator.policies.failure import DAY_S
@@ -262,10 +263,12 @@ def median_step_s(facts: Facts) -> float:
     return times[len(times) // 2] if times else 0.0
 
 
-def goodput(facts: Facts, wall_s: float) -> float | None:
-    """Share of the run's time that its steps would have taken, undisturbed; None where it took none."""
+def goodput(facts: Facts, lived_s: float) -> float | None:
+    """Share of the time that launches lived which the run's steps would have taken, undisturbed; None where
+    they did not live.
+    """
     steps = facts.generations[-1].end_step - facts.generations[0].start_step if facts.generations else 0
-    return min(1.0, steps * median_step_s(facts) / wall_s) if wall_s else None
+    return min(1.0, steps * median_step_s(facts) / lived_s) if lived_s else None
 
 
 def strike_of(alert: m.Alert) -> tuple[m.Strike, ...]:
@@ -301,12 +304,34 @@ def generation_entry(record: GenerationRecord) -> dict[str, Any]:
     }
 
 
-def generation_text(spec: m.GenerationSpec) -> str:
-    """Say in one line what a generation is."""
-    return (
-        f"generation {spec.id}: {spec.layout} on {len(spec.members)} workers from step {spec.resume_step}"
-        f" ({spec.source.kind}): {spec.reason}"
-    )
+def summary_of(
+    job: JobConfig, facts: Facts, finish: m.Finish, wall_s: float, lived_s: float
+) -> dict[str, Any]:
+    """Return the content of summary.json, without the ledger's part, which is added when it is stored.
+
+    Args:
+        wall_s: since the run first began.
+        lived_s: of those, what its launches lived.
+    """
+    median = median_step_s(facts)
+    tokens = job.data.global_batch * job.data.sequence_length
+    return {
+        "run": job.name,
+        "status": finish.status,
+        "detail": finish.detail,
+        "submissions": list(facts.submissions),
+        "steps": facts.generations[-1].end_step if facts.generations else 0,
+        "eval_loss": facts.newest_eval().get("eval_loss"),
+        "baseline_loss": facts.baseline_loss,
+        "tokens_per_s": tokens / median if median else None,
+        "mfu": None,  # needs the device's peak rate: unknown on a CPU
+        "goodput": goodput(facts, lived_s),
+        "wall_s": wall_s,
+        "lived_s": lived_s,
+        "generations": [generation_entry(record) for record in facts.generations],
+        "failures": [failure_entry(each, facts.evidence) for each in facts.failures],
+        "checkpoints": list(facts.checkpoints),
+    }
 
 
 def failure_entry(failure: FailureRecord, evidence: Mapping[str, str]) -> dict[str, Any]:

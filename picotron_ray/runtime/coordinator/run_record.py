@@ -19,6 +19,7 @@ from picotron_ray.data.batch import samples_of
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.event_log.memo import observations, plain_facts, read_facts
+from picotron_ray.runtime.coordinator.lived_time import LivedTime
 from picotron_ray.runtime.coordinator.records import (
     CHECKPOINTS_KEPT,
     Facts,
@@ -28,13 +29,11 @@ from picotron_ray.runtime.coordinator.records import (
     bounded,
     failure_ages_s,
     failure_entry,
-    generation_entry,
-    generation_text,
     goodput,
-    median_step_s,
     places,
     sign_of,
     strike_of,
+    summary_of,
 )
 from picotron_ray.runtime.coordinator.storage_trouble import StorageTrouble
 
@@ -59,7 +58,7 @@ class RunRecord:
         self._running = False  # a generation of this term, or one that it adopted
         self._open: list[FailureRecord] = []  # no step has gone on since
         self._metrics: dict[str, Any] | None = None
-        self._launch = ""
+        self._launch, self._lived = "", LivedTime()
         self._stop_of: str | None = None  # launch that was asked to stop
         self._line = 0  # of this term's log, newest that was observed
         self._recalled = 0  # newest event of earlier terms
@@ -81,12 +80,18 @@ class RunRecord:
 
     # --- filling -----------------------------------------------------------------------------------------
 
-    def note(self, level: str, kind: str, text: str, data: dict[str, Any] | None = None) -> None:
-        """Note an event for people, without secrets; a driver asks for numbers that it has not seen."""
-        text = redact_words(text)
+    def note(
+        self, level: str, kind: str, text: str, data: dict[str, Any] | None = None, at_s: float = 0.0
+    ) -> None:
+        """Note an event for people, without secrets; a driver asks for numbers that it has not seen.
+
+        Args:
+            at_s: seconds since the epoch; 0: now.
+        """
+        text, at_s = redact_words(text), at_s or time.time()
         with self._lock:
             self._seq += 1
-            event = {"seq": self._seq, "t": time.time(), "level": level, "kind": kind, "text": text}
+            event = {"seq": self._seq, "t": at_s, "level": level, "kind": kind, "text": text}
             self._facts.events.append({**event, "data": bounded(data or {})})
             self._facts.count(level, kind, data or {})
             self._trouble.noted(level, kind)
@@ -143,9 +148,14 @@ class RunRecord:
                 self._remember(memo)
             for launch_then, event, commands, at_s in observations(lines):
                 self._launch = launch_then
+                self._lived.heard(launch_then, at_s)
                 self._began = min(self._began, at_s)
                 self.observe(event, commands, at_s)
+                for command in commands:
+                    if isinstance(command, m.Alert):
+                        self.note(command.level, command.kind, command.text, command.data, at_s)
             self._launch = launch
+            self._lived.heard(launch, time.time())
             self._recalled = self._seq if self._seq != before else 0
 
     def _remember(self, memo: dict[str, Any]) -> None:
@@ -153,6 +163,7 @@ class RunRecord:
         self._open = [self._facts.failures[index] for index in memo["open"]]
         self._began, self._trouble = memo["began_s"], StorageTrouble.read(memo["uncommitted"])
         self._stop_of, self._seq = memo["stop_of"], memo["seq"] + SEQ_GAP
+        self._lived.recall(memo)
         self._continues = True
 
     def memo(self) -> dict[str, Any]:
@@ -167,10 +178,13 @@ class RunRecord:
                 "uncommitted": self._trouble.plain(),
                 "stop_of": self._stop_of,
                 "open": places(self._facts.failures, self._open),
+                "launch": self._launch,
+                "paused_s": (paused_s := self._lived.paused_s),
             }
         wall_s = time.time() - self._began
+        share = goodput(facts, wall_s - paused_s)
         # outside of the lock: the coordinator's loop must not wait for a record of thousands of workers
-        return {**memo, "goodput": goodput(facts, wall_s), "wall_s": wall_s, "facts": plain_facts(facts)}
+        return {**memo, "goodput": share, "wall_s": wall_s, "facts": plain_facts(facts)}
 
     def failed_s_ago(self) -> tuple[float, ...]:
         """Return how long ago each failure of the last day was, oldest first."""
@@ -284,7 +298,6 @@ class RunRecord:
         if generations:
             generations[-1].end_step = max(spec.resume_step, generations[-1].start_step)
         self._facts.enter(GenerationRecord.of(spec))
-        self.note("info", "generation", generation_text(spec))
 
     def _committed(self, event: m.Appended) -> None:
         generations = self._facts.generations
@@ -370,26 +383,8 @@ class RunRecord:
     def summary(self, finish: m.Finish) -> dict[str, Any]:
         """Return the content of summary.json, without the ledger's part, which is added when it is stored."""
         with self._lock:
-            facts = self._facts
-            median = median_step_s(facts)
-            tokens = self._job.data.global_batch * self._job.data.sequence_length
-            wall = time.time() - self._began
-            return {
-                "run": self._job.name,
-                "status": finish.status,
-                "detail": finish.detail,
-                "submissions": list(facts.submissions),
-                "steps": facts.generations[-1].end_step if facts.generations else 0,
-                "eval_loss": self._facts.newest_eval().get("eval_loss"),
-                "baseline_loss": self._facts.baseline_loss,
-                "tokens_per_s": tokens / median if median else None,
-                "mfu": None,  # needs the device's peak rate: unknown on a CPU
-                "goodput": goodput(facts, wall),
-                "wall_s": wall,
-                "generations": [generation_entry(record) for record in facts.generations],
-                "failures": [failure_entry(each, facts.evidence) for each in facts.failures],
-                "checkpoints": list(facts.checkpoints),
-            }
+            wall_s = time.time() - self._began
+            return summary_of(self._job, self._facts, finish, wall_s, wall_s - self._lived.paused_s)
 
     def done(self, finish: m.Finish, summary: dict[str, Any]) -> None:
         with self._lock:

@@ -28,7 +28,9 @@ class WorkerActor:
     def ready(self) -> str:
         return self._worker.ready()
 
-    def run_generation(self, term: int, spec: GenerationSpec, store: tuple[str, int] | None) -> Outcome:
+    def run_generation(
+        self, term: int, spec: GenerationSpec, store: tuple[str, int] | None
+    ) -> Outcome | None:
         return self._worker.run_generation(term, spec, store)
 
     def interrupt(self, term: int, generation: tuple[int, int], mode: str) -> bool:

@@ -10,8 +10,6 @@ from picotron_ray.coordinator.final_wait import TELL_S
 from picotron_ray.coordinator.messages import Alert
 
 log = logging.getLogger(__name__)
-CORRUPT = "failed: corrupt:"
-"""Words of an alert that is no outage's: a slot was damaged."""
 
 
 class StorageOutage:
@@ -24,26 +22,27 @@ class StorageOutage:
         """
         self._note = note
         self._began_s: float | None = None
-        self._told_s = 0.0
+        self._quiet_until_s = 0.0
         self._failed = 0
 
     def failed(self, alert: Alert, now: float) -> None:
         """Take the alert of an attempt that failed."""
-        if CORRUPT in alert.text:
-            self._note(alert.level, alert.kind, alert.text, alert.data)
-            return
         if self._began_s is None:
             self._began_s = now
             since = ""
         else:
             since = f"; storage has failed {self._failed + 1} times in {now - self._began_s:.0f} s"
         self._failed += 1
-        if since and now < self._told_s + TELL_S:
+        if since and now < self._quiet_until_s:
             log.warning("%s", alert.text)
             return
-        self._told_s = now
+        self._quiet_until_s = now + TELL_S
         patience = "; tried again while the run trains, then for storage.final_wait_s"
         self._note(alert.level, alert.kind, f"{alert.text}{since}{patience}", alert.data)
+
+    def waited(self, now: float) -> None:
+        """Hear that people were told of the wait at the end, and why: its next word comes in a minute."""
+        self._quiet_until_s = now + 2 * TELL_S
 
     def over(self, now: float) -> None:
         """Hear that a step was committed."""

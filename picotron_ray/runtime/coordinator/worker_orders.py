@@ -16,9 +16,9 @@ from typing import Any
 from ray.exceptions import RayError
 
 from picotron_ray.runtime.coordinator.cluster import Cluster
-from picotron_ray.runtime.coordinator.ray_calls import refusal
+from picotron_ray.runtime.coordinator.run_actors import FEW
+from picotron_ray.runtime.ray_cluster.ray_calls import refusal
 
-FEW = 64  # workers that are each called
 AGENT_S = 5.0  # longest wait for an agent that passes orders on
 Told = Callable[[str, Coroutine[Any, Any, Any]], None]
 

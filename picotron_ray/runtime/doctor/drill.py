@@ -44,7 +44,7 @@ class DrillRun:
 
 
 def prepared(job: JobConfig, folder: Path) -> DrillRun:
-    """Return the drill's run, with storage, device and snapshot folder of ``job``; state below ``folder``."""
+    """Return the drill's run, with storage, device, network and slots of ``job``; state below ``folder``."""
     name = f"doctor-{uuid.uuid4().hex[:8]}"
     storage = {
         k: v for k, v in job.storage.model_dump(mode="json").items() if k in _STORAGE and v is not None
@@ -58,6 +58,8 @@ def prepared(job: JobConfig, folder: Path) -> DrillRun:
         "cluster.device": job.cluster.device,
         "cluster.cpus_per_worker": job.cluster.cpus_per_worker,
         "cluster.max_workers": WORKERS,
+        "cluster.interface": job.cluster.interface,
+        "cluster.allow_unauthenticated": job.cluster.allow_unauthenticated,
         "cluster.start_timeout_s": DRILL_S / 4,
         "snapshot.folder": job.snapshot.folder,
         "snapshot.overflow_folder": job.snapshot.overflow_folder,
@@ -99,7 +101,10 @@ def judge_drill(
 
 
 def _command(drill: DrillRun) -> str:
-    return f"`picotron-ray train tiny {' '.join(word for word in drill.words if 'storage' in word)}`"
+    """The same by hand, as far as the job's own words go."""
+    own = ("storage.", "cluster.interface=", "cluster.allow_unauthenticated=")
+    words = (word for word in drill.words if word.startswith(own) and not word.endswith(("=null", "=false")))
+    return f"`picotron-ray train tiny {' '.join(words)}`"
 
 
 def _train(drill: DrillRun) -> tuple[dict[str, Any] | None, str]:

@@ -95,15 +95,14 @@ def _planned(job: JobConfig) -> Iterator[Finding]:
     from picotron_ray.runtime.driver.preflight import check_cluster
 
     try:
-        found = check_cluster(job)
+        plan = check_cluster(job)
     except ConfigError as error:
         for line in error.problems:
             yield Finding("plan", "failed", line)
         return
-    if found is None:
+    if plan is None:
         yield Finding("plan", "skipped", "nodes are still to come (cluster.autoscale)")
         return
-    plan = found[1]
     for line in plan.left_out:
         yield Finding("plan", "warning", line)
     yield Finding("plan", "ok", f"{plan.planned.layout}")

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from picotron_ray.runtime.doctor.finding import Finding, Status
 from picotron_ray.runtime.doctor.gpu_health import GpuHealth
 from picotron_ray.runtime.doctor.machine_report import MachineReport
+from picotron_ray.runtime.ray_cluster import open_files
 from picotron_ray.runtime.worker.nccl_settings import ASYNC_ERRORS
 
-LEAST_FILES, GOOD_FILES = 1024, 4096
-"""Open files: gloo and Ray hold a socket per peer and actor; Ray advises 65,536 for large clusters."""
 LEAST_TASKS = 4096  # processes and threads: Ray alone starts hundreds on a node
 LEAST_SHM_BYTES = 256 << 20  # Docker's default is 64 MiB, and writing past it is SIGBUS
 SKEW_S, WORST_SKEW_S = 1.0, 30.0
@@ -94,9 +93,9 @@ def _snapshots(report: MachineReport, least: int) -> Judged:
 
 def _limits(report: MachineReport) -> Judged:
     files, fine = report.limits["nofile"], True
-    if 0 <= files < GOOD_FILES:
-        status: Status = "failed" if files < LEAST_FILES else "warning"
-        yield status, f"open files: {files}, expected {GOOD_FILES}", "raise `ulimit -n` (65536)"
+    if 0 <= files < open_files.GOOD_FILES:
+        status: Status = "failed" if open_files.too_few(files) else "warning"
+        yield status, f"open files: {files}, expected {open_files.GOOD_FILES}", open_files.MEND
         fine = False
     tasks = [most for most in (report.limits["nproc"], report.pids_max) if most >= 0]
     if tasks and min(tasks) < LEAST_TASKS:

@@ -7,9 +7,9 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.local import folders_to_make, remove_empty
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import AlreadyExistsError, StorageError
@@ -131,20 +131,17 @@ def _clock(storage: Storage, key: str) -> Iterator[Finding]:
 @contextlib.contextmanager
 def tidied(config: StorageConfig, run: str) -> Iterator[None]:
     """Remove all objects of ``run`` in the end, and the folders that they made."""
-    url = config.url.removeprefix("file://")
-    root = None if "://" in url else Path(url).expanduser().absolute()
-    new = [] if root is None else [path for path in (root, *root.parents) if not path.exists()]
+    local = not config.url.startswith("s3:")
+    new = folders_to_make(config.url, run) if local else []
     try:
         yield
     finally:
-        if root is None:
+        if local:
+            shutil.rmtree(open_storage(config, run).where, ignore_errors=True)
+            remove_empty(new)
+        else:
             with contextlib.suppress(StorageError, TimeoutError):  # the findings tell of it
                 timed(RIGHT_S, _empty, open_storage(impatient(config), run))
-        else:
-            shutil.rmtree(root / run, ignore_errors=True)
-            with contextlib.suppress(OSError):  # somebody else has put something there
-                for path in new:
-                    path.rmdir()
 
 
 def _empty(storage: Storage) -> None:

@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, Group
@@ -20,6 +19,8 @@ PLAIN_INTERVAL_S = 5.0
 """Without a terminal, a progress line at most this often."""
 RECENT = 8
 """Events shown under the live table."""
+REMEMBERED = 1000
+"""Events that are known again when a restarted coordinator recalls them."""
 ENDS = {"storage": "ended for want of storage", "fenced": "went over to a newer coordinator"}
 """How a run ended, where the status is no verb."""
 _NODE_ID = re.compile(r"\b[0-9a-f]{56}\b")
@@ -87,7 +88,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"run {summary['run']} {ENDS.get(summary['status'], summary['status'])} at step {summary['steps']}"
         + (f", {summary['wall_s']:.1f} s after it first began" if again else f" in {summary['wall_s']:.1f} s")
     ]
-    if summary.get("detail") and summary["status"] != "finished":
+    if summary.get("detail") not in (None, "", f"step {summary['steps']}"):
         lines.append(f"because: {summary['detail']}")
     lines += submission_lines(summary)
     lines.append(
@@ -144,6 +145,7 @@ class ProgressView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._recent: deque[Text] = deque(maxlen=RECENT)
+        self._told: deque[str] = deque(maxlen=REMEMBERED)
         self._live = (
             Live(console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
             if console.is_terminal
@@ -169,16 +171,20 @@ class ProgressView:
 
     def show(self, status: dict[str, Any]) -> None:
         """New events, then the state."""
-        self._events(status["events"])
+        self._events(status)
         if self._live:
             self._live.update(Group(table(status), *self._recent))
             return
         now = time.monotonic()
-        due = now - self._shown_at_s >= PLAIN_INTERVAL_S or status["done"]
+        due = (status["generation"] and now - self._shown_at_s >= PLAIN_INTERVAL_S) or status["done"]
         if due and status["step"] != self._shown_step:
             self._shown_step, self._shown_at_s = status["step"], now
             self.say(progress_line(status))
 
-    def _events(self, events: Iterable[dict[str, Any]]) -> None:
-        for event in events:
+    def _events(self, status: dict[str, Any]) -> None:
+        for event in status["events"]:
+            known = event["text"] in self._told and event["seq"] <= status["recalled"]
+            if known or (status["done"] and event["kind"] == status["state"]):
+                continue  # the end is told by the lines that follow it
+            self._told.append(event["text"])
             self.say(event_line(event), _STYLES.get(event["level"], ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from picotron_ray.config.schema.service import SnapshotConfig
+from picotron_ray.config.schema.service import RUN_NAME, SnapshotConfig
 from picotron_ray.errors import ConfigError, StorageError
 from picotron_ray.runtime.driver import follow_run
 from picotron_ray.runtime.driver.console import ProgressView
@@ -23,6 +24,15 @@ STOPPED = 130
 """Exit code of a launch whose run was stopped as asked."""
 
 
+def _refuse_no_name(run: str) -> None:
+    """Raise ConfigError where a word can be no run's name: it becomes a part of paths."""
+    if not re.fullmatch(RUN_NAME, run):
+        raise ConfigError(
+            f"run: saw {run!r}, expected the name of a run (its config's `name`): lower-case letters, digits,"
+            " dots, hyphens or underscores"
+        )
+
+
 def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
     """Connect to the Ray of a run and find its coordinator.
 
@@ -30,16 +40,14 @@ def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
         ConfigError: no run of that name goes on there.
         ClusterError: no Ray answers.
     """
+    _refuse_no_name(run)
     found = None
     if os.environ.get("RAY_ADDRESS"):
         connect.connect_to(os.environ["RAY_ADDRESS"])
         where = f"the Ray at {os.environ['RAY_ADDRESS']}"
     else:
         found = local_ray.find(run)
-        living = [
-            name for name in local_ray.runs() if (ray := local_ray.find(name)) is not None and ray.alive
-        ]
-        known = ", ".join(living) or "none"
+        known = ", ".join(filter(_lives, local_ray.runs())) or "none"
         where = f"this machine (local runs: {known}; set RAY_ADDRESS to look on a cluster)"
         if found is not None and found.alive:
             connect.attach(found)
@@ -51,6 +59,14 @@ def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
     return coordinator, found
 
 
+def _lives(run: str) -> bool:
+    try:
+        found = local_ray.find(run)
+    except local_ray.LocalRayError:
+        return False  # what is left of another run is not told of here
+    return found is not None and found.alive
+
+
 def status(run: str) -> dict[str, Any]:
     """The run's status with all events that its coordinator remembers.
 
@@ -58,6 +74,7 @@ def status(run: str) -> dict[str, Any]:
         ConfigError: no run of that name goes on there.
         StorageError: it has ended, and keeps state that storage did not take.
     """
+    _refuse_no_name(run)
     try:
         coordinator, _ = connect_to_run(run)
     except ConfigError as error:
@@ -88,6 +105,7 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> tuple[
         ConfigError: there is no such run, or it goes on and has something that is not committed.
         StorageError: it has ended, and keeps state that storage did not take.
     """
+    _refuse_no_name(run)
     now = now or discard
     if now and not discard:
         _refuse_uncommitted(run)
@@ -144,23 +162,36 @@ def _is_local_and_dead_or_unwanted(run: str, now: bool, discard: bool = False) -
     Raises:
         StorageError: it keeps slots that are not committed.
     """
-    if os.environ.get("RAY_ADDRESS"):
+    if os.environ.get("RAY_ADDRESS") or not _was_here(run):
         return False
     with local_ray.locked(run):
         found = local_ray.find(run)
         if found is not None and found.alive and not now:
             return False
-        folders = [Path(folder) for folder in found.folders] if found else [_default_folder(run)]
+        folders = _folders(run, found)
+        if found is None and kept_slots.kept_step(folders) is None:
+            return False
         if found is not None:
             local_ray.stop(found, grace_s=0.0, discard=discard)
-        elif kept_slots.kept_step(folders) is None:
-            return False
-        elif discard:
-            kept_slots.discard(folders)
+        if discard:
+            kept_slots.discard(folders if found is None else kept_slots.entered(run))
         kept = kept_slots.kept_step(folders)
     if kept is not None:
         raise _keeps(run, kept)
     return True
+
+
+def _was_here(run: str) -> bool:
+    """Whether a run of that name was launched, or left something, here; to ask leaves nothing behind."""
+    if local_ray.lock_file(run).exists() or local_ray.find(run) is not None:
+        return True
+    return kept_slots.kept_step(_folders(run, None)) is not None
+
+
+def _folders(run: str, found: LocalRay | None) -> list[Path]:
+    """Folders of a run: those of its local Ray, or the default one, and all that keep slots of it."""
+    known = map(Path, found.folders) if found else [_default_folder(run)]
+    return list(dict.fromkeys([*known, *kept_slots.entered(run)]))
 
 
 def _default_folder(run: str) -> Path:
@@ -178,8 +209,7 @@ def _keeps(run: str, step: int) -> StorageError:
 def _kept_step(run: str) -> int | None:
     """Newest step that a run which has ended keeps, on the connected cluster or this machine."""
     if not os.environ.get("RAY_ADDRESS"):
-        found = local_ray.find(run)
-        return kept_slots.kept_step(map(Path, found.folders) if found else [_default_folder(run)])
+        return kept_slots.kept_step(_folders(run, local_ray.find(run)))
     from picotron_ray.runtime.ray_cluster.placement import kept_on, living_nodes  # imports Ray
 
     return max(kept_on(living_nodes(), run, SnapshotConfig().folder, False).values(), default=None)
@@ -256,6 +286,7 @@ def log_lines(run: str, follow: bool = False) -> Iterator[tuple[str, str]]:
     Raises:
         ConfigError: no log of that run lies on this machine.
     """
+    _refuse_no_name(run)
     folder = local_ray.log_folder(run)
     if not folder.is_dir():
         raise ConfigError(f"run: saw {run!r}, which has no logs on this machine (on a cluster: `ray logs`)")

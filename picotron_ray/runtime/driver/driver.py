@@ -8,10 +8,9 @@ started. The handlers of signals are set after ``ray.init``: earlier ones never 
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,13 +40,14 @@ from picotron_ray.runtime.driver.resolve_job import (
     FROM_WORDS,
     INIT_FROM,
     ON_THE_CLUSTER,
+    OWN_RAY,
     ResolvedJob,
     check_machine,
     resolve,
     resolve_words,
 )
 from picotron_ray.runtime.driver.submission import Submission
-from picotron_ray.runtime.ray_cluster import cleanup, connect, local_ray, supervisor
+from picotron_ray.runtime.ray_cluster import connect, supervisor
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name, event_folder
 
@@ -78,9 +78,9 @@ def drive(
     console = console or report.console(as_json)
     found = submission.current()
     say = _said_on(console)
-    job = resolve_words(source, overrides, FROM_WORDS, found, say).job
+    asked = resolve_words(source, overrides, (*FROM_WORDS, OWN_RAY), found, say)
     with without_rays_messages():
-        code, summary = _drive(job, found, detach, console)
+        code, summary = _drive(asked, detach, console)
     if found is not None:  # of a job that was stopped, Ray keeps no exit code
         say(f"Ray job {found.id}: the driver exits with code {code}")
     if as_json and summary is not None:
@@ -92,12 +92,10 @@ def _said_on(console: Console) -> Callable[[str], None]:
     return lambda line: console.print(line, markup=False, soft_wrap=True)
 
 
-def _drive(
-    job: JobConfig, ray_job: Submission | None, detach: bool, console: Console
-) -> tuple[int, dict[str, Any] | None]:
-    local, job = prepare(job, console)
+def _drive(asked: ResolvedJob, detach: bool, console: Console) -> tuple[int, dict[str, Any] | None]:
+    local, job = _connected(asked, console), asked.job
     with signal_handlers() as signals:  # before the run exists: from here on no request to stop is lost
-        coordinator, attached = _coordinator(job, local, console, ray_job, signals)
+        coordinator, attached = _coordinator(asked, local, console, signals)
         if detach:
             console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
             return 0, None
@@ -107,7 +105,7 @@ def _drive(
                 coordinator,
                 progress,
                 signals,
-                ray_job,
+                asked.submission,
                 local=local,
                 ended=partial(stored_end, job),
                 attached=attached,
@@ -127,49 +125,53 @@ def prepare(job: JobConfig, console: Console) -> tuple[LocalRay | None, JobConfi
 
     Returns that Ray, None for a cluster, and the job as it was checked.
     """
-    if not os.environ.get("RAY_ADDRESS"):
-        with local_ray.locked(job.name):
-            found = local_ray.find(job.name)
-            if found is None or not found.alive:
-                cleanup.clear(job, found)
-                job = _check(job, console, own_ray=True)
-    return connect.connect(job), job
+    asked = resolve(ResolvedJob(job), (OWN_RAY,))
+    return _connected(asked, console), asked.job
 
 
-def _check(job: JobConfig, console: Console, own_ray: bool) -> JobConfig:
-    checked = check_machine(job, own_ray)
-    for warning in checked.notes:
-        console.print(f"note: {warning}", style="yellow", markup=False, soft_wrap=True)
-    return checked.job
+def _connected(asked: ResolvedJob, console: Console) -> LocalRay | None:
+    """Connect to the Ray that holds the run, or to one that is started for it; returns a local one."""
+    if asked.owns_ray:
+        _note(asked.notes, console)
+        where = f"checkpoints go to {asked.job.storage.url}"
+        line = f"run {asked.job.name}: starting a Ray on this machine; {where}"
+        console.print(line, markup=False, soft_wrap=True)
+    return connect.connect(asked.job)
+
+
+def _note(lines: Iterable[str], console: Console) -> None:
+    for line in lines:
+        console.print(f"note: {line}", style="yellow", markup=False, soft_wrap=True)
 
 
 def _coordinator(
-    job: JobConfig, local: LocalRay | None, console: Console, ray_job: Submission | None, signals: Signals
+    asked: ResolvedJob, local: LocalRay | None, console: Console, signals: Signals
 ) -> tuple[Any, bool]:
     """Handle of the run's coordinator, and whether it went on before.
 
     A local Ray that was started for nothing is taken down again.
     """
+    job = asked.job
     coordinator = _going_on(job.name, local)
     attached = coordinator is not None
     if attached:
         console.print(f"attached to run {job.name}, which goes on with the config it has", markup=False)
     else:
-        coordinator = _start(job, local, console, ray_job, signals)
-    for line in _differences(job, coordinator):
-        console.print(f"note: {line}", style="yellow", markup=False, soft_wrap=True)
+        coordinator = _start(asked, local, console, signals)
+    _note(_differences(job, coordinator), console)
     return coordinator, attached
 
 
-def _start(
-    job: JobConfig, local: LocalRay | None, console: Console, ray_job: Submission | None, signals: Signals
-) -> Any:
+def _start(asked: ResolvedJob, local: LocalRay | None, console: Console, signals: Signals) -> Any:
+    job = asked.job
     try:
         if local is None:
-            job = _check(job, console, own_ray=False)
+            checked = check_machine(job, False, asked.relative_url)
+            _note(checked.notes, console)
+            job = checked.job
         if signals.asked:
             raise StoppedEarlyError(f"run {job.name}: stopped by request before anything was started")
-        coordinator, _ = ensure_coordinator(job, local is not None, ray_job)
+        coordinator, _ = ensure_coordinator(job, local is not None, asked.submission)
     except BaseException:
         take_down(local)
         raise

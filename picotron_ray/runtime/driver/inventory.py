@@ -38,11 +38,13 @@ class Plan:
         planned: the layout and its cost.
         slot_bytes: of one snapshot slot of the worker that writes most, now or after a node is lost.
         left_out: a line for each node that has no room for its workers' slots.
+        in_overflow: the slots go to ``snapshot.overflow_folder``, where more nodes have room.
     """
 
     planned: PlannedLayout
     slot_bytes: int
     left_out: tuple[str, ...] = ()
+    in_overflow: bool = False
 
 
 def with_those_to_come(job: JobConfig, nodes: list[InventoryNode]) -> list[InventoryNode]:

@@ -18,7 +18,7 @@ from picotron_ray.config.support.devices import device_problems, offload_problem
 from picotron_ray.config.support.extras import needed_extras
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
-from picotron_ray.observability.nvml import Gpus
+from picotron_ray.observability.nvml import Card, Gpus, visible
 from picotron_ray.observability.ports import check_ports
 from picotron_ray.observability.trackers import check_trackers
 from picotron_ray.runtime.driver.inventory import InventoryNode, Plan, plan, with_those_to_come
@@ -27,9 +27,17 @@ from picotron_ray.runtime.driver.snapshot_folder import plan_with_folder
 from picotron_ray.runtime.ray_cluster.connect import refuse_unauthenticated, run_folders
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
 from picotron_ray.runtime.ray_cluster.interfaces import interface_problem
-from picotron_ray.runtime.ray_cluster.kept_slots import foreign_step, foreign_text, kept_step
+from picotron_ray.runtime.ray_cluster.kept_slots import foreign_step, foreign_text, kept_elsewhere, kept_step
+from picotron_ray.runtime.ray_cluster.local_ray import refuse_long_folder
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
-from picotron_ray.runtime.ray_cluster.placement import LOOK_S, facts_of, living_nodes, worker_needs
+from picotron_ray.runtime.ray_cluster.placement import (
+    LOOK_S,
+    connected,
+    facts_of,
+    living_nodes,
+    nodes_keeping_elsewhere,
+    worker_needs,
+)
 
 
 def check_services(job: JobConfig) -> None:
@@ -38,6 +46,8 @@ def check_services(job: JobConfig) -> None:
     """
     refuse_unauthenticated(job)
     local = not os.environ.get("RAY_ADDRESS")
+    if local:
+        refuse_long_folder(job.name)
     if local and (why := interface_problem(job.cluster.interface, os.uname().nodename)):
         raise ConfigError(why)
     check_ports(job.metrics, local)
@@ -75,6 +85,32 @@ def _check_kept_slots(job: JobConfig, storage: Storage) -> None:
         raise ConfigError(f"name: {foreign_text(step, job.name)}")
 
 
+def check_kept_elsewhere(job: JobConfig, storage: Storage, own_ray: bool) -> None:
+    """Refuse to go on from less than a launch with another ``snapshot.folder`` kept: no agent looks there.
+
+    Args:
+        own_ray: this machine is the run's only one; else all nodes of the cluster are asked, where this
+            process is connected to it.
+
+    Raises:
+        ConfigError: a newer state than the newest commit is kept in another folder.
+    """
+    log = RunLog(storage)
+    log.refresh()
+    identity = log.identity or "none yet"
+    bases = [base for base in (job.snapshot.folder, job.snapshot.overflow_folder) if base]
+    kept = [found] if (found := kept_elsewhere(job.name, bases, identity)) else []
+    if not own_ray and connected():
+        kept += nodes_keeping_elsewhere(living_nodes(), job.name, bases, identity)
+    step, folder = max(kept, default=(0, ""))
+    if step > max((int(entry.body["step"]) for entry in log.commits()), default=0):
+        raise ConfigError(
+            f"snapshot.folder: saw {job.snapshot.folder}, but an earlier launch of run {job.name!r} kept step"
+            f" {step}, which is not committed, in {folder}; launch with snapshot.folder={folder} to commit"
+            f" it, or delete it with `picotron-ray stop {job.name} --discard`"
+        )
+
+
 def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
     """Compare with the run of that name in storage: one line per changed key; ConfigError where refused."""
     _check_kept_slots(job, storage)
@@ -85,10 +121,32 @@ def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
     return check_resume(saved, job)
 
 
-def check_cluster(job: JobConfig, own_ray: bool = False) -> tuple[JobConfig, Plan] | None:
+def check_nodes(job: JobConfig, relative_url: str = "") -> None:
+    """Check that the connected cluster has a GPU where one is asked for, and storage that all nodes share.
+
+    Args:
+        relative_url: ``storage.url`` as it was written, where that depends on the present folder; else "".
+
+    Raises:
+        ConfigError: where not.
+    """
+    nodes, device = living_nodes(), job.cluster.device
+    if device == "cuda" and not job.cluster.autoscale and not any(node.gpus for node in nodes):
+        raise ConfigError(
+            f"cluster.device: saw cuda, but none of the cluster's {len(nodes)} nodes offers Ray a GPU; use"
+            " auto or cpu, add a node that has one, or let Ray add nodes (cluster.autoscale)"
+        )
+    if relative_url and (len(nodes) > 1 or job.cluster.autoscale):
+        several = f"{len(nodes)} nodes" if len(nodes) > 1 else "nodes still to come (cluster.autoscale)"
+        raise ConfigError(
+            f"storage.url: saw {relative_url!r} on a cluster of {several}, where that means a folder of one"
+            " of them; give an absolute folder that every node sees, or s3://bucket/prefix"
+        )
+
+
+def check_cluster(job: JobConfig, own_ray: bool = False) -> Plan | None:
     """Check that the connected cluster can host ``min_workers``, with the kernels and precision asked for,
-    and that a layout and its snapshots fit on its nodes; returns what would run there, and the job with the
-    folder of its snapshots.
+    and that a layout and its snapshots fit on its nodes; returns what would run there.
 
     Args:
         own_ray: it was started for this run, on this machine, which was looked at before. None is returned
@@ -137,9 +195,9 @@ def check_cluster(job: JobConfig, own_ray: bool = False) -> tuple[JobConfig, Pla
     if not hosts:
         return None
     silent = [f"node {n.host} did not say what it has" for n in nodes if n.id not in facts]
-    job, planned, note = plan_with_folder(job, device, with_those_to_come(job, hosts))
+    planned, in_overflow, note = plan_with_folder(job, device, with_those_to_come(job, hosts))
     notes = (*([note] if note else []), *planned.left_out, *silent)
-    return job, replace(planned, left_out=notes)
+    return replace(planned, left_out=notes, in_overflow=in_overflow)
 
 
 def _of(device: str, facts: NodeFacts) -> NodeFacts:
@@ -147,13 +205,34 @@ def _of(device: str, facts: NodeFacts) -> NodeFacts:
     return facts if device == "cuda" else replace(facts, cards=[])
 
 
-def plan_here(job: JobConfig) -> Plan:
-    """Plan for a Ray of the run's own, on this machine; room for slots is `with_folder_here`'s to judge.
+def cards_here(job: JobConfig) -> list[Card]:
+    """GPUs of this machine for the workers of a Ray of its own; none where they run on CPUs.
 
     Raises:
-        ConfigError: no layout fits.
+        ConfigError: GPUs are asked for and none is there, or too few are.
     """
-    cards = [] if job.cluster.device == "cpu" else Gpus().cards()
+    device, least = job.cluster.device, job.cluster.min_workers
+    cards = [] if device == "cpu" else visible(Gpus().cards())
+    if device == "cuda" and not cards:
+        raise ConfigError(
+            "cluster.device: saw cuda, but this machine shows no GPU (by NVML and CUDA_VISIBLE_DEVICES); use"
+            " auto or cpu, or set RAY_ADDRESS to a cluster that has GPUs"
+        )
+    if cards and len(cards) < least:
+        raise ConfigError(
+            f"cluster.min_workers: saw {least}, but this machine shows {len(cards)} GPUs, one for a worker;"
+            " lower it, use cluster.device=cpu, or set RAY_ADDRESS to a cluster that has more"
+        )
+    return cards
+
+
+def plan_here(job: JobConfig) -> Plan:
+    """Plan for a Ray of the run's own, on this machine; room for slots is `overflow_here`'s to judge.
+
+    Raises:
+        ConfigError: as `cards_here`, or no layout fits.
+    """
+    cards = cards_here(job)
     workers = min(job.cluster.max_workers, len(cards) or job.cluster.max_workers)
     here = InventoryNode(os.uname().nodename, workers, NodeFacts(cards, host_bytes=host_bytes()))
     return plan(job, "cuda" if cards else "cpu", [here], alone=True)

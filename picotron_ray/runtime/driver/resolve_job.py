@@ -10,22 +10,21 @@ needs it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from picotron_ray.checkpoint.storage.base import Storage, probe
-from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.open import open_storage, try_storage
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.support.precision import chosen
 from picotron_ray.config.validation.check import check as broken_rules
-from picotron_ray.errors import ConfigError, PicotronError
+from picotron_ray.errors import ConfigError, naming
 from picotron_ray.layout.layout import Layout
-from picotron_ray.runtime.driver.submission import Submission, refuse_lost_folders
-from picotron_ray.runtime.ray_cluster.interfaces import on_loopback
+from picotron_ray.runtime.driver.submission import Submission
+from picotron_ray.runtime.driver.user_paths import absolute_paths, is_relative
+from picotron_ray.runtime.ray_cluster import cleanup, local_ray, open_files
 
 if TYPE_CHECKING:
     from picotron_ray.data.dataset import DataSplits
@@ -46,6 +45,7 @@ class ResolvedJob:
     Fields:
         job: the config as it stands.
         submission: the Ray job that this process runs in.
+        relative_url: ``storage.url`` as the user wrote it, where that depends on the present folder; else "".
         owns_ray: the Ray that the run gets was started for it alone.
         say: told one line per fact that the user may want to see.
         storage: the run's, once a step opened it.
@@ -58,6 +58,7 @@ class ResolvedJob:
 
     job: JobConfig
     submission: Submission | None = None
+    relative_url: str = ""
     owns_ray: bool = False
     say: Say = _silent
     storage: Storage | None = None
@@ -79,6 +80,11 @@ class ResolveStep(NamedTuple):
     take: Callable[[ResolvedJob], ResolvedJob]
 
 
+def changed(job: JobConfig, **sections: Any) -> JobConfig:
+    """The job with other values at these keys."""
+    return job.model_copy(update=sections)
+
+
 def resolve(resolved: ResolvedJob, steps: Sequence[ResolveStep]) -> ResolvedJob:
     """Take the steps in their order.
 
@@ -92,16 +98,6 @@ def resolve(resolved: ResolvedJob, steps: Sequence[ResolveStep]) -> ResolvedJob:
         with naming(step.name):
             resolved = step.take(resolved)
     return resolved
-
-
-@contextlib.contextmanager
-def naming(step: str) -> Iterator[None]:
-    """Write the step's name into an error that leaves it; an inner step's name stays."""
-    try:
-        yield
-    except PicotronError as error:
-        error.step = error.step or step
-        raise
 
 
 def resolve_words(
@@ -124,16 +120,18 @@ def resolve_words(
     return resolve(ResolvedJob(job, submission, say=say), steps)
 
 
-def check_machine(job: JobConfig, own_ray: bool) -> ResolvedJob:
-    """Take the steps that need no cluster; what was checked, its ``job``, is what has to run.
+def check_machine(job: JobConfig, own_ray: bool, relative_url: str = "") -> ResolvedJob:
+    """Take the steps that ask no node of a cluster; what was checked, its ``job``, is what has to run.
 
     Args:
-        own_ray: the run gets a Ray of its own on this machine, so that it has to have room for all workers.
+        own_ray: the run gets a Ray of its own on this machine, so that it has to have room for all workers;
+            else the cluster is connected.
+        relative_url: as `ResolvedJob` has it.
 
     Raises:
         ConfigError, StorageError: one line per problem; only the token cache was changed.
     """
-    return resolve(ResolvedJob(job, owns_ray=own_ray), ON_THE_MACHINE)
+    return resolve(ResolvedJob(job, relative_url=relative_url, owns_ray=own_ray), ON_THE_MACHINE)
 
 
 # --- the words ---------------------------------------------------------------------------------------------
@@ -143,65 +141,37 @@ def _paths(at: ResolvedJob) -> ResolvedJob:
     """Make the user's paths absolute. Touches: reads the present folder's name."""
     if at.submission is not None:
         at.say(f"run {at.job.name} in {at.submission}")
-    return replace(at, job=with_user_paths(at.job, at.submission))
-
-
-def with_user_paths(job: JobConfig, submission: Submission | None) -> JobConfig:
-    """Make paths absolute, from where launch was called: actors run elsewhere.
-
-    Raises:
-        ConfigError: a path would mean a folder of the Ray job that goes away with it.
-    """
-    if submission is not None:
-        refuse_lost_folders(job, submission)
-    keep_data = submission is not None and submission.uploaded
-    snapshot = {
-        "folder": _absolute(job.snapshot.folder),
-        "overflow_folder": _absolute(job.snapshot.overflow_folder),
-    }
-    trackers = tuple(each.model_copy(update={"folder": _absolute(each.folder)}) for each in job.trackers)
-    data_path = job.data.path if keep_data else _absolute(job.data.path)
-    return job.model_copy(
-        update={
-            "trackers": trackers,
-            "storage": job.storage.model_copy(update={"url": _absolute(job.storage.url)}),
-            "data": job.data.model_copy(update={"path": data_path}),
-            "snapshot": job.snapshot.model_copy(update=snapshot),
-            "init_from": job.init_from.model_copy(update={"url": _absolute(job.init_from.url)}),
-        }
-    )
-
-
-def _absolute(path: str | None) -> str | None:
-    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+    url = at.job.storage.url if is_relative(at.job.storage.url) else ""
+    return replace(at, job=changed(at.job, **absolute_paths(at.job, at.submission)), relative_url=url)
 
 
 def _own_model(at: ResolvedJob) -> ResolvedJob:
-    """Look into a model of the user's own. Touches: builds it, in a process of its own."""
-    return replace(at, job=with_built_model(at.job, at.say))
-
-
-def with_built_model(job: JobConfig, say: Say = _silent) -> JobConfig:
-    """Fill ``model.built`` in where the job names a builder.
-
-    Raises:
-        ConfigError: the module cannot be built, trained, or cut as the layout says.
-    """
-    if job.model.builder is None or job.model.built is not None:
-        return job
+    """Fill ``model.built`` in where the job names a builder. Touches: builds it, in a process of its own."""
+    if at.job.model.builder is None or at.job.model.built is not None:
+        return at
     from picotron_ray.runtime.driver.custom_model import inspect_model
 
-    built, facts = inspect_model(job)
-    job = job.model_copy(update={"model": job.model.model_copy(update={"built": built})})
-    problems = broken_rules(job)
-    if problems:
+    built, facts = inspect_model(at.job)
+    job = changed(at.job, model=at.job.model.model_copy(update={"built": built}))
+    if problems := broken_rules(job):
         raise ConfigError(*(f"{problem.key}: {problem.text}" for problem in problems))
     for line in facts:
-        say(line)
-    return job
+        at.say(line)
+    return replace(at, job=job)
 
 
 # --- the machine -------------------------------------------------------------------------------------------
+
+
+def _nodes(at: ResolvedJob) -> ResolvedJob:
+    """Refuse what machines rule out by their number and devices. Touches: asks NVML, or a cluster's Ray."""
+    from picotron_ray.runtime.driver.preflight import cards_here, check_nodes
+
+    if at.owns_ray:
+        cards_here(at.job)
+    else:
+        check_nodes(at.job, at.relative_url)
+    return at
 
 
 def _data(at: ResolvedJob) -> ResolvedJob:
@@ -225,12 +195,21 @@ def _layout(at: ResolvedJob) -> ResolvedJob:
 
 def _snapshot_room(at: ResolvedJob) -> ResolvedJob:
     """Find room for that layout's snapshot slots. Touches: looks at the free space of their folders."""
-    from picotron_ray.runtime.driver.snapshot_folder import with_folder_here
+    from picotron_ray.runtime.driver.snapshot_folder import overflow_here
 
     if at.layout is None:
         return at
-    job, note = with_folder_here(at.job, at.layout.world_size, at.slot_bytes)
-    return replace(at, job=job).noting(note)
+    in_overflow, note = overflow_here(at.job, at.layout.world_size, at.slot_bytes)
+    return _moved(at, in_overflow).noting(note)
+
+
+def _moved(at: ResolvedJob, in_overflow: bool) -> ResolvedJob:
+    """The slots in ``snapshot.overflow_folder`` where they have room there alone."""
+    from picotron_ray.runtime.driver import snapshot_folder
+
+    if not in_overflow:
+        return at
+    return replace(at, job=changed(at.job, snapshot=snapshot_folder.in_overflow(at.job.snapshot)))
 
 
 def _services(at: ResolvedJob) -> ResolvedJob:
@@ -242,10 +221,9 @@ def _services(at: ResolvedJob) -> ResolvedJob:
 
 
 def _storage(at: ResolvedJob) -> ResolvedJob:
-    """Open the run's storage and try it. Touches: writes and removes one object."""
-    storage = open_storage(at.job.storage, at.job.name)
-    probe(storage)
-    return replace(at, storage=storage)
+    """Open the run's storage and try it. Touches: writes and removes one object, and the folders for it."""
+    try_storage(at.job.storage, at.job.name)
+    return replace(at, storage=open_storage(at.job.storage, at.job.name))
 
 
 def _start(at: ResolvedJob) -> ResolvedJob:
@@ -257,9 +235,10 @@ def _start(at: ResolvedJob) -> ResolvedJob:
 
 
 def _same_run(at: ResolvedJob) -> ResolvedJob:
-    """Compare with the run of that name. Touches: reads its storage."""
-    from picotron_ray.runtime.driver.preflight import check_resume_step
+    """Compare with the run of that name. Touches: reads its storage; asks every node what it keeps."""
+    from picotron_ray.runtime.driver.preflight import check_kept_elsewhere, check_resume_step
 
+    check_kept_elsewhere(at.job, _opened(at), at.owns_ray)
     check_resume_step(at.job, _opened(at))
     return _running_run(at)
 
@@ -277,15 +256,25 @@ def _running_run(at: ResolvedJob) -> ResolvedJob:
 
 def _own_precision(at: ResolvedJob) -> ResolvedJob:
     """Settle ``precision: auto`` for this machine's ``cluster.device``. Touches: asks torch for its GPUs."""
-    job, found = at.job, []
-    if job.precision != "auto":
-        return at
-    if job.cluster.device == "cuda":
-        import torch
+    from picotron_ray.runtime.driver.resolve_precision import precision_here
 
-        found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    precision, _ = chosen(job.cluster.device, found)
-    return replace(at, job=job.model_copy(update={"precision": precision}))
+    auto = at.job.precision == "auto"
+    return replace(at, job=changed(at.job, precision=precision_here(at.job.cluster))) if auto else at
+
+
+def _own_ray(at: ResolvedJob) -> ResolvedJob:
+    """Check this machine where a Ray has to be started on it. Touches: what a dead Ray of the run left there
+    is removed; and all that ``ON_THE_MACHINE`` does.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return at
+    open_files.refuse_few_files()
+    with local_ray.locked(at.job.name):
+        found = local_ray.find(at.job.name)
+        if found is not None and found.alive:
+            return at
+        cleanup.clear(at.job, found)
+        return resolve(replace(at, owns_ray=True), ON_THE_MACHINE)
 
 
 # --- the cluster -------------------------------------------------------------------------------------------
@@ -308,10 +297,9 @@ def settle_precision(job: JobConfig, storage: Storage) -> tuple[JobConfig, str]:
     from picotron_ray.runtime.driver.resolve_precision import choose_precision
 
     found, why = choose_precision(job, storage)
-    job = job.model_copy(update={"precision": found})
+    job = changed(job, precision=found)
     came = f"precision: auto came to {found}: {why}"
-    problems = broken_rules(job)
-    if problems:
+    if problems := broken_rules(job):
         raise ConfigError(*(f"{problem.key}: {problem.text} ({came})" for problem in problems))
     return job, came
 
@@ -320,11 +308,11 @@ def _room(at: ResolvedJob) -> ResolvedJob:
     """Check room, kernels and precision of the connected cluster. Touches: asks its nodes."""
     from picotron_ray.runtime.driver.preflight import check_cluster
 
-    found = check_cluster(at.job, at.owns_ray)
-    if found is None:
+    plan = check_cluster(at.job, at.owns_ray)
+    if plan is None:
         return at
-    job, plan = found
-    return replace(at, job=job, layout=plan.planned.layout, slot_bytes=plan.slot_bytes).noting(*plan.left_out)
+    at = replace(at, layout=plan.planned.layout, slot_bytes=plan.slot_bytes).noting(*plan.left_out)
+    return _moved(at, plan.in_overflow)
 
 
 def _init_from(at: ResolvedJob) -> ResolvedJob:
@@ -351,12 +339,17 @@ def settle_start(
     from picotron_ray.runtime.run_storage.init_from import find_start
 
     step, record = find_start(job, storage, verify)
-    return job.model_copy(update={"init_from": job.init_from.model_copy(update={"step": step})}), record
+    return changed(job, init_from=job.init_from.model_copy(update={"step": step})), record
 
 
 def _addresses(at: ResolvedJob) -> ResolvedJob:
     """Serve this machine alone where Ray was started for the run alone."""
-    return replace(at, job=on_loopback(at.job)) if at.owns_ray else at
+    if not at.owns_ray:
+        return at
+    cluster, metrics = at.job.cluster, at.job.metrics
+    cluster = cluster.model_copy(update={"interface": cluster.interface or "lo"})
+    metrics = metrics.model_copy(update={"host": metrics.host or "127.0.0.1"})
+    return replace(at, job=changed(at.job, cluster=cluster, metrics=metrics))
 
 
 def _opened(at: ResolvedJob) -> Storage:
@@ -366,6 +359,7 @@ def _opened(at: ResolvedJob) -> Storage:
 
 PATHS = ResolveStep("paths", _paths)
 OWN_MODEL = ResolveStep("own model", _own_model)
+NODES = ResolveStep("nodes", _nodes)
 DATA = ResolveStep("data", _data)
 ROOM_HERE = (ResolveStep("layout", _layout), ResolveStep("snapshot room", _snapshot_room))
 STORAGE = ResolveStep("storage", _storage)
@@ -380,14 +374,17 @@ OWN_PRECISION = ResolveStep("precision", _own_precision)
 FROM_WORDS = (PATHS, OWN_MODEL)
 """From a valid config to a job that any process can read."""
 ON_THE_MACHINE = (
-    DATA,
+    NODES,
     *ROOM_HERE,
     ResolveStep("services", _services),
     STORAGE,
+    DATA,
     START,
     SAME_RUN,
 )
-"""Everything that can be refused before a Ray is asked."""
+"""Everything that can be refused before a process of the run is started; what takes long comes late."""
+OWN_RAY = ResolveStep("own ray", _own_ray)
+"""``ON_THE_MACHINE`` where nobody but the run uses its Ray, and that is still to be started."""
 ON_THE_CLUSTER = (
     OWN_MODEL,
     ResolveStep("precision", _precision),

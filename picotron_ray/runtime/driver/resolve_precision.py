@@ -9,6 +9,7 @@ from __future__ import annotations
 from picotron_ray.checkpoint.storage.base import Storage, get_json
 from picotron_ray.config.schema.compute import Precision
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import ClusterConfig
 from picotron_ray.config.support.precision import chosen, precision_problem
 from picotron_ray.errors import ConfigError, NotFoundError
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
@@ -26,6 +27,16 @@ def choose_precision(job: JobConfig, storage: Storage) -> tuple[Precision, str]:
     except NotFoundError:
         return _by_devices(job)
     return saved.get("precision", JobConfig().precision), f"as run {job.name} was started"
+
+
+def precision_here(cluster: ClusterConfig) -> Precision:
+    """The precision that ``auto`` comes to for ``cluster.device`` on this machine, without a Ray."""
+    found = []
+    if cluster.device == "cuda":
+        import torch
+
+        found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    return chosen(cluster.device, found)[0]
 
 
 def _by_devices(job: JobConfig) -> tuple[Precision, str]:

@@ -11,63 +11,64 @@ from dataclasses import replace
 
 from picotron_ray.checkpoint.snapshot.slot_pool import choose_folder
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import SnapshotConfig
 from picotron_ray.errors import ConfigError, SlotError
 from picotron_ray.runtime.driver.inventory import LEFT_OUT, InventoryNode, Plan, plan
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.kept_slots import kept_bytes
 from picotron_ray.runtime.ray_cluster.names import run_folder
+from picotron_ray.runtime.ray_cluster.node_facts import small_files_bytes
 
 
-def in_overflow(job: JobConfig) -> JobConfig:
-    """The job with its slots in ``snapshot.overflow_folder``; the two folders change places."""
-    snapshot = job.snapshot
+def in_overflow(snapshot: SnapshotConfig) -> SnapshotConfig:
+    """The section with its slots in ``overflow_folder``; the two folders change places."""
     assert snapshot.overflow_folder is not None
     swapped = {"folder": snapshot.overflow_folder, "overflow_folder": snapshot.folder}
-    return job.model_copy(update={"snapshot": snapshot.model_copy(update=swapped)})
+    return snapshot.model_copy(update=swapped)
 
 
-def with_folder_here(job: JobConfig, workers: int, slot_bytes: int) -> tuple[JobConfig, str | None]:
-    """Choose the folder for all slots on one machine; returns the job and a note, None without one.
+def overflow_here(job: JobConfig, workers: int, slot_bytes: int) -> tuple[bool, str | None]:
+    """Whether one machine's slots go to the overflow folder, and a note, None without one.
 
     Raises:
         ConfigError: neither has room.
     """
-    need = job.snapshot.slots * slot_bytes * workers
+    need = job.snapshot.slots * slot_bytes * workers + small_files_bytes(job, workers)
     need -= sum(map(kept_bytes, run_folders(job)))  # committed, and gone, before the first slot is made
     overflow = job.snapshot.overflow_folder
     if overflow and kept_bytes(run_folder(overflow, job.name)):
-        return in_overflow(job), _kept_note(overflow)
+        return True, _kept_note(overflow)
     try:
         folder, note = choose_folder(job.snapshot.folder, overflow, need)
     except SlotError as error:
         raise ConfigError(f"snapshot.folder: {error}") from error
-    return (in_overflow(job), f"snapshot.folder: {note}") if folder == overflow else (job, None)
+    return (True, f"snapshot.folder: {note}") if folder == overflow else (False, None)
 
 
 def plan_with_folder(
     job: JobConfig, device: str, nodes: Sequence[InventoryNode]
-) -> tuple[JobConfig, Plan, str | None]:
-    """Plan for nodes of a cluster; the job, with the folder in which more of them have room, and a note.
+) -> tuple[Plan, bool, str | None]:
+    """Plan for nodes of a cluster; whether more of them have room in the overflow folder, and a note.
 
     Raises:
         ConfigError: no layout fits, or too few nodes have room in either folder.
     """
     overflow = job.snapshot.overflow_folder
     if overflow is None:
-        return job, plan(job, device, nodes), None
+        return plan(job, device, nodes), False, None
     there = [replace(n, facts=replace(n.facts, snapshot_bytes=n.facts.overflow_bytes)) for n in nodes]
-    moved = in_overflow(job)
+    moved = job.model_copy(update={"snapshot": in_overflow(job.snapshot)})
     if any(node.facts.overflow_kept for node in nodes):
-        return moved, plan(moved, device, there), _kept_note(overflow)
+        return plan(moved, device, there), True, _kept_note(overflow)
     try:
         found = plan(job, device, nodes)
     except ConfigError as error:
-        return moved, plan(moved, device, there), _moved_note(error.problems[0], overflow)
+        return plan(moved, device, there), True, _moved_note(error.problems[0], overflow)
     if found.left_out:
         second = plan(moved, device, there) if _some_room(there) else found
         if len(second.left_out) < len(found.left_out):
-            return moved, second, _moved_note(found.left_out[0], overflow)
-    return job, found, None
+            return second, True, _moved_note(found.left_out[0], overflow)
+    return found, False, None
 
 
 def _some_room(nodes: Sequence[InventoryNode]) -> bool:

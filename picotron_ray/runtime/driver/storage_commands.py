@@ -8,17 +8,17 @@ from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage, decode_json, get_or_none
 from picotron_ray.checkpoint.storage.open import open_storage
-from picotron_ray.checkpoint.store.gc import collect
+from picotron_ray.checkpoint.store.gc import collect, rewind_reach
 from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
+from picotron_ray.checkpoint.store.verify import latest_good, stream_ledger, verify_all
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
-from picotron_ray.errors import ConfigError, CorruptError, DataError
+from picotron_ray.errors import ConfigError, CorruptError, DataError, naming
 from picotron_ray.runtime.driver.follow_run import find_coordinator
 from picotron_ray.runtime.driver.resolve_job import (
     INIT_FROM,
@@ -26,7 +26,6 @@ from picotron_ray.runtime.driver.resolve_job import (
     SAME_RUN,
     STORAGE,
     ResolvedJob,
-    naming,
     resolve,
 )
 from picotron_ray.runtime.ray_cluster import local_ray
@@ -34,10 +33,10 @@ from picotron_ray.runtime.ray_cluster.names import cache_folder
 from picotron_ray.runtime.run_storage.data_record import check_data
 
 
-def _open(job: JobConfig) -> tuple[Storage, RunLog]:
+def _open(job: JobConfig, blocks: bool = True) -> tuple[Storage, RunLog]:
     """The run's storage and log; ConfigError where nothing of that run is there."""
     storage = open_storage(job.storage, job.name)
-    log = RunLog(storage)
+    log = RunLog(storage, blocks=blocks)
     log.refresh()
     if not log.entries() and not log.complaints():
         raise ConfigError(
@@ -66,7 +65,7 @@ def list_commits(job: JobConfig) -> list[dict[str, Any]]:
 
 def verify_commits(job: JobConfig) -> list[dict[str, Any]]:
     """Every commit, newest first, with what is wrong with it, and the log's own damage."""
-    storage, log = _open(job)
+    storage, log = _open(job, blocks=False)  # each entry is read where it lies
     rows = [{"step": "-", "generation": "-", "problems": [line]} for line in log.complaints()]
     for report in verify_all(storage, log):
         body = report.entry.body
@@ -119,7 +118,7 @@ def collect_garbage(job: JobConfig) -> dict[str, Any]:
     _refuse_running(job.name)
     storage, log = _open(job)
     log.claim_term(f"{socket.gethostname()}:{os.getpid()}:gc")
-    report = collect(storage, log, job.checkpoint)
+    report = collect(storage, log, job.checkpoint, rewind_reach(job))
     return {
         "retired": len(report.retired),
         "condemned": report.condemned,
@@ -162,12 +161,11 @@ def verify_ledger(job: JobConfig) -> dict[str, Any]:
     good = latest_good(storage, log)
     if good is None:
         raise ConfigError(f"name: run {job.name!r} has no commit yet, so no ledger to verify")
-    lines = read_ledger(storage, good.manifest)
     data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
     check_data(storage, job.name, data.fingerprint)
     manifest = good.manifest
     report = check(
-        lines,
+        stream_ledger(storage, good.manifest),
         data.train,
         job.seed,
         job.data.global_batch,

@@ -18,9 +18,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,32 +31,35 @@ from picotron_ray.checkpoint.shard_service.channel import Endpoint
 from picotron_ray.checkpoint.shard_service.server import ShardServer
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
-from picotron_ray.checkpoint.snapshot.slot_reader import set_pinned
-from picotron_ray.checkpoint.snapshot.slot_sweep import owner
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, SlotInfo
-from picotron_ray.errors import FencedError
+from picotron_ray.errors import FencedError, UnmarkedError
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
 from picotron_ray.runtime.node_agent.beats import Beats, Figures
-from picotron_ray.runtime.node_agent.burial import bury
+from picotron_ray.runtime.node_agent.burial import Burials
 from picotron_ray.runtime.node_agent.calls import call_agent, call_coordinator
 from picotron_ray.runtime.node_agent.kept_state import KeptState
+from picotron_ray.runtime.node_agent.member_calls import MemberCalls
 from picotron_ray.runtime.node_agent.metrics import AgentFigures, serve_metrics
 from picotron_ray.runtime.node_agent.oom_watch import OomWatch
 from picotron_ray.runtime.node_agent.rendezvous import RendezvousServer
 from picotron_ray.runtime.node_agent.reports import AWAY, Reports
 from picotron_ray.runtime.node_agent.seal_watch import SealWatch
+from picotron_ray.runtime.node_agent.slot_release import release_slots
 from picotron_ray.runtime.node_agent.specs import newest_spec
 from picotron_ray.runtime.node_agent.stall_watch import StallWatch
 from picotron_ray.runtime.node_agent.term_file import TermFile
 from picotron_ray.runtime.node_agent.uploads import Uploads
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots
+from picotron_ray.runtime.ray_cluster.data_notes import read_notes
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.interfaces import listen_address_or_problem
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, ledger_folder, node_folder, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import look
 from picotron_ray.runtime.ray_cluster.private_folder import remove_tree
+from picotron_ray.runtime.run_storage.shared_folder import unseen_problem
+from picotron_ray.runtime.worker.member_call import MemberEnd
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.08
@@ -69,13 +72,16 @@ class Agent:
         self._job = JobConfig.model_validate(job)
         self._node = node
         self._host, self._problem = listen_address_or_problem(self._job, host)  # told at hello
+        self._sees = ""  # identity of the run whose storage this node was found to see
         self._folder = node_folder(self._job.snapshot.folder, self._job.name, node)
         actor = ray.get_runtime_context().get_actor_id() or ""
-        cleanup.claim(self._folder)
+        cleanup.claim(self._folder, kept_slots.marker_bytes(self._job.cluster.max_workers))
         self._terms = TermFile(self._folder, actor)
         self._kept = KeptState(self._folder, self._info)
         self._back = self._terms.found  # after a death; the coordinator has not heard of it yet
         self._gpus = Gpus()
+        self._handles: dict[str, Any] = {}  # by worker, those that were called
+        self._members = MemberCalls(self._worker)
         self._gone: set[str] = set()  # workers whose end has been reported
         self._reports = Reports(self._tell)
         self._oom_watch = OomWatch()
@@ -95,9 +101,9 @@ class Agent:
         self._metrics = serve_metrics(self._job, node, self._host, AgentFigures(self._folder, self._living))
         to_agent = partial(call_agent, self._job.name)
         self._beats = Beats(node, self._job.elastic.heartbeat_s, self._tell, to_agent)
+        self._burials = Burials(self._folder, self._unburied, self._newest_spec)
         self._closing = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self._watcher.start()
+        self._watcher = self._begin_watch()
 
     # --- about this node -----------------------------------------------------------------------------
 
@@ -117,15 +123,25 @@ class Agent:
         return {
             "node": self._node,
             "pid": os.getpid(),
-            "problem": self._problem,
+            "problem": self._problem or self._unseen_storage(run),
             "versions": node_versions(self._job),
             "workers": [page.worker for page in living],
+            "data": read_notes(self._folder, [page.worker for page in living]),
             "busy": [(page.worker, page.term, page.n) for page in living if page.phase != "idle"],
+            "step_s": max((page.step_time_s for page in living if page.phase != "idle"), default=0.0),
             "spec": spec,
             **self._kept.told(self._terms.run),
             "metrics": self._metrics,
             "facts": look(self._job.snapshot.folder, self._job.name, gpus=self._gpus),
         }
+
+    def _unseen_storage(self, run: str) -> str:
+        """Look for the run's folder until it was seen once; what fails later is an outage."""
+        if not run or self._sees == run:
+            return ""
+        why = unseen_problem(self._job.storage, self._job.name, run, os.uname().nodename)
+        self._sees = self._sees if why else run
+        return why
 
     def _newest_spec(self) -> GenerationSpec | None:
         return newest_spec(self._folder)
@@ -136,7 +152,7 @@ class Agent:
 
     def figures(self) -> list[dict[str, Any]]:
         """Return the pages of the living workers, as heartbeats carry them."""
-        return [asdict(page) for page in self._living()]
+        return [page.figures() for page in self._living()]
 
     # --- slots -----------------------------------------------------------------------------------------
 
@@ -179,36 +195,37 @@ class Agent:
         self._accept(term)
         self._uploads.begin(generation, step, slots)
 
-    def release(self, term: int, generation: tuple[int, int], step: int) -> None:
-        """Unpin the slots up to a committed state, and delete those that dead workers left behind.
+    def release(
+        self,
+        term: int,
+        generation: tuple[int, int],
+        step: int,
+        keep: Sequence[SlotKey] = (),
+        committed: int = 0,
+    ) -> None:
+        """Unpin the slots up to a state, and delete what nothing needs any more (`release_slots`).
 
-        Of slots that an earlier launch kept, the committed ones go too: the new workers' need the room. Those
-        that the newest generation came from stay until a state of its own is released: it may have to be
-        started again from them. Those of an older state that is being uploaded stay too.
+        Those that the newest generation came from stay until a state of its own is released: it may have to
+        be started again from them.
+
+        Args:
+            keep: older states that are still to be committed: nothing of them changes.
+            committed: step of the newest commit; the state itself may be void.
         """
         self._accept(term)
         newest = self._newest_spec()
         older = newest is not None and generation < (newest.id.term, newest.id.n)
         needed = {info.slot for info in newest.source.slots} if newest is not None and older else set()
-        reading = self._uploads.under_way()
-        self._uploads.settle((*generation, step))
-        living = {page.worker for page in self._living()}
-        kept = self._kept.told(self._terms.run)["kept"]
-        done = {info.slot for info in kept if (*_pair(info), info.step) <= (*generation, step)}
-        if done:
-            kept_slots.let_go(self._folder, done, [n for n in done if owner(Path(n)) not in living])
-        marker = kept_slots.read_marker(self._folder)
-        for path, header in list_slots(self._folder):
-            if header.key > (*generation, step) or (marker is not None and path.name in marker["slots"]):
-                continue
-            if reading.get(path.name) == header.key != (*generation, step):
-                continue  # the released state is void or was passed over; this one may still be committed
-            dead = header.key < (*generation, step) and owner(path) not in living
-            if dead and path.name not in needed:
-                path.unlink(missing_ok=True)
-                continue
-            with suppress(FileNotFoundError):  # of a dead worker, and removed since the listing
-                set_pinned(path, False)
+        self._uploads.settle((*generation, step), keep)
+        release_slots(
+            self._folder,
+            (*generation, step),
+            self._kept.told(self._terms.run)["kept"],
+            living={page.worker for page in self._living()},
+            needed=needed,
+            keep=keep,
+            committed=committed,
+        )
 
     def keep(self, term: int, key: tuple[int, int, int]) -> None:
         """Mark the slots of state (term, n, step): the next launch finds them, whatever ends this one."""
@@ -230,8 +247,32 @@ class Agent:
         self._accept(term)
         for worker in workers:
             with suppress(ValueError):  # it has ended
-                handle = ray.get_actor(worker_actor_name(self._job.name, worker), NAMESPACE)
-                getattr(handle, method).remote(term, *arguments)
+                getattr(self._worker(worker), method).remote(term, *arguments)
+
+    def run_generation(
+        self,
+        term: int,
+        generation: tuple[int, int],
+        spec: list[Any],
+        store: tuple[str, int] | None,
+        workers: list[str],
+    ) -> list[MemberEnd]:
+        """Run members of a generation on this node, or join them; returns the first that end.
+
+        Args:
+            spec: a list of the generation's spec, or of Ray's reference to it, which each worker follows.
+        """
+        self._accept(term)
+        return self._members.run((term, GenerationId(*generation)), spec[0], store, workers)
+
+    def _worker(self, worker: str) -> Any:
+        """Handle of a worker; ValueError where it has ended. Names are never used again."""
+        handle = self._handles.get(worker)
+        if handle is None:
+            handle = self._handles[worker] = ray.get_actor(
+                worker_actor_name(self._job.name, worker), NAMESPACE
+            )
+        return handle
 
     def evidence(self, term: int, generation: tuple[int, int], most_bytes: int) -> list[dict[str, Any]]:
         """Ask the members of a generation on this node where they are; an entry for each."""
@@ -264,18 +305,26 @@ class Agent:
 
         Raises:
             FencedError: a newer coordinator goes on with the run.
+            UnmarkedError: what is to stay cannot be marked: this process goes on, and guards it.
         """
         if term is not None:
             self._accept(term)
         self._closing.set()
-        self._uploads.close()
-        self._shards.close()
         self._watcher.join(timeout=2)
+        self._burials.settle(timeout_s=2)
         for page in self._pages():
             self._kill_page(page)
-        self._rendezvous.stop()
         foreign = term is not None and "foreign" in self._kept.told(self._terms.run)
-        if foreign or (keep is not None and self._kept.mark(keep, self._terms.run)):
+        try:
+            keeps = foreign or (keep is not None and self._kept.mark(keep, self._terms.run, last=True))
+        except UnmarkedError:
+            self._closing.clear()
+            self._watcher = self._begin_watch()
+            raise
+        for part in (self._burials, self._uploads, self._shards, self._members):
+            part.close()
+        self._rendezvous.stop()
+        if keeps:
             kept_slots.strip(self._folder)
         else:
             cleanup.release(self._folder)
@@ -289,11 +338,18 @@ class Agent:
             raise FencedError(f"refused: term {term} is older than {newest}; another coordinator took over")
 
     def _pages(self) -> list[PageView]:
-        paths = sorted(self._folder.glob("*.page"))
-        return [page for path in paths if (page := read_page(path)) is not None]
+        return [page for path in sorted(self._folder.glob("*.page")) if (page := read_page(path)) is not None]
 
     def _living(self) -> list[PageView]:
         return [page for page in self._pages() if process_alive(page.pid, page.start_ticks)]
+
+    def _begin_watch(self) -> threading.Thread:
+        watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
+        watcher.start()
+        return watcher
+
+    def _unburied(self) -> list[PageView]:
+        return [page for page in self._pages() if page.worker not in self._gone]
 
     def _watch(self) -> None:
         beat, errors = 0.0, 0
@@ -324,8 +380,9 @@ class Agent:
                 cause = self._oom_watch.cause()
                 self._reports.tell(now, page.worker, "worker_exited", page.worker, cause)
                 self._gone.add(page.worker)
+                self._handles.pop(page.worker, None)
         if heartbeat:  # first: no error of what follows may silence the node
-            self._beats.send([asdict(page) for page in living], now)
+            self._beats.send([page.figures() for page in living], now)
         self._stalls.report(living, now)
         self._seal_watch.look(living, now)
         for end in self._uploads.ended():
@@ -333,7 +390,7 @@ class Agent:
         self._reports.look(now)
         if heartbeat:
             self._rendezvous.keep(now)
-            bury(self._folder, living, self._newest_spec)
+            self._burials.begin()
 
     def carry(self, node: str, figures: Figures) -> bool:
         """Take another node's heartbeat along; False where it had better call the coordinator itself."""
@@ -341,7 +398,3 @@ class Agent:
 
     def _tell(self, method: str, *arguments: Any) -> Future[Any]:
         return call_coordinator(self._job.name, method, *arguments)
-
-
-def _pair(info: SlotInfo) -> tuple[int, int]:
-    return (info.generation.term, info.generation.n)

@@ -6,6 +6,7 @@ in a folder that was emptied, has another one, and must never commit these slots
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import SlotInfo
+from picotron_ray.errors import UnmarkedError
 from picotron_ray.runtime.node_agent.specs import newest_spec
 from picotron_ray.runtime.ray_cluster import kept_slots
+
+log = logging.getLogger(__name__)
 
 
 class KeptState:
@@ -39,11 +43,15 @@ class KeptState:
         kept = tuple(self._info(path, header) for path, header in listed if path.name in marker["slots"])
         return {"kept": kept, "kept_by": decode_spec(marker["spec"]) if marker["spec"] else None}
 
-    def mark(self, key: tuple[int, ...], run: str) -> bool:
+    def mark(self, key: tuple[int, ...], run: str, *, last: bool = False) -> bool:
         """Mark the slots of a state beside those that are marked already; False where there are none.
 
         Args:
             key: (term, n, step); empty: all that are sealed.
+            last: no worker lives, and no other slots are needed: they go where the marker has no room.
+
+        Raises:
+            UnmarkedError: no marker can be written, in the folder or on disk.
         """
         before = self.told(run)
         if "foreign" in before:
@@ -56,5 +64,24 @@ class KeptState:
         }
         if slots:
             spec = plain(newest_spec(self._folder) or before["kept_by"])
-            kept_slots.mark(self._folder, slots, spec, run)
+            try:
+                self._write(slots, spec, run, last)
+            except UnmarkedError:
+                if slots.keys() != marked:  # else the marker that is there names them all
+                    raise
         return bool(slots)
+
+    def _write(self, slots: dict[str, int], spec: Any, run: str, last: bool) -> None:
+        alone = (kept_slots.mark_alone,) if last else ()
+        why: OSError | None = None
+        for write in (kept_slots.mark, *alone, kept_slots.mark_aside):
+            try:
+                write(self._folder, slots, spec, run)
+                return
+            except OSError as error:
+                log.warning("kept slots: %s failed: %s", write.__name__, error)
+                why = why or error
+        steps = ", ".join(map(str, sorted(set(slots.values()))))
+        raise UnmarkedError(
+            f"step {steps} in {self._folder} cannot be marked as kept: {why}; make room there"
+        ) from why

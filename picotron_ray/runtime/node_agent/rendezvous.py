@@ -29,12 +29,16 @@ log = logging.getLogger(__name__)
 RECORD = "rendezvous.json"
 POLL_S = 0.02
 START_TIMEOUT_S = 40.0
-FROZEN_S = 10.0
-"""Age of the record from which on its server counts as frozen: it touches the record five times a second."""
+FROZEN_S = 1.0
+"""Age of the record from which on its server counts as silent: it touches the record five times a second."""
 AGAIN_S = 10.0
 """Pause between two starts of servers that nobody waits for."""
-GRACE_S = 1.0
-"""Time for a server to touch it after the whole node was stopped and goes on."""
+GRACE_S = 2.0
+"""Time for a silent server to touch it, while this process looks: else it is frozen, and is replaced.
+
+A client that has connected to a frozen server learns nothing of its end: torch tries the address again until
+the rendezvous itself takes too long. So whoever asks for the address waits rather than gets a frozen one's.
+"""
 
 
 class RendezvousServer:
@@ -56,7 +60,7 @@ class RendezvousServer:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._again_s, self._frozen_s = 0.0, math.inf
+        self._again_s, self._silent_s = 0.0, math.inf
         self.replaced = 0
         """How many servers were found frozen, or did not start."""
 
@@ -73,24 +77,14 @@ class RendezvousServer:
         if now_s < self._again_s or self._stopped.is_set() or not self._lock.acquire(blocking=False):
             return
         try:
-            if self._living() is not None:
-                self._replace_frozen(now_s)
-            elif self._process is None or self._process.poll() is not None:
+            frozen = self._is_frozen(now_s)
+            if frozen:
+                self._replace()
+            if frozen or (self._living() is None and not self._starting()):
                 self._again_s = now_s + AGAIN_S
                 self._start()
         finally:
             self._lock.release()
-
-    def _replace_frozen(self, now_s: float) -> None:
-        """Replace a living server that was silent at an earlier look too: not the whole node stood still."""
-        if self._age_s() <= FROZEN_S:
-            self._frozen_s = math.inf
-        elif now_s - self._frozen_s > GRACE_S:
-            self._again_s, self._frozen_s = now_s + AGAIN_S, math.inf
-            self._replace()
-            self._start()
-        else:
-            self._frozen_s = min(self._frozen_s, now_s)
 
     def address(self) -> tuple[str, int]:
         """Return the (host, port) of the living server, or of a new one once it listens.
@@ -98,9 +92,11 @@ class RendezvousServer:
         Raises:
             PicotronError: it ended before it listened, took too long, or ``stop`` was called meanwhile.
         """
-        frozen = self._is_frozen()
+        while not (frozen := self._is_frozen(time.monotonic())) and self._silent_s < math.inf:
+            if self._stopped.wait(POLL_S):
+                break
         with self._lock:
-            if frozen and self._looks_frozen():  # nobody else has replaced it meanwhile
+            if frozen and self._is_frozen(time.monotonic()):  # nobody else has replaced it meanwhile
                 log.warning("the rendezvous store at %s is frozen: it is replaced", self._host)
                 self._replace()
             self._start()
@@ -117,23 +113,22 @@ class RendezvousServer:
             raise PicotronError(f"the rendezvous store at {self._host} was stopped: the run has ended here")
         if self._living() is not None:  # since the caller looked
             return
-        if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
+        if not self._starting() or time.monotonic() > deadline:
             self._replace()
             raise PicotronError(
                 f"the rendezvous store at {self._host} did not start; the node's log says why"
             )
 
-    def _is_frozen(self) -> bool:
-        """Whether a living server has not answered itself for too long."""
-        deadline = time.monotonic() + GRACE_S
-        while self._looks_frozen():
-            if time.monotonic() > deadline:
-                return True
-            self._stopped.wait(POLL_S)
-        return False
+    def _is_frozen(self, now_s: float) -> bool:
+        """Whether a living server is silent, and was at a look before: not the whole node stood still.
 
-    def _looks_frozen(self) -> bool:
-        return self._living() is not None and self._age_s() > FROZEN_S
+        ``_silent_s`` is when it was first found silent.
+        """
+        if self._living() is None or self._age_s() <= FROZEN_S:
+            self._silent_s = math.inf
+            return False
+        self._silent_s = min(self._silent_s, now_s)
+        return now_s - self._silent_s > GRACE_S
 
     def _age_s(self) -> float:
         try:
@@ -143,6 +138,7 @@ class RendezvousServer:
 
     def _replace(self) -> None:
         self.replaced += 1
+        self._silent_s = math.inf
         self._kill(read_record(self._path))
 
     def stop(self) -> None:
@@ -155,7 +151,7 @@ class RendezvousServer:
     def _start(self) -> None:
         if self._stopped.is_set():
             return
-        if self._living() is not None or (self._process is not None and self._process.poll() is None):
+        if self._living() is not None or self._starting():
             return
         self._kill(read_record(self._path))
         command = [sys.executable, "-m", "picotron_ray.comm.rendezvous_store"]
@@ -163,6 +159,10 @@ class RendezvousServer:
         command += ["--record", str(self._path), "--owner", self._owner]
         # a session of its own: whatever ends the agent and all of its group does not end the server
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+
+    def _starting(self) -> bool:
+        """Whether a process of this agent runs that is, or may come to be, the server."""
+        return self._process is not None and self._process.poll() is None
 
     def _living(self) -> dict[str, Any] | None:
         """The record of a server of this agent that lives."""

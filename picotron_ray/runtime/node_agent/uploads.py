@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Collection
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,13 +81,6 @@ class Uploads:
             full = isinstance(error, StorageFullError)
             self._ended.put(Ended(*key, part, _told(error), full))
 
-    def under_way(self) -> dict[str, SlotKey]:
-        """Return the slots that are being put into storage, and the state in each."""
-        with self._lock:
-            return {
-                slot: (*generation, step) for generation, step, slots in self._under_way for slot in slots
-            }
-
     def ended(self) -> list[Ended]:
         """Return the uploads that ended since the last call."""
         return [self._ended.get() for _ in range(self._ended.qsize())]
@@ -127,10 +121,10 @@ class Uploads:
                 self._opened = storage, Intents(storage)
             return self._opened
 
-    def settle(self, state: tuple[int, int, int]) -> None:
-        """Let go of what was begun for states up to this one; it is committed or given up."""
+    def settle(self, state: SlotKey, spared: Collection[SlotKey] = ()) -> None:
+        """Let go of what was begun for states up to this one, but ``spared``; it is committed or given up."""
         if self._opened is not None:
-            self._opened[1].settle(state)
+            self._opened[1].settle(state, spared)
 
     def close(self) -> None:
         """Begin no more uploads."""

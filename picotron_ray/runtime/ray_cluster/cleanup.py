@@ -9,6 +9,7 @@ and removes those beside it whose agent and workers are dead.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterable
@@ -17,9 +18,11 @@ from pathlib import Path
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.heartbeat import process_alive, process_start_ticks, read_page
-from picotron_ray.runtime.ray_cluster import kept_slots, local_ray, private_folder
+from picotron_ray.runtime.ray_cluster import kept_slots, local_ray, private_folder, reserved_room
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
+
+log = logging.getLogger(__name__)
 
 
 def clear(job: JobConfig, dead: LocalRay | None) -> None:
@@ -57,14 +60,24 @@ UNSIGNED_GRACE_S = 60.0
 """An unsigned folder of that age is no agent's that is just starting."""
 
 
-def claim(folder: Path) -> None:
+def claim(folder: Path, marker_bytes: int = 0) -> None:
     """Make and sign a node's folder; remove those of dead nodes of the same run beside it.
 
     Slots that such a node keeps are taken over.
+
+    Args:
+        marker_bytes: room to reserve for a marker, before slots take it all.
     """
     private_folder.make(folder)
     signature = f"{os.getpid()} {process_start_ticks(os.getpid())}"
     private_folder.write_text(folder / SIGNATURE, signature)
+    if marker_bytes:
+        try:
+            reserved_room.reserve(folder, marker_bytes)
+        except OSError as error:  # it may have more by the time that slots are to be kept
+            log.warning(
+                "no room to keep slots after this run, %d bytes in %s: %s", marker_bytes, folder, error
+            )
     for other in folder.parent.iterdir():
         if other == folder or not private_folder.is_own(other):
             continue

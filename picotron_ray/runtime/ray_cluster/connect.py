@@ -9,8 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Literal
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, PicotronError
@@ -76,12 +80,15 @@ def _refresh_authentication() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
+REACH_S = 2.5
+"""Longest wait for somebody to listen at an address, the search for its name included."""
 PROBE_S = 5.0
 """Longest wait for the answer to one call."""
 ANSWER_S = 20.0
-"""Longest wait for a Ray that does not answer yet, as its head is starting."""
-PROBE_PAUSE_S = 1.0
+"""Longest wait for what listens there to answer as a Ray does: its head may be starting."""
+REACH_PAUSE_S = 0.25
 
+_START_IT = "start it (`ray start --head`), or unset RAY_ADDRESS for a Ray of this machine"
 _SET_TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to that cluster's token"
 
 
@@ -89,10 +96,12 @@ def connect_to(address: str) -> None:
     """``ray.init`` to an address; raises ClusterError where nothing answers, or where it refuses us."""
     import ray
 
-    if address.startswith("ray://"):
+    if "://" in address:
+        is_client = address.startswith("ray://")
+        why = "but Ray Client cannot hold a run" if is_client else "which is no Ray's address"
         raise ClusterError(
-            f"RAY_ADDRESS: saw {address!r}, but Ray Client cannot hold a run; use the head's host:port on a"
-            " machine of the cluster, or `ray job submit -- python -m picotron_ray.launch ...`"
+            f"RAY_ADDRESS: saw {address!r}, {why}; use the head's host:port on a machine of the cluster, or"
+            " `ray job submit -- python -m picotron_ray.launch ...`"
         )
     _probe(address)
     try:
@@ -112,7 +121,7 @@ def _probe(address: str) -> None:
     """Call until it answers, with the token that Ray would use: ``ray.init`` retries for many minutes.
 
     Raises:
-        ClusterError: nothing answers, or the cluster wants a token and not this one.
+        ClusterError: nothing listens or answers, or the cluster wants a token and not this one.
     """
     from ray._private.services import canonicalize_bootstrap_address
 
@@ -120,18 +129,51 @@ def _probe(address: str) -> None:
         where = canonicalize_bootstrap_address(address)
     except (ValueError, OSError) as error:
         raise ClusterError(f"RAY_ADDRESS: saw {address!r}, expected auto or host:port: {error}") from error
-    until = time.monotonic() + ANSWER_S
-    while where is not None and not _answers(where):
-        if time.monotonic() >= until:
+    if where is None:
+        return
+    if (why := _why_unreached(where)) is not None:
+        raise ClusterError(f"no Ray answers at {address!r}: {why}; {_START_IT}")
+    began = time.monotonic()
+    while (found := _answer(where)) != "ray":
+        patience_s = ANSWER_S if found == "silent" else REACH_S
+        if time.monotonic() - began >= patience_s:
+            what = f"nothing within {ANSWER_S:g} s" if found == "silent" else "as no Ray does"
             raise ClusterError(
-                f"no Ray answers at {address!r} within {ANSWER_S:g} s; start it (`ray start --head`), or"
-                " unset RAY_ADDRESS for a Ray of this machine"
+                f"no Ray answers at {address!r}: what listens there answers {what}; name the port of its head"
+                f" (6379 unless it was started with another), or {_START_IT}"
             )
-        time.sleep(PROBE_PAUSE_S)
+        time.sleep(REACH_PAUSE_S)
 
 
-def _answers(where: str) -> bool:
-    """Make one call; False where nothing listens, or says nothing."""
+def _why_unreached(where: str) -> str | None:
+    """Explain why nobody takes a connection at an address; None as soon as somebody does.
+
+    In a thread of its own: a search for a name may hang for longer than anybody waits.
+    """
+    answer: Future[str | None] = Future()
+    threading.Thread(target=lambda: answer.set_result(_tried(where)), name="reach", daemon=True).start()
+    try:
+        return answer.result(REACH_S)
+    except TimeoutError:
+        return f"no connection within {REACH_S:g} s"
+
+
+def _tried(where: str) -> str | None:
+    host, _, port = where.rpartition(":")
+    until = time.monotonic() + REACH_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        except (OSError, ValueError, OverflowError) as error:
+            if time.monotonic() + REACH_PAUSE_S >= until:
+                return getattr(error, "strerror", None) or str(error)
+            time.sleep(REACH_PAUSE_S)
+        else:
+            return None
+
+
+def _answer(where: str) -> Literal["ray", "silent", "other"]:
+    """Make one call; returns who answered."""
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -149,5 +191,8 @@ def _answers(where: str) -> bool:
                     f"the Ray at {where} refuses the token that this process has, or has none"
                     f" ({error.details()}); {_SET_TOKEN}"
                 ) from error
-            return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-    return True
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return "silent"
+            others = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)  # no gRPC, or not Ray's
+            return "other" if error.code() in others else "ray"
+    return "ray"

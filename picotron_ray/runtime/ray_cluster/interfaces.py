@@ -77,13 +77,6 @@ def listen_address_or_problem(job: JobConfig, node_host: str) -> tuple[str, str]
         return "127.0.0.1", str(error)
 
 
-def on_loopback(job: JobConfig) -> JobConfig:
-    """The job with the loopback for every interface and address that it does not name."""
-    metrics = job.metrics.model_copy(update={"host": job.metrics.host or "127.0.0.1"})
-    cluster = job.cluster.model_copy(update={"interface": job.cluster.interface or "lo"})
-    return job.model_copy(update={"metrics": metrics, "cluster": cluster})
-
-
 def carry_collectives(job: JobConfig, node_host: str, environment: MutableMapping[str, str]) -> None:
     """Have gloo, and NCCL where an interface is named, listen at the run's interface alone.
 

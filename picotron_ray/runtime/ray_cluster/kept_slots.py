@@ -7,6 +7,7 @@ its Ray and all cleaning up. The next launch's agents move the slots into folder
 uncommitted: only the word of a user does that.
 
 Whatever is killed in between: the marker is written before files move, and unlinked before they are deleted.
+Slots fill their file system, and a marker needs room there: an agent reserves it early (`reserved_room`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import Any
 from blake3 import blake3
 
 from picotron_ray.coordinator.messages import Source
-from picotron_ray.runtime.ray_cluster import names
+from picotron_ray.runtime.ray_cluster import names, reserved_room
 from picotron_ray.runtime.ray_cluster.private_folder import is_own, remove_tree, write_text
 
 log = logging.getLogger(__name__)
 MARKER = "kept.json"
+ASIDE = ".marker"
+"""Suffix of a marker that is on disk, beside the notes of where slots are kept."""
 MARKED_ALONE = (0, 0, 0)
 """Key of a state that no slot has: an agent that is to keep that keeps what is marked already."""
 
@@ -52,6 +55,11 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
     return {"run": "", **marker}
 
 
+def marker_bytes(max_workers: int) -> int:
+    """Room that the marker of a node takes at most, in a run of so many workers: most of it is the spec."""
+    return 16_384 + 512 * max_workers
+
+
 def is_foreign(marker: dict[str, Any], run: str) -> bool:
     """Whether a marker is of another run than the one of that identity; an unknown one may be any run's."""
     return bool(run and marker["run"]) and marker["run"] != run
@@ -63,8 +71,32 @@ def mark(folder: Path, slots: dict[str, int], spec: Any, run: str = "") -> None:
     Args:
         spec: the newest generation's, as JSON; a later launch may find no log entry of it.
         run: identity of the run; "" where it is not known.
+
+    Raises:
+        OSError: there is no room for the marker; what was marked before is.
     """
-    write_text(folder / MARKER, json.dumps({"slots": slots, "spec": spec, "run": run}), durable=True)
+    reserved_room.write(folder / MARKER, json.dumps({"slots": slots, "spec": spec, "run": run}))
+    _enter(folder.parent)
+
+
+def mark_alone(folder: Path, slots: dict[str, int], spec: Any, run: str = "") -> None:
+    """Mark slots of dead workers; other slots and the pages go first, to make room for the marker."""
+    for path in (*folder.glob("*.slot"), *folder.glob("*.page")):
+        if path.name not in slots:
+            path.unlink()
+    mark(folder, slots, spec, run)
+
+
+def mark_aside(folder: Path, slots: dict[str, int], spec: Any, run: str = "") -> None:
+    """Mark slots by a link to a marker on this machine's disk; a short link takes no room itself."""
+    index = names.kept_index(folder.parent.name)
+    index.mkdir(parents=True, exist_ok=True)
+    aside = index / f"{blake3(bytes(folder)).hexdigest()[:16]}{ASIDE}"
+    write_text(aside, json.dumps({"slots": slots, "spec": spec, "run": run}), durable=True)
+    link = folder / f"{MARKER}.new"
+    link.unlink(missing_ok=True)
+    link.symlink_to(aside)
+    link.rename(folder / MARKER)
     _enter(folder.parent)
 
 
@@ -82,6 +114,8 @@ def entered(run: str) -> list[Path]:
     """Run folders of this machine that keep slots of a run; entries of others are removed."""
     found = []
     for entry in sorted(names.kept_index(run).glob("*")):
+        if entry.suffix == ASIDE:
+            continue
         folder = Path(entry.read_text())
         if folder.name == run and keeping([folder]):
             found.append(folder)
@@ -95,7 +129,7 @@ def strip(folder: Path) -> None:
     marker = read_marker(folder)
     for path in folder.iterdir():
         if path.name != MARKER and (marker is None or path.name not in marker["slots"]):
-            path.unlink()
+            path.unlink(missing_ok=True)  # a burial may still be under way
 
 
 def take_over(folder: Path, other: Path) -> None:
@@ -126,7 +160,7 @@ def let_go(folder: Path, slots: Collection[str], dead: Iterable[str]) -> None:
     if left:
         mark(folder, left, marker["spec"], marker["run"])
     else:
-        (folder / MARKER).unlink()
+        reserved_room.remove(folder / MARKER)
     for name in dead:
         (folder / name).unlink(missing_ok=True)
 
@@ -148,6 +182,28 @@ def foreign_step(run_folders: Iterable[Path], run: str) -> int | None:
     markers = [read_marker(folder) for folder in keeping(run_folders)]
     steps = [s for marker in markers if marker and is_foreign(marker, run) for s in marker["slots"].values()]
     return max(steps, default=None)
+
+
+def kept_elsewhere(run: str, bases: Collection[str], identity: str) -> tuple[int, str] | None:
+    """Newest step of a run that this machine keeps where no launch with these folders looks, and where.
+
+    Args:
+        bases: the launch's ``snapshot.folder`` and ``overflow_folder``.
+        identity: of the run; what another run of its name keeps does not count.
+
+    Returns:
+        the step and the ``snapshot.folder`` of the launch that kept it; None where nothing is kept so.
+    """
+    looked = {run_folder.absolute() for run_folder in (names.run_folder(base, run) for base in bases)}
+    found = []
+    for entry in names.kept_index(run).glob("*"):  # left alone: on a shared disk it may be another node's
+        folder = Path(entry.read_text())
+        if folder.name != run or folder in looked:
+            continue
+        markers = [read_marker(path) for path in keeping([folder])]
+        steps = [s for m in markers if m and not is_foreign(m, identity) for s in m["slots"].values()]
+        found += [(step, str(folder.parent.parent)) for step in steps]
+    return max(found, default=None)
 
 
 def foreign_text(step: int, run: str) -> str:

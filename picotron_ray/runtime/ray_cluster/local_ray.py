@@ -28,10 +28,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from picotron_ray.errors import PicotronError
+from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.runtime.ray_cluster import kept_slots, processes
 
+LEAST_START_S = 5.0  # a start takes about 4 s
 OBJECT_STORE_BYTES = 128 * 2**20
+TOO_SLOW = "timed out during startup"  # of Ray 2.x, after 30 s that nobody can change
 """Next to nothing goes through Ray's object store; 30 % of memory, Ray's default, is for others."""
 _children: list[subprocess.Popen[bytes]] = []
 """Supervisors that this process started: kept, since they shall outlive it without a warning."""
@@ -41,6 +43,10 @@ ENDED = "PICOTRON_LOCAL_RAY_ENDED"
 
 class LocalRayError(PicotronError):
     """The local Ray did not start, or did not stop."""
+
+
+class SlowRayError(LocalRayError):
+    """Ray gave its own start up, because the machine was too slow for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +81,19 @@ def state_file(run: str) -> Path:
     return state_folder() / f"{run}.json"
 
 
+def lock_file(run: str) -> Path:
+    """Path of a run's start/stop lock; a name that was never launched here has none."""
+    return state_folder() / f"{run}.lock"
+
+
 def ended_file(temp_folder: Path) -> Path:
     """File that exists once the run is over."""
     return temp_folder / "ended"
+
+
+def exit_file(temp_folder: Path) -> Path:
+    """File that exists once Ray's head has ended by itself, with its exit status."""
+    return temp_folder / "exit-status"
 
 
 def rays_folder(temp_folder: Path) -> Path:
@@ -95,6 +111,23 @@ def default_temp_folder(run: str, states: Path | None = None) -> Path:
     return Path(tempfile.gettempdir()) / f"picotron-{os.getuid()}-{digest}"
 
 
+SOCKET_NAMES = len("/session_2026-11-23_10-29-44_375116_/sockets/plasma_store")
+"""Characters of Ray's longest socket path below its folder, but for the number of its process."""
+SOCKET_PATH = 107
+"""Most characters of a socket's path on Linux (unix(7))."""
+
+
+def refuse_long_folder(run: str) -> None:
+    """Raise ConfigError where Ray could not make its sockets: it would try for minutes, in silence."""
+    folder, temporary = str(rays_folder(default_temp_folder(run))), tempfile.gettempdir()
+    room = SOCKET_PATH - SOCKET_NAMES - len(str(os.getpid())) - len(folder)
+    if room < 0:
+        raise ConfigError(
+            f"TMPDIR: saw {temporary}, expected at most {len(temporary) + room} characters: paths of Ray's"
+            f" sockets below it may have {SOCKET_PATH}; set it to a shorter folder, such as /tmp"
+        )
+
+
 def log_folder(run: str) -> Path:
     """Ray's logs of the run's newest local Ray; they stay after its end."""
     return rays_folder(default_temp_folder(run)) / "session_latest" / "logs"
@@ -102,21 +135,42 @@ def log_folder(run: str) -> Path:
 
 @contextlib.contextmanager
 def locked(run: str) -> Iterator[None]:
-    """Hold the start/stop lock of a run name on this machine."""
-    state_folder().mkdir(parents=True, exist_ok=True)
-    with (state_folder() / f"{run}.lock").open("w") as file:
+    """Hold the start/stop lock of a run name on this machine.
+
+    Raises:
+        ConfigError: this user has no folder for it.
+    """
+    path = lock_file(run)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"XDG_STATE_HOME: {path.parent} cannot be written ({error.strerror}), where launch remembers its"
+            " runs; make it writable, or set XDG_STATE_HOME to a folder of yours"
+        ) from error
+    with lock as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def find(run: str) -> LocalRay | None:
-    """Read the state file of that run's Ray, which need not be alive; None where there is none."""
+    """Read the state file of that run's Ray, which need not be alive; None where there is none.
+
+    Raises:
+        LocalRayError: it cannot be read.
+    """
+    path = state_file(run)
     try:
-        values = json.loads(state_file(run).read_text())
+        values = json.loads(path.read_text())
+        return LocalRay(**{**values, "folders": tuple(values["folders"])})
     except FileNotFoundError:
         return None
-    values["folders"] = tuple(values["folders"])
-    return LocalRay(**values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise LocalRayError(
+            f"{path} cannot be read ({error}), which tells of the Ray of run {run!r}; end that by hand, then"
+            " remove the file"
+        ) from error
 
 
 def runs() -> list[str]:
@@ -183,12 +237,26 @@ def start(
 ) -> LocalRay:
     """Start a Ray with ``cpus`` CPU slots and wait until it takes connections (about 4 s).
 
-    Cleans up after a dead Ray of that name first. Raises LocalRayError with the end of Ray's own output.
+    Ray gives its own start 30 s, which a busy machine may not keep: it is started again then, for as long as
+    ``timeout_s`` allows. Cleans up after a dead Ray of that name first. Raises LocalRayError with the end of
+    Ray's own output.
     """
-    old = find(run)
-    if old is not None:
-        stop(old, grace_s=0.0)
+    deadline = time.monotonic() + timeout_s
     temp_folder = temp_folder or default_temp_folder(run)
+    while True:
+        old = find(run)
+        if old is not None:
+            stop(old, grace_s=0.0)
+        try:
+            return _start_once(run, cpus, gpus, folders, temp_folder, deadline - time.monotonic())
+        except SlowRayError:
+            if deadline - time.monotonic() < LEAST_START_S:
+                raise
+
+
+def _start_once(
+    run: str, cpus: int, gpus: int | None, folders: Sequence[Path], temp_folder: Path, timeout_s: float
+) -> LocalRay:
     shutil.rmtree(temp_folder, ignore_errors=True)
     try:
         temp_folder.mkdir(mode=0o700, parents=True)
@@ -232,15 +300,17 @@ def _wait_for_address(process: subprocess.Popen[bytes], temp_folder: Path, timeo
     log = temp_folder / "ray.log"
     # Written last of all, after "Ray runtime started" was printed.
     written = rays_folder(temp_folder) / "ray_current_cluster"
+    left = exit_file(temp_folder)
     deadline = time.monotonic() + timeout_s
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.poll() is None and not left.exists() and time.monotonic() < deadline:
         if written.exists() and (address := written.read_text().strip()):
             return address
         time.sleep(0.05)
-    code = process.returncode
-    what = f"was not up in {timeout_s:g} s" if code is None else f"exited with {code}"
+    code = left.read_text() if left.exists() else process.returncode
+    what = f"was not up in {timeout_s:.3g} s" if code is None else f"exited with {code}"
     last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
-    raise LocalRayError(f"the local Ray {what}: {last[0].strip()[:300]} (all of it: {log})")
+    kind = SlowRayError if TOO_SLOW in last[0] else LocalRayError
+    raise kind(f"the local Ray {what}: {last[0].strip()[:300]} (all of it: {log})")
 
 
 def stop(ray: LocalRay, grace_s: float = 3.0, discard: bool = False) -> None:

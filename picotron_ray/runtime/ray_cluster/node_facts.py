@@ -11,15 +11,17 @@ import os
 from dataclasses import dataclass, field, replace
 
 from picotron_ray.checkpoint.snapshot.slot_file import free_bytes
-from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import Capability
 from picotron_ray.observability.nvml import Card, Gpus
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes, share_of
 from picotron_ray.runtime.ray_cluster.interfaces import interface_problem
-from picotron_ray.runtime.ray_cluster.kept_slots import keeping
+from picotron_ray.runtime.ray_cluster.kept_slots import keeping, marker_bytes
 from picotron_ray.runtime.ray_cluster.names import run_folder
 from picotron_ray.runtime.ray_cluster.private_folder import problem, user_folder
+
+WORKER_FILES_BYTES = 65_536
+"""Of one worker, but for its spec: a heartbeat page, notes, and the stacks of a hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,8 @@ class NodeFacts:
 
     Fields:
         cards: GPUs that its driver shows; none where there is no driver.
-        snapshot_bytes: what slots of the run may take in ``snapshot.folder`` there: free bytes, and those of
-            the slots that it has from before.
+        snapshot_bytes: what the run may take in ``snapshot.folder`` there: free bytes, and those of the files
+            that it has from before.
         overflow_bytes: the same of ``snapshot.overflow_folder``.
         overflow_kept: whether an earlier launch has left slots there.
         folder_problem: why this user cannot have a folder in ``snapshot.folder``; empty: it can.
@@ -71,15 +73,22 @@ class NodeFacts:
 
 def snapshot_problem(job: JobConfig, room_bytes: int, slot_bytes: int, workers: int) -> str | None:
     """Explain why a node has no room for the slots of its workers; None where it has."""
-    need = job.snapshot.slots * slot_bytes * min(workers, job.cluster.max_workers)
-    if need <= room_bytes:
+    workers = min(workers, job.cluster.max_workers)
+    need = job.snapshot.slots * slot_bytes * workers + small_files_bytes(job, workers)
+    if not slot_bytes or need <= room_bytes:
         return None
     return (
         f"snapshot.folder: saw room for {room_bytes / 1e9:.3g} GB in {job.snapshot.folder}, expected"
         f" {need / 1e9:.3g} GB for {job.snapshot.slots} slots of {slot_bytes / 1e9:.3g} GB for each of"
-        f" {min(workers, job.cluster.max_workers)} workers; enlarge it, lower snapshot.slots, or"
-        " name a disk folder in snapshot.overflow_folder"
+        f" {workers} workers, and small files; enlarge it, lower snapshot.slots, or name a disk folder in"
+        " snapshot.overflow_folder"
     )
+
+
+def small_files_bytes(job: JobConfig, workers: int) -> int:
+    """Room that a node needs beside its slots: markers, and each worker's page, spec, note and evidence."""
+    marker = marker_bytes(job.cluster.max_workers)
+    return 3 * marker + workers * (marker + WORKER_FILES_BYTES)
 
 
 def look(
@@ -109,7 +118,7 @@ def _snapshot_bytes(folder: str, run: str) -> int:
     found = 0
     with contextlib.suppress(OSError):  # no such folder: no room
         found = free_bytes(folder)
-        for slot in run_folder(folder, run).glob(f"*/*{SUFFIX}"):
+        for file in run_folder(folder, run).glob("*/*"):
             with contextlib.suppress(OSError):  # removed since the listing
-                found += slot.stat().st_blocks * 512
+                found += file.lstat().st_blocks * 512
     return found

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ClusterConfig
 from picotron_ray.runtime.ray_cluster.connect import ClusterError
-from picotron_ray.runtime.ray_cluster.kept_slots import kept_here
+from picotron_ray.runtime.ray_cluster.kept_slots import kept_elsewhere, kept_here
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, look
 
 # a sliver of what only the head has: a soft node affinity would be ignored by an actor that needs no CPU,
@@ -135,6 +135,19 @@ def keeping_nodes(nodes: Sequence[NodeView], job: JobConfig) -> dict[str, int]:
     """Newest step that nodes keep of a run, by node; without those that keep none or do not answer soon."""
     found = _ask(KEPT_LOOK_S, nodes, kept_here, job.name, job.snapshot.folder, False)
     return {node: step for node, step in found.items() if step is not None}
+
+
+def connected() -> bool:
+    """Whether this process is connected to a cluster."""
+    return bool(ray.is_initialized())
+
+
+def nodes_keeping_elsewhere(
+    nodes: Sequence[NodeView], run: str, bases: Sequence[str], identity: str
+) -> list[tuple[int, str]]:
+    """Findings of ``kept_elsewhere`` on those nodes that answer soon."""
+    found = _ask(KEPT_LOOK_S, nodes, kept_elsewhere, run, bases, identity)
+    return [kept for kept in found.values() if kept is not None]
 
 
 def _ask(

@@ -77,11 +77,20 @@ def remove_tree(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file at once by one that nobody else can read; ``durable``: it survives a power cut."""
+    """Replace a file at once by one that nobody else can read; ``durable``: it survives a power cut.
+
+    Raises:
+        OSError: it cannot be written, such as on a full disk; names the file, which is as it was.
+    """
     temporary = path.with_name(f"{path.name}.new")
-    with os.fdopen(os.open(temporary, CREATE, 0o600), "w") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with os.fdopen(os.open(temporary, CREATE, 0o600), "w") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a write's own names no file

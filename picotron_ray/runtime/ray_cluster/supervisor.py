@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from picotron_ray.runtime.ray_cluster import local_ray, processes
@@ -35,6 +36,13 @@ def _wait(head: subprocess.Popen[bytes], ended: Path) -> None:
         time.sleep(POLL_S)
 
 
+def _tell(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".new")
+    with suppress(OSError):
+        temporary.write_text(text)
+        temporary.rename(path)
+
+
 def main(run: str, ended: str, command: list[str]) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     mark = os.environ[processes.MARK]
@@ -45,6 +53,8 @@ def main(run: str, ended: str, command: list[str]) -> int:
         # Whoever sent it (``local_ray.stop``) holds the lock and removes the folders and the state file.
         _end(head, mark)
         return head.wait()
+    if (code := head.poll()) is not None:  # told first: a driver that starts this Ray has the lock and waits
+        _tell(local_ray.exit_file(Path(ended).parent), str(code))
     with local_ray.locked(run):
         _end(head, mark)
         state = local_ray.find(run)

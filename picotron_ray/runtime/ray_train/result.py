@@ -22,7 +22,7 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
-from picotron_ray.checkpoint.store.verify import read_ledger
+from picotron_ray.checkpoint.store.verify import stream_ledger
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import FencedError, PicotronError, StorageError
@@ -117,8 +117,10 @@ def _rows(storage: Storage, commits: list[Entry]) -> list[dict[str, Any]]:
         return []
     newest = commits[-1].body
     manifest = committed_manifest(storage, newest)
-    lines = {line["step"]: line for line in map(json.loads, read_ledger(storage, manifest))}
     steps = [int(entry.body["step"]) for entry in commits]
+    every = map(json.loads, stream_ledger(storage, manifest))
+    wanted = frozenset(steps)
+    lines = {line["step"]: line for line in every if line["step"] in wanted}
     absent: dict[str, Any] = {}  # of a commit that a later one, resumed from before it, left behind
     return [
         {"step": step, **{key: lines.get(step, absent).get(key) for key in ("loss", "tokens")}}

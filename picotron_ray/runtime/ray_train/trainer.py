@@ -79,7 +79,8 @@ class ElasticTrainer:
         run_config: RunConfig | None = None,
     ) -> None:
         asked = ResolvedJob(job_of(job, scaling_config, run_config), submission=current())
-        self.job = resolve_job(asked, FROM_WORDS).job
+        resolved = resolve_job(asked, FROM_WORDS)
+        self.job, self._relative_url = resolved.job, resolved.relative_url
         cluster = self.job.cluster
         self.scaling_config = scaling_config or ScalingConfig(
             num_workers=(cluster.min_workers, cluster.max_workers), use_gpu=cluster.device == "cuda"
@@ -138,7 +139,7 @@ class ElasticTrainer:
             ray.kill(found)
             time.sleep(follow_run.POLL_S)
         if local is None:
-            self.job = check_machine(self.job, own_ray=False).job
+            self.job = check_machine(self.job, own_ray=False, relative_url=self._relative_url).job
         return driver.ensure_coordinator(
             self.job, owns_ray=local is not None, tied_to=owner_process.this_process()
         )

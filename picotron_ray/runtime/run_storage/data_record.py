@@ -7,7 +7,7 @@ and every worker, must see the same. It is put once, by the first coordinator, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_json
@@ -66,21 +66,49 @@ def data_problem(expected: str, seen: str) -> str:
     return f"data.path: the files hold other samples: fingerprint {seen}, expected {expected}"
 
 
-def checked_ledger(
-    job: JobConfig, lines: Sequence[dict[str, Any]], expected: str, passed: Sequence[range] = ()
+class _Tally:
+    """Sums over a ledger's lines, taken as they pass by."""
+
+    def __init__(self, lines: Iterable[dict[str, Any]]) -> None:
+        self._lines = lines
+        self._begun = False
+        self.tokens = 0
+        self.first_loss: float | None = None  # of the first step that was not passed over
+        self.final_loss: float | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for line in self._lines:
+            self.tokens += line["tokens"]
+            self.final_loss = line["loss"]
+            if not self._begun and "passed_over" not in line:
+                self._begun, self.first_loss = True, line["loss"]
+            yield line
+
+
+def ledger_figures(
+    job: JobConfig,
+    lines: Iterable[dict[str, Any]],
+    steps: int,
+    expected: str,
+    passed: Sequence[range] = (),
 ) -> dict[str, Any]:
     """Check a whole ledger at the end of its run; returns what the summary says of it.
 
     ``checked`` is ``tokens`` where every digest was made again from the data; ``rows`` where only the rows
     were checked that each step says it fed: of a long run, or where this node does not have the data.
+
+    Args:
+        lines: in order; each is looked at once, and none is kept.
+        steps: number of lines that there should be, from which follows whether the run was a long one.
     """
-    tokens = sum(line["tokens"] for line in lines)
-    short = tokens <= MOST_TOKENS and len(lines) * job.data.global_batch <= MOST_SAMPLES
+    samples = steps * job.data.global_batch
+    short = samples * job.data.sequence_length <= MOST_TOKENS and samples <= MOST_SAMPLES
     dataset = _samples(job, expected) if short else None
-    report = check(lines, dataset, job.seed, job.data.global_batch, passed=passed)
+    tally = _Tally(lines)
+    report = check(tally, dataset, job.seed, job.data.global_batch, passed=passed)
     for line in report.wrong[:MOST_WRONG]:
         log.error("ledger: %s", line)
-    return {
+    ledger = {
         "samples": report.samples,
         "lost": report.lost,
         "repeated": report.repeated,
@@ -88,6 +116,12 @@ def checked_ledger(
         "passed_over": report.passed_over,
         "checked": "rows" if dataset is None else "tokens",
         "wrong": list(report.wrong[:MOST_WRONG]),
+    }
+    return {
+        "tokens": tally.tokens,
+        "first_loss": tally.first_loss,
+        "final_loss": tally.final_loss,
+        "ledger": ledger,
     }
 
 

@@ -1,6 +1,8 @@
 """The coordinator's side of storage: claim a term, append entries, commit, collect garbage, sum up.
 
-All methods block and run on one thread (``executor``), which is what keeps log entries in order.
+All methods block. What concerns the log runs on one thread (``executor``), which keeps its entries in order;
+the run's record is saved by another one (``record_keeper``). A third asks for the newest term, as the first
+may wait for storage that hangs.
 """
 
 from __future__ import annotations
@@ -20,22 +22,31 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit, parent_of
 from picotron_ray.checkpoint.store.import_commit import copy_commit
-from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.manifest import Manifest, load_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.upload import UploadPart
-from picotron_ray.checkpoint.store.verify import latest_good, read_ledger
+from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, stream_ledger
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
-from picotron_ray.errors import AlreadyExistsError, FencedError, PartsGoneError, StorageError
+from picotron_ray.errors import (
+    AlreadyExistsError,
+    CorruptError,
+    FencedError,
+    NotFoundError,
+    PartsGoneError,
+    StorageError,
+)
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
-from picotron_ray.runtime.run_storage.data_record import checked_ledger, settle_data
+from picotron_ray.runtime.run_storage.data_record import ledger_figures, settle_data
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import saved_config
 
 log = logging.getLogger(__name__)
+RECORDS = "records/"
+RECORDS_KEPT = 2  # of all terms: the newest, and one to fall back on
 
 
 def generation_body(spec: GenerationSpec) -> dict[str, Any]:
@@ -67,6 +78,7 @@ class RunStore:
         self._log = RunLog(self._storage)
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="run-store")
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
+        self._records = 0  # saved in this term
         self.complaints: list[str] = []
         self.news: list[str] = []
 
@@ -84,6 +96,12 @@ class RunStore:
     def identity(self) -> str:
         """Identity of the run, once a term is claimed (`RunLog.identity`)."""
         return self._log.identity
+
+    @property
+    def last_generation(self) -> GenerationId | None:
+        """Newest generation that the log had when the term was claimed; None before the first."""
+        found = (entry.body for entry in self._log.entries() if entry.kind == "generation")
+        return max((GenerationId(body["term"], body["n"]) for body in found if body["n"]), default=None)
 
     def state(self, verify: bool) -> tuple[tuple[Commit, ...], tuple[GenerationSpec, ...]]:
         """Commits and generations, as the log holds them, oldest first.
@@ -179,9 +197,12 @@ class RunStore:
             return replace(event, error=str(error), parts_gone=isinstance(error, PartsGoneError))
 
     def is_newest(self) -> bool | None:
-        """Whether this term is the newest that the log holds now; None: storage does not answer."""
+        """Whether this term is the newest that the log holds now; None: storage does not answer.
+
+        Any thread may ask, whatever ``executor`` is at.
+        """
         try:
-            self._log.confirm()
+            self._log.witness().confirm()
         except FencedError:
             return False
         except StorageError as error:
@@ -194,31 +215,59 @@ class RunStore:
         return claim(self._storage, index)
 
     def save_record(self, record: bytes) -> None:
-        """Keep the run's record so far beside the commits; each term has one of its own, so none is lost."""
-        try:
-            self._storage.put(f"records/{self._log.term:06d}.json", record)
-        except StorageError as error:
-            log.warning("the run's record is not in storage: %s", error)  # the next commit brings a newer one
+        """Keep the run's record so far beside the commits.
 
-    def newest_record(self) -> bytes | None:
-        """Return what ``save_record`` of the newest earlier term kept; None where there is none."""
-        try:
-            keys = sorted(entry.key for entry in self._storage.list("records/"))
-            return get_bounded(self._storage, keys[-1], JSON_BYTES) if keys else None
-        except StorageError as error:
-            log.warning("the run's record is not read: %s", error)
-            return None
+        Each save has a name of its own, by term and number: one that was given up may still happen later, and
+        a replaced coordinator may save for as long as it does not know. Neither takes a newer one's place.
 
-    def collect_garbage(self) -> None:
-        """Retire commits beyond retention and delete chunks that nothing needs."""
+        Raises:
+            StorageError: storage does not take it.
+        """
+        self._records += 1
+        self._storage.put(f"{RECORDS}{self._log.term:06d}-{self._records:06d}.json", record)
+
+    def newest_record(self, readable: Callable[[bytes], object]) -> bytes | None:
+        """Return the newest record that can be read; None where there is none.
+
+        Args:
+            readable: true for one that is whole.
+
+        Raises:
+            StorageError: there may be one. Who begins without it loses it: the next saves replace it.
+        """
+        for key in reversed(self._record_keys()):
+            try:
+                record = get_bounded(self._storage, key, JSON_BYTES)
+            except (NotFoundError, CorruptError) as error:  # dropped since the listing, or damaged
+                log.warning("record %s is passed over: %s", key, error)
+                continue
+            if readable(record):
+                return record
+            log.warning("record %s is passed over: it is torn", key)
+        return None
+
+    def _record_keys(self) -> list[str]:
+        return sorted((entry.key for entry in self._storage.list(RECORDS)), key=_record_number)
+
+    def collect_garbage(self) -> str:
+        """Retire commits beyond retention, delete chunks that nothing needs and records that are replaced.
+
+        Then the log's older entries are copied into blocks, from which a restart reads them. Returns why
+        storage kept it from that, "" where it did not.
+        """
         try:
-            report = gc.collect(self._storage, self._log, self._job.checkpoint)
+            for key in self._record_keys()[:-RECORDS_KEPT]:
+                self._storage.delete(key)
+            report = gc.collect(self._storage, self._log, self._job.checkpoint, gc.rewind_reach(self._job))
             for line in report.damaged:
                 log.warning("garbage collection gave up a commit: %s", line)
+            self._log.keep_blocks()
         except FencedError as error:
             log.warning("garbage collection: %s", error)  # the next append ends this coordinator
         except StorageError as error:
             log.warning("garbage collection is put off: %s", error)
+            return str(error)
+        return ""
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Add what the committed ledger says, and store ``summary.json``.
@@ -233,13 +282,10 @@ class RunStore:
         return complete
 
     def _ledger_figures(self) -> dict[str, Any]:
-        lines = self.ledger_lines()
-        return {
-            "tokens": sum(line["tokens"] for line in lines),
-            "first_loss": next((line["loss"] for line in lines if "passed_over" not in line), None),
-            "final_loss": lines[-1]["loss"] if lines else None,
-            "ledger": checked_ledger(self._job, lines, self.data, self._passed()),
-        }
+        newest = self._newest_ledger()
+        steps = newest.ledger[-1].last if newest and newest.ledger else 0
+        lines = (json.loads(line) for line in stream_ledger(self._storage, newest)) if newest else ()
+        return ledger_figures(self._job, lines, steps, self.data, self._passed())
 
     def _passed(self) -> list[range]:
         """Steps that rewinds of the newest commit's history pass over."""
@@ -251,12 +297,22 @@ class RunStore:
 
     def ledger_lines(self, after: int = 0) -> list[dict[str, Any]]:
         """Lines of the newest commit's ledger of steps above ``after``, in order; none before a commit."""
+        manifest = self._newest_ledger()
+        return [json.loads(line) for line in read_ledger(self._storage, manifest, after)] if manifest else []
+
+    def _newest_ledger(self) -> Manifest | None:
+        """Manifest with the newest commit's ledger; None before a commit."""
         commits = self._log.commits()
         if not commits:
-            return []
+            return None
         newest = commits[-1].body
-        manifest = parent_of(self._storage, self._log, newest["term"], newest["n"])
-        return [json.loads(line) for line in read_ledger(self._storage, manifest, after)] if manifest else []
+        return parent_of(self._storage, self._log, newest["term"], newest["n"])
+
+
+def _record_number(key: str) -> tuple[int, ...]:
+    """Return term and number of a record; of an earlier version's, which had one a term, the term alone."""
+    parts = key.removeprefix(RECORDS).removesuffix(".json").split("-")
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
 
 
 def _commit(entry: Entry) -> Commit:

@@ -9,7 +9,6 @@ agent for that: while the worker lives it remembers, and when it is dead its gen
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -29,7 +28,9 @@ from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import FencedError
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.chaos.worker_chaos import WorkerChaos
+from picotron_ray.runtime.garbage import set_apart
 from picotron_ray.runtime.heartbeat import Page
+from picotron_ray.runtime.ray_cluster.data_notes import leave_note
 from picotron_ray.runtime.ray_cluster.interfaces import carry_collectives
 from picotron_ray.runtime.ray_cluster.names import cache_folder, ledger_folder, node_folder
 from picotron_ray.runtime.ray_cluster.private_folder import write_text
@@ -43,6 +44,9 @@ from picotron_ray.train.precision.precision import check_precision
 from picotron_ray.train.step_sync import SNAPSHOT, STOP
 
 log = logging.getLogger(__name__)
+MIDDLE = 1  # of the garbage collector's generations
+MOST_JOINS = 4
+JOIN_S = 1.0
 FLAGS = {"boundary": STOP, "snapshot": SNAPSHOT, "hard": None}
 
 
@@ -58,6 +62,7 @@ class Worker:
         self._lock = threading.Lock()
         self._term = 0
         self._run: GenerationRun | None = None
+        self._joins = 0  # calls that joined a generation that runs
         self._storage: Storage | None = None
         device = self._device()
         check_precision(self._job, device)  # a node may have several kinds of GPU
@@ -67,6 +72,7 @@ class Worker:
             prepare_nccl(os.environ)
         page = Page(path / f"{worker}.page", self._job.elastic, self._chaos)
         data = build_dataset(self._job.data, self._job.model.vocab_size, self._job.seed, cache_folder())
+        leave_note(path, worker, data.fingerprint)
         page.put(baseline_loss=data.bigram_entropy, spins=device.type == "cuda")
         self._resources = WorkerResources(
             job=self._job,
@@ -81,7 +87,6 @@ class Worker:
             find_service=partial(find_service, self._job.name, self._job.snapshot.fetch_timeout_s),
             slot_bytes=slot_bytes,
         )
-        gc.collect()
         set_apart()
 
     def _device(self) -> torch.device:
@@ -102,10 +107,14 @@ class Worker:
         """Answer once the constructor is through; returns the fingerprint of the data it sees."""
         return self._resources.data.fingerprint
 
-    def run_generation(self, term: int, spec: GenerationSpec, store: tuple[str, int] | None) -> Outcome:
+    def run_generation(
+        self, term: int, spec: GenerationSpec, store: tuple[str, int] | None
+    ) -> Outcome | None:
         """Take part in a generation, or join one, or repeat the outcome of one that has ended.
 
-        Without the address of a store no new one is begun.
+        Without the address of a store no new one is begun. Each call that joins takes one of the actor's
+        threads, and a generation may outlast many coordinators: of more than ``MOST_JOINS`` the oldest are
+        answered with None, to be made again by whoever still waits.
 
         Raises:
             FencedError: the call is of a coordinator that was replaced.
@@ -130,16 +139,24 @@ class Worker:
                     previous.interrupt(None)  # its coordinator is gone, and with it the interrupt
                 self._run = GenerationRun(self._resources, spec, store)
             run = self._run
+            self._joins += joined
+            joins = self._joins
         assert run is not None
         if joined:
-            run.done.wait()
+            while not run.done.wait(JOIN_S):
+                if self._joins - joins >= MOST_JOINS:
+                    return None
         else:
             if previous is not None:
                 previous.done.wait()
-            self._remember(spec)
-            self._chaos.rank = run.rank
-            run.run()
-            set_apart()
+            try:
+                self._remember(spec)
+                self._chaos.rank = run.rank
+                run.run()
+            except BaseException:
+                run.done.set()  # later generations wait for it
+                raise
+            set_apart(MIDDLE)  # leaving it collected the rest
         assert run.outcome is not None
         return run.outcome
 
@@ -178,19 +195,15 @@ class Worker:
         return run
 
     def _remember(self, spec: GenerationSpec) -> None:
-        """Leave the spec where the agent finds it, for a coordinator that was not there when it began."""
+        """Leave the spec where the agent finds it, for a coordinator that was not there when it began.
+
+        Where that cannot be written, other workers' may tell of the generation; training needs none.
+        """
         path = self._resources.folder / f"{self._resources.worker}.spec"
-        write_text(path, json.dumps(plain(spec)))
-
-
-def set_apart() -> None:
-    """Have the garbage collector never again look at what lives between two generations.
-
-    Leaving a generation collects garbage, because whatever still refers to its process groups must go. Over
-    all that torch and Ray have imported that takes 0.15 s, and 20 ms over what the first generation adds.
-    """
-    gc.collect(1)  # what is young: the rest was just collected
-    gc.freeze()
+        try:
+            write_text(path, json.dumps(plain(spec)))
+        except OSError as error:
+            log.warning("generation %s is not noted for a coordinator that restarts: %s", spec.id, error)
 
 
 def preload(job: JobConfig) -> None:

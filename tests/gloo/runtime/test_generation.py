@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from functools import partial
@@ -559,22 +557,3 @@ def test_what_runs_is_said(bench: Bench, capsys: pytest.CaptureFixture[str]) -> 
         f"{who} {SPEC.layout}: zero; tensor",
         f"{adds} nothing",
     ]
-
-
-def test_what_lives_between_generations_is_set_apart_and_garbage_is_not() -> None:
-    """In a process of its own: it changes the collector."""
-    code = """
-import gc, weakref
-from picotron_ray.runtime.worker.worker import set_apart
-class Part:
-    pass
-gc.collect()
-made_since = Part()
-made_since.itself, gone = made_since, weakref.ref(made_since)
-del made_since
-before = len(gc.get_objects())
-set_apart()
-assert gone() is None
-assert len(gc.get_objects()) < before / 100, (len(gc.get_objects()), before)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -163,3 +163,21 @@ def test_a_frozen_store_is_replaced_when_its_address_is_asked_for(
         assert server.address() == address, "the node was stopped, and goes on"
     finally:
         server.stop()
+
+
+def test_the_address_of_a_store_that_has_just_frozen_is_not_given_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clients would try to connect to it, also after its end, until the rendezvous takes too long."""
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.2)
+    server = RendezvousServer(tmp_path, "127.0.0.1", "actor", os.getpid())
+    try:
+        before = server.address()
+        frozen = read_record(tmp_path / RECORD)
+        assert frozen is not None
+        os.kill(frozen["pid"], signal.SIGSTOP)
+        silent_since = time.time() - 1.5
+        os.utime(tmp_path / RECORD, (silent_since, silent_since))
+        assert server.address() != before
+    finally:
+        server.stop()

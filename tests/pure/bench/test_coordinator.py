@@ -20,7 +20,9 @@ def test_a_coordinator_answers_losses_at_size_with_little_of_a_core() -> None:
     found = bench.bench(NODES, EACH, 3.0, said.append, with_calls=False)
     assert (found["nodes"], found["errors"]) == (NODES - 1, [])
     assert len(found["losses"]) == bench.LOSSES + 1
-    assert all(0 < loss["ordered_s"] < loss["launched_s"] for loss in found["losses"])
+    assert all(0 < loss["ordered_s"] < loss["launched_s"] <= loss["called_s"] for loss in found["losses"])
+    most = 6 * NODES  # to leave, the ends, what they hold, the next generation: a call each for a node
+    assert all(0 < loss["calls"] < most for loss in found["losses"])
     assert found["calls_per_s"] < NODES / 2, "heartbeats travel together"
     assert found["handled"]["Heartbeat"] >= 2 * NODES
     assert report.verdicts(found) == []
@@ -55,13 +57,14 @@ def test_checkpoints_are_committed_and_losses_survived_before_the_fake_cluster(
 
 
 def test_what_is_beyond_its_limit_is_told() -> None:
-    loss = {"decided_s": 0.06, "ordered_s": 0.1, "told_s": 0.12, "chosen_s": 0.08, "launched_s": 0.2}
-    calls = {"calls_per_s": 3000.0, "call_cpu_s": 0.0003, "together_cpu_s": 0.002}
+    loss = {"decided_s": 0.06, "ordered_s": 0.1, "told_s": 0.12, "chosen_s": 0.08, "launched_s": 0.2,
+        "called_s": 0.3, "calls": 40}  # fmt: skip
+    calls = {"calls_per_s": 3000.0, "call_cpu_s": 0.0003, "together_cpu_s": 0.002, "made_cpu_s": 0.0004}
     found = {
         "machine": {"cores": 2, "processor": "a", "memory_gib": 1}, "nodes": 2048, "workers": 16384,
         "wall_s": 600.0, "cpu_share": 0.4, "calls_per_s": 96.0, "memory_bytes": [100, 100, 120],
         "losses": [loss], "calls": calls, "errors": ["x"],
-        "late_s": 0.1, "commits": 20,
+        "late_s": 0.1, "commits": 20, "loop_pause_s": 0.05, "garbage_pause_s": 0.01,
     }  # fmt: skip
     assert report.core_share(found) == pytest.approx(0.592)
     assert report.verdicts(found) == [

@@ -133,8 +133,20 @@ def test_where_nothing_can_be_read_nothing_is_collected(run: Run) -> None:
         collect(run.storage, run.log, CheckpointConfig(keep_last=1, gc_grace_s=0))
     assert [entry.key for entry in run.storage.list("chunks/")] == there
     assert len(run.bodies()) == len(STEPS)
-    with pytest.raises(CorruptError, match=r"manifests/20-1-1\.json is missing"):
-        parent_of(run.storage, run.log, 1, 1)
+    parent = parent_of(run.storage, run.log, 1, 1)
+    assert parent is not None
+    assert (parent.step, len(parent.ledger), parent.shards) == (20, len(STEPS), ()), (
+        "the log tells the ledger"
+    )
+
+
+def test_a_run_whose_manifests_are_all_gone_commits_again(run: Run) -> None:
+    """As after a rewind to a commit that retention had given up: the generation's parents are deleted."""
+    for step in STEPS:
+        gone(run.storage, run.key(step))
+    run.commit(25)
+    manifest = committed_manifest(run.storage, run.bodies()[25])
+    assert read_ledger(run.storage, manifest) == list(ledger(1, 25))
 
 
 def test_an_entry_of_an_older_version_says_what_is_missing(run: Run) -> None:

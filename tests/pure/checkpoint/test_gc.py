@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.gc import GcReport, collect, retained
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import FencedError, StorageUnavailableError
 from tests.support.checkpoint.checkpoint_kit import generation, make_state, save
@@ -39,6 +42,15 @@ def config(**values: Any) -> CheckpointConfig:
 def age(storage: LocalStorage, age_s: float, prefix: str = "") -> None:
     for path in (Path(storage.where) / entry.key for entry in storage.list(prefix)):
         os.utime(path, (NOW_S - age_s, NOW_S - age_s))
+
+
+def condemned(storage: LocalStorage, log: RunLog, patch: pytest.MonkeyPatch) -> set[str]:
+    """All chunks, once a list of those that go is due."""
+    age(storage, 500.0)
+    collect(storage, log, config())
+    patch.setattr(gc, "_now", lambda storage: NOW_S)
+    age(storage, 200.0, "condemned/")
+    return {entry.key for entry in storage.list("chunks/")}
 
 
 def test_retention() -> None:
@@ -95,10 +107,7 @@ def test_what_a_save_under_way_counts_on_stays(
     storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where it was not written again: the intent lists it."""
-    age(storage, 500.0)
-    collect(storage, log, config())
-    monkeypatch.setattr(gc, "_now", lambda storage: NOW_S)
-    age(storage, 200.0, "condemned/")
+    condemned(storage, log, monkeypatch)
     (listed,) = storage.list("condemned/")
     first, second = get_json(storage, listed.key)["chunks"]
     storage.put("intents/4-1-1-n0.json", encode_json({"chunks": [first]}))
@@ -129,11 +138,7 @@ def test_nothing_is_deleted_late(
     claimed: bool, storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a collector that slept, or that was replaced between its look and its deletion."""
-    age(storage, 500.0)
-    collect(storage, log, config())
-    monkeypatch.setattr(gc, "_now", lambda storage: NOW_S)
-    age(storage, 200.0, "condemned/")
-    there = {entry.key for entry in storage.list("chunks/")}
+    there = condemned(storage, log, monkeypatch)
     look = gc._live_unlisted
 
     def claim(*arguments: Any) -> str:
@@ -143,9 +148,75 @@ def test_nothing_is_deleted_late(
     if claimed:
         monkeypatch.setattr(gc, "_live_unlisted", claim)
     else:
-        moments = iter([10.0, 70.0, 70.5])
+        moments = iter([10.0, *[70.0] * 4, 70.5])
         monkeypatch.setattr(gc.time, "monotonic", lambda: next(moments))
     with pytest.raises(FencedError if claimed else StorageUnavailableError):
         collect(storage, log, config())
     gone = there - {entry.key for entry in storage.list("chunks/")}
     assert len(gone) == (0 if claimed else 1), "after a minute to the second it goes on, and then no more"
+
+
+def test_a_collector_that_slept_between_deletions_reads_the_log_again(
+    storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A successor may have committed meanwhile what was condemned, put again by its writers."""
+    there = condemned(storage, log, monkeypatch)
+    now, delete = [0.0], storage.delete
+
+    def sleepy(key: str) -> None:
+        delete(key)
+        now[0] += 8.0
+        RunLog(storage).claim_term("newer")
+
+    monkeypatch.setattr(gc, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(storage, "delete", sleepy)
+    with pytest.raises(FencedError):
+        collect(storage, log, config())
+    assert len(there - {entry.key for entry in storage.list("chunks/")}) == 1
+
+
+def test_a_log_that_is_read_too_slowly_puts_deletions_off(
+    storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = condemned(storage, log, monkeypatch)
+    moments = itertools.count(0.0, 3.0)
+    monkeypatch.setattr(gc, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    with pytest.raises(StorageUnavailableError, match="too slowly"):
+        collect(storage, log, config())
+    assert {entry.key for entry in storage.list("chunks/")} == there
+
+
+def test_a_log_that_takes_long_to_list_puts_no_deletion_off(
+    storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each check asks for the next entry alone: 300 entries take 3 s, as storage lists ten in 0.1 s."""
+    there = condemned(storage, log, monkeypatch)
+    for _ in range(300):
+        log.append("retire", {"manifests": []})
+    now, plain = [0.0], storage.list
+
+    def slow(prefix: str) -> Iterator[StoredObject]:
+        found = list(plain(prefix))
+        now[0] += 0.1 * max(1, len(found) / 10)
+        return iter(found)
+
+    monkeypatch.setattr(gc, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(storage, "list", slow)
+    began = now[0]
+    log.refresh()
+    assert now[0] - began > gc._KNOWN_S
+    assert collect(storage, log, config()).deleted == 4
+    assert len({entry.key for entry in storage.list("chunks/")}) < len(there)
+
+
+def test_what_a_rewind_may_go_back_to_is_kept(log: RunLog) -> None:
+    def kept(reach: int) -> list[int]:
+        return [entry.body["step"] for entry in retained(log, config(), reach_steps=reach)]
+
+    assert [kept(reach) for reach in range(5)] == [[3], [3], [2, 3], [1, 2, 3], [1, 2, 3]]
+
+
+def test_a_config_without_rewinds_reaches_nowhere() -> None:
+    for answers, reach in (({}, 0), ({"on_spike": "rewind"}, 12), ({"on_nonfinite": "rewind"}, 12)):
+        job = JobConfig.model_validate({"elastic": {"rewind_steps": 12, **answers}})
+        assert gc.rewind_reach(job) == reach

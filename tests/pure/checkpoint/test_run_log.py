@@ -233,3 +233,41 @@ def test_a_writer_learns_of_a_newer_term_without_an_append(storage: LocalStorage
     claimed(storage, "b").confirm()
     with pytest.raises(FencedError, match="this writer has term 1"):
         older.confirm()
+
+
+def test_what_is_new_is_asked_for_one_by_one(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the log is, and whatever else lies in its folder."""
+    log = claimed(storage)
+    old = RunLog(storage)
+    old.refresh()
+    for n in range(1, 4):
+        log.append("generation", generation(1, n))
+    Path(storage.where, f"{entry_key(5)}.bak").write_bytes(b"junk")
+    asked, plain = [], storage.list
+
+    def listed(prefix: str) -> Iterator[StoredObject]:
+        asked.append(prefix)
+        return plain(prefix)
+
+    monkeypatch.setattr(storage, "list", listed)
+    old.read_on()
+    assert asked == [entry_key(seq) for seq in (2, 3, 4, 5)]
+    assert [entry.seq for entry in old.entries()] == [1, 2, 3, 4]
+    old.read_on()
+    assert asked[4:] == [entry_key(5)]
+
+
+def test_a_witness_knows_what_was_read_and_whose_entries_are_its_own(storage: LocalStorage) -> None:
+    log = claimed(storage)
+    witness = log.witness()
+    log.append("generation", generation(1, 1))
+    witness.confirm()
+    claimed(storage, "b")
+    assert log.term == 1
+    for _ in range(2):
+        with pytest.raises(FencedError, match="holds term 2, this writer has term 1"):
+            log.witness().confirm()
+    with pytest.raises(FencedError):
+        log.confirm()
+    with pytest.raises(FencedError, match="holds term 2"):
+        log.witness()._check_fence()

@@ -24,6 +24,7 @@ from picotron_ray.checkpoint.snapshot.slot_reader import open_slot
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.errors import CorruptError, SlotUnreachableError
 from picotron_ray.layout.shards import Box, Shard, as_elements, region, whole
+from tests.support.checkpoint.open_files import no_open_files
 
 SHARDS = (
     Shard("embed", "float32", (40, 6), Box((8, 0), (24, 6))),
@@ -345,6 +346,43 @@ class FakeTime:
 
     def monotonic(self) -> float:
         return 7.0
+
+
+def test_a_moment_without_open_files_does_not_end_the_service(
+    service: ShardServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its port still took connections, which nobody answered until each reader's patience was over."""
+    with closing(socket.socket()) as asking:
+        with no_open_files():
+            asking.connect((service.endpoint.host, service.endpoint.port))
+            time.sleep(3 * server.PAUSE_S)
+        told = [record.getMessage() for record in caplog.records if "cannot be taken" in record.getMessage()]
+        assert len(told) == 1, "as it lasts, it is not told at each try"
+        assert "Too many open files" in told[0]
+    Channel.connect(service.endpoint, 1.0).close()
+
+
+def test_a_moment_without_threads_does_not_end_the_service(
+    service: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    service._slots = threading.BoundedSemaphore(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(SlotUnreachableError, match=GONE):
+            Channel.connect(service.endpoint, 1.0)
+    Channel.connect(service.endpoint, 1.0).close()
+
+
+def test_a_closed_service_ends_its_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    service = ShardServer(tmp_path, "127.0.0.1", timeout_s=1.0)
+    (thread,) = set(threading.enumerate()) - before
+    service.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
 
 
 def test_no_more_than_so_many_connections_are_taken(

@@ -9,7 +9,7 @@ import pytest
 from picotron_ray.checkpoint.snapshot import slot_file
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey, slot_bytes
-from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool, list_slots
+from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX, SlotPool, list_slots
 from picotron_ray.checkpoint.snapshot.slot_reader import set_pinned
 from picotron_ray.checkpoint.snapshot.slot_sweep import owner, sweep
 from picotron_ray.errors import SlotRoomError
@@ -56,7 +56,7 @@ def test_100_kills_in_a_row_leave_room_for_the_101st(exact: Path, at_once: bool)
             written = [write(pool, complete, kill, step) for pool in (survivor, victim)]
             if None not in written:
                 complete = (1, kill, step)
-            sweep(exact, {"s", owner(victim.slots[0].path)}, complete)
+            sweep(exact.glob(f"*{SUFFIX}"), {"s", owner(victim.slots[0].path)}, complete)
         assert complete == (1, kill, step), f"kill {kill}: the last snapshot was skipped"
         assert len(victim.slots) == SLOTS
         half = victim.choose(complete)
@@ -64,12 +64,12 @@ def test_100_kills_in_a_row_leave_room_for_the_101st(exact: Path, at_once: bool)
         half.unseal()
         victim.close()
         source = complete  # the survivor's slot holds this state; what the dead one has of it may be needed
-        assert sweep(exact, {"s"}, source), "the half written one goes at least"
+        assert sweep(exact.glob(f"*{SUFFIX}"), {"s"}, source), "the half written one goes at least"
         if not at_once:
             step += 1
             write(survivor, source, kill + 1, step)
             complete = (1, kill + 1, step)
-            sweep(exact, {"s"}, complete)
+            sweep(exact.glob(f"*{SUFFIX}"), {"s"}, complete)
             assert {owner(path) for path, _ in list_slots(exact)} == {"s"}
         victim = pool_of(exact, f"v{kill}")
         assert step in [header.step for _, header in list_slots(exact)]
@@ -86,11 +86,13 @@ def test_what_may_be_needed_stays(tmp_path: Path) -> None:
         slot.close()
     SlotFile.create(tmp_path / "dead.9.slot", 1).close()
     SlotFile.create(tmp_path / "alive.0.slot", 1).close()
-    assert sweep(tmp_path, {"alive"}, None) == ["dead.9.slot"], "what is sealed may be all there is"
-    assert sweep(tmp_path, {"alive"}, (1, 1, 5), kept=[names[1, 4]]) == []
-    assert sweep(tmp_path, {"alive"}, (1, 1, 5)) == [names[1, 4]]
-    assert sweep(tmp_path, {"alive"}, (1, 2, 1)) == [names[1, 5]]
+    assert sweep(tmp_path.glob(f"*{SUFFIX}"), {"alive"}, None) == ["dead.9.slot"], (
+        "what is sealed may be all there is"
+    )
+    assert sweep(tmp_path.glob(f"*{SUFFIX}"), {"alive"}, (1, 1, 5), kept=[names[1, 4]]) == []
+    assert sweep(tmp_path.glob(f"*{SUFFIX}"), {"alive"}, (1, 1, 5)) == [names[1, 4]]
+    assert sweep(tmp_path.glob(f"*{SUFFIX}"), {"alive"}, (1, 2, 1)) == [names[1, 5]]
     set_pinned(tmp_path / names[1, 3], False)
-    assert sweep(tmp_path, {"alive"}, (1, 2, 1)) == [names[1, 3]]
+    assert sweep(tmp_path.glob(f"*{SUFFIX}"), {"alive"}, (1, 2, 1)) == [names[1, 3]]
     assert [path.name for path, _ in list_slots(tmp_path)] == [names[2, 1]]
     assert (tmp_path / "alive.0.slot").exists()

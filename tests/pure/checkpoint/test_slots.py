@@ -178,7 +178,11 @@ def test_room_is_what_users_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_slot_that_is_gone_can_be_closed(slot: SlotFile) -> None:
     slot.path.unlink()
+    open_files = len(os.listdir("/proc/self/fd"))
     slot.close(unlink=True)
+    assert slot._map.closed
+    assert len(os.listdir("/proc/self/fd")) == open_files - 2, "its own, and the one of its map"
+    assert not slot.path.exists()
 
 
 def test_a_slot_of_nothing(slot: SlotFile) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from picotron_ray.checkpoint.storage import deadline
 from picotron_ray.checkpoint.storage.base import Storage
-from picotron_ray.checkpoint.storage.deadline import DeadlineStorage
+from picotron_ray.checkpoint.storage.deadline import DeadlineStorage, deletions_given_up
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.storage.open import call_limit_s, open_storage
 from picotron_ray.config.schema.service import StorageConfig
@@ -50,6 +50,13 @@ def hanging() -> Iterator[Hanging]:
     made.woken.set()
 
 
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+
+
 CALLS: dict[str, Callable[[Storage], object]] = {
     "put": lambda storage: storage.put("k", b""),
     "put_if_absent": lambda storage: storage.put_if_absent("k", b""),
@@ -57,6 +64,7 @@ CALLS: dict[str, Callable[[Storage], object]] = {
     "get_range": lambda storage: storage.get_range("k", 0, 1),
     "size": lambda storage: storage.size("k"),
     "list": lambda storage: list(storage.list("k")),
+    "delete": lambda storage: storage.delete("k"),
 }
 
 
@@ -68,11 +76,21 @@ def test_a_call_that_hangs_ends(call: Callable[[Storage], object], hanging: Hang
     assert LIMIT_S <= time.monotonic() - began < 10
 
 
-def test_nobody_goes_on_before_a_delete_has_ended(hanging: Hanging) -> None:
-    """Given up, it could happen after a commit has put the same chunk again."""
-    threading.Timer(0.05, hanging.woken.set).start()
-    DeadlineStorage(hanging, 0.001).delete("k")
-    assert hanging.woken.is_set()
+def test_a_deletion_that_was_given_up_is_named_until_it_has_ended(hanging: Hanging) -> None:
+    """It may happen after the same object was put again; more of them would only hang too."""
+    storage = DeadlineStorage(hanging, 0.01)
+    with pytest.raises(StorageUnavailableError, match="gave no answer at k"):
+        storage.delete("k")
+    with pytest.raises(StorageUnavailableError, match="a deletion of k hangs, another is not tried"):
+        storage.delete("k")
+    with pytest.raises(StorageUnavailableError, match="gave no answer at other"):
+        storage.get("other")
+    assert deletions_given_up(storage) == {"k"}
+    assert storage._hanging == 2
+    hanging.woken.set()
+    until(lambda: not storage._hanging)
+    assert deletions_given_up(storage) == frozenset()
+    storage.delete("k")
 
 
 def test_hanging_threads_do_not_pile_up_and_their_end_is_noticed(
@@ -92,10 +110,7 @@ def test_hanging_threads_do_not_pile_up_and_their_end_is_noticed(
         with pytest.raises(StorageUnavailableError, match=said):
             storage.get("other")
     hanging.woken.set()
-    for _ in range(1000):
-        if not storage._hanging:
-            break
-        time.sleep(0.01)
+    until(lambda: not storage._hanging)
     assert storage.get("k") == b"late"
 
 

@@ -28,7 +28,7 @@ def test_exactly_two_set_up_commands_one_line_each() -> None:
 
 def test_ci_runs_the_readmes_tests_last() -> None:
     last = (ROOT / ".ci" / "run").read_text().strip().splitlines()[-1]
-    assert last == '"$venv/bin/python" -m pytest --cov "$@"'
+    assert last == '"$venv/bin/python" -m pytest --cov --cov-report= "$@"'
 
 
 def test_the_readme_is_short() -> None:

@@ -10,7 +10,7 @@ import pytest
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver import submission
-from picotron_ray.runtime.driver.resolve_job import with_user_paths
+from picotron_ray.runtime.driver.resolve_job import PATHS, ResolvedJob, resolve
 from picotron_ray.runtime.driver.submission import Submission
 
 JOB = Submission("raysubmit_1", {"team": "a"}, uploaded=True)
@@ -45,6 +45,10 @@ def _ray_folder() -> str:
     assert spec is not None
     assert spec.origin is not None
     return str(Path(spec.origin).parent)
+
+
+def with_user_paths(job: JobConfig, submission: Submission | None) -> JobConfig:
+    return resolve(ResolvedJob(job, submission), (PATHS,)).job
 
 
 def test_outside_a_job_paths_are_relative_to_the_user(

@@ -33,6 +33,20 @@ def test_an_entry_is_written_again_where_no_reply_comes() -> None:
     assert queue.pump(5.1) == [FIVE]
 
 
+def test_an_entry_that_is_given_up_makes_way_for_those_behind_it() -> None:
+    queue = AppendQueue(reply_timeout_s=4.0)
+    for entry in (FIVE, SIX):
+        queue.push(entry)
+    assert queue.pump(1.0) == [FIVE]
+    queue.give_up(m.Appended("commit", A, 6, error="down"))
+    assert queue.pump(2.0) == [], "another one's answer"
+    queue.give_up(DOWN)
+    assert queue.pump(2.0) == [SIX]
+    queue.give_up(m.Appended("commit", A, 6, error="down"))
+    queue.give_up(DOWN)
+    assert (queue.pump(9.0), queue.wake_at) == ([], None)
+
+
 def test_errors_are_tried_again_later_and_later_until_one_succeeds() -> None:
     queue = AppendQueue(reply_timeout_s=4.0)
     for entry in (FIVE, SIX):

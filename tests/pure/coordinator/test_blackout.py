@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from picotron_ray.coordinator import event_handlers, final_wait, machine_memory
+from picotron_ray.coordinator import event_handlers, final_wait, machine_memory, term_begin
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.simulator.blackout import simulate_blackout
@@ -58,9 +58,10 @@ def a_restarted_coordinator_forgets_what_was_kept(patch: pytest.MonkeyPatch) -> 
 
 def a_node_that_joins_releases_what_it_kept(patch: pytest.MonkeyPatch) -> None:
     newest = m.GenerationId(99, 1)
-    patch.setattr(
-        event_handlers, "_release_committed", lambda memory, node: memory.emit(m.Release(node, newest, 99, 0))
-    )
+    for module in (event_handlers, term_begin):
+        patch.setattr(
+            module, "release_committed", lambda memory, node: memory.emit(m.Release(node, newest, 99, 99))
+        )
 
 
 def the_wait_never_ends(patch: pytest.MonkeyPatch) -> None:

@@ -172,8 +172,9 @@ def test_a_rewind_keeps_what_is_on_the_lineage(tracker: CheckpointTracker) -> No
         tracker.rewound(two)
         assert (tracker.released == state, tracker.pending is not None) == (kept or state is None, kept)
     assert list(tracker.seals) == [(10, ONE.id)]
-    assert tracker.release_void() == [release("n0", 20)]
-    assert tracker.void == []
+    (freed,) = tracker.release_void()
+    assert freed == replace(release("n0", 20), keep=(m.StateId(ONE.id, 10),)), "10 is still to be committed"
+    assert tracker.void == {}
 
 
 def test_a_commit_that_failed_waits_for_a_newer_state(tracker: CheckpointTracker) -> None:
@@ -195,3 +196,53 @@ def test_a_source_without_a_layout_tells_none() -> None:
     assert known_layouts([ONE, told]) == {gid(1): ONE.layout, gid(2): Layout(dp=2)}
     odd = replace(two, source=m.Source("init", layout=Layout(tp=2)))
     assert known_layouts([odd]) == {gid(2): Layout(dp=2)}
+
+
+def test_the_newest_release_of_a_node_stands_for_all_before_it(tracker: CheckpointTracker) -> None:
+    """One that did not arrive is not told again once there is a newer one, even of an older state."""
+    assert tracker.release("n0", (20, ONE.id)) == release("n0", 20)
+    tracker.voided("n0", (15, ONE.id))
+    tracker.voided("n0", (15, ONE.id))  # told twice
+    tracker.voided("n0", (12, ONE.id))
+    tracker.voided("n1", (12, ONE.id))
+    assert tracker.release_void() == [release("n0", 20), release("n1", 12)]
+    tracker.node_lost("n0")
+    assert tracker.release("n0", (15, ONE.id)) == release("n0", 15), "another agent has told what it holds"
+
+
+def test_a_slot_that_waits_for_its_next_upload_is_not_released_with_a_later_void_state(
+    tracker: CheckpointTracker,
+) -> None:
+    """Storage was out, a generation broke, and the next one went back to before its newest snapshot."""
+    seal(tracker, 5)
+    tracker.plan(0.0)
+    tracker.uploaded(m.Uploaded("n0", ONE.id, 5, "down"), 1.0)
+    seal(tracker, 8)
+    two = spec(2, m.Source("slots", 7, ONE.id, snapshot(ONE, 7), layout=ONE.layout), ONE)
+    tracker.rewound(two)
+    keep = (m.StateId(ONE.id, 5),)
+    freed = [replace(release(node, 8), keep=keep) for node in ("n0", "n1")]
+    assert tracker.release_void() == freed
+    tracker.seals.clear()
+    tracker.voided("n0", (8, ONE.id))
+    assert tracker.release_void() == freed[:1], "taken from an inventory, nobody told that it was sealed"
+    for node in ("n0", "n1"):
+        tracker.uploaded(m.Uploaded(node, ONE.id, 5), 2.0)
+    tracker.committed = 5
+    assert tracker.settled((5, ONE.id), ["n0"]) == [release("n0", 8, 5)], "nothing is spared any more"
+
+
+def test_a_state_that_gives_way_to_a_newer_one_is_not_spared(tracker: CheckpointTracker) -> None:
+    seal(tracker, 4, 5)
+    tracker.plan(0.0)
+    tracker.uploaded(m.Uploaded("n0", ONE.id, 5, "down"), 0.0)
+    seal(tracker, 6)
+    commands = of(tracker.plan(0.1), m.Release)
+    assert commands == [release("n0", 5), release("n1", 5)]
+
+
+def test_what_is_older_than_the_newest_commit_is_released_by_a_tracker_that_begins_with_it() -> None:
+    """Committed anew, it would be the log's newest commit."""
+    tracker = CheckpointTracker(10.0, committed=9)
+    assert tracker.sealed((9, ONE.id), "n0", snapshot(ONE, 9), ONE.layout) == [release("n0", 9, 9)]
+    assert tracker.sealed((10, ONE.id), "n0", snapshot(ONE, 10), ONE.layout) == []

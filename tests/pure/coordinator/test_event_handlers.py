@@ -116,6 +116,11 @@ def test_a_refused_node_is_told_once_for_each_reason() -> None:
     texts = [f"node b may not take part: {why}" for why in "xy"]
     assert told == [texts[:1], [], texts[1:]]
     assert world.machine.view.nodes == ("a",)
+    (back,) = of(world.send(m.NodeJoined("b", 4)), m.Alert)
+    assert (back.kind, world.machine.view.nodes) == ("join", ("a", "b"))
+    world.send(m.NodeLost("b", "gone"))
+    (again,) = of(world.send(m.NodeJoined("b", 4, "y")), m.Alert)
+    assert again.text == texts[1], "it is news again"
 
 
 def test_a_node_that_joins_is_freed_of_old_pins_and_asked_where_inventories_are_taken() -> None:
@@ -194,6 +199,27 @@ def test_a_node_lost_by_silence_comes_back_without_its_workers_and_one_that_ray_
     assert world.send(m.Heartbeat("b", None)) == [], "its silence was death"
 
 
+def test_a_void_pin_that_an_earlier_coordinator_did_not_get_rid_of_is_released() -> None:
+    """Agents tell each coordinator what is pinned; nothing else would free it until the next commit."""
+    config = job(cluster__max_workers=2)
+    one = World(config).up(("a", 2))
+    two = spec(2, m.Source("commit", 5, one.id, manifest="m5"), one)
+    two = replace(two, members=one.members, layout=one.layout)
+    void = tuple(replace(slot, generation=gid(1)) for slot in snapshot(one, 9))
+    for logged in ((one, two), (two,)):  # storage may have been out when the void generation was entered
+        world = World(config)
+        world.begin(
+            ("a", 2), term=2, generations=logged, running=two, workers=two.members,
+        )  # fmt: skip
+        assert world.state is MachineState.RUNNING
+        world.send(m.SnapshotSealed("a", one.id, 9, void), m.SnapshotSealed("a", one.id, 9, void))
+        (freed,) = of(world.wait(1.0, steps=6), m.Release)
+        assert (freed.node, freed.generation, freed.step) == ("a", one.id, 9)
+        unknown = m.SnapshotSealed("a", gid(7), 9, void)
+        world.send(unknown)
+        assert of(world.wait(1.0, steps=7), m.Release) == [], "of a generation that may be newer than all"
+
+
 def test_what_a_silent_node_holds_pinned_counts_again_or_is_released_once_it_is_back() -> None:
     """Void, it would else stay pinned until the next commit: for as long as storage is out."""
     world = World()
@@ -203,7 +229,7 @@ def test_what_a_silent_node_holds_pinned_counts_again_or_is_released_once_it_is_
     world.send(m.SnapshotSealed("b", one.id, 7, mine))
     lose_node(memory, "b", "silent", silent=True)
     late = tuple(replace(slot, step=8) for slot in mine)
-    world.send(m.SnapshotSealed("b", one.id, 8, late), m.SnapshotSealed("x", one.id, 8, late))
+    world.send(m.SnapshotSealed("b", one.id, 8, late))
     assert [state for state, sealed in tracker.seals.items() if sealed.held] == []
     world.send(m.Heartbeat("b", None))
     assert {state[0]: sealed.held for state, sealed in tracker.seals.items()} == {
@@ -217,10 +243,41 @@ def test_what_a_silent_node_holds_pinned_counts_again_or_is_released_once_it_is_
     tracker.void.clear()
     memory.spec = replace(one, id=gid(9))
     world.send(m.Heartbeat("b", None))
-    assert tracker.void == [("b", (step, one.id)) for step in (6, 7, 8)]
+    assert tracker.void == {"b": {(step, one.id) for step in (6, 7, 8)}}
     lose_node(memory, "b", "silent", silent=True)
     world.send(m.NodeLost("b", "gone"))
     assert memory.away == {}, "it never comes back"
+
+
+@pytest.mark.parametrize("step", [7, 3])
+def test_what_a_node_holds_pinned_and_tells_before_it_joins_counts_or_is_released(step: int) -> None:
+    """A fresh agent tells all that is pinned at its first look, and joins up to seconds later."""
+    world = World()
+    one = world.up(("a", 2), ("b", 2))
+    memory = world.machine.memory
+    sealed = m.SnapshotSealed("c", one.id, step, (replace(snapshot(one, step)[0], node="c"),))
+    if step == 3:  # before the state that the generation came from
+        memory.spec = replace(one, source=m.Source("slots", 5, gid(0)))
+    assert world.send(sealed) == []
+    assert memory.checkpoints.seals == {}
+    world.send(m.NodeJoined("c", 2))
+    if step == 7:
+        assert memory.checkpoints.seals[7, one.id].held == {"c": sealed.slots}
+    else:
+        assert [(r.node, r.step) for r in of(world.wait(1.0, steps=6), m.Release)] == [("c", 3)]
+    assert memory.away == {}
+
+
+def test_what_a_node_held_that_is_lost_for_good_does_not_count_when_it_comes_back() -> None:
+    world = World()
+    one = world.up(("a", 2), ("b", 2))
+    memory = world.machine.memory
+    world.send(m.SnapshotSealed("c", one.id, 7, snapshot(one, 7)), m.NodeLost("c", "Ray reports it dead"))
+    world.send(m.NodeJoined("c", 2))
+    assert memory.checkpoints.seals == {}
+    memory.freed.add("d")
+    world.send(m.SnapshotSealed("d", one.id, 7, snapshot(one, 7)))
+    assert memory.away == {}, "it was given back, and does not join again"
 
 
 def test_a_node_whose_agent_is_started_again_is_not_lost_but_is_not_waited_for_forever() -> None:
@@ -365,7 +422,8 @@ def test_a_slot_that_its_upload_found_corrupt_is_not_used_again() -> None:
     world.send(m.SnapshotSealed("a", one.id, 5, tuple(s for s in sealed if s.node == "a")))
     bad = sealed[0].slot
     commands = world.send(m.Uploaded("a", one.id, 5, f"corrupt: {bad}"))
-    assert [c.text for c in of(commands, m.Alert)] == [f"upload of step 5 on a failed: corrupt: {bad}"]
+    (alert,) = of(commands, m.Alert)
+    assert (alert.kind, alert.text) == ("corrupt", f"upload of step 5 on a failed: corrupt: {bad}")
     assert of(commands, m.Quarantine) == [m.Quarantine("a", bad, one.id, 5)]
     assert world.machine.memory.bad_slots == {("a", bad, one.id, 5)}
     assert of(world.send(m.Uploaded("a", one.id, 5, f"corrupt: {bad}")), m.Quarantine) == [], "told once"
@@ -447,6 +505,41 @@ def test_requests_before_training_take_no_snapshot() -> None:
         m.TakeSnapshot(one.id, tuple(member.worker for member in one.members))
     ]
     assert not world.machine.memory.stop_requested
+
+
+def test_a_checkpoint_that_is_asked_for_before_members_train_is_taken_once_they_do() -> None:
+    world = World()
+    started = world.begin(("a", 4))
+    world.send(m.UserRequest("checkpoint"))
+    one = world.run(world.answer(world.ready(started)))
+    assert not of(world.wait(2.0), m.TakeSnapshot), "a member that has not entered it would not hear of it"
+    take = m.TakeSnapshot(one.id, tuple(member.worker for member in one.members))
+    assert of(world.wait(2.0, steps=3), m.TakeSnapshot) == [take]
+    assert not of(world.wait(2.0, steps=4), m.TakeSnapshot), "once"
+    assert of(world.send(m.UserRequest("checkpoint")), m.TakeSnapshot) == [take]
+    assert not of(world.wait(2.0, steps=5), m.TakeSnapshot)
+
+
+def test_a_checkpoint_that_is_asked_for_while_members_are_on_their_way_is_asked_for_again() -> None:
+    world = World()
+    world.up(("a", 4))
+    assert len(of(world.send(m.UserRequest("checkpoint")), m.TakeSnapshot)) == 1
+    assert len(of(world.wait(1.0, steps=1), m.TakeSnapshot)) == 1
+    assert not of(world.wait(1.0, steps=2), m.TakeSnapshot)
+
+
+def test_a_checkpoint_that_is_asked_for_during_a_recovery_is_taken_by_the_next_generation() -> None:
+    world = World()
+    one = world.up(("a", 2), ("b", 2))
+    world.wait(1.0, steps=3)
+    commands = world.send(m.NodeLost("b", "gone"))
+    assert world.state is not MachineState.RUNNING
+    commands += world.send(m.UserRequest("checkpoint"))
+    assert not of(commands, m.TakeSnapshot)
+    commands += world.send(*(m.Outcome(x.worker, one.id, "interrupted", 3) for x in one.members[:2]))
+    two = world.run(world.answer(commands))
+    (take,) = of(world.wait(2.0, steps=two.resume_step + 1), m.TakeSnapshot)
+    assert take == m.TakeSnapshot(two.id, tuple(member.worker for member in two.members))
 
 
 def test_old_seals_free_nothing_before_the_first_inventory_of_a_restart() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode, encode
+from picotron_ray.coordinator.final_wait import unkept
 from picotron_ray.coordinator.lineage import ancestors, on_lineage
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
@@ -63,6 +64,12 @@ def test_the_end_keeps_the_slots_of_the_state_that_is_not_committed() -> None:
     assert (end.status, end.keep) == ("storage", m.Source("slots", 100, one.id))
     assert "storage kept failing for 300 s (disk full); its snapshots are kept" in end.detail
     assert decode(encode(end)) == end
+    assert unkept(end, {}) == end
+    told = unkept(end, {f"{n}-of-a-long-name": "full" for n in range(6)}).detail
+    assert "(disk full); its snapshots are not all marked as kept (node 0-of-a-l: full; node 1-of" in told
+    assert "node 3-of-a-l: full and 2 more), launch run" in told
+    other = unkept(m.Finish("failed", "why", m.Source("slots")), {"a": "full"})
+    assert other.detail == "why; its snapshots are not all marked as kept (node a: full)"
 
 
 def test_what_storage_said_is_forgotten_once_it_answers() -> None:
@@ -152,6 +159,16 @@ def test_chunks_that_storage_has_lost_are_uploaded_again() -> None:
     assert [c.step for c in of(commands, m.Upload)] == [100]
     assert not of(commands, m.AppendCommit), "not before all of it is there again"
     assert of(world.send(m.Uploaded("a", one.id, 100)), m.AppendCommit)
+
+
+def test_a_commit_of_an_older_state_that_cannot_be_made_does_not_hold_up_the_last_one() -> None:
+    """Its parts were deleted as it waited for its turn, and nobody uploads them again."""
+    world, one = ended()
+    world.machine.memory.appends.push(m.AppendCommit(one.id, 90, ("a",)))
+    assert [c.step for c in of(world.wait(1), m.AppendCommit)] == [90]
+    assert not of(world.send(m.Uploaded("a", one.id, 100)), m.AppendCommit), "one at a time"
+    commands = world.send(m.Appended("commit", one.id, 90, error="3 chunks are gone", parts_gone=True))
+    assert [c.step for c in of(commands, m.AppendCommit)] == [100]
 
 
 def test_a_run_that_gives_up_while_storage_fails_keeps_its_slots() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.generation_stop import kill
+from picotron_ray.coordinator.generation_stop import STEPS_AT_HAND, kill
 from picotron_ray.coordinator.machine import Machine
+from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
-from tests.support.runs.coordinator_world import World, flush, job, of, outcomes
+from picotron_ray.layout.layout import Layout
+from tests.support.runs.coordinator_world import World, flush, job, of, outcomes, spec
 
 WAIT_S = 2.0  # for members to leave
 CONFIG = {"elastic__interrupt_timeout_s": WAIT_S, "elastic__node_timeout_s": 100}
@@ -89,6 +92,22 @@ def test_those_that_do_not_answer_are_reminded_killed_and_blamed(world: World) -
     assert recovery(world.answer(commands, flush(one, 5, [0, 1])))["target"] == w[2]
 
 
+def test_a_generation_that_nobody_began_is_given_up_though_it_was_told_to_stop() -> None:
+    """No member has anything to answer: none was called, as no rendezvous store was found."""
+    world = World(job(**CONFIG, elastic__first_step_timeout_s=15.0))
+    one = world.up(("a", 4))
+    assert told(world.send(m.UserRequest("stop")), m.Interrupt) == [x.worker for x in one.members]
+    assert world.state is MachineState.LEAVING
+    world.wait(14.5)
+    assert world.state is MachineState.LEAVING
+    commands = world.wait(1.0)
+    assert world.state is MachineState.ABORTING
+    assert "hard" in {c.mode for c in of(commands, m.Interrupt)}
+    incident = world.machine.memory.incident
+    assert incident is not None
+    assert (incident.kind, incident.target) == (FailureKind.LATE, one.members[0].worker)
+
+
 def test_a_worker_that_never_confirms_its_death_is_forgotten_after_three_orders(world: World) -> None:
     one = world.up(("a", 4))
     w = [member.worker for member in one.members]
@@ -156,3 +175,55 @@ def test_members_that_finish_by_themselves_are_not_told_to_leave(world: World) -
     assert of(world.wait(2 * WAIT_S), m.Interrupt) == []
     commands = world.send(*outcomes(one, "finished", 5, but=(w[0],)))
     assert [c.node for c in of(commands, m.CollectInventory)] == ["a"]
+
+
+def test_a_generation_that_comes_to_no_boundary_is_aborted_though_its_steps_go_on(world: World) -> None:
+    """The orders may never have arrived: nobody would ever leave, and a stop would wait for the last step."""
+    one = world.up(("a", 4))
+    w = [member.worker for member in one.members]
+    world.wait(20.0, steps=10)
+    world.send(m.UserRequest("stop"))
+    elastic = world.config.elastic
+    longest_s = max(elastic.first_step_timeout_s, elastic.compile_timeout_s) + STEPS_AT_HAND * 2.0 + WAIT_S
+    world.wait(longest_s - 0.5, steps=30)
+    assert world.state is MachineState.LEAVING
+    commands = world.wait(0.5, steps=31)
+    assert world.state is MachineState.ABORTING
+    assert told(commands, m.Interrupt) == w
+    assert f"generation {one.id} came to no boundary: nobody has left" in [
+        c.text for c in of(commands, m.Alert)
+    ]
+    incident = world.machine.memory.incident
+    assert incident is not None
+    assert (incident.kind, incident.culprit) == (FailureKind.LATE, False), "nobody in particular"
+    commands = world.send(*outcomes(one, FailureKind.PEER_LOST, 31, but=(w[2],)))
+    world.wait(WAIT_S)
+    assert incident.target == w[2], "the one that does not answer either"
+
+
+@pytest.mark.parametrize("seen_s", [0.5, 350.0])
+def test_a_slow_generation_is_given_its_time_after_an_adoption_too(seen_s: float) -> None:
+    """The steps before it took no time of this term: one of 400 s would seem to take 5 ms."""
+    world = World(job(steps=1000, **CONFIG))
+    members = tuple(m.Member(f"w{i}", "a") for i in range(4))
+    running = spec(3, m.Source("init"), None, Layout(dp=4))
+    running = replace(running, members=members)
+    world.begin(("a", 4), term=2, generations=(running,), running=running, workers=members, step_s=400.0)
+    world.wait(seen_s, steps=100)
+    world.send(m.UserRequest("stop"))
+    world.wait(400.0 - seen_s, steps=100)
+    world.wait(400.0, steps=101)
+    assert world.state is MachineState.LEAVING, "its next boundary was two steps away"
+    world.wait(1400.0, steps=102)
+    assert any("came to no boundary" in alert.text for alert in of(world.log, m.Alert)), "nor for ever"
+
+
+def test_a_pace_is_measured_from_what_was_seen_once_there_is_enough_of_it() -> None:
+    adopted = StepPace(0, 10.0, adopted=True, told_s=7.0)
+    assert (adopted.step_s(0, 11.0), adopted.step_s(0, 30.0)) == (7.0, 20.0)
+    seen = adopted.seen(500, 12.0)
+    assert seen.seen(501, 14.0) is seen
+    assert [seen.step_s(500 + done, 12.0 + 2.0 * done) for done in range(5)] == [7.0, 7.0, 7.0, 2.0, 2.0]
+    own = StepPace(5, 10.0)
+    assert own.seen(6, 12.0) is own
+    assert (own.step_s(5, 13.0), own.step_s(7, 13.0)) == (3.0, 1.5)

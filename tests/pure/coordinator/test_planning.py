@@ -134,7 +134,7 @@ def test_without_a_plan_replicas_are_dropped_and_the_late_plan_is_changed_over_t
     third = there.run(there.answer(commands, flush(second, 7, [0])))
     assert (third.layout, third.resume_step) == (Layout(tp=3), 7)
     assert third.reason.startswith(
-        "change over to the planned dp1-tp3-pp1-mb1: 0.1 s against 0.333 s per step"
+        "change over to the planned dp1-tp3-pp1-mb1: 0.1 s against 0.333 s a step by estimate"
     )
     there.send(m.Heartbeat("a", third.id, {third.members[0].worker: 9}))
     there.send(late)
@@ -152,7 +152,7 @@ def test_a_late_plan_that_is_hardly_better_changes_nothing() -> None:
 
 def test_a_change_over_must_gain_and_pay() -> None:
     view = ReplanView(progressed=True, steps_left=100, cost_s=1.0, planned_cost_s=0.9)
-    assert decide(view) == (True, "0.9 s against 1 s per step")
+    assert decide(view) == (True, "0.9 s against 1 s a step by estimate")
     few = int(REMESH_S / 0.1)
     for changed, why in (
         (ReplanView(False, 100, 1.0, 0.9), "has not finished a step"),
@@ -208,9 +208,10 @@ def test_where_no_layout_fits_the_planners_reason_is_told_once() -> None:
     there = World(job(elastic__node_timeout_s=999), choose=None)
     commands = there.answer(there.ready(there.begin(("a", 4))))
     (question, *_) = asked(there.log + there.wait(0.5))
-    commands = there.answer(there.send(m.Planned(question, reason="layout: saw room for 1 GB")))
+    commands = there.answer(there.send(m.Planned(question, reason="layout: saw room for 1 GB; add workers")))
     commands += there.wait(5)
     told = [a.text for a in there.log if isinstance(a, m.Alert) and a.kind == "layout"]
+    # nobody is advised: the run waits by itself, and on one machine more workers share the same memory
     assert told == ["no layout for 4 workers: layout: saw room for 1 GB"]
     assert there.state is MachineState.WAITING
 

@@ -200,7 +200,7 @@ def test_growth_does_not_wait_for_ever_for_workers_on_their_way() -> None:
 
 @pytest.mark.parametrize("change", [{"steps_left": 2}, {"bigger_cost_s": 0.99}])
 def test_growth_just_pays(change: dict[str, object]) -> None:
-    why = f"{change.get('bigger_cost_s', 0.5)} s against 1 s per step"
+    why = f"{change.get('bigger_cost_s', 0.5)} s against 1 s a step by estimate"
     assert decide(1.0, GrowthView(**{**GROW, **change})) == (True, why)  # type: ignore[arg-type]
 
 

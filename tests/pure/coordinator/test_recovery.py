@@ -226,6 +226,22 @@ def test_a_run_that_is_given_up_says_why_and_by_what() -> None:
 # --- members and launch ----------------------------------------------------------------------------
 
 
+def test_each_fact_of_a_generation_is_told_once() -> None:
+    """Why one was stopped at a boundary is told then, and what a first one comes from by itself."""
+    world = World(job(**QUICK))
+    one = world.up(("a", 4))
+    started = next(alert for alert in of(world.log, m.Alert) if alert.kind == "generation")
+    assert (
+        started.text
+        == f"generation {one.id}: 4 workers, {one.layout}, from initial weights: nothing is saved yet"
+    )
+    memory = world.machine.memory
+    memory.boundary_asked, memory.reason = True, "grow from 3 to 4 workers"
+    commands = world.send(*outcomes(one, "interrupted", 7))
+    (alert,) = alerts(world.answer(commands, flush(one, 7, [0, 1, 2, 3])), "generation")
+    assert alert.text.endswith(f", from host memory of step 7, written by generation {one.id}")
+
+
 def test_a_recovery_tells_what_it_cost() -> None:
     world = World(job(**QUICK))
     one = world.up(("a", 4))
@@ -239,9 +255,7 @@ def test_a_recovery_tells_what_it_cost() -> None:
     two = world.run(after)
     why = f"host memory of step 6, written by generation {one.id}"
     reason = f"worker {dead} on a exited: killed"
-    assert alert.text == (
-        f"generation {two.id}: 3 workers, {two.layout}, from {why}; 2 steps lost to: {reason}"
-    )
+    assert alert.text == (f"generation {two.id}: 3 workers, {two.layout}, from {why}; 2 steps lost")
     assert alert.data == {
         "generation": str(two.id),
         "layout": str(two.layout),
@@ -315,6 +329,35 @@ def test_the_last_state_is_committed_within_its_time() -> None:
     assert of(world.wait(79.5), m.Finish) == []
     (end,) = of(world.wait(0.5), m.Finish)
     assert (end.status, end.keep) == ("storage", m.Source("slots", 100, one.id))
+
+
+def test_generations_that_finish_and_leave_nothing_are_failures_that_end_the_run() -> None:
+    """As nothing is saved, each trains everything again: only the breaker ends that."""
+    world = World(job(elastic__max_failures_without_progress=3, elastic__node_timeout_s=1000))
+    one = world.up(("a", 4))
+    commands = world.send(*outcomes(one, "finished", 100))
+    commands = world.answer(commands)
+    text = (
+        f"generation {one.id} finished at step 100, and nothing that is held is newer than step 0: its last"
+        " snapshots are missing"
+    )
+    assert [(alert.level, alert.text) for alert in alerts(commands, "failure")] == [("error", text)]
+    two = world.run(commands)
+    assert (two.resume_step, two.reason) == (0, text)
+    assert world.machine.view.failures == 1
+    world.run(world.answer(world.send(*outcomes(two, "finished", 100))))
+    (end,) = of(world.answer(world.send(*outcomes(world.spec, "finished", 100))), m.Finish)
+    assert end.status == "failed"
+    assert "3 failures in a row at step 100 without progress" in end.detail
+    assert "its last snapshots are missing" in end.detail
+
+
+def test_a_state_that_went_with_its_node_after_the_end_is_no_failure_of_the_generation() -> None:
+    world = World()
+    one = world.up(("a", 2), ("b", 2))
+    commands = world.send(*outcomes(one, "finished", 100), m.NodeLost("a", "gone"))
+    assert world.run(world.answer(of(commands, m.CollectInventory)[1:])).resume_step == 0
+    assert world.machine.view.failures == 0
 
 
 def test_a_last_state_that_is_lost_is_looked_for_again() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator import faults, run
+from picotron_ray.coordinator.simulator import breakdowns, faults, run
 from picotron_ray.coordinator.simulator.nodes import SimWorker
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.run import FAMILIES
@@ -351,6 +351,10 @@ def test_a_worker_runs_what_is_newer_and_repeats_an_outcome_for_a_coordinator_th
     assert reports == []
     worker.run(spec, True)
     assert reports == [(worker.outcome, True)]
+    later = m.GenerationSpec(m.GenerationId(1, 2), TWO, Layout(dp=2), m.Source("init"), "later")
+    worker.run(later, True)
+    none = m.Outcome("w1", later.id, FailureKind.PEER_LOST, -1, "no rendezvous store")
+    assert (reports.pop(), worker.last) == ((none, True), A), "it joins what it knows"
     older = m.GenerationSpec(m.GenerationId(1, 0), TWO, Layout(dp=2), m.Source("init"), "old")
     worker.run(older, True)
     assert (len(reports), worker.last, quiet.sim.failures) == (1, A, [])
@@ -402,7 +406,7 @@ def test_a_node_introduces_itself_with_its_ready_workers(quiet: Quiet, reports: 
     assert (node.term, node.spec, node.cut_until) == (0, None, 0.0)
     node.workers["starting"] = SimWorker("starting", node)
     node.hello()
-    assert reports == [(m.NodeJoined("n1", 3), True), (m.WorkerReady("w1", "n1"), True)]
+    assert reports == [(m.NodeJoined("n1", 3, idle=("w1",)), True)]
 
 
 def test_workers_start_once_where_there_is_room(quiet: Quiet, reports: list[Any]) -> None:
@@ -558,3 +562,30 @@ def test_some_runs_have_hundreds_of_nodes(monkeypatch: pytest.MonkeyPatch) -> No
         run.simulate(seed)
     sizes = [len(sim.nodes) for sim in seen]
     assert (max(sizes[:-1]), sizes[-1], seen[-1].job.cluster.max_workers) == (3, 200, 200)
+
+
+def test_agents_freeze_just_as_they_are_asked_for_a_store(quiet: Quiet) -> None:
+    breakdowns.stun(quiet.sim)
+    first, second = quiet.sim.nodes.values()
+    assert (list(first.workers), quiet.sim.stuns) == ([], [7.0]), "one dies, so that a store is asked for"
+    assert not first.away
+    assert first.asked_for_store() == "mute"
+    assert (first.frozen_until, first.away, quiet.sim.stuns) == (107.0, True, [])
+    assert second.asked_for_store() == "", "as many as were drawn"
+    second.store_fault, second.store_bad_until = "broken", 101.0
+    assert second.asked_for_store() == "broken"
+    breakdowns.stun(quiet.sim)
+    quiet.sim.now += breakdowns.STUNS_S
+    assert second.asked_for_store() == "", "nobody asked in time"
+
+
+def test_a_worker_leaves_what_a_coordinator_that_is_gone_began(quiet: Quiet) -> None:
+    """Its call came late, and the interrupt with it is lost."""
+    worker = quiet.worker(1)
+    later = m.GenerationSpec(m.GenerationId(2, 1), TWO, Layout(dp=2), m.Source("init"), "next")
+    worker.run(SPEC, False)
+    worker.node.term = 2
+    worker.run(later, False)
+    assert (worker.last, quiet.sim.failures) == (later.id, [])
+    worker.run(m.GenerationSpec(m.GenerationId(2, 2), TWO, Layout(dp=2), m.Source("init"), "next"), False)
+    assert quiet.sim.failures == ["at 100.000 s: w1 was told to run 2.2 while in 2.1"]

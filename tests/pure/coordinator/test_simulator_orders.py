@@ -241,3 +241,39 @@ def test_no_worker_is_started_where_a_node_is_about_to_go() -> None:
     assert bench.handled(m.Tick(), start) == ["w2 is started on n1, which is about to go"]
     assert bench.handled(m.NodeLost("n1", "gone")) == []
     assert bench.handled(m.Tick(), start) == []
+
+
+def test_nobody_is_killed_over_a_generation_that_it_was_never_called_for(bench: Bench) -> None:
+    bench.sim.now = 200.0
+    bench.memory.state = MachineState.ABORTING
+    bench.worker("busy")
+    bench.node.start_worker("w1")
+    worker = bench.node.workers["w1"]
+    kill = m.KillWorker("w1", "did not leave")
+    found = ["w1 is killed over 1.1, which it was never called for"]
+    assert bench.handled(m.Tick(), kill) == found
+    for excuse in ("frozen_until", "cut_until", "deaf_until", "dumb_until", "loses_until"):
+        setattr(bench.node, excuse, 200.0 - SETTLED_S)
+        assert bench.handled(m.Tick(), kill) == [], "its call may have been lost"
+        setattr(bench.node, excuse, 199.9 - SETTLED_S)
+        assert bench.handled(m.Tick(), kill) == found
+    bench.node.store_bad_until = 300.0
+    assert bench.handled(m.Tick(), kill) == found, "a bad store is no excuse"
+    worker.last = A
+    assert bench.handled(m.Tick(), kill) == []
+
+
+def test_a_silent_node_is_not_asked_for_a_store_where_another_is_heard(bench: Bench) -> None:
+    spec = replace(SPEC, members=(m.Member("w1", "n1"), m.Member("w2", "n2")))
+    bench.memory.roster.join("n2", 3, 100.0)
+    orders: Any = bench.sim.checks.orders  # type: ignore[attr-defined]
+    orders.store_asked(bench.shell, "n1", spec)
+    assert bench.sim.failures == []
+    bench.memory.roster.nodes["n1"].last_seen = 97.0
+    orders.store_asked(bench.shell, "n2", spec)
+    assert bench.sim.failures == []
+    orders.store_asked(bench.shell, "n1", spec)
+    assert bench.sim.failures.pop().endswith("n1 is silent, and is asked for the store of 1.1: not {'n2'}")
+    bench.memory.roster.nodes["n2"].last_seen = 97.0
+    orders.store_asked(bench.shell, "n1", spec)
+    assert bench.sim.failures == [], "all are"

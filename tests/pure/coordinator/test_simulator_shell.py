@@ -42,6 +42,7 @@ class Bench(Quiet):
             transitions=[],
             state=MachineState.NEW,
             roster=Roster(),
+            unheard=set(),
             spec=None,
             now=100.0,
         )
@@ -60,6 +61,16 @@ class Bench(Quiet):
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+def watch(bench: Bench, launches: list[Any]) -> None:
+    """Watch only launches, and the stores that are asked."""
+    bench.sim.checks = SimpleNamespace(  # type: ignore[assignment]
+        launched=lambda shell, spec: launches.append(spec),
+        store_asked=lambda *words: None,
+        store_failed=lambda *words: None,
+        ordered=lambda *words: None,
+    )
 
 
 # --- the shell -------------------------------------------------------------------------------------
@@ -166,7 +177,7 @@ def test_orders_that_reach_nobody_come_back_as_exits(bench: Bench) -> None:
         made.deliver(m.Tick())
         assert bench.taken() == [(delay_s, "deliver", exited)]
     del bench.sim.nodes["n2"]
-    bench.sim.checks = SimpleNamespace(launched=lambda shell, spec: bench.reports.append(spec))  # type: ignore[assignment]
+    watch(bench, bench.reports)
     made.run_generation(m.RunGeneration(SPEC))
     assert (bench.reports, made.newest) == ([SPEC], SPEC)
     call, exited = bench.taken()
@@ -177,7 +188,7 @@ def test_orders_that_reach_nobody_come_back_as_exits(bench: Bench) -> None:
 
 
 def test_a_node_runs_a_generation_for_its_living_member(bench: Bench) -> None:
-    bench.sim.checks = SimpleNamespace(launched=lambda shell, spec: None)  # type: ignore[assignment]
+    watch(bench, [])
     bench.sim.nodes["n1"].workers.clear()
     ran: list[Any] = []
     bench.sim.nodes["n2"].workers["w2"] = SimpleNamespace(  # type: ignore[assignment]
@@ -219,7 +230,7 @@ def test_orders_are_sent_to_the_nodes_that_they_name(bench: Bench) -> None:
         (m.KillWorker("w1", "why"), [("n1", False), ("kill", "w1")]),
         (m.CollectInventory("n1", 7), [("n1", False), ("collect", 7)]),
         (upload, [("n1", False), ("upload", upload)]),
-        (m.Release("n1", A, 5, 4), [("n1", False), ("release", A, 5)]),
+        (m.Release("n1", A, 5, 4), [("n1", True), ("release", A, 5, (), 4)]),
         (m.Quarantine("n1", "s", A, 5), [("n1", True), ("quarantine", m.Quarantine("n1", "s", A, 5))]),
         (m.Alert("info", "text", "kind", {}), []),
     ):

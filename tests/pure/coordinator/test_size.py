@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Callable, Iterator
+
+import pytest
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
@@ -62,7 +67,70 @@ class Cluster:
         return time.thread_time() - began_s
 
 
+@pytest.fixture(autouse=True)
+def no_collections() -> Iterator[None]:
+    """A look of the collector at what all tests before have left would count."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def start_s(nodes: int) -> float:
+    """CPU seconds from a term's begin to its first generation."""
+    began_s = time.thread_time()
+    Cluster(nodes)
+    return time.thread_time() - began_s
+
+
+def adopt_s(nodes: int) -> float:
+    """CPU seconds of the begin of a term that finds a running generation, and of its agents half."""
+    members = tuple(m.Member(f"w{at}", f"{at // EACH:06d}") for at in range(nodes * EACH))
+    running = m.GenerationSpec(
+        m.GenerationId(1, 1), members, Layout(dp=len(members)), m.Source("init"), "test"
+    )
+    machine = Machine(job(cluster__max_workers=len(members), cluster__min_workers=1))
+    began_s = time.thread_time()
+    machine.handle(m.Begin(2, running=running, workers=members[::2]), 0.0)
+    assert machine.memory.state is MachineState.ABORTING
+    return time.thread_time() - began_s
+
+
+@pytest.mark.parametrize("cost_s", [start_s, adopt_s])
+def test_what_all_nodes_do_at_once_costs_in_proportion_to_them(cost_s: Callable[[int], float]) -> None:
+    """16 times the nodes; where each looks at all of the others they cost 50 times as much and more."""
+    small, large = (min(cost_s(nodes) for _ in range(3)) for nodes in (64, 1024))
+    assert large < 40 * small
+
+
 def test_a_recovery_costs_in_proportion_to_the_workers() -> None:
     """Eight times the nodes cost eight times as much, or 64 times where each answer looks at all of them."""
     small, large = (min(Cluster(nodes).lose_a_node() for _ in range(2)) for nodes in (48, 384))
     assert large < 24 * small
+
+
+class CountedName(str):
+    """A node's name that counts how often names are compared."""
+
+    __slots__ = ()
+    compared = 0
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_a_seal_that_is_void_is_noted_without_a_look_at_those_of_other_nodes() -> None:
+    """After a restart each node tells all that it holds; then some of them fall silent together."""
+    tracker, nodes, steps = CheckpointTracker(10.0), 256, range(3)
+    generation = m.GenerationId(1, 1)
+    CountedName.compared = 0
+    for node in range(nodes):
+        for step in steps:
+            tracker.voided(CountedName(f"{node:06d}"), (step, generation))
+    for node in range(nodes):
+        assert len(tracker.pinned_on(CountedName(f"{node:06d}"))) == len(steps)
+    assert CountedName.compared <= 4 * nodes * len(steps)
+    released = tracker.release_void()
+    assert [(each.node, each.step) for each in released] == [(f"{node:06d}", 2) for node in range(nodes)]

@@ -16,7 +16,9 @@ from tests.support.house.trace_job import (
     GIVE,
     HAND_OVER,
     TAKE,
+    Event,
     Move,
+    Place,
     Recorder,
     events_of,
     is_config,
@@ -100,6 +102,17 @@ def test_the_way_is_what_leads_on(tmp_path: Path) -> None:
         ("driver", True),
     ]
     assert found[1] == Move("main", "back in train()", False)
+
+
+def test_a_look_whose_frame_is_used_again_lies_beside_the_way(tmp_path: Path) -> None:
+    """Python gives the frame of a call that is over to the next one."""
+    stacks = [("look", 7), ("start", 7)]
+    events = [Event(TAKE, 1, (Place("actor", "init", 1),))]
+    events += [
+        Event(TAKE, 1, (Place(name, name, frame), Place("actor", "init", 1))) for name, frame in stacks
+    ]
+    events.append(Event(HAND_OVER, 1, events[-1].stack))
+    assert [move.file for move in moves(way(events))] == ["actor", "start"]
 
 
 def test_a_process_that_hands_nothing_on_is_beside_the_way(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_the_runner_up_is_named_with_what_it_lost_by() -> None:
     planned = choose_layout(parse_job({"data": {"global_batch": 8}}), 4)
     name, _, why = planned.runner_up.partition(": ")
     assert name != str(planned.layout)
-    assert " more per step, by " in why or why == "as cheap, later in the order of layouts"
+    assert " % more, for " in why or why == "as much, but later in the order of layouts"
     alone = choose_layout(parse_job({"layout": {"dp": 1, "tp": 1, "pp": 1, "zero": 0}}), 1)
     assert alone.runner_up == ""
 

@@ -78,9 +78,9 @@ def test_the_reason_counts_candidates_and_idle_workers() -> None:
     config = job(tp=1, pp=1, zero=0, micro_batch=4)
     for workers, idle in ((4, ""), (5, " (1 idle)"), (6, " (2 idle)")):
         choice = choose_layout(job(dp=4, tp=1, pp=1, zero=0, micro_batch=4), workers)
-        start = f"{choice.layout}: {choice.cost_s:.3g} s per step, cheapest of 1 on {workers} workers"
+        start = f"{choice.layout}: {choice.cost_s:.3g} s a step by estimate, least of 1 on {workers} workers"
         assert choice.reason == start + idle
-    assert "cheapest of 3 on 4 workers" in choose_layout(config, 4).reason
+    assert "least of 3 on 4 workers" in choose_layout(config, 4).reason
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,6 @@ def test_the_reason_counts_candidates_and_idle_workers() -> None:
     ],
 )
 def test_why_no_layout_was_found(layout: dict[str, Any], workers: int, line: str) -> None:
-    more = "; add workers or set those degrees to auto" if workers else ""
+    more = "; raise cluster.max_workers, add nodes, or set those degrees to auto" if workers else ""
     with pytest.raises(LayoutError, match=f"^{re.escape(line + more)}$"):
         choose_layout(job(**layout), workers)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader
@@ -15,6 +18,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.heartbeat import Page, PageView, read_page
 from picotron_ray.runtime.node_agent.burial import bury, newest_complete
 from picotron_ray.runtime.ray_cluster import kept_slots
+from picotron_ray.runtime.ray_cluster.data_notes import leave_note
 
 A, B = m.GenerationId(1, 1), m.GenerationId(1, 2)
 
@@ -50,17 +54,41 @@ def test_a_worker_is_buried_once_a_newer_state_is_sealed_everywhere(tmp_path: Pa
     (tmp_path / "agent").write_text("1 1")
     alive = page(tmp_path, "alive", 2, -1)
     page(tmp_path, "dead", 1, 7)
+    for worker in ("alive", "dead"):
+        leave_note(tmp_path, worker, "aa")
     (tmp_path / "dead.spec").write_text(json.dumps(plain(FIRST)))
     (tmp_path / "alive.spec").write_text(json.dumps(plain(SECOND)))
     for index, step in enumerate((5, 6, 7)):
         slot(tmp_path, f"dead.{index}.slot", 1, step)
     SlotFile.create(tmp_path / "dead.3.slot", 1).close()
-    mine = {"agent", "alive.page", "alive.spec"}
-    bury(tmp_path, [alive], lambda: SECOND)
+    mine = {"agent", "alive.page", "alive.spec", "alive.data"}
+    bury(tmp_path, lambda: [alive], lambda: SECOND)
     assert left(tmp_path) == mine | {"dead.1.slot", "dead.2.slot"}, "step 6 is what generation 1.2 came from"
-    bury(tmp_path, [page(tmp_path, "alive", 2, 7)], lambda: SECOND)
+    bury(tmp_path, lambda: [page(tmp_path, "alive", 2, 7)], lambda: SECOND)
     assert left(tmp_path) == mine
-    bury(tmp_path, [alive], lambda: AssertionError("nobody is dead"))  # type: ignore[arg-type, return-value]
+    bury(tmp_path, lambda: [alive], lambda: AssertionError("nobody is dead"))  # type: ignore[arg-type, return-value]
+
+
+def test_a_worker_that_starts_while_the_dead_are_looked_for_is_not_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that stood still between its two looks removed its page: seen by nobody, it trained on, and
+    no snapshot of its generation was ever whole again."""
+    (tmp_path / "dead.spec").write_text(json.dumps(plain(FIRST)))
+    living: list[PageView] = []
+    listing = Path.iterdir
+
+    def iterdir(folder: Path) -> Iterator[Path]:
+        living.append(page(folder, "early", 2, -1))  # it starts just before the folder is listed
+        found = list(listing(folder))
+        living.append(page(folder, "late", 2, -1))
+        slot(folder, "late.0.slot", 2, 7)
+        return iter(found)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    bury(tmp_path, lambda: [each for each in living if each.worker == "early"], lambda: SECOND)
+    monkeypatch.undo()
+    assert left(tmp_path) == {"early.page", "late.page", "late.0.slot"}
 
 
 def test_evidence_of_an_end_goes_once_it_is_old(tmp_path: Path) -> None:
@@ -70,12 +98,12 @@ def test_evidence_of_an_end_goes_once_it_is_old(tmp_path: Path) -> None:
         (tmp_path / f"dead{suffix}").write_text("")
     alive = page(tmp_path, "alive", 1, 7)
     (tmp_path / "alive.stacks").write_text("")
-    bury(tmp_path, [alive], lambda: None)
-    bury(tmp_path, [alive], lambda: None)
+    bury(tmp_path, lambda: [alive], lambda: None)
+    bury(tmp_path, lambda: [alive], lambda: None)
     assert {"dead.stacks", "starting.stacks"} < left(tmp_path)
     for path in tmp_path.glob("[!s]*.*"):
         os.utime(path, (0, 0))
-    bury(tmp_path, [alive], lambda: None)
+    bury(tmp_path, lambda: [alive], lambda: None)
     assert left(tmp_path) == {"alive.page", "alive.stacks", "starting.stacks"}
 
 
@@ -87,9 +115,9 @@ def test_no_spec_is_read_while_there_is_nothing_to_bury_but_fresh_evidence(tmp_p
 
     alive = page(tmp_path, "alive", 1, 7)
     (tmp_path / "dead.stacks").write_text("")
-    bury(tmp_path, [alive], newest)
+    bury(tmp_path, lambda: [alive], newest)
     os.utime(tmp_path / "dead.stacks", (0, 0))
-    bury(tmp_path, [alive], lambda: None)
+    bury(tmp_path, lambda: [alive], lambda: None)
     assert left(tmp_path) == {"alive.page"}
 
 
@@ -97,7 +125,7 @@ def test_the_newest_spec_and_what_is_kept_outlive_their_writer(tmp_path: Path) -
     (tmp_path / "dead.spec").write_text(json.dumps(plain(SECOND)))
     slot(tmp_path, "dead.0.slot", 1, 5)
     kept_slots.mark(tmp_path, {"dead.0.slot": 5}, None)
-    bury(tmp_path, [page(tmp_path, "alive", 2, 9)], lambda: SECOND)
+    bury(tmp_path, lambda: [page(tmp_path, "alive", 2, 9)], lambda: SECOND)
     assert left(tmp_path) == {"dead.spec", "dead.0.slot", kept_slots.MARKER, "alive.page"}
 
 

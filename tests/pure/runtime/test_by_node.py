@@ -52,6 +52,26 @@ class Looked(Cluster):
         return time.thread_time() - began_s
 
 
+def test_workers_that_are_gone_leave_nothing_behind() -> None:
+    """Names are never used again: at a loss a minute a run of weeks would know 100,000 dead ones."""
+    cluster = RunActors(job())
+    handle: Any = None
+    cluster._node_of["stays"] = cluster._placed["stays"] = "a"
+    cluster._workers["stays"] = handle
+    for number in range(1000):
+        worker, node = f"w1-{number}", "ab"[number % 2]
+        cluster._node_of[worker] = cluster._placed[worker] = node
+        cluster._workers[worker] = handle
+        cluster.gone(worker)
+        assert cluster.node_of(worker) == "", "not before the node's next heartbeat"
+        cluster.note_workers(node, [worker, "stays"][: 1 + (node == "a")])  # a heartbeat that comes late
+        assert cluster.node_of(worker) == node, "it can be killed where it lives on"
+        cluster.note_workers(node, ["stays"] if node == "a" else [])
+    assert (dict(cluster._node_of), list(cluster._workers), len(cluster._placed)) == (
+        {"stays": "a"}, ["stays"], 1,
+    )  # fmt: skip
+
+
 def test_a_look_at_the_nodes_costs_in_proportion_to_the_workers() -> None:
     """Eight times the nodes cost eight times as much, or 64 times where each node looks at all workers."""
     small, large = (min(cluster.look_s() for _ in range(3)) for cluster in map(Looked, (64, 512)))

@@ -34,7 +34,8 @@ STATUS: dict[str, Any] = {
 
 
 def event(text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-    return {"t": time.mktime((2025, 1, 2, 3, 4, 5, 0, 0, -1)), "level": level, "text": text, **more}
+    at_s = time.mktime((2025, 1, 2, 3, 4, 5, 0, 0, -1))
+    return {"seq": 1, "kind": "", "t": at_s, "level": level, "text": text, **more}
 
 
 def test_figures_have_a_dash_where_there_is_none() -> None:
@@ -91,6 +92,8 @@ def test_the_end_of_a_run_in_a_few_lines() -> None:
     figures = "eval_loss -  baseline_loss - (bigram entropy of the same data)  - tokens/s"
     assert summary_lines(SUMMARY) == ["run night finished at step 9 in 2.0 s", figures]
     assert summary_lines({**SUMMARY, "status": "failed", "detail": ""})[1:] == [figures]
+    before = {**SUMMARY, "detail": "step 9: all 5 steps were committed before"}
+    assert summary_lines(before)[1] == "because: step 9: all 5 steps were committed before"
     again = {**SUMMARY, "generations": [{"term": 1}, {"term": 1}, {"term": 2}]}
     assert summary_lines(again)[0] == "run night finished at step 9, 2.0 s after it first began"
     assert (
@@ -164,6 +167,8 @@ def test_without_a_terminal_lines_come_with_events_and_now_and_then(monkeypatch:
         now[0] += PLAIN_INTERVAL_S
         view.show(STATUS)
         assert lines() == [], "the step is the same"
+        view.show({**STATUS, "step": 0, "generation": None})
+        assert lines() == [], "nothing runs yet"
         view.show({**STATUS, "step": 8})
         assert lines() == [progress_line({**STATUS, "step": 8})]
         now[0] += PLAIN_INTERVAL_S - 0.1
@@ -171,6 +176,26 @@ def test_without_a_terminal_lines_come_with_events_and_now_and_then(monkeypatch:
         assert lines() == []
         view.show({**STATUS, "step": 9, "done": True})
         assert lines() == [progress_line({**STATUS, "step": 9})]
+
+
+def test_what_a_restarted_coordinator_recalls_is_not_shown_twice() -> None:
+    out = io.StringIO()
+    with ProgressView(Console(file=out, width=100)) as view:
+        view.show({**STATUS, "events": [event("one"), event("two", seq=2)], "recalled": 0})
+        again = [event("two", seq=11), event("missed", seq=12), event("two", seq=13)]
+        view.show({**STATUS, "events": again, "recalled": 12})
+    assert [line.split()[-1] for line in out.getvalue().splitlines() if line.startswith("03:04:05")] == [
+        "one", "two", "missed", "two"
+    ]  # fmt: skip
+
+
+def test_the_end_is_told_once_by_the_lines_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    end = {**STATUS, "events": [event("run stopped", kind="stopped"), event("z")], "state": "stopped"}
+    with ProgressView(Console(file=out, width=100)) as view:
+        view.show({**end, "done": True})
+    first = out.getvalue().splitlines()[0]
+    assert first.endswith("z"), "not the end"
 
 
 def test_a_terminal_keeps_the_last_events_below_the_table() -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import control, driver, follow_run
 from picotron_ray.runtime.driver.follow_run import StoppedEarlyError
+from picotron_ray.runtime.driver.resolve_job import ResolvedJob
 from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE
 
@@ -241,6 +242,17 @@ def test_a_run_is_found_on_its_own_ray_or_on_the_one_that_is_named(
     assert told == ["connect to x:1"] * 2
 
 
+def test_a_stop_of_a_name_that_was_never_launched_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for now, discard in ((False, False), (True, False), (False, True)):
+        with pytest.raises(control.ConfigError, match="run: saw 'nobody', which does not run on this"):
+            control.stop("nobody", now, Console(), discard)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_stop_follows_the_run_to_its_end(
     rays: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,11 +365,11 @@ def test_a_start_that_fails_takes_its_ray_down(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(driver, "take_down", taken.append)
     local, signals = SimpleNamespace(), SimpleNamespace(asked=False)
     with pytest.raises(KeyboardInterrupt):
-        driver._start(JobConfig(), local, Console(file=io.StringIO()), None, signals)  # type: ignore[arg-type]
+        driver._start(ResolvedJob(JobConfig()), local, Console(file=io.StringIO()), signals)  # type: ignore[arg-type]
     assert taken == [local]
     signals.asked = True
     with pytest.raises(StoppedEarlyError, match="stopped by request before anything was started"):
-        driver._start(JobConfig(), local, Console(file=io.StringIO()), None, signals)  # type: ignore[arg-type]
+        driver._start(ResolvedJob(JobConfig()), local, Console(file=io.StringIO()), signals)  # type: ignore[arg-type]
     assert taken == [local, local]
 
 
@@ -379,3 +391,22 @@ def test_what_is_kept_of_a_run_whose_ray_nobody_knows_is_told_and_deleted(
     assert not node.exists()
     with pytest.raises(control.ConfigError, match="saw 'lost'"):
         control.stop("lost", False, console, discard=True)
+
+
+@pytest.mark.parametrize("run", ["", "..", "../other", "a/b", "./my.yaml", "Night", "x" * 64, "night\n"])
+def test_a_word_that_can_be_no_runs_name_is_refused(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would become a part of the paths that `stop` removes."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("find", "stop", "locked", "log_folder"):
+        monkeypatch.setattr(local_ray, name, None)
+    console = Console(file=io.StringIO())
+    for ask in (
+        lambda: control.status(run),
+        lambda: control.stop(run, now=True, console=console),
+        lambda: control.stop(run, now=False, console=console, discard=True),
+        lambda: control.checkpoint_now(run, 1.0),
+        lambda: list(control.log_lines(run)),
+    ):
+        with pytest.raises(control.ConfigError, match=r"^run: saw .*, expected the name of a run") as refused:
+            ask()
+        assert len(str(refused.value).splitlines()) == 1

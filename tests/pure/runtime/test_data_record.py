@@ -19,7 +19,7 @@ from picotron_ray.runtime.driver import storage_commands
 from picotron_ray.runtime.driver.resolve_job import DATA, SAME_RUN, ResolvedJob, resolve
 from picotron_ray.runtime.driver.storage_commands import changed_keys, verify_ledger
 from picotron_ray.runtime.run_storage import data_record
-from picotron_ray.runtime.run_storage.data_record import check_data, checked_ledger, settle_data
+from picotron_ray.runtime.run_storage.data_record import check_data, ledger_figures, settle_data
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
 STEPS, BATCH, SEQ = 6, 8, 16
@@ -102,13 +102,21 @@ def test_a_second_launch_with_other_files_is_refused_before_anything_starts(
 def test_the_summary_counts_what_the_digests_prove(job: JobConfig) -> None:
     good = lines(job)
     data = opened(job)
-    assert checked_ledger(job, good, data.fingerprint) == {
-        "samples": STEPS * BATCH, "lost": 0, "repeated": 0, "skipped": 0,
-        "passed_over": 0, "checked": "tokens", "wrong": [],
+    good[0]["loss"], good[-1]["loss"] = 3.0, 2.0
+    assert ledger_figures(job, iter(good), STEPS, data.fingerprint) == {
+        "tokens": STEPS * BATCH * SEQ, "first_loss": 3.0, "final_loss": 2.0,
+        "ledger": {
+            "samples": STEPS * BATCH, "lost": 0, "repeated": 0, "skipped": 0,
+            "passed_over": 0, "checked": "tokens", "wrong": [],
+        },
     }  # fmt: skip
+    passed_over = {**good[0], "rows": [], "tokens": 0, "loss": None, "passed_over": True}
+    figures = ledger_figures(job, [passed_over, *good[1:]], STEPS, data.fingerprint, [range(1, 2)])
+    assert (figures["first_loss"], figures["ledger"]["passed_over"]) == (1.0, BATCH)
+    assert ledger_figures(job, (), 0, data.fingerprint)["final_loss"] is None
     batch = make_batch(data.train, job.seed, Layout(dp=2), 0, BATCH, 2)
     good[2]["rows"][0][2] = batch.digest.hex()  # step 3 fed step 2's samples again, and says that it did not
-    found = checked_ledger(job, good, data.fingerprint)
+    found = ledger_figures(job, good, STEPS, data.fingerprint)["ledger"]
     assert (found["lost"], found["samples"]) == (4, STEPS * BATCH - 4)
     assert found["wrong"] == ["step 3 of generation 1.1, replica 0 fed other tokens than rows 16..20 hold"]
 
@@ -127,11 +135,11 @@ def test_rows_are_checked_where_tokens_cannot_be(
         monkeypatch.setattr(data_record, "MOST_TOKENS", STEPS * BATCH * SEQ - 1)
     else:
         monkeypatch.setattr(data_record, "MOST_SAMPLES", STEPS * BATCH - 1)
-    found = checked_ledger(job, good, expected)
+    found = ledger_figures(job, good, STEPS, expected)["ledger"]
     assert (found["checked"], found["lost"], found["repeated"], found["wrong"]) == ("rows", 0, 0, [])
     good[4]["rows"][0][0] += 1  # a replica fed one row less, though step and samples say that all is well
     good[5] = json.loads(json.dumps(good[3]))
-    found = checked_ledger(job, good, expected)
+    found = ledger_figures(job, good, STEPS, expected)["ledger"]
     assert (found["lost"], found["repeated"]) == (1, BATCH)
     assert found["wrong"] == [
         "step 4 was fed 2 times, by generations 1.1, 1.1",
@@ -146,7 +154,7 @@ def test_other_files_are_named_before_the_ledger_or_the_config_is_judged(
     assert changed_keys(job) == ["nothing changed"]
     good = SimpleNamespace(manifest=SimpleNamespace(step=STEPS, term=1, n=1), complaints=())
     monkeypatch.setattr(storage_commands, "latest_good", lambda *_: good)
-    monkeypatch.setattr(storage_commands, "read_ledger", lambda *_: lines(job))
+    monkeypatch.setattr(storage_commands, "stream_ledger", lambda *_: lines(job))
     write(tmp_path, "the quick brown fox jumps over the lazy cat")
     for look in (verify_ledger, changed_keys):
         with pytest.raises(DataError, match="the files hold other samples: fingerprint"):

@@ -25,6 +25,7 @@ from picotron_ray.runtime.doctor.gpu_health import GpuHealth
 from picotron_ray.runtime.doctor.judgement import judge, judge_store_clock, judge_together
 from picotron_ray.runtime.doctor.machine_report import MachineReport, Question, look
 from picotron_ray.runtime.driver import preflight
+from picotron_ray.runtime.ray_cluster import connect
 from picotron_ray.runtime.worker.nccl_settings import ASYNC_ERRORS, MOST_RECORDED, RECORDED, prepare_nccl
 
 Usage = namedtuple("Usage", "total used free")
@@ -315,6 +316,20 @@ SUMMARY: dict[str, Any] = {
 def test_a_drill_is_judged_by_its_summary(change: dict[str, Any], status: str, words: str) -> None:
     found = drill.judge_summary({**SUMMARY, **change})
     assert (found.status, words in found.seen) == (status, True), found.seen
+
+
+def test_a_drill_agrees_to_what_its_job_agrees_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    words = [f"storage.url={tmp_path / 'runs'}", "cluster.allow_unauthenticated=true", "cluster.interface=lo"]
+    one = drill.prepared(load_job("tiny", words), tmp_path)
+    taken = load_job("tiny", list(one.words))
+    connect.refuse_unauthenticated(taken)
+    assert taken.cluster.interface == "lo"
+    told = drill._command(one)
+    assert {"cluster.allow_unauthenticated=true", 'cluster.interface="lo"'} <= set(told.strip("`").split())
+    plain = drill.prepared(load_job("tiny", words[:1]), tmp_path)
+    assert load_job("tiny", list(plain.words)).cluster.interface is None
+    assert "cluster" not in drill._command(plain)
 
 
 def test_a_drill_that_does_not_end_is_taken_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

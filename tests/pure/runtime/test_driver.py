@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from picotron_ray.runtime.driver import driver
+from picotron_ray.runtime.driver import driver, resolve_job
 from picotron_ray.runtime.driver.follow_run import DETACHED, POLL_S, Signals, StoppedEarlyError
+from picotron_ray.runtime.driver.resolve_job import ResolvedJob, ResolveStep
 from picotron_ray.runtime.ray_cluster import supervisor
 from tests.support.runs.coordinator_world import job
 
 JOB = job(name="night")
+ASKED = ResolvedJob(JOB, relative_url="runs")
 CHECKED = job(name="night", steps=77)
 DATA: Any = SimpleNamespace(fingerprint="aa")
 LOCAL: Any = SimpleNamespace(run="night", alive=True)
@@ -59,10 +62,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def drive(bench: Bench, final: Any, detach: bool = False) -> Any:
-    bench.note_of("prepare", (LOCAL, JOB))
+    bench.note_of("_connected", LOCAL)
     bench.note_of("_coordinator", ("handle", True))
     bench.patch.setattr(driver, "follow", lambda *given, local, ended, attached: final)
-    return driver._drive(JOB, None, detach, bench.console)
+    return driver._drive(ASKED, detach, bench.console)
 
 
 def test_a_run_is_followed_to_its_end_and_its_ray_taken_down(bench: Bench) -> None:
@@ -84,7 +87,7 @@ def test_a_run_is_followed_to_its_end_and_its_ray_taken_down(bench: Bench) -> No
 def test_a_run_that_is_left_goes_on(bench: Bench, detach: bool, code: int, line: str) -> None:
     assert drive(bench, None, detach) == (code, None)
     assert bench.lines() == [line]
-    assert [words[0] for words in bench.told] == ["prepare", "_coordinator"]
+    assert [words[0] for words in bench.told] == ["_connected", "_coordinator"]
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -116,15 +119,22 @@ def test_a_summary_is_the_last_line_where_json_was_asked_for(
 )
 def test_a_ray_is_checked_before_it_is_started(bench: Bench, address: str, found: Any, checked: bool) -> None:
     bench.patch.setenv("RAY_ADDRESS", address)
-    bench.patch.setattr(driver.local_ray, "locked", lambda run: contextlib.nullcontext())
-    bench.patch.setattr(driver.local_ray, "find", lambda run: found)
-    bench.note_of("clear", where=driver.cleanup)
+    bench.patch.setattr(resolve_job.local_ray, "locked", lambda run: contextlib.nullcontext())
+    bench.patch.setattr(resolve_job.local_ray, "find", lambda run: found)
+    bench.note_of("clear", where=resolve_job.cleanup)
     bench.note_of("connect", "ray", where=driver.connect)
+
+    def machine(at: ResolvedJob) -> ResolvedJob:
+        bench.told.append(("machine", at.job, at.owns_ray))
+        return replace(at, job=CHECKED).noting("too small")
+
+    bench.patch.setattr(resolve_job, "ON_THE_MACHINE", (ResolveStep("machine", machine),))
     runs = CHECKED if checked else JOB
     assert driver.prepare(JOB, bench.console) == ("ray", runs)
-    steps = [("clear", JOB, found), ("check_machine", JOB, True)] if checked else []
+    steps = [("clear", JOB, found), ("machine", JOB, True)] if checked else []
     assert bench.told == [*steps, ("connect", runs)]
-    assert bench.lines() == (["note: too small"] if checked else [])
+    started = "run night: starting a Ray on this machine; checkpoints go to ./runs"
+    assert bench.lines() == (["note: too small", started] if checked else [])
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -132,7 +142,7 @@ def test_a_run_that_goes_on_is_attached_to(bench: Bench, goes_on: bool) -> None:
     bench.note_of("_going_on", "handle" if goes_on else None)
     bench.note_of("_start", "fresh")
     bench.note_of("_differences", ["other steps"])
-    found = driver._coordinator(JOB, LOCAL, bench.console, None, bench.signals)
+    found = driver._coordinator(ASKED, LOCAL, bench.console, bench.signals)
     assert found == ("handle" if goes_on else "fresh", goes_on)
     attached = ["attached to run night, which goes on with the config it has"] if goes_on else []
     assert bench.lines() == [*attached, "note: other steps"]
@@ -145,21 +155,21 @@ def test_a_start_waits_for_the_first_answer(bench: Bench, local: Any) -> None:
     asked: list[Any] = []
     bench.patch.setattr(driver, "poll", lambda *words: asked.append(words) or answers.pop(0))
     bench.note_of("ensure_coordinator", ("fresh", False))
-    assert driver._start(JOB, local, bench.console, None, bench.signals) == "fresh"
+    assert driver._start(ASKED, local, bench.console, bench.signals) == "fresh"
     assert asked == [("fresh", driver.ALL_SEEN, 1.0)] * 3
-    checked = [("check_machine", JOB, False)] if local is None else []
+    checked = [("check_machine", JOB, False, "runs")] if local is None else []
     runs = JOB if local else CHECKED
     assert bench.told == [*checked, ("ensure_coordinator", runs, local is not None, None)]
     answers[:] = [None]
     bench.patch.setattr(driver, "START_S", 0.0)
-    assert driver._start(JOB, local, bench.console, None, bench.signals) == "fresh"
+    assert driver._start(ASKED, local, bench.console, bench.signals) == "fresh"
     assert len(asked) == 3, "not for ever"
 
 
 def test_a_stop_before_the_start_takes_the_ray_down(bench: Bench) -> None:
     bench.signals.asked = 1
     with pytest.raises(StoppedEarlyError, match="run night: stopped by request before anything was started"):
-        driver._start(JOB, LOCAL, bench.console, None, bench.signals)
+        driver._start(ASKED, LOCAL, bench.console, bench.signals)
     assert bench.told == [("take_down", LOCAL)]
 
 

@@ -21,6 +21,8 @@ from picotron_ray.runtime.heartbeat import (
     read_page,
 )
 from picotron_ray.runtime.phase_limits import ENOUGH
+from tests.support.checkpoint.open_files import no_open_files
+from tests.support.faults.full_folder import run_on_small_disk
 
 
 @pytest.fixture
@@ -224,3 +226,40 @@ def test_a_zombie_and_a_reused_pid_are_not_alive():
         time.sleep(0.01)
     child.wait()
     assert not process_alive(child.pid, started)
+
+
+def test_a_page_that_has_no_room_is_an_error_and_no_sigbus(tmp_path):
+    said = run_on_small_disk(
+        tmp_path,
+        """
+from picotron_ray.config.schema.service import ElasticConfig
+from picotron_ray.errors import SlotRoomError
+from picotron_ray.runtime.heartbeat import Page
+others = fill(folder)
+try:
+    Page(folder / "w1.page", ElasticConfig())
+except SlotRoomError as error:
+    print(error, sorted(path.name for path in folder.iterdir()))
+others.unlink()
+page = Page(folder / "w1.page", ElasticConfig())
+fill(folder)
+page.begin(1, 1, 0, 0)
+""",
+    )
+    assert said == (
+        f"snapshot.folder: no room for a page of 4096 bytes in {tmp_path}: No space left on device; make room"
+        " there, or name another folder ['others']\n"
+    )
+
+
+def test_whoever_is_out_of_open_files_takes_no_worker_for_dead(tmp_path, elastic):
+    """An agent at its limit told that workers had exited, and removed their pages."""
+    Page(tmp_path / "w.page", elastic)
+    me = read_page(tmp_path / "w.page")
+    with no_open_files():
+        with pytest.raises(OSError, match="Too many open files"):
+            process_alive(me.pid, me.start_ticks)
+        with pytest.raises(OSError, match="Too many open files"):
+            read_page(tmp_path / "w.page")
+    assert read_page(tmp_path / "none.page") is None
+    assert process_alive(me.pid, me.start_ticks)

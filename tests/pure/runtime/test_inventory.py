@@ -23,7 +23,7 @@ from picotron_ray.planner.memory import budget_bytes, memory_estimate
 from picotron_ray.runtime.driver.inventory import InventoryNode, plan, with_those_to_come
 from picotron_ray.runtime.ray_cluster import node_facts
 from picotron_ray.runtime.ray_cluster.names import node_folder
-from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, look, snapshot_problem
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, look, small_files_bytes, snapshot_problem
 
 ROOT = Path(__file__).resolve().parents[3]
 H100 = Card("NVIDIA H100 80GB HBM3", (9, 0), 81559 * 2**20)
@@ -133,7 +133,7 @@ def test_an_overlays_job_fits_the_pods_of_its_own_manifest(overlay: str) -> None
 
 def test_nodes_without_room_for_their_slots_are_left_out_by_name() -> None:
     job = recipe("smollm-135m", "cluster.min_workers=8")
-    need = 3 * 8 * plan(job, "cuda", nodes(H100, 8)).slot_bytes
+    need = 3 * 8 * plan(job, "cuda", nodes(H100, 8)).slot_bytes + small_files_bytes(job, 8)
     small, ample = nodes(H100, 8, room=need - 1)[0], nodes(H100, 8, 8, room=need)[1]
     assert plan(job, "cuda", [ample]).left_out == ()
     found = plan(job, "cuda", [small, ample])
@@ -150,10 +150,13 @@ def test_nodes_without_room_for_their_slots_are_left_out_by_name() -> None:
 
 def test_a_node_without_room_is_told_what_it_would_need(tmp_path: Path) -> None:
     job = recipe("tiny", "cluster.max_workers=2", f"snapshot.folder={tmp_path}")
-    assert snapshot_problem(job, 60, 10, 8) is None  # 3 slots of 10 for the 2 that may run there
-    assert snapshot_problem(job, 59, 10, 1) is None
-    assert "expected 6e-08 GB for 3 slots of 1e-08 GB for each of 2 workers" in str(
-        snapshot_problem(job, 59, 10, 8)
+    small = small_files_bytes(job, 2)
+    assert small == 3 * 17_408 + 2 * (17_408 + 65_536), "markers, specs, and what else workers leave"
+    mega, need = 10**6, 6 * 10**6 + small
+    assert snapshot_problem(job, need, mega, 8) is None  # 3 slots of 1 MB for the 2 that may run there
+    assert snapshot_problem(job, need - 1, mega, 1) is None
+    assert "expected 0.00622 GB for 3 slots of 0.001 GB for each of 2 workers, and small" in str(
+        snapshot_problem(job, need - 1, mega, 8)
     )
 
 
@@ -163,8 +166,9 @@ def test_the_slots_of_before_count_as_room(tmp_path: Path, monkeypatch: pytest.M
     folder = node_folder(str(tmp_path), "run", "node")
     folder.mkdir(parents=True)
     (folder / "w.0.slot").write_bytes(b"\0" * 2**22)
-    (folder / "w.page").write_bytes(b"\0" * 2**22)
-    assert look(str(tmp_path), "run").snapshot_bytes == 100 + 512 * (folder / "w.0.slot").stat().st_blocks
+    (folder / "w.page").write_bytes(b"\0" * 2**20)
+    taken = 512 * sum(path.stat().st_blocks for path in folder.iterdir())
+    assert look(str(tmp_path), "run").snapshot_bytes == 100 + taken
     monkeypatch.undo()
     assert look(str(tmp_path / "none"), "run").snapshot_bytes == 0
 

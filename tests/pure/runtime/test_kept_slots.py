@@ -6,18 +6,27 @@ import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ElasticConfig
-from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver import snapshot_folder
-from picotron_ray.runtime.driver.preflight import check_same_run
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker
+from picotron_ray.coordinator.simulator.slots import SimSlot
+from picotron_ray.errors import ConfigError, StorageError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.driver import control, snapshot_folder
+from picotron_ray.runtime.driver.preflight import check_kept_elsewhere, check_same_run
+from picotron_ray.runtime.driver.resolve_job import SAME_RUN, ResolvedJob, resolve
 from picotron_ray.runtime.heartbeat import Page, process_start_ticks
+from picotron_ray.runtime.node_agent.slot_release import release_slots
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import kept_index, node_folder, run_folder
+from picotron_ray.runtime.ray_cluster.node_facts import small_files_bytes
+from tests.support.simulation.states import write_slot
 
 OLD, NEW = ({"id": {"term": 1, "n": n}} for n in (1, 2))
 
@@ -56,6 +65,33 @@ def test_a_launch_clears_everything_else_of_a_dead_run(job: JobConfig) -> None:
     cleanup.clear(job, None)
     assert there(kept) == {"x.slot", kept_slots.MARKER}
     assert not other.exists()
+
+
+def test_a_release_spares_kept_steps_that_are_not_done_again(tmp_path: Path) -> None:
+    """The run went on from an older state while the node was away, and committed step 40 of that."""
+    generation, states = m.GenerationId(2, 1), {"w1.0": 30, "w1.1": 50}
+    for name, step in states.items():
+        info = m.SlotInfo("a", name, generation, step, 0, (m.Fragment(0),))
+        write_slot(tmp_path / f"{name}.slot", SimSlot(info, ((generation, 0, step),)), Layout(dp=1))
+    kept_slots.mark(tmp_path, {f"{name}.slot": step for name, step in states.items()}, OLD)
+    kept = [m.SlotInfo("a", f"{n}.slot", generation, step, 0, ()) for n, step in states.items()]
+    release_slots(tmp_path, (3, 1, 40), kept, living=(), committed=40)
+    assert there(tmp_path) == {"w1.1.slot", kept_slots.MARKER}
+    release_slots(tmp_path, (3, 1, 50), kept[1:], living=(), committed=50)
+    assert there(tmp_path) == set()
+
+
+def test_the_release_of_a_void_state_spares_kept_steps_that_were_never_committed(tmp_path: Path) -> None:
+    """The run went on from step 30, and its own step 50 became void: nothing has replaced the kept 40."""
+    generation, tracker = m.GenerationId(2, 1), CheckpointTracker(10.0, committed=30)
+    info = m.SlotInfo("a", "w1.0.slot", generation, 40, 0, (m.Fragment(0),))
+    write_slot(tmp_path / info.slot, SimSlot(info, ((generation, 0, 40),)), Layout(dp=1))
+    kept_slots.mark(tmp_path, {info.slot: 40}, OLD)
+    tracker.voided("a", (50, m.GenerationId(3, 1)))
+    (freed,) = tracker.release_void()
+    state = freed.generation.term, freed.generation.n, freed.step
+    release_slots(tmp_path, state, [info], living=(), committed=freed.committed)
+    assert there(tmp_path) == {info.slot, kept_slots.MARKER}
 
 
 def test_a_new_agent_takes_over_what_dead_ones_kept(job: JobConfig) -> None:
@@ -153,6 +189,49 @@ def test_a_launch_in_other_storage_is_refused_while_slots_of_that_name_are_kept(
     assert check_same_run(job, elsewhere) == []
 
 
+def test_a_launch_with_another_snapshot_folder_is_refused_while_a_newer_state_is_kept(
+    job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    job = job.model_copy(update={"storage": job.storage.model_copy(update={"url": str(tmp_path / "one")})})
+    storage = open_storage(job.storage, job.name)
+    log = RunLog(storage)
+    log.claim_term("here")
+    folder = folder_of(job, "a", x=40)
+    kept_slots.mark(folder, {"x.slot": 40}, OLD, log.identity)
+    check_kept_elsewhere(job, storage, own_ray=True)
+    moved = job.model_copy(
+        update={"snapshot": job.snapshot.model_copy(update={"folder": str(tmp_path / "new")})}
+    )
+    both = {"folder": str(tmp_path / "new"), "overflow_folder": str(tmp_path)}
+    check_kept_elsewhere(
+        job.model_copy(update={"snapshot": job.snapshot.model_copy(update=both)}), storage, True
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve(ResolvedJob(moved, owns_ray=True), (SAME_RUN,))
+    assert str(caught.value) == (
+        f"snapshot.folder: saw {tmp_path / 'new'}, but an earlier launch of run 'night' kept step 40, which"
+        f" is not committed, in {tmp_path}; launch with snapshot.folder={tmp_path} to commit it, or delete"
+        " it with `picotron-ray stop night --discard`"
+    )
+    log.append("generation", {"term": log.term, "n": 1})
+    log.append("commit", {"term": log.term, "n": 1, "step": 40, "manifest": "m"})
+    check_kept_elsewhere(moved, storage, own_ray=True)
+    elsewhere = moved.storage.model_copy(update={"url": str(tmp_path / "two")})
+    check_kept_elsewhere(moved, open_storage(elsewhere, job.name), own_ray=True)
+
+
+def test_a_stop_with_discard_deletes_what_is_kept_in_any_folder(
+    job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    folder = folder_of(job, "a", x=40)
+    with pytest.raises(StorageError, match="keeps step 40"):
+        control.stop("night", now=False, console=Console())
+    assert control.stop("night", now=True, console=Console(), discard=True) == (0, None)
+    assert not folder.exists()
+
+
 def test_a_marker_names_files_of_its_own_folder_alone(job: JobConfig) -> None:
     folder = folder_of(job, "a")
     kept_slots.mark(folder, {"../b/x.slot": 5, "x.slot": 4}, None)
@@ -186,12 +265,13 @@ def test_kept_slots_count_as_room_for_those_of_the_next_launch(
     monkeypatch.setattr(
         snapshot_folder, "choose_folder", lambda folder, overflow, need: asked.append(need) or (folder, "")
     )
-    assert snapshot_folder.with_folder_here(job, 2, 5000) == (job, None)
+    assert snapshot_folder.overflow_here(job, 2, 5000) == (False, None)
     folder = folder_of(job, "a", x=5)
     (folder / "x.slot").write_bytes(bytes(1000))
     (folder_of(job, "b") / "y.slot").write_bytes(bytes(77))
-    snapshot_folder.with_folder_here(job, 2, 5000)
-    assert asked == [job.snapshot.slots * 10_000, job.snapshot.slots * 10_000 - 1000]
+    snapshot_folder.overflow_here(job, 2, 5000)
+    need = job.snapshot.slots * 10_000 + small_files_bytes(job, 2)
+    assert asked == [need, need - 1000]
 
 
 def test_a_run_that_lives_elsewhere_is_refused_with_its_kept_slots_in_place(job: JobConfig) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.ray_cluster import local_ray, processes, supervisor
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay, LocalRayError
 
@@ -201,6 +205,61 @@ def test_an_address_is_awaited_until_ray_is_up_or_gone(home: Path, monkeypatch: 
     assert (wait(), len(clock.naps)) == ("a:1", 3)
 
 
+HEADS = """
+import pathlib, sys, time
+folder, most = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+tries = folder.parent / "tries"
+tries.write_text(str(n := int(tries.read_text()) + 1 if tries.exists() else 1))
+if n < most:
+    sys.exit("Exception: The current node timed out during startup. Or not.")
+if most == 0:
+    sys.exit("Exception: no such option")
+(folder / "r").mkdir()
+(folder / "r" / "ray_current_cluster").write_text("a:1")
+time.sleep(60)
+"""
+"""A Ray's head whose first starts are too slow for Ray; with ``most`` 0, one that fails otherwise."""
+
+
+@pytest.fixture
+def slow_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LocalRay]:
+    """Start such heads, under real supervisors, as launch does: with the run's lock."""
+
+    def start(most: int, timeout_s: float = 20.0) -> LocalRay:
+        def head(folder: Path, cpus: int, gpus: int | None) -> list[str]:
+            return [sys.executable, "-c", HEADS, str(folder), str(most)]
+
+        monkeypatch.setattr(local_ray, "_head_command", head)
+        with local_ray.locked("night"):
+            return local_ray.start("night", cpus=1, temp_folder=home / "temp", timeout_s=timeout_s)
+
+    return start
+
+
+def test_a_start_that_was_too_slow_for_ray_is_begun_again(
+    home: Path, slow_start: Callable[..., LocalRay]
+) -> None:
+    """Ray gives itself 30 s, and a machine with ten runnable processes a core does not keep them."""
+    ray = slow_start(3)
+    assert (ray.address, (home / "tries").read_text()) == ("a:1", "3")
+    local_ray.stop(ray, grace_s=0.0)
+
+
+def test_starts_that_stay_too_slow_end_in_time(home: Path, slow_start: Callable[..., LocalRay]) -> None:
+    with pytest.raises(LocalRayError, match=r"exited with 1: .* timed out during startup"):
+        slow_start(1_000, timeout_s=1.0)
+    assert local_ray.find("night") is None
+
+
+def test_a_head_that_fails_is_told_at_once(home: Path, slow_start: Callable[..., LocalRay]) -> None:
+    """Its supervisor waits for the lock, which the start has; so for two minutes nothing was said."""
+    began = time.monotonic()
+    with pytest.raises(LocalRayError, match="exited with 1: Exception: no such option"):
+        slow_start(0)
+    assert (home / "tries").read_text() == "1"
+    assert time.monotonic() - began < 10
+
+
 # --- supervisor ------------------------------------------------------------------------------------
 
 
@@ -326,3 +385,36 @@ def test_a_signal_reaches_a_member_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     member[0] = False
     processes.send(8, "m", 7, signal.SIGKILL)
     assert told == [(1008, signal.SIGKILL), ("close", 1008), ("close", 1008)]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"run": "night"}', '{"folders": 3}'])
+def test_a_damaged_state_file_is_named(home: Path, text: str) -> None:
+    local_ray.state_folder().mkdir(parents=True, exist_ok=True)
+    local_ray.state_file("night").write_text(text)
+    with pytest.raises(LocalRayError, match=r"night\.json cannot be read .*end that by hand, then remove"):
+        local_ray.find("night")
+
+
+def test_a_folder_for_launchs_state_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "state").write_text("a file")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with pytest.raises(ConfigError, match=r"XDG_STATE_HOME: .* cannot be written"), local_ray.locked("night"):
+        pass
+
+
+def test_a_temporary_folder_that_is_too_long_for_rays_sockets_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray would be waited for in vain, for two minutes."""
+    local_ray.refuse_long_folder("night")
+    sockets = f"session_2026-11-23_10-29-44_375116_{os.getpid()}/sockets/plasma_store"
+    most = local_ray.SOCKET_PATH - len(f"/picotron-{os.getuid()}-12345678/r/{sockets}")
+    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: "/" + "x" * (most - 1))
+    local_ray.refuse_long_folder("night")
+    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: "/" + "x" * most)
+    with pytest.raises(ConfigError, match=f"TMPDIR: saw /x*, expected at most {most} characters"):
+        local_ray.refuse_long_folder("night")
+    named = local_ray.rays_folder(local_ray.default_temp_folder("night")) / sockets
+    assert len(str(named)) == local_ray.SOCKET_PATH + 1

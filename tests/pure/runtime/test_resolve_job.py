@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 from picotron_ray import cli
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import ConfigError, PicotronError
-from picotron_ray.runtime.driver import resolve_job
+from picotron_ray.errors import ConfigError, PicotronError, naming
 from picotron_ray.runtime.driver.resolve_job import (
     FROM_WORDS,
     INIT_FROM,
     ON_THE_CLUSTER,
     ON_THE_MACHINE,
     OWN_PRECISION,
+    OWN_RAY,
     RUNNING_RUN,
     START,
     ResolvedJob,
@@ -39,10 +39,10 @@ def names(steps: tuple[ResolveStep, ...]) -> list[str]:
 def test_the_order_of_the_steps() -> None:
     """As launch has always judged: what is refused first is what a user reads first."""
     assert names(FROM_WORDS) == ["paths", "own model"]
-    machine = ["data", "layout", "snapshot room", "services", "storage", "start", "same run"]
+    machine = ["nodes", "layout", "snapshot room", "services", "storage", "data", "start", "same run"]
     assert names(ON_THE_MACHINE) == machine
     assert names(ON_THE_CLUSTER) == ["own model", "precision", "room", "data", "init_from", "addresses"]
-    for step in (*FROM_WORDS, *ON_THE_MACHINE, *ON_THE_CLUSTER, RUNNING_RUN, OWN_PRECISION):
+    for step in (*FROM_WORDS, *ON_THE_MACHINE, OWN_RAY, *ON_THE_CLUSTER, RUNNING_RUN, OWN_PRECISION):
         said = step.take.__doc__ or ""
         assert ("Touches: " in said) != (step.name in PURE), f"{step.name} does not say what it touches"
 
@@ -70,7 +70,7 @@ def test_steps_are_taken_in_order_and_the_first_that_refuses_is_named() -> None:
 
 
 def test_the_inner_steps_name_stays() -> None:
-    with pytest.raises(PicotronError) as refused, resolve_job.naming("outer"), resolve_job.naming("inner"):
+    with pytest.raises(PicotronError) as refused, naming("outer"), naming("inner"):
         raise PicotronError("x")
     assert refused.value.step == "inner"
 

@@ -182,14 +182,14 @@ def test_events_are_numbered_and_asked_for_by_number(run: Run) -> None:
     run.record.attached(submission)
     run.record.attached(submission)
     run.generation(1, "ab", 0, 1.0, "init")
-    run.generation(1, "ab", 0, 1.0, "init")
+    run.record.note("warning", "recovery", "generation 1.2")
     found = run.record.status(0)
     assert [(event["seq"], event["kind"], event["level"]) for event in found["events"]] == [
-        (1, "term", "info"), (2, "submission", "info"), (3, "generation", "info")
-    ]  # fmt: skip
+        (1, "term", "info"), (2, "submission", "info"), (3, "recovery", "warning")
+    ], "that of a generation is the machine's to tell"  # fmt: skip
     assert [event["seq"] for event in run.record.status(1)["events"]] == [2, 3]
     assert (found["submissions"], found["term"], found["state"]) == ([submission], 2, "running")
-    assert run.record.measured().noted == {"info": 3}
+    assert run.record.measured().noted == {"info": 2, "warning": 1}
     run.record.begin(3, {})
     assert run.record.status(0)["state"] == "starting", "it has none of its own yet"
 
@@ -271,6 +271,59 @@ def test_a_summary_counts_the_steps_of_the_whole_run(run: Run, monkeypatch: pyte
     assert (empty["steps"], empty["tokens_per_s"], empty["goodput"], empty["wall_s"]) == (0, None, None, 0.0)
 
 
+DAY = 86_400.0
+
+
+def lines_of(launch: str, *at_s: float) -> list[LoggedLine]:
+    """Lines of one launch's log."""
+    line = {"event": {"type": "Tick"}, "commands": []}
+    return [LoggedLine(1, {"launch": launch, "offset_s": 0.0}, {**line, "now": BEGAN + at}) for at in at_s]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_pause_between_two_launches_is_no_part_of_goodput(
+    run: Run, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    """Ten steps of a second each in 20 s of the first launch; a day later ten more in 20 s of the next."""
+    run.record.recall(None, [], "one")
+    run.generation(1, "a", 0, 0.0, "init")
+    run.record.figures("n1", [page("a", step=10, step_time_s=1.0)])
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 20.0)
+    memo = json.loads(json.dumps(run.record.memo()))
+    assert memo["goodput"] == 0.5
+    monkeypatch.setattr(time, "time", lambda: BEGAN + DAY + 20.0)
+    later = RunRecord(job())
+    if recorded:
+        later.recall(memo, lines_of("two", DAY + 20.0), "two")
+    else:
+        later.recall(None, [*lines_of("one", 0.0, 16.0, 20.0), *lines_of("two", DAY + 20.0)], "two")
+        monkeypatch.setattr(run, "record", later)
+        run.generation(1, "a", 0, 0.0, "init")
+    monkeypatch.setattr(time, "time", lambda: BEGAN + DAY + 26.0)
+    newest = json.loads(json.dumps(later.memo()))
+    monkeypatch.setattr(time, "time", lambda: BEGAN + DAY + 30.0)
+    again = RunRecord(job())  # Ray starts the coordinator again: workers have trained on
+    again.recall(newest, [], "two")
+    run.record = again
+    run.generation(2, "a", 10, DAY + 30.0)
+    again.figures("n1", [page("a", 2, step=20, step_time_s=1.0)])
+    monkeypatch.setattr(time, "time", lambda: BEGAN + DAY + 40.0)
+    found = again.summary(m.Finish("finished", ""))
+    assert (found["wall_s"], found["lived_s"], found["goodput"]) == (DAY + 40.0, 40.0, 0.5)
+
+
+def test_a_record_of_an_earlier_version_knows_of_no_pause_but_the_newest(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memo = json.loads(json.dumps(run.record.memo()))
+    del memo["launch"], memo["paused_s"]
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 100.0)
+    later = RunRecord(job())
+    later.recall(memo, [], "two")
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 107.0)
+    assert later.summary(m.Finish("failed", ""))["lived_s"] == 7.0
+
+
 @pytest.mark.parametrize(
     ("status", "level", "code"),
     [("finished", "info", 0), ("stopped", "info", 130), ("failed", "error", 3), ("storage", "error", 4),
@@ -296,6 +349,15 @@ def test_earlier_terms_are_recalled_in_this_times_clock(run: Run, monkeypatch: p
     assert run.record.status(0)["began_s"] == BEGAN - 50.0
     (failure,) = run.failures()
     assert (failure["target"], failure["detected_s"]) == ("a", 1.0)
+
+
+def test_what_earlier_terms_told_since_their_record_is_told_with_its_time(run: Run) -> None:
+    alert = m.Alert("warning", "generation 1.2: 1 workers", "recovery", {"lost_steps": 1})
+    line = json.loads(event_line(5.0, m.Tick(), [alert]))
+    run.record.recall(None, [LoggedLine(1, {"offset_s": BEGAN}, line)])
+    (event,) = run.record.status(0)["events"]
+    assert (event["t"], event["level"], event["kind"]) == (BEGAN + 5.0, "warning", "recovery")
+    assert (event["text"], event["data"]) == (alert.text, alert.data)
 
 
 def test_what_the_machine_found_by_itself_is_a_failure_too(run: Run) -> None:
@@ -348,6 +410,7 @@ def test_a_record_comes_back_as_it_was(run: Run, monkeypatch: pytest.MonkeyPatch
     later.tell(4.0, m.Heartbeat("node", later.spec.id, {"c": 10}))
     assert [failure["recovered_s"] is not None for failure in later.failures()] == [True, True]
     assert len(later.failures()) == 2
+    later.record.note("info", "term", "two")
     (told, *_) = later.record.status(memo["seq"])["events"]
     assert told["seq"] > memo["seq"]
 

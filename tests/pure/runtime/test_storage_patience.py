@@ -89,13 +89,26 @@ def test_a_first_launch_and_a_damaged_run_fail_at_once(bench: Bench) -> None:
     assert bench.now == 1000
 
 
+def test_the_wait_at_the_end_is_all_that_is_told_of_an_outage() -> None:
+    """Whichever of the two comes first in its minute."""
+    told: list[str] = []
+    outage = StorageOutage(lambda level, kind, text, data: told.append(text))
+    outage.failed(Alert("warning", "full", "storage", {}), 0.0)
+    for second in range(200):
+        if second % 60 == 5:
+            outage.waited(second + 0.25)
+        outage.failed(Alert("warning", "full", "storage", {}), float(second))
+    assert len(told) == 1, "the first failure"
+    outage.failed(Alert("warning", "full", "storage", {}), 185.25 + 120)
+    assert len(told) == 2, "nobody waits any more"
+
+
 def test_an_outage_is_told_once_a_minute_and_so_is_its_end() -> None:
     told: list[str] = []
     outage = StorageOutage(lambda level, kind, text, data: told.append(f"{level}: {text}"))
     outage.over(0.0)
     for second in range(0, 150, 2):
         outage.failed(Alert("warning", f"upload failed: {second}", "storage", {}), float(second))
-    outage.failed(Alert("warning", "upload of step 9 on n failed: corrupt: w1.0.slot", "storage", {}), 149.0)
     outage.over(150.0)
     outage.over(151.0)
     again = "; tried again while the run trains, then for storage.final_wait_s"
@@ -103,6 +116,5 @@ def test_an_outage_is_told_once_a_minute_and_so_is_its_end() -> None:
         f"warning: upload failed: 0{again}",
         f"warning: upload failed: 60; storage has failed 31 times in 60 s{again}",
         f"warning: upload failed: 120; storage has failed 61 times in 120 s{again}",
-        "warning: upload of step 9 on n failed: corrupt: w1.0.slot",
         "info: storage works again: it failed 75 times in 150 s",
     ]

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator import actor as actor_module
-from picotron_ray.runtime.coordinator import supervision
+from picotron_ray.runtime.coordinator import owner_watch, supervision
 from picotron_ray.runtime.coordinator.actor import Coordinator
 from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
 from picotron_ray.runtime.coordinator.beginning import EarlyEvents
@@ -69,7 +71,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(worker_module, "GenerationRun", Run)
     monkeypatch.setattr(Run, "waits", False)
     made: Any = Worker.__new__(Worker)
-    made._lock, made._term, made._run = threading.Lock(), 0, None
+    made._lock, made._term, made._run, made._joins = threading.Lock(), 0, None, 0
     made._chaos = SimpleNamespace(rank=-1)
     made._resources = SimpleNamespace(worker="w1", folder=tmp_path, data=SimpleNamespace(fingerprint="f"))
     return made
@@ -99,6 +101,66 @@ def test_a_worker_runs_once_repeats_its_outcome_and_refuses_older_ones(worker: A
     assert worker.run_generation(2, spec(C), STORE).generation == C
     assert first.told == [], "it was over"
     assert (worker._run.spec.id, worker._term) == (C, 2)
+
+
+def test_a_spec_that_cannot_be_written_costs_no_generation(
+    worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a full file system: what is lost is that a coordinator which restarts finds it here."""
+    worker._resources.folder = tmp_path / "gone"
+    assert worker.run_generation(2, spec(B), STORE) == m.Outcome("w1", B, "finished", 9)
+    assert "generation 1.2 is not noted" in caplog.text
+    assert str(tmp_path / "gone" / "w1.spec") in caplog.text
+
+
+def test_a_generation_that_raises_is_over_for_those_that_follow(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Run):
+        def run(self) -> None:
+            if self.spec.id == B:
+                raise RuntimeError("no such thing")
+            super().run()
+
+        def interrupt(self, flag: Any) -> None:
+            self.told.append(flag)  # nobody is there to hear it
+
+    monkeypatch.setattr(worker_module, "GenerationRun", Broken)
+    with pytest.raises(RuntimeError, match="no such thing"):
+        worker.run_generation(2, spec(B), STORE)
+    found: list[m.Outcome | None] = []
+    later = threading.Thread(
+        target=lambda: found.append(worker.run_generation(2, spec(C), STORE)), daemon=True
+    )
+    later.start()
+    later.join(10.0)
+    assert found == [m.Outcome("w1", C, "finished", 9)]
+
+
+def test_a_generation_outlasts_any_number_of_coordinators_that_join_it(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call that joins holds a thread of the actor, of which there are 16: the oldest are let go."""
+    monkeypatch.setattr(worker_module, "JOIN_S", 0.005)
+    worker._run = Run(None, spec(A), STORE)
+    found: list[m.Outcome | None] = []
+
+    def join(term: int) -> None:
+        found.append(worker.run_generation(term, spec(A), None))
+
+    threads = [threading.Thread(target=join, args=(term,), daemon=True) for term in range(1, 41)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.005)
+    until = time.monotonic() + 5.0
+    while len(found) < 40 - worker_module.MOST_JOINS and time.monotonic() < until:
+        time.sleep(0.01)
+    assert found == [None] * (40 - worker_module.MOST_JOINS)
+    worker._run.outcome = m.Outcome("w1", A, "finished", 9)
+    worker._run.done.set()
+    for thread in threads:
+        thread.join(5.0)
+    assert found[-worker_module.MOST_JOINS :] == [worker._run.outcome] * worker_module.MOST_JOINS
 
 
 def test_a_new_generation_ends_one_that_still_runs(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,16 +203,13 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.told = told
     made.commands = []
 
-    async def keep_record() -> None:
-        note("keep record")
-
     made._loop = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))
     made._executor = SimpleNamespace(
         ending=False,
         term=2,
         spawn=lambda work: (work.close(), note("spawn", work.__name__)),
         carry_out=lambda command: note("carry out", command),
-        keep_record=keep_record,
+        keeper=SimpleNamespace(finish=lambda patience_s: note("keep record", patience_s)),
     )
     made._planner, made._flush_s = SimpleNamespace(close=lambda: None), 0.5
     made._evidence = SimpleNamespace(begin=lambda term, folder: None)
@@ -284,7 +343,7 @@ class Store:
     """A store that answers as it is told."""
 
     commit_figures: Any = "figures of commits"
-    identity = "this run"
+    identity, data = "this run", "aa"
 
     def __init__(self, told: list[Any]) -> None:
         self.told, self.term, self.error = told, 2, None
@@ -301,8 +360,9 @@ class Store:
 
     executor = None
     newest: bool | None = True
+    last_generation = None
 
-    def newest_record(self) -> bytes | None:
+    def newest_record(self, readable: Any) -> bytes | None:
         return None
 
     def is_newest(self) -> bool | None:
@@ -342,7 +402,7 @@ def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     coordinator._record.memo = lambda: {"term": 2, "line": 0}
     coordinator._cluster.activity = note_async("activity", "none")
     coordinator._cluster.hello = note_async("hello", coordinator.agents)
-    coordinator._cluster.close = note_async("close")
+    coordinator._cluster.close = note_async("close", {})
     coordinator._cluster.figures = note_async("ask figures", {"n1": [1, 2]})
     coordinator._cluster.adopt_workers = note("adopt")
     coordinator._cluster.traits = ()
@@ -383,7 +443,7 @@ def test_a_first_coordinator_begins_with_nothing(whole: Any, tmp_path: Path) -> 
     whole._options["notes"] = ["hint"]
     begun = m.Begin(1, (m.Commit(5, A, "five", 1),), (spec(A),), None, (), ())
     assert begin(whole) == [
-        ("hello", 1, whole._record.note),
+        ("hello", 1, whole._record.note, None),
         ("state", True),
         ("recall", None, [], ""),
         ("begin", 1, "figures of commits"),
@@ -415,13 +475,16 @@ def test_a_later_coordinator_adopts_what_runs(whole: Any, tmp_path: Path) -> Non
     (folder / "events-1.jsonl").write_text('{}\n{"old": 1}\n')
     whole._job = job(metrics__enabled=False)
     whole.agents.update(
-        n1={"spec": spec(A), "workers": ["w1", "w2"], "busy": [("w1", 1, 2)]},
-        n2={"spec": spec(B), "workers": ["w3"], "busy": []},
+        n1={"spec": spec(A), "workers": ["w1", "w2"], "busy": [("w1", 1, 2)], "step_s": 3.5},
+        n2={"spec": spec(B), "workers": ["w3", "w4"], "busy": []},
         n3={"spec": None, "workers": [], "busy": []},
     )
+    for each in whole.agents.values():
+        each["data"] = dict.fromkeys(each["workers"], "aa") | {"w4": "bb"}
     told = begin(whole)
     workers = (m.Member("w1", "n1"), m.Member("w2", "n1"), m.Member("w3", "n2"))
     begun = m.Begin(2, (m.Commit(5, A, "five", 1),), (spec(A),), spec(B), workers, (m.BusyWorker("w1", B),))
+    begun = replace(begun, step_s=3.5)
     assert ("state", False) in told, "the agents know the generations"
     assert ("recall", None, [LoggedLine(1, {}, {"old": 1})], "") in told
     assert ("adopt", workers) in told
@@ -462,7 +525,7 @@ def test_an_end_closes_all_and_is_kept(whole: Any, tmp_path: Path) -> None:
     file.write_text("[]")
     finish = m.Finish("finished", "why")
     assert end(whole, "finished") == [
-        ("close", 2, None, True), ("keep record",), ("track",),
+        ("close", 2, None, True), ("keep record", 3600.0), ("track",),
         ("done", finish, {"status": "s", "kept": True}),
         ("discard", run_folders(whole._job)), ("announce end",)
     ]  # fmt: skip
@@ -471,7 +534,7 @@ def test_an_end_closes_all_and_is_kept(whole: Any, tmp_path: Path) -> None:
     whole._tracking = None
     assert end(whole, "finished") == [
         ("close", 2, None, True),
-        ("keep record",),
+        ("keep record", 3600.0),
         ("done", finish, {"status": "s", "kept": True}),
         ("kill", (coordinator_name(whole._job.name), NAMESPACE)),
     ]
@@ -485,6 +548,19 @@ def test_an_end_without_storage_leaves_the_record_to_others(whole: Any, tmp_path
     done = ("done", m.Finish(status, "why"), {"status": "s"})
     assert end(whole, status) == [("close", 2, None, False), done, ("announce end",)]
     assert file.exists()
+
+
+def test_an_end_says_which_node_could_not_mark_what_it_was_to_keep(whole: Any) -> None:
+    async def close(*words: Any) -> dict[str, str]:
+        return {"a": "full"}
+
+    begin(whole)
+    whole._cluster.close = close
+    asyncio.run(
+        whole._end(m.Finish("storage", "why; its snapshots are kept, launch", m.Source("slots", 7, A)))
+    )
+    (done,) = [words[1] for words in whole.told if words[0] == "done"]
+    assert done.detail == "why; its snapshots are not all marked as kept (node a: full), launch"
 
 
 def test_an_end_keeps_what_its_decision_says(whole: Any) -> None:
@@ -502,7 +578,8 @@ def test_an_end_survives_that_its_summary_is_not_kept(whole: Any) -> None:
     begin(whole)
     whole._store.error = StorageError("down")
     assert end(whole, "failed")[1:] == [
-        ("keep record",), ("track",), ("done", m.Finish("failed", "why"), {"status": "s"}), ("announce end",)
+        ("keep record", 3600.0), ("track",),
+        ("done", m.Finish("failed", "why"), {"status": "s"}), ("announce end",)
     ]  # fmt: skip
 
 
@@ -512,11 +589,11 @@ def test_an_orphan_is_stopped_until_it_is_done(whole: Any, monkeypatch: pytest.M
     gone, done = iter([False, False, True]), iter([False, False, True])
     asked: list[Any] = []
     monkeypatch.setattr(
-        actor_module.owner_process, "is_gone", lambda process: asked.append(process) or next(gone)
+        owner_watch.owner_process, "is_gone", lambda process: asked.append(process) or next(gone)
     )
-    monkeypatch.setattr(actor_module.owner_process, "POLL_S", 0.0)
+    monkeypatch.setattr(owner_watch.owner_process, "POLL_S", 0.0)
     whole._record.status = lambda since: asked.append(since) or {"done": next(done)}
-    asyncio.run(whole._end_with({"pid": 7}))
+    asyncio.run(owner_watch.end_with({"pid": 7}, whole._record, whole._dispatch))
     assert asked == [{"pid": 7}] * 3 + [0] * 3
     reason = "the process that asked for this run is gone: stopping it"
     assert whole.told[0] == ("note", "warning", "orphaned", reason)
@@ -620,7 +697,7 @@ def test_what_comes_before_the_begin_is_handled_after_it(whole: Any) -> None:
 def test_a_begin_that_an_agent_refuses_is_fenced_at_once(whole: Any) -> None:
     ended: list[m.Finish] = []
 
-    async def hello(term: int, tell: Any) -> Any:
+    async def hello(term: int, tell: Any, newest: Any) -> Any:
         raise FencedError("refused: term 2 is older than 3")
 
     async def end(finish: m.Finish) -> None:
@@ -727,7 +804,7 @@ def test_a_begin_that_fails_is_tried_again_under_the_same_term(
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    async def hello(term: int, tell: Any) -> Any:
+    async def hello(term: int, tell: Any, newest: Any) -> Any:
         tries[0] += 1
         if tries[0] < 4:
             raise KeyError("spec")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -68,13 +71,56 @@ def assert_nothing_left(ray: LocalRay) -> None:
     assert local_ray.find("lifecycle") is None
 
 
-def test_an_address_where_nothing_answers_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray itself would try again for many minutes, silently."""
-    monkeypatch.setattr(connect, "ANSWER_S", 0.5)
-    monkeypatch.setattr(connect, "PROBE_PAUSE_S", 0.1)
+def refusal(address: str) -> tuple[str, float]:
+    """The line that an address gives, and after how many seconds."""
+    began = time.monotonic()
+    with pytest.raises(connect.ClusterError) as refused:
+        connect.connect_to(address)
+    return str(refused.value), time.monotonic() - began
+
+
+def test_an_address_where_nothing_listens_is_told_within_5_s() -> None:
+    """Ray itself would try again for many minutes, silently; answers alone were awaited for 20 s."""
     where = f"127.0.0.1:{free_port()}"
-    with pytest.raises(connect.ClusterError, match=f"no Ray answers at '{where}' within 0.5 s; start it"):
-        connect.connect_to(where)
+    line, took_s = refusal(where)
+    assert line.startswith(f"no Ray answers at '{where}': Connection refused; start it")
+    assert took_s < 5
+
+
+def test_a_host_that_does_not_answer_is_told_within_5_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is looked for, and a connection that is neither taken nor refused, can take minutes."""
+    line, took_s = refusal("no-such-host.invalid:6379")
+    assert "no-such-host.invalid:6379" in line
+    assert took_s < 5
+    over = threading.Event()
+
+    def hang(*_: object) -> None:
+        over.wait(30)
+        raise OSError("given up long ago")
+
+    monkeypatch.setattr(connect.socket, "create_connection", hang)
+    line, took_s = refusal("10.0.0.1:6379")
+    over.set()
+    assert line.startswith("no Ray answers at '10.0.0.1:6379': no connection within 2.5 s; start it")
+    assert took_s < 5
+
+
+def test_a_port_where_no_ray_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dashboard's, say; what is silent may be a head that is just starting."""
+    server = ThreadingHTTPServer(("0.0.0.0", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    line, took_s = refusal(f"127.0.0.1:{server.server_port}")
+    server.shutdown()
+    server.server_close()
+    assert "what listens there answers as no Ray does; name the port of its head (6379" in line
+    assert took_s < 5
+    monkeypatch.setattr(connect, "ANSWER_S", 0.5)
+    monkeypatch.setattr(connect, "PROBE_S", 0.5)
+    with socket.create_server(("0.0.0.0", 0)) as silent:
+        line, _ = refusal(f"127.0.0.1:{silent.getsockname()[1]}")
+    assert "what listens there answers nothing within 0.5 s" in line
+    assert "is no Ray's address" in refusal("http://h:8265")[0]
+    assert "Ray Client cannot hold" in refusal("ray://h:10001")[0]
 
 
 @pytest.mark.slow  # tests/ray/doors/test_launch.py goes through the same with a run

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -26,8 +27,10 @@ from picotron_ray.checkpoint.shard_service.client import RemoteSlot, ShardClient
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import PIN_AT, SlotHeader, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_reader import READING, is_pinned
+from picotron_ray.checkpoint.snapshot.slot_sweep import owner
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.intents import Intents
+from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import plain
@@ -39,27 +42,31 @@ from picotron_ray.errors import (
     SlotReusedError,
     SlotUnreachableError,
     StorageFullError,
+    UnmarkedError,
 )
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.observability.nvml import Card
 from picotron_ray.runtime.coordinator import cluster as cluster_module
-from picotron_ray.runtime.coordinator import command_executor, ray_calls, room_request, worker_orders
+from picotron_ray.runtime.coordinator import command_executor, room_request, worker_orders
 from picotron_ray.runtime.coordinator.admission import joined, objection, traits_of
 from picotron_ray.runtime.coordinator.records import sign_of
 from picotron_ray.runtime.coordinator.room_request import PATIENCE_S, RoomRequest
 from picotron_ray.runtime.heartbeat import Page, process_start_ticks
 from picotron_ray.runtime.node_agent import agent as agent_module
 from picotron_ray.runtime.node_agent import stall_watch, uploads
-from picotron_ray.runtime.node_agent.agent import Agent, owner
-from picotron_ray.runtime.node_agent.burial import bury
+from picotron_ray.runtime.node_agent.agent import Agent
+from picotron_ray.runtime.node_agent.burial import Burials, bury
+from picotron_ray.runtime.node_agent.rendezvous import RendezvousServer
 from picotron_ray.runtime.node_agent.reports import AGAIN_S, Reports
 from picotron_ray.runtime.node_agent.uploads import Ended
-from picotron_ray.runtime.ray_cluster import kept_slots
+from picotron_ray.runtime.ray_cluster import kept_slots, ray_calls
+from picotron_ray.runtime.ray_cluster.data_notes import leave_note
 from picotron_ray.runtime.ray_cluster.names import agent_name, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, worker_needs
+from picotron_ray.runtime.run_storage import shared_folder
 from tests.support.runs.coordinator_parts import Bench, Nodes, Told, view
 from tests.support.runs.coordinator_world import job
 
@@ -121,6 +128,14 @@ def slot_of(agent: Agent, worker: str, step: int, n: int = 1, index: int = 0) ->
     slot.write(SlotHeader(1, n, step, 0, ((0, 0, 1),)), [SHARD], [BODY], pinned=True)
     slot.close()
     return path
+
+
+def test_an_agent_tells_what_data_its_living_workers_see(agent: Agent) -> None:
+    page_of(agent, "w1")
+    for worker in ("w1", "dead"):
+        leave_note(agent._folder, worker, "aa")
+    page_of(agent, "early")
+    assert agent.hello(1)["data"] == {"w1": "aa"}
 
 
 def test_an_agent_passes_an_order_on_to_the_workers_that_are_there(
@@ -271,16 +286,16 @@ def test_ends_of_several_uploads_of_a_step_are_all_told(agent: Agent, told: Told
     storage = LocalStorage(agent._folder / "storage", "run")
     agent._uploads._opened = storage, Intents(storage)
     hearing, agent._reports._send = agent._reports._send, away
-    asked = (((1, 1), ("s",)), ((1, 1), ("s", "t")), ((1, 2), ("s",)))
-    for generation, slots in asked:
-        agent.upload(1, generation, 5, slots)
-    ends = await_ends(agent, 3)
+    asked = (((1, 1), 5, ("s",)), ((1, 1), 5, ("s", "t")), ((1, 2), 5, ("s",)), ((1, 1), 6, ("s",)))
+    for generation, step, slots in asked:
+        agent.upload(1, generation, step, slots)
+    ends = await_ends(agent, 4)
     for end in ends:
         agent._uploads._ended.put(end)
     agent._look(1.0, heartbeat=False)
     agent._reports._send = hearing
     agent._look(1.0 + AGAIN_S, heartbeat=False)
-    assert {words[2].key for words in told} == {(generation, 5, slots) for generation, slots in asked}
+    assert {words[2].key for words in told} == set(asked)
 
 
 def test_a_failed_upload_leaves_slots_alone_that_another_reads(
@@ -303,11 +318,12 @@ def test_a_failed_upload_leaves_slots_alone_that_another_reads(
     monkeypatch.setattr(uploads, "upload_slots", upload)
     agent.upload(1, (1, 1), 5, (shared.name,))
     assert reads.wait(10)
+    agent.upload(1, (1, 1), 4, (own.name,))  # of a state that this file does not hold any more
     agent.upload(1, (1, 1), 5, (shared.name, own.name))
     await_ends(agent, 1)
     assert reading() == [True, False]
     may_end.set()
-    await_ends(agent, 1)
+    await_ends(agent, 2)
     assert reading() == [False, False]
 
 
@@ -339,20 +355,21 @@ def test_what_the_newest_generation_came_from_stays_until_a_state_of_its_own(age
     assert not dead.exists()
 
 
-def test_the_release_of_a_void_state_spares_an_older_one_on_its_way_to_storage(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+def test_the_release_of_a_void_state_spares_an_older_one_that_waits_for_its_next_upload(
+    agent: Agent,
 ) -> None:
     page_of(agent, "w1")
     mine, dead = slot_of(agent, "w1", 5), slot_of(agent, "gone", 5)
     void, idle = slot_of(agent, "w1", 8, index=1), slot_of(agent, "w1", 4, index=2)
-    may_end = threading.Event()
-    monkeypatch.setattr(agent._uploads, "run", lambda *what: {"ended": may_end.wait(10)})
-    agent.upload(1, (1, 1), 5, (mine.name, dead.name))
-    agent.release(1, (1, 1), 8)
+    intents = Intents(storage := LocalStorage(agent._folder / "storage", "run"))
+    agent._uploads._opened = storage, intents
+    for step in (4, 5, 8):
+        intents.put(f"intents/{step}", (1, 1, step), ())
+    agent.release(1, (1, 1), 8, keep=((1, 1, 5),))
     assert [is_pinned(path) for path in (mine, dead, void, idle)] == [True, True, False, False]
-    may_end.set()
-    await_ends(agent, 1)
+    assert list(intents._live) == ["intents/5"], "collection would take what other nodes have yet to complete"
     agent.release(1, (1, 2), 9)
+    assert list(intents._live) == []
     assert (is_pinned(mine), dead.exists()) == (False, False)
 
 
@@ -366,23 +383,35 @@ def test_marked_slots_are_told_until_they_are_committed(agent: Agent) -> None:
     assert (said["kept"], said["kept_by"]) == ((info,), SPEC_OF_B)
     with pytest.raises(PicotronError, match="older than 1"):
         agent.keep(0, (1, 2, 7))
-    agent.release(1, (1, 2), 6)
+    agent.release(1, (1, 2), 6, committed=6)
     assert agent._kept.told("")["kept"] == (info,)
     assert older.exists()
-    agent.release(1, (1, 2), 7)
+    agent.release(1, (1, 3), 9, committed=6)  # a void state of a later generation
+    assert agent._kept.told("")["kept"] == (info,)
+    agent.release(1, (1, 2), 7, committed=7)
     assert agent._kept.told("")["kept"] == ()
     assert not kept.exists(), "committed: its room is for others"
+
+
+def test_an_agent_tells_a_new_term_how_long_the_steps_of_its_workers_take(agent: Agent) -> None:
+    assert agent.hello(1)["step_s"] == 0.0
+    for worker, step_s in {"w1": 3.0, "w2": 4.0, "idle": 9.0}.items():
+        page = page_of(agent, worker)
+        page.count_step(step_s)
+        page.phase("idle" if worker == "idle" else "forward")
+    assert agent.hello(1)["step_s"] == 4.0
 
 
 def test_what_another_run_of_the_name_kept_is_neither_told_nor_deleted(agent: Agent) -> None:
     path = slot_of(agent, "old", 7)
     kept_slots.mark(agent._folder, {path.name: 7}, None, "another run")
     assert agent.hello(1, "")["kept"][0].step == 7, "its coordinator does not know whose it is"
+    agent._sees = "this run"
     said = agent.hello(1, "this run")
     assert (said["kept"], said["foreign"]) == ((), 7)
     why = objection(agent._job, said, said["versions"], "cpu", 0, 1)
     assert why.startswith("name: saw step 7 of another run of the name")
-    agent.release(1, (1, 9), 99)
+    agent.release(1, (1, 9), 99, committed=99)
     agent.keep(1, (1, 1, 7))
     assert path.exists()
     agent.close(1)
@@ -393,11 +422,38 @@ def test_what_another_run_of_the_name_kept_is_neither_told_nor_deleted(agent: Ag
     assert not path.exists(), "a person said so"
 
 
+def test_a_node_that_sees_another_folder_than_the_coordinator_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent
+) -> None:
+    """The same absolute path, and on that node nothing, or another run, is mounted there."""
+    monkeypatch.setattr(shared_folder, "SEEN_S", 0.3)
+    kept = {place: RunLog(LocalStorage(str(tmp_path / place), "night")) for place in ("ours", "theirs")}
+    for log in kept.values():
+        log.claim_term("coordinator")
+    run = kept["ours"].identity
+
+    def objected(place: str) -> str:
+        storage = agent._job.storage.model_copy(update={"url": str(tmp_path / place)})
+        agent._job = agent._job.model_copy(update={"storage": storage, "name": "night"})
+        said = agent.hello(1, run)
+        return objection(agent._job, said, said["versions"], "cpu", 0, 1)
+
+    for place, seen in (("nothing", "no"), ("theirs", "another")):
+        there = (
+            f"storage.url: saw {seen} run 'night' in {tmp_path / place}/night on node {os.uname().nodename}"
+        )
+        assert objected(place).startswith(there)
+    assert not (tmp_path / "nothing").exists(), "a look leaves nothing"
+    assert objected("ours") == ""
+    shutil.rmtree(tmp_path / "ours")
+    assert objected("ours") == "", "it was seen; this is an outage"
+
+
 def test_a_living_workers_slot_is_unmarked_and_stays(agent: Agent) -> None:
     page_of(agent, "w1")
     mine = slot_of(agent, "w1", 7)
     agent.keep(1, (1, 1, 7))
-    agent.release(1, (1, 1), 7)
+    agent.release(1, (1, 1), 7, committed=7)
     assert agent._kept.told("")["kept"] == ()
     assert mine.exists()
 
@@ -487,7 +543,6 @@ def test_a_seal_is_told_once_all_members_have_it(agent: Agent, told: Told) -> No
     first, second = page_of(agent, "w1", n=2), page_of(agent, "w2", n=2)
     page_of(agent, "old", n=1).put(pinned=3)
     one = slot_of(agent, "w1", 6, n=2)
-    slot_of(agent, "w1", 6, n=1, index=1)
     slot_of(agent, "w1", 5, n=2, index=2)
     first.put(pinned=6)
     agent._look(1.0, heartbeat=False)
@@ -501,6 +556,37 @@ def test_a_seal_is_told_once_all_members_have_it(agent: Agent, told: Told) -> No
         page.put(pinned=0)
     agent._look(1.0, heartbeat=False)
     assert told[1:] == [("sealed", "n1", (1, 2), 0, [])]
+
+
+def test_a_coordinator_that_begins_is_told_of_all_that_is_pinned(agent: Agent, told: Told) -> None:
+    """The one before may have died between a failed upload and the next, or with a release on its way."""
+
+    def pins() -> dict[tuple[int, ...], list[str]]:
+        agent._look(1.0, heartbeat=False)
+        seals = [words[2:] for words in told if words[0] == "sealed"]
+        found = {(*of, step): [info.slot for info in slots] for of, step, slots in seals}
+        told.clear()
+        return found
+
+    page = page_of(agent, "w1", n=2)
+    for worker, n, step, index in (
+        ("gone", 1, 4, 0), ("w1", 1, 4, 0), ("w1", 2, 6, 1), ("w1", 2, 8, 2), ("gone", 2, 9, 1)
+    ):  # fmt: skip
+        slot_of(agent, worker, step, n=n, index=index)
+    kept = slot_of(agent, "gone", 3, index=2)
+    kept_slots.mark(agent._folder, {kept.name: 3}, None, "another run")
+    page.put(pinned=8)
+    everything = {(1, 1, 4): ["gone.0.slot", "w1.0.slot"], (1, 2, 6): ["w1.1.slot"], (1, 2, 8): ["w1.2.slot"]}
+    assert pins() == everything, "but of what a dead member alone has sealed, and of what a launch kept"
+    assert pins() == {}
+    agent.hello(2, "")
+    assert pins() == everything
+    agent.release(2, (1, 2), 6)
+    agent.hello(2, "")
+    assert pins() == {(1, 2, 8): ["w1.2.slot"]}
+    page.put(pid=0)
+    agent.hello(3, "")
+    assert pins()[1, 2, 9] == ["gone.1.slot"], "nobody lives who could seal more of it"
 
 
 def test_an_agent_that_cannot_reach_the_coordinator_looks_again(
@@ -560,6 +646,7 @@ def test_members_run_and_lost_replies_are_asked_for_again(bench: Bench) -> None:
     }
     assert bench.run(m.RunGeneration(SPEC)) == [m.WorkerExited("w2", "process died"), end]
     assert bench.calls.seen == [(w, "run_generation", 3, SPEC, ("h", 1)) for w in ("w1", "w2", "w1")]
+    end = m.Outcome("w2", A, "finished", 9)
     bench.calls.answers = {"store": [("h", 1)], "run_generation": [RayError("a\nb"), end]}
     assert bench.run(m.RunGeneration(SPEC)) == [m.Outcome("w1", A, FailureKind.FAILED, -1, "error: b"), end]
 
@@ -624,8 +711,8 @@ def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
     assert bench.run(m.AppendCommit(A, 5, ("n1", "n9"))) == [m.Appended("commit", A, 5, 0)]
     bench.seq = 7
     assert bench.run(m.AppendCommit(A, 5, ("n1",))) == [m.Appended("commit", A, 5, 7)]
-    after = [("record", b'{"seq":9}'), ("garbage",)]
-    assert bench.calls.seen == after, "only after a commit that was made"
+    after = [("garbage",), ("record", b'{"seq":9}')]
+    assert sorted(bench.calls.seen) == after, "only after a commit that was made"
     bench.run(m.AppendCommit(A, 5, ("n1",)), m.AppendCommit(A, 6, ("n2",)))
     assert bench.committed == [
         (A, 5, [{"part": 1}]), (A, 5, [{"part": 1}]), (A, 5, []), (A, 6, [{"part": 2}])
@@ -682,8 +769,22 @@ def test_a_strike_is_in_storage_before_any_generation_follows(bench: Bench) -> N
     assert bench.calls.seen == [("record", b'{"seq":9}')]
 
 
+def test_a_strike_is_in_storage_while_a_commit_hangs(bench: Bench) -> None:
+    """What ran out of memory would be tried again by the next coordinator."""
+    begun, go = threading.Event(), threading.Event()
+    bench.on_commit = lambda: begun.set() or go.wait(10.0)
+    bench.executor.carry_out(m.AppendCommit(A, 5, ()))
+    bench.loop.run_until_complete(asyncio.sleep(0.05))
+    assert begun.wait(5.0)
+    bench.executor.carry_out(m.Alert("warning", "x ran out of memory", STRUCK))
+    bench.loop.run_until_complete(asyncio.sleep(0.05))
+    assert bench.executor.keeper.wait(5.0)
+    assert (bench.calls.seen, bench.committed) == ([("record", b'{"seq":9}')], [])
+    go.set()
+    assert bench.run() == [m.Appended("commit", A, 5, 7)]
+
+
 def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
-    bench.calls.answers["release"] = [RayError("x")]
     bench.calls.answers["quarantine"] = [RayError("x")]
     bench.calls.answers["interrupt"] = [RayError("x")]
     orders = (
@@ -692,7 +793,7 @@ def test_orders_go_to_those_that_they_name(bench: Bench) -> None:
     )  # fmt: skip
     assert bench.run(*orders) == []
     assert bench.calls.seen == [
-        ("n1", "release", 3, (1, 1), 5),
+        ("n1", "release", 3, (1, 1), 5, (), 4),
         ("n1", "quarantine", 3, "s", (1, 1, 3)),
         ("w1", "interrupt", 3, (1, 1), "hard"),
         ("w1", "interrupt", 3, (1, 1), "snapshot"),
@@ -706,15 +807,112 @@ def test_what_a_generation_left_is_set_apart_from_the_garbage_collector(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full collection over thousands of workers in the midst of a loss takes longer than to decide it."""
-    did: list[str] = []
-    names = ("unfreeze", "collect", "freeze")
-    calls = {name: lambda name=name: did.append(name) for name in names}
-    monkeypatch.setattr(command_executor, "gc", SimpleNamespace(**calls))
-    monkeypatch.setattr(command_executor, "SETTLED_S", 0.0)
-    bench.calls.answers["store"] = [("host", 1)]
+    did: list[int] = []
+    monkeypatch.setattr(command_executor, "SETTLED_S", 0.05)
+    monkeypatch.setattr(bench.executor.garbage, "calm", lambda: did.append(len(bench.calls.seen)))
+    ends = [m.Outcome(member.worker, A, "finished", 9) for member in SPEC.members]
+    bench.calls.answers = {"store": [("host", 1)], "run_generation": ends}
     bench.run(m.RunGeneration(SPEC))
-    bench.loop.run_until_complete(asyncio.sleep(0.05))
-    assert did == list(names)
+    bench.loop.run_until_complete(asyncio.sleep(0.1))
+    assert did == [len(SPEC.members)], "once, and after all members were called"
+
+
+def test_members_on_nodes_that_were_not_heard_are_joined_where_they_train(bench: Bench) -> None:
+    """Without a handle their calls would fail, and they would count as dead."""
+    ends = [m.Outcome(member.worker, A, "finished", 9) for member in MEMBERS]
+    bench.calls.answers = {"store": [("h", 1)] * 2, "run_generation": [*ends, *ends]}
+    assert bench.run(m.RunGeneration(SPEC, adopt=True)) == ends
+    assert ("adopt", *MEMBERS) in bench.calls.seen
+    bench.calls.seen.clear()
+    bench.run(m.RunGeneration(SPEC))
+    assert ("adopt", *MEMBERS) not in bench.calls.seen
+
+
+class Lookups:
+    """Ray's names: who asks for them, and in which thread."""
+
+    def __init__(self, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.threads: set[int] = set()
+        self._nodes = nodes
+        monkeypatch.setattr(cluster_module.ray, "get_actor", self._find)
+
+    def _find(self, name: str, namespace: str) -> Any:
+        self.names.append(name.rpartition("/")[2])
+        self.threads.add(threading.get_ident())
+        if "ghost" in name:
+            raise ValueError(name)
+        return self._nodes._agent("found")
+
+
+@pytest.fixture
+def lookups(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Lookups:
+    return Lookups(nodes, monkeypatch)
+
+
+def test_thousands_of_adopted_workers_are_looked_up_when_they_are_called_and_off_the_loop(
+    nodes: Nodes, lookups: Lookups
+) -> None:
+    """Each takes over half a millisecond of Ray's time: heartbeats would wait 10 s for 16,384 of them."""
+    members = tuple(m.Member(f"w{number}", f"n{number // 8}") for number in range(16_384))
+    cluster = nodes.cluster
+    cluster.adopt_workers((*members, m.Member("ghost", "n0")))
+    cluster.adopt_workers(members)
+    assert lookups.names == []
+    assert cluster.workers_on("n1") == [f"w{number}" for number in range(8, 16)]
+
+    async def work() -> None:
+        for _ in range(2):
+            assert await cluster.call_worker("w9", "close") == ["found"]
+        with pytest.raises(RayActorError, match="worker ghost is gone"):
+            await cluster.call_worker("ghost", "close")
+        cluster.gone("ghost")
+        with pytest.raises(RayActorError, match="worker ghost is gone"):
+            await cluster.call_worker("ghost", "close")
+
+    asyncio.run(work())
+    assert lookups.names == ["w9", "ghost"]
+    assert threading.get_ident() not in lookups.threads
+
+
+def test_a_worker_that_ends_while_it_is_looked_up_stays_forgotten(nodes: Nodes, lookups: Lookups) -> None:
+    nodes.cluster.adopt_workers((m.Member("w1", "a"),))
+
+    async def work() -> None:
+        call = asyncio.create_task(nodes.cluster.call_worker("w1", "close"))
+        while not lookups.names:
+            await asyncio.sleep(0.001)
+        nodes.cluster.gone("w1")
+        await call
+
+    asyncio.run(work())
+    assert (nodes.cluster._workers, nodes.cluster.workers_on("a")) == ({}, [])
+
+
+def test_adopted_workers_are_ended_though_they_were_never_called(nodes: Nodes, lookups: Lookups) -> None:
+    """Their agent does it; where it does not answer, Ray is asked for them."""
+    cluster = nodes.cluster
+    cluster._agents.update({node: nodes._agent(node) for node in ("a", "b")})
+    cluster.adopt_workers((m.Member("w1", "a"), m.Member("w2", "b"), m.Member("w3", "gone")))
+    cluster.adopt_workers((m.Member("w4", "a"), m.Member("w5", "b")))
+    nodes.errors = {"close b": RayActorError(), "kill b": RayActorError()}
+    asyncio.run(nodes.kill("w4"))
+    assert (lookups.names, nodes.killed) == ([], [])
+    asyncio.run(nodes.kill("w5"))
+    assert (len(lookups.names), len(nodes.killed)) == (1, 1)
+    asyncio.run(cluster.close(1))
+    assert sorted(lookups.names) == ["w2", "w3", "w5"]
+    assert len(nodes.killed) == 1 + len(("w2", "w3", "agent a", "agent b"))
+    assert threading.get_ident() not in lookups.threads
+
+
+def test_agents_are_looked_up_off_the_loop(nodes: Nodes, lookups: Lookups) -> None:
+    nodes.views = [view("a"), view("b"), view("ghost")]
+    nodes.errors["figures"] = RayActorError()
+    asyncio.run(nodes.cluster.hello(1))
+    asyncio.run(nodes.cluster.activity())
+    assert (len(lookups.names), sorted(nodes.cluster._agents)) == (6, ["a", "b"])
+    assert threading.get_ident() not in lookups.threads
 
 
 def test_many_workers_are_told_in_one_call_for_each_node(bench: Bench) -> None:
@@ -830,6 +1028,66 @@ def test_a_node_with_other_versions_says_so_and_is_not_counted(nodes: Nodes) -> 
     assert nodes.changes() == []
 
 
+def asked_to_join(nodes: Nodes) -> int:
+    """Number of times that an agent was asked what it is; those that look for its life name no run."""
+    return sum(len(arguments) == 2 for arguments in nodes.seen)
+
+
+def test_a_refused_node_is_asked_again_each_minute_and_told_once_it_may_take_part(nodes: Nodes) -> None:
+    """Its folder was mounted late, or others held its memory: it was out as long as the coordinator lived."""
+    nodes.views = [view("a"), view("b")]
+    nodes.hello["a"] = {"problem": "saw room for 3 GB"}
+    assert nodes.changes() == [m.NodeJoined("a", 4, "saw room for 3 GB"), m.NodeJoined("b", 4)]
+    nodes.now += cluster_module.ASK_AGAIN_S - 1
+    assert (nodes.changes(), asked_to_join(nodes)) == ([], 2)
+    nodes.now += 1
+    nodes.hello["a"] = {"problem": "saw room for 4 GB"}
+    assert (nodes.changes(), asked_to_join(nodes)) == ([], 3), "it is not told again each minute"
+    nodes.hello["a"] = {}
+    assert (nodes.changes(), asked_to_join(nodes)) == ([], 3)
+    nodes.now += cluster_module.ASK_AGAIN_S
+    assert nodes.changes() == [m.NodeJoined("a", 4)]
+    nodes.now += cluster_module.ASK_AGAIN_S
+    assert (nodes.changes(), asked_to_join(nodes)) == ([], 4)
+    nodes.views = [view("a", free=2.0), view("b")]
+    assert nodes.changes() == [m.NodeJoined("a", 2)]
+    nodes.views = [view("b")]
+    assert nodes.changes() == [m.NodeLost("a", "Ray reports it dead")], "it is there once"
+
+
+def test_a_refused_node_that_is_lost_is_asked_no_more(nodes: Nodes) -> None:
+    nodes.views = [view("a")]
+    nodes.hello["a"] = {"problem": "no room"}
+    nodes.changes()
+    nodes.views = []
+    assert nodes.changes() == [m.NodeLost("a", "Ray reports it dead")]
+    nodes.now += cluster_module.ASK_AGAIN_S
+    assert (nodes.changes(), asked_to_join(nodes)) == ([], 1)
+
+
+def test_only_a_few_refused_nodes_are_asked_at_a_time(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "LOOK_S", 0.01)
+    names = [f"n{number}" for number in range(10)]
+    nodes.views = [view(name) for name in names]
+    nodes.hello = {name: {"problem": "no room"} for name in names}
+    assert len(nodes.changes()) == 10
+    nodes.now += cluster_module.ASK_AGAIN_S
+    nodes.frozen = set(names)
+
+    async def looks() -> None:
+        for _ in range(3):
+            assert await nodes.cluster.changes(1) == []
+            assert asked_to_join(nodes) == 10 + cluster_module.MOST_ASKED
+
+    asyncio.run(looks())
+    nodes.frozen, nodes.hello = set(), {}
+    nodes.cluster._joining.clear()
+    nodes.now += cluster_module.ASK_AGAIN_S
+    back = [nodes.changes() for _ in range(3)]
+    assert [len(events) for events in back] == [4, 4, 2]
+    assert {event.node for events in back for event in events} == set(names)
+
+
 def test_room_that_others_take_and_give_is_told(nodes: Nodes) -> None:
     nodes.views = [view("a")]
     nodes.changes()
@@ -896,14 +1154,15 @@ def test_an_end_waits_for_an_agent_that_is_started_again(nodes: Nodes) -> None:
 
 def test_strangers_on_a_node_are_ready_workers(nodes: Nodes) -> None:
     nodes.views = [view("a")]
-    nodes.hello["a"] = {"workers": ["w1", "ghost"]}
+    nodes.hello["a"] = {"workers": ["w1", "ghost"], "busy": [("ghost", 1, 2)]}
     assert nodes.changes() == [
-        m.NodeJoined("a", 4), m.WorkerReady("w1", "a"), m.WorkerReady("ghost", "a")
+        m.NodeJoined("a", 4, idle=("w1",)), m.WorkerReady("ghost", "a")
     ]  # fmt: skip
-    assert nodes.cluster.workers_on("a") == ["w1"]
-    assert nodes.cluster._placed == {"w1": "a"}
-    asyncio.run(nodes.kill("w1"))
-    assert (len(nodes.killed), nodes.cluster.workers_on("a"), nodes.cluster._placed) == (1, [], {})
+    assert nodes.cluster.workers_on("a") == ["w1", "ghost"], "what there is of it is judged by the machine"
+    assert nodes.cluster._placed == {"w1": "a", "ghost": "a"}
+    for worker in ("w1", "ghost"):
+        asyncio.run(nodes.kill(worker))
+    assert (nodes.cluster.workers_on("a"), nodes.cluster._placed) == ([], {})
 
 
 def test_drains_are_told_as_long_as_they_last_in_our_own_time(nodes: Nodes) -> None:
@@ -918,16 +1177,16 @@ def test_drains_are_told_as_long_as_they_last_in_our_own_time(nodes: Nodes) -> N
 def test_a_draining_node_is_not_taken_in_and_a_freed_one_not_again(nodes: Nodes) -> None:
     nodes.views, nodes.drains = [view("a"), view("b")], {"a": 1030.0}
     nodes.hello["b"] = {"workers": ["w1"]}
-    assert nodes.changes() == [m.NodeJoined("b", 4), m.WorkerReady("w1", "b")]
+    assert nodes.changes() == [m.NodeJoined("b", 4, idle=("w1",))]
     nodes.drains["b"] = 1030.0
     asyncio.run(nodes.cluster.free(1, "b", says(True)))
     assert nodes.seen[-1] == (1, None), "its agent keeps no slot"
-    assert len(nodes.killed) == 2, "the worker and the agent"
+    assert len(nodes.killed) == 1, "the agent, which has ended its worker"
     assert nodes.changes() == []
     nodes.views = []
     assert nodes.changes() == [], "its end is no loss"
     asyncio.run(nodes.cluster.free(1, "b", says(True)))
-    assert len(nodes.killed) == 2
+    assert len(nodes.killed) == 1
 
 
 def says(newest: bool | None) -> Any:
@@ -1027,7 +1286,7 @@ def test_an_end_closes_all_there_is(nodes: Nodes) -> None:
     nodes.changes()
     assert asyncio.run(nodes.cluster.figures()) == {"a": ["a"], "b": ["b"]}
     asyncio.run(nodes.cluster.close(1))
-    assert len(nodes.killed) == 3
+    assert len(nodes.killed) == 2, "the agents, which have ended the workers"
     assert nodes.seen[-2:] == [(1, None)] * 2
     asyncio.run(nodes.cluster.close(1, finished=False))
     assert nodes.seen[-2:] == [(1, kept_slots.MARKED_ALONE)] * 2, "what is marked is not committed"
@@ -1070,7 +1329,7 @@ def test_a_node_that_is_gone_is_forgotten_as_a_whole(nodes: Nodes) -> None:
     assert (found._order, list(found._agents), found._capacity) == (["b"], ["b"], {"b": 4})
     assert (found._placed, list(found._workers), list(found.metrics)) == ({"w2": "b"}, ["w2"], ["b"])
     assert "a" not in found._heard
-    assert nodes.changes()[0] == m.NodeJoined("a", 4), "a fresh agent"
+    assert nodes.changes()[0] == m.NodeJoined("a", 4, idle=("w1",)), "a fresh agent"
 
 
 def test_calls_reach_the_handle_that_they_name(nodes: Nodes) -> None:
@@ -1101,7 +1360,8 @@ def test_living_agents_are_greeted(nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     nodes.hello["b"] = RayError("it died")
     monkeypatch.setattr(cluster_module.ray, "get_actor", actor)
     found = asyncio.run(nodes.cluster.hello(1))
-    assert list(found) == list(nodes.cluster._agents) == ["a"]
+    assert list(found) == ["a"]
+    assert list(nodes.cluster._agents) == ["a", "b"], "it may answer what it is asked later"
     assert nodes.cluster.metrics == {"a": {"address": "a"}}
 
 
@@ -1112,7 +1372,8 @@ def test_a_store_is_asked_for_where_rank_0_is_until_it_has_failed_twice(
     answers: list[Any] = [("n1", 9, replaced) for replaced in range(3)]
     answers += [("n2", 9, 0), TimeoutError(), TimeoutError()]
 
-    async def call_agent(node: str, method: str) -> Any:
+    async def call_agent(node: str, method: str, **limits: float) -> Any:
+        assert limits == dict.fromkeys(("timeout_s", "patience_s"), job().elastic.node_timeout_s / 2)
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -1130,7 +1391,19 @@ def test_a_store_is_asked_for_where_rank_0_is_until_it_has_failed_twice(
     nodes.views = [view("n1"), view("n2")]
     nodes.changes()
     cluster.agent_died("n1")
-    assert cluster._store_failures["n1"] == 0, "its successor is another"
+    assert cluster._stores.failures["n1"] == 0, "its successor is another"
+
+
+def test_a_store_whose_predecessors_froze_twice_is_not_used_where_there_is_another(bench: Bench) -> None:
+    """The node's answer tells of the second one: the generation at hand goes elsewhere, not the one after."""
+    ends = [m.Outcome(member.worker, A, "finished", 9) for member in MEMBERS]
+    homes = ["n1", "n2", "n2", "n2"]
+    bench.calls.store_home = lambda spec: homes.pop(0)  # type: ignore[method-assign]
+    bench.calls.answers = {"store": [("h", 1), ("h", 2)], "run_generation": list(ends)}
+    assert bench.run(m.RunGeneration(SPEC)) == ends
+    assert [words for words in bench.calls.seen if words[1] == "run_generation"] == [
+        (member.worker, "run_generation", 3, SPEC, ("h", 2)) for member in MEMBERS
+    ]
 
 
 def test_a_store_without_an_answer_is_asked_for_until_the_generation_is_given_up(bench: Bench) -> None:
@@ -1178,8 +1451,17 @@ FENCED = m.Fenced("term 3 is older than 4")
 )  # fmt: skip
 def test_a_refusal_by_a_newer_term_is_told_at_once(bench: Bench, command: m.Command, method: str) -> None:
     bench.calls.answers = {"store": [("h", 1)], "run_generation": [m.Outcome("w", A, "finished", 1)] * 2}
-    bench.calls.answers[method] = [refused()]
+    bench.calls.answers[method] = [refused(), refused()]
     assert FENCED in bench.run(command)
+
+
+def test_a_node_that_did_not_mark_its_slots_is_named(bench: Bench) -> None:
+    bench.calls.answers = {"keep": [unmarked(), TimeoutError()]}
+    assert bench.run(m.KeepSlots("n1", A, 7), m.KeepSlots("n2", A, 7)) == []
+    assert bench.notes == [
+        ("warning", "kept", f"node {node} did not mark step 7 as kept: {why}", {"node": node, "step": 7})
+        for node, why in (("n1", "step 7 cannot be marked as kept: full"), ("n2", "TimeoutError"))
+    ]
 
 
 def test_an_agents_error_is_tried_again_before_it_counts_as_a_loss(bench: Bench) -> None:
@@ -1286,9 +1568,32 @@ def test_a_term_in_which_no_agent_answers_does_not_begin_as_if_there_were_none(
         return await nodes.cluster.hello(1, lambda *words: told.append(words))
 
     assert list(asyncio.run(begin())) == (["a", "b"] if goes_on else [])
-    assert told == [("warning", "agents", "none of 2 agents answers; they are waited for")]
+    text = "2 of 2 agents do not answer (a, b): they may be training, and are waited for"
+    assert told == [("warning", "agents", text)]
     nodes.frozen = {"b"}
-    assert list(asyncio.run(nodes.cluster.hello(1))) == ["a"], "one that answers says what is running"
+    assert list(asyncio.run(nodes.cluster.hello(1))) == ["a"], "nothing ever ran"
+
+
+@pytest.mark.parametrize(("says", "waits"), [(None, True), (A, True), (B, False)])
+def test_a_term_waits_for_those_who_may_train_the_newest_generation(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, says: m.GenerationId | None, waits: bool
+) -> None:
+    """A spare node that answers does not speak for the silent ones: they would be taken for strangers."""
+    monkeypatch.setattr(cluster_module, "HELLO_S", 0.05)
+    nodes.frozen = {"b", "c"}
+    nodes.views = [view(name) for name in "abc"]
+    nodes.hello = {"a": {"spec": None if says is None else replace(SPEC, id=says)}, "b": {"spec": SPEC_OF_B}}
+    monkeypatch.setattr(cluster_module.ray, "get_actor", lambda name, _: nodes._agent(name[-1]))
+    told: list[tuple[str, ...]] = []
+
+    async def begin() -> dict[str, Any]:
+        asyncio.get_running_loop().call_later(0.3, nodes.frozen.discard, "b")
+        return await nodes.cluster.hello(1, lambda *words: told.append(words), B)
+
+    assert list(asyncio.run(begin())) == (["a", "b"] if waits else ["a"])
+    text = "2 of 3 agents do not answer (b, c): they may be training, and are waited for"
+    assert told == ([("warning", "agents", text)] if waits else [])
+    assert list(nodes.cluster._agents) == ["a", "b", "c"]
 
 
 def test_agents_that_are_dead_are_not_waited_for(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1356,8 +1661,25 @@ def test_a_node_that_refuses_the_end_keeps_its_workers(nodes: Nodes) -> None:
     nodes.errors["close a"] = refused()
     with pytest.raises(FencedError):
         asyncio.run(nodes.cluster.close(1))
-    assert len(nodes.killed) == 2, "the agent and the worker of the other node"
+    assert len(nodes.killed) == 1, "the agent of the other node, which has ended its worker"
     assert not any("w1" in str(handle) for handle in nodes.killed)
+
+
+def unmarked() -> RayError:
+    """What Ray raises where an agent cannot mark its slots."""
+    error = RayError("a traceback")
+    error.cause = UnmarkedError("step 7 cannot be marked as kept: full")  # type: ignore[attr-defined]
+    return error
+
+
+def test_an_agent_that_could_not_mark_its_slots_is_named_and_not_killed(nodes: Nodes) -> None:
+    nodes.views = [view("a"), view("b"), view("c")]
+    nodes.hello = {"a": {"workers": ["w1"]}, "b": {"workers": ["w2"]}}
+    nodes.changes()
+    nodes.errors = {"close a": unmarked(), "close c": TimeoutError()}
+    said = asyncio.run(nodes.cluster.close(1, m.Source("slots", 7, A), False))
+    assert said == {"a": "step 7 cannot be marked as kept: full", "c": "TimeoutError"}
+    assert len([handle for handle in nodes.killed if "agent" in str(handle)]) == 2, "of b and c"
 
 
 def test_an_agent_refuses_an_older_terms_end(agent: Agent) -> None:
@@ -1375,7 +1697,7 @@ def test_a_torn_spec_is_set_aside(agent: Agent) -> None:
     (agent._folder / "w2.spec").write_text(json.dumps(plain(SPEC_OF_B))[:40])
     assert agent._newest_spec() == SPEC_OF_B
     page_of(agent, "w2").put(start_ticks=1)
-    bury(agent._folder, [], agent._newest_spec)
+    bury(agent._folder, list, agent._newest_spec)
     assert not (agent._folder / "w2.spec").exists(), "no heartbeat waits for it for ever"
 
 
@@ -1473,3 +1795,87 @@ def test_no_error_ends_an_agents_watch(tmp_path: Path, monkeypatch: pytest.Monke
     agent = Agent(config, "n1", "127.0.0.1")
     assert enough.wait(10)
     agent.close(None)
+
+
+def test_a_node_goes_on_to_be_heard_while_large_slots_of_its_dead_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To free one takes its file system seconds: the node was lost, and its living workers killed."""
+    beats: list[str] = []
+    begun, freed = threading.Event(), threading.Event()
+    unlink = Path.unlink
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".slot":
+            begun.set()
+            freed.wait(10)
+        unlink(path, missing_ok)
+
+    def tell(self: Agent, method: str, *arguments: Any) -> Future[None]:
+        beats.append(method)
+        heard: Future[None] = Future()
+        heard.set_result(None)
+        return heard
+
+    monkeypatch.setattr(Path, "unlink", slow)
+    monkeypatch.setattr(RendezvousServer, "keep", lambda self, now: None)
+    monkeypatch.setattr(Agent, "_tell", tell)
+    monkeypatch.setattr(agent_module, "WATCH_S", 0.01)
+    config = job(metrics__enabled=False, elastic__heartbeat_s=0.05, snapshot__folder=str(tmp_path))
+    agent = Agent(config.model_dump(mode="json"), "n1", "127.0.0.1")
+    for index in range(2):
+        SlotFile.create(agent._folder / f"dead.{index}.slot", 1).close()
+    assert begun.wait(5)
+    before, until = len(beats), time.monotonic() + 5
+    while len(beats) < before + 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert beats[before:].count("heartbeats") >= 3
+    assert len(list(agent._folder.glob("*.slot"))) == 2, "one at a time, and neither is gone"
+    freed.set()
+    while list(agent._folder.glob("*.slot")) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not list(agent._folder.glob("*.slot"))
+    agent.close(None)
+
+
+def test_a_worker_is_not_buried_before_its_exit_is_told(agent: Agent, told: Told) -> None:
+    page_of(agent, "w1").put(start_ticks=1)
+    page_of(agent, "w2")
+    agent._burials.begin()
+    agent._burials._thread.submit(lambda: None).result(5)
+    assert (agent._folder / "w1.page").exists()
+    agent._look(1.0, heartbeat=False)
+    agent._burials.begin()
+    agent._burials._thread.submit(lambda: None).result(5)
+    assert told[0][:2] == ("worker_exited", "w1")
+    assert sorted(path.name for path in agent._folder.glob("*.page")) == ["w2.page"]
+
+
+def test_an_error_of_a_burial_is_told_and_ends_no_other(agent: Agent) -> None:
+    def fail() -> Any:
+        raise OSError("too many open files")
+
+    burials = Burials(agent._folder, fail, agent._newest_spec)
+    burials.begin()
+    for _ in range(2):
+        wait([burials._last], 5)
+        with pytest.raises(OSError, match="open files"):
+            burials.begin()
+    burials.settle(5)
+    burials.close()
+
+
+def test_an_end_waits_only_so_long_for_a_burial(agent: Agent) -> None:
+    hung = threading.Event()
+
+    def wait_long() -> list[Any]:
+        hung.wait(10)
+        return []
+
+    agent._burials = Burials(agent._folder, wait_long, agent._newest_spec)
+    agent._burials.begin()
+    began = time.monotonic()
+    agent.close(None)
+    assert time.monotonic() - began < 5.0
+    assert not agent._folder.exists()
+    hung.set()

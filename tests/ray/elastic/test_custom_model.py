@@ -36,10 +36,11 @@ def encoder_job(name: str, storage: Path) -> JobConfig:
 
 @pytest.mark.deep
 def test_a_kill_under_data_and_tensor_parallelism_costs_nothing(tmp_path: Path) -> None:
-    from picotron_ray.runtime.driver.resolve_job import with_built_model
+    from picotron_ray.runtime.driver.resolve_job import OWN_MODEL, ResolvedJob, resolve
 
     said: list[str] = []
-    job = with_built_model(encoder_job("own-model", tmp_path), said.append)
+    asked = ResolvedJob(encoder_job("own-model", tmp_path), say=said.append)
+    job = resolve(asked, (OWN_MODEL,)).job
     assert "encoder.layers.*.linear1 colwise" in said[1]
     summary = run(job)
     layouts = [generation["layout"] for generation in summary["generations"]]

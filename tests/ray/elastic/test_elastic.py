@@ -251,7 +251,9 @@ def test_the_coordinator_is_killed_and_adopts_and_then_so_does_the_agent(tmp_pat
     import ray
 
     from picotron_ray.runtime.node_agent.rendezvous import RECORD
+    from picotron_ray.runtime.ray_cluster.data_notes import SUFFIX
     from picotron_ray.runtime.ray_cluster.names import run_folder
+    from picotron_ray.runtime.run_storage.data_record import recorded_data
 
     job = tiny_job(
         "adopt", tmp_path, steps=100_000, checkpoint={"interval_steps": 200}, cluster={"max_workers": 2}
@@ -265,6 +267,10 @@ def test_the_coordinator_is_killed_and_adopts_and_then_so_does_the_agent(tmp_pat
     adopted = watched.look()
     assert watched.pids() == before
     assert adopted["failures"] == []
+
+    notes = run_folder(job.snapshot.folder, job.name).glob(f"*/*{SUFFIX}")
+    seen = recorded_data(open_storage(job.storage, job.name))
+    assert {note.stem: note.read_text() for note in notes} == dict.fromkeys(before, seen)
 
     (record,) = run_folder(job.snapshot.folder, job.name).glob(f"*/{RECORD}")
     store = record.read_text()

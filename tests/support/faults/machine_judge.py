@@ -1,9 +1,10 @@
-"""Judge of the simulator: at which seed does it notice each mutation of the coordinator's machine?
+"""Judge of the simulators: at which seed do they notice each mutation of what they run?
 
 Usage: python -m tests.support.faults.machine_judge [--seeds 1000] [--processes 2] [NAME ...]
 
-Each mutation of ``machine_mutations`` is planted in memory, and seed after seed is run until an invariant
-breaks (or the machine raises). Prints one line each; the exit code is 1 where one survives all seeds.
+Each mutation of ``machine_mutations`` and ``store_mutations`` is planted in memory, and seed after seed is
+run until an invariant breaks (or the code raises). Prints one line each; the exit code is 1 where one
+survives all seeds.
 """
 
 from __future__ import annotations
@@ -11,22 +12,39 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import pytest
 
+from picotron_ray.coordinator.simulator.comeback import simulate_comeback
 from picotron_ray.coordinator.simulator.repetition import simulate_repetition
 from picotron_ray.coordinator.simulator.run import Report, simulate
-from tests.support.faults.machine_mutations import ALL, LISTED, OWN, RAISED
+from tests.support.faults.machine_mutations import COMEBACK, LISTED, OWN
+from tests.support.faults.planting import Mutation, plant
+from tests.support.faults.store_mutations import KEPT, STORED
+from tests.support.simulation.kept_world import simulate_kept
+from tests.support.simulation.store_world import simulate_store
 
-SIMULATIONS: tuple[Callable[[int], Report], ...] = (simulate, simulate_repetition)
+Simulation = Callable[[int], Report]
+TABLES: tuple[tuple[Mapping[str, Mutation], tuple[Simulation, ...]], ...] = (
+    (LISTED, (simulate, simulate_repetition)),
+    (OWN, (simulate, simulate_repetition)),
+    (COMEBACK, (simulate_comeback,)),
+    (STORED, (simulate_store,)),
+    (KEPT, (simulate_kept,)),
+)
+"""Tables of mutations, each with the simulations that must notice them."""
+ALL = {name: mutation for table, _ in TABLES for name, mutation in table.items()}
+FIRST = {"what_a_silent_node_holds_is_forgotten": 1000}
+"""First seed of mutations that only rare schedules show."""
+RAISED = (AssertionError, KeyError, IndexError, RuntimeError, TypeError)  # by code that is broken
 
 
-def first_failure(seed: int) -> str:
-    """What the simulations of one seed find; empty: nothing."""
-    for run in SIMULATIONS:
+def first_failure(simulations: tuple[Simulation, ...], seed: int) -> str:
+    """What simulations of one seed find; empty: nothing."""
+    for run in simulations:
         try:
             failures = run(seed).failures
         except RAISED as error:
@@ -38,10 +56,12 @@ def first_failure(seed: int) -> str:
 
 def judge(seeds: int, name: str) -> tuple[str, int | None, str]:
     """Plant a mutation; returns its name, the seed that notices it (None: none did), and what that found."""
+    simulations = next(found for table, found in TABLES if name in table)
     with pytest.MonkeyPatch.context() as patch:
-        ALL[name](patch)
-        for seed in range(seeds):
-            if found := first_failure(seed):
+        plant(ALL[name], patch)
+        first = FIRST.get(name, 0)
+        for seed in range(first, first + seeds):
+            if found := first_failure(simulations, seed):
                 return name, seed, found
     return name, None, ""
 
@@ -66,7 +86,8 @@ def main() -> int:
         print(f"{name:64} {text}", flush=True)
         if seed is None:
             survived.append(name)
-    print(f"{len(LISTED)} listed and {len(OWN)} own mutations; {len(survived)} survive {chosen.seeds} seeds")
+    others = len(ALL) - len(LISTED)
+    print(f"{len(LISTED)} listed and {others} own mutations; {len(survived)} survive {chosen.seeds} seeds")
     return 1 if survived else 0
 
 

@@ -109,6 +109,7 @@ class Pool:
         self.host, self.port = address["host"], address["port"]
         self.workers: list[Worker] = []
         self.generation = 0
+        self.reply_s = REPLY_S  # a test whose ranks run a compiler waits longer
 
     def need(self, count: int) -> list[Worker]:
         """The first ``count`` workers, started or replaced as needed, and all ready to work."""
@@ -135,9 +136,10 @@ class Pool:
             waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(members)}
             values: list[Any] = [None] * count
             while waiting:  # in the order of arrival: the first error is the cause of the others
-                arrived = wait(list(waiting), REPLY_S)
+                arrived = wait(list(waiting), self.reply_s)
                 if not arrived:
-                    raise WorkerError(silence({rank: members[rank] for rank in waiting.values()}))
+                    silent = {rank: members[rank] for rank in waiting.values()}
+                    raise WorkerError(silence(silent, self.reply_s))
                 for pipe in arrived:
                     rank = waiting.pop(pipe)
                     values[rank] = members[rank].receive(0)
@@ -161,9 +163,9 @@ class Pool:
         self.store.stdout.close()
 
 
-def silence(members: dict[int, Worker]) -> str:
+def silence(members: dict[int, Worker], waited_s: float) -> str:
     """Says of each rank that did not answer where it is stuck."""
-    parts = [f"no answer for {REPLY_S:g} s from the ranks {', '.join(map(str, members))}"]
+    parts = [f"no answer for {waited_s:g} s from the ranks {', '.join(map(str, members))}"]
     parts += [f"rank {rank}, process {worker.pid}:\n{worker.where()}" for rank, worker in members.items()]
     return "\n\n".join(parts)
 

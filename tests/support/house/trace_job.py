@@ -171,16 +171,16 @@ def events_of(path: Path) -> list[Event]:
 def way(events: Sequence[Event]) -> list[Event]:
     """Find the events that lead on, from the end: what hands over, what called that, what returned to it."""
     found: list[Event] = []
-    leading: set[int] = set()
+    leading: set[Place] = set()  # with its function: another one may have had that frame's id before
     for event in reversed(events):
         here, caller = event.stack[0], event.stack[1] if len(event.stack) > 1 else None
         if event.what == HAND_OVER:
-            leading |= {place.frame for place in event.stack}
-        elif event.what == GIVE and caller is not None and caller.frame in leading:
-            leading.add(here.frame)
+            leading |= set(event.stack)
+        elif event.what == GIVE and caller is not None and caller in leading:
+            leading.add(here)
             found.append(event)
-        elif event.what == TAKE and (here.frame in leading or event is events[0] or event is events[-1]):
-            leading.discard(here.frame)  # before its call another one may have had that id
+        elif event.what == TAKE and (here in leading or event is events[0] or event is events[-1]):
+            leading.discard(here)  # before its call another one of it may have had that id
             found.append(event)
     return found[::-1]
 

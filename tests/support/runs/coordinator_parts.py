@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,10 @@ from ray.exceptions import ActorUnavailableError
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.runtime.coordinator import cluster as cluster_module
-from picotron_ray.runtime.coordinator import ray_calls, run_actors
+from picotron_ray.runtime.coordinator import run_actors
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
+from picotron_ray.runtime.ray_cluster import ray_calls
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView
 from tests.support.runs.coordinator_world import job
@@ -61,6 +64,9 @@ class Calls:
     def shared(self, spec: m.GenerationSpec) -> m.GenerationSpec:
         return spec
 
+    def adopt_workers(self, members: tuple[m.Member, ...]) -> None:
+        self.seen.append(("adopt", *members))
+
     def agent_died(self, node: str) -> None:
         self.seen.append(("died", node))
 
@@ -79,7 +85,7 @@ class Bench:
         self.calls, self.events, self.notes = Calls(), [], []
         store: Any = SimpleNamespace(
             data="",
-            executor=None,
+            executor=ThreadPoolExecutor(1),
             append_generation=lambda spec: m.Appended("generation", spec.id, 0, 1),
             commit=self._commit,
             collect_garbage=lambda: self.calls.seen.append(("garbage",)),
@@ -93,9 +99,11 @@ class Bench:
         )
         self.executor.term = 3
         self.committed: list[Any] = []
+        self.on_commit: Callable[[], object] = lambda: None
         self.seq = 7
 
     def _commit(self, generation: m.GenerationId, step: int, parts: list[Any]) -> m.Appended:
+        self.on_commit()
         self.committed.append((generation, step, parts))
         return m.Appended("commit", generation, step, self.seq)
 
@@ -107,6 +115,7 @@ class Bench:
         for command in commands:
             self.executor.carry_out(command)
         self.loop.run_until_complete(all_done())
+        assert self.executor.keeper.wait(10.0)
         found, self.events[:] = list(self.events), []
         return found
 
@@ -173,6 +182,8 @@ class Nodes:
             raise error
         plain = {
             "workers": [],
+            "busy": [],
+            "spec": None,
             "metrics": {"address": node},
             "versions": {"torch": "1"},
             "facts": NodeFacts(),

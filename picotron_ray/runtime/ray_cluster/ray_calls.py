@@ -11,14 +11,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from picotron_ray.errors import FencedError
+from picotron_ray.errors import FencedError, UnmarkedError
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,18 @@ def refusal(error: BaseException) -> FencedError | None:
     return cause if isinstance(cause, FencedError) else None
 
 
+def unmarked(error: BaseException) -> UnmarkedError | None:
+    """Return what an agent says of slots that it could not mark as kept; None: this is no such error."""
+    cause = error if isinstance(error, UnmarkedError) else getattr(error, "cause", None)
+    return cause if isinstance(cause, UnmarkedError) else None
+
+
+def error_line(error: BaseException) -> str:
+    """Last line of what an error says."""
+    text = str(error).strip()
+    return text.splitlines()[-1][:300] if text else type(error).__name__
+
+
 def is_dead(error: BaseException) -> bool:
     """Whether an error says that the actor is gone for good."""
     return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
@@ -75,11 +87,19 @@ async def ask_all(
     timeout_s: float,
     *arguments: Any,
     patience_s: float = 0.0,
+    turn: Callable[[], Awaitable[None]] | None = None,
 ) -> dict[str, Any]:
-    """Call the agents of many nodes at once; by node, what each answers, or its error."""
+    """Call the agents of many nodes at once; by node, what each answers, or its error.
 
-    def asked(handle: ActorHandle) -> Any:
-        return answer_when_back(lambda: getattr(handle, method).remote(*arguments), timeout_s, patience_s)
+    Args:
+        turn: awaited before each call, so that thousands of them do not hold up the loop.
+    """
+
+    async def asked(handle: ActorHandle) -> Any:
+        if turn is not None:
+            await turn()
+        call = getattr(handle, method).remote
+        return await answer_when_back(lambda: call(*arguments), timeout_s, patience_s)
 
     calls = [asked(handle) for handle in handles.values()]
     return dict(zip(handles, await asyncio.gather(*calls, return_exceptions=True), strict=True))

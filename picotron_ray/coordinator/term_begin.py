@@ -1,0 +1,105 @@
+"""Begin of a term: what the log and the agents say is taken over, and what runs is adopted.
+
+It changes the memory alone, as the handlers of all other events do (``event_handlers``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.checkpoint_tracker import known_layouts
+from picotron_ray.coordinator.final_wait import enter, expect_kept
+from picotron_ray.coordinator.generation_stop import blame, kill
+from picotron_ray.coordinator.machine_memory import MachineMemory
+from picotron_ray.coordinator.policies.memory_limit import together
+from picotron_ray.coordinator.policies.pace import StepPace
+from picotron_ray.coordinator.policies.restore_point import newest_commit
+from picotron_ray.coordinator.policies.worker_index import RosterWorker
+from picotron_ray.coordinator.states import MachineState
+from picotron_ray.failures import FailureKind
+
+
+def begin(memory: MachineMemory, event: m.Begin) -> None:
+    """Take over from what the log and the agents say: adopt what runs, else start."""
+    if memory.state is not MachineState.NEW:
+        return
+    specs = [*event.generations, *([event.running] if event.running else [])]
+    memory.term, memory.commits = event.term, list(event.commits)
+    memory.breaker.times.extend(memory.now - ago_s for ago_s in event.failed_s_ago)
+    memory.spec = max(specs, key=lambda spec: spec.id, default=None)
+    memory.layouts.update(known_layouts(specs))
+    memory.logged = {spec.id for spec in event.generations}
+    memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
+    commit = newest_commit(memory.commits, memory.spec)
+    memory.checkpoints.committed = 0 if commit is None else commit.step
+    adopted = event.running if event.running == memory.spec else None
+    _take_over(memory, event, adopted)
+    if adopted is not None:
+        _adopt(memory, adopted, event.step_s)
+        return
+    _plan_rewind(memory, event)
+    if commit is not None and commit.step >= memory.job.steps and memory.rewind is None:
+        memory.finish("finished", f"step {commit.step}: all {memory.job.steps} steps were committed before")
+        return
+    memory.go(MachineState.STARTING)
+    memory.deadline = memory.now + memory.job.cluster.start_timeout_s
+    expect_kept(memory, event)
+
+
+def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec | None) -> None:
+    """Enter the living workers; one that is still in a generation of the past cannot be used again."""
+    members = set() if adopted is None else {member.worker for member in adopted.members}
+    busy = {entry.worker: entry.generation for entry in event.busy}
+    traits = {each.node: each for each in event.traits}
+    here = Counter(member.node for member in event.workers)
+    for member in event.workers:
+        if member.node not in memory.roster.nodes:
+            memory.roster.join(member.node, here[member.node], memory.now, traits.get(member.node))
+            release_committed(memory, member.node)
+        worker = RosterWorker(member.worker, member.node, "idle", memory.now)
+        memory.roster.workers[worker.name] = worker
+        at = busy.get(worker.name)
+        if worker.name in members and at in (None, adopted.id if adopted else None):
+            worker.state = "busy"
+        elif at is not None:
+            worker.state = "busy"
+            kill(memory, worker.name, f"still in generation {at}, which is over")
+
+
+def _plan_rewind(memory: MachineMemory, event: m.Begin) -> None:
+    """Obey ``checkpoint.resume_step`` once per run, not again after each restart."""
+    step = memory.job.checkpoint.resume_step
+    done = any(spec.source.kind == "commit" and spec.resume_step == step for spec in event.generations)
+    if step is not None and not done:
+        memory.rewind = step
+
+
+def _adopt(memory: MachineMemory, spec: m.GenerationSpec, step_s: float) -> None:
+    """Carry on with a generation of the term before; it is entered in the log where it is missing."""
+    memory.go(MachineState.RUNNING)
+    memory.seen_step, memory.launched_at = spec.resume_step, memory.now
+    memory.pace = StepPace(spec.resume_step, memory.now, adopted=True, told_s=step_s)
+    memory.emit(m.RunGeneration(spec, adopt=True))
+    heard = set(memory.roster.nodes)
+    memory.alert(
+        "info", "adopted", f"adopted generation {spec.id}: {len(spec.members)} workers, {spec.layout}"
+    )
+    enter(memory, spec)
+    missing = [member for member in spec.members if member.worker not in memory.roster.workers]
+    here = Counter(member.node for member in spec.members)
+    for name, node in ((each.worker, each.node) for each in missing if each.node not in heard):
+        # not heard is not lost: its call fails, or it stays silent, if it is
+        memory.unheard.add(node)
+        memory.roster.join(node, here[node], memory.now)
+        memory.roster.workers[name] = RosterWorker(name, node, "busy", memory.now)
+    for name, node in ((each.worker, each.node) for each in missing if each.node in heard):
+        text = f"worker {name} on {node} was gone when the coordinator came back"
+        blame(memory, FailureKind.WORKER_EXITED, name, culprit=True, text=text, cause="killed")
+
+
+def release_committed(memory: MachineMemory, node: str) -> None:
+    """Undo pins of an earlier term, whose commit was never followed by its release."""
+    commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
+    if commit is not None:
+        memory.emit(memory.checkpoints.release(node, (commit.step, commit.generation)))

@@ -13,7 +13,7 @@ CODES = {
     "PicotronError": 3, "ConfigError": 2, "LayoutError": 2, "DataError": 2, "StorageError": 4,
     "StorageUnavailableError": 4, "NotFoundError": 4, "AlreadyExistsError": 4, "CorruptError": 4,
     "PartsGoneError": 4, "NumericsError": 3, "StorageFullError": 4, "SlotReusedError": 3, "SlotRoomError": 3,
-    "FencedError": 3, "SlotError": 3, "SlotUnreachableError": 3, "PeerLostError": 3,
+    "FencedError": 3, "SlotError": 3, "SlotUnreachableError": 3, "PeerLostError": 3, "UnmarkedError": 3,
 }  # fmt: skip
 
 

@@ -44,12 +44,17 @@ def mount(memory_path: Path) -> Iterator[Mount]:
     made.back.set()
 
 
-def test_a_commit_waits_for_a_deletion_of_what_it_needs(mount: Mount, memory_path: Path) -> None:
+def two_commits(mount: Mount, folder: Path) -> tuple[DeadlineStorage, RunLog]:
     storage = DeadlineStorage(mount, LIMIT_S)
     log = RunLog(storage)
     log.claim_term("test")
     for step in (1, 2):
-        save(storage, log, memory_path / str(step), make_state(step), (1, 1, step))
+        save(storage, log, folder / str(step), make_state(step), (1, 1, step))
+    return storage, log
+
+
+def test_a_commit_waits_for_a_deletion_of_what_it_needs(mount: Mount, memory_path: Path) -> None:
+    storage, log = two_commits(mount, memory_path)
     mount.back.clear()
     with pytest.raises(StorageUnavailableError, match="gave no answer"):
         collect(storage, log, CONFIG)
@@ -78,11 +83,7 @@ def test_a_commit_waits_for_a_deletion_of_what_it_needs(mount: Mount, memory_pat
 
 
 def test_other_commits_do_not_wait(mount: Mount, memory_path: Path) -> None:
-    storage = DeadlineStorage(mount, LIMIT_S)
-    log = RunLog(storage)
-    log.claim_term("test")
-    for step in (1, 2):
-        save(storage, log, memory_path / str(step), make_state(step), (1, 1, step))
+    storage, log = two_commits(mount, memory_path)
     parts = upload(storage, memory_path / "3", make_state(3), (1, 1, 3))
     mount.back.clear()
     with pytest.raises(StorageUnavailableError, match="gave no answer"):

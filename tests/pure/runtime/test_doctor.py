@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections import namedtuple
@@ -27,6 +25,7 @@ from picotron_ray.runtime.doctor.machine_report import MachineReport, Question, 
 from picotron_ray.runtime.driver import preflight
 from picotron_ray.runtime.ray_cluster import connect
 from picotron_ray.runtime.worker.nccl_settings import ASYNC_ERRORS, MOST_RECORDED, RECORDED, prepare_nccl
+from tests.support.faults.full_folder import run_on_small_disk
 
 Usage = namedtuple("Usage", "total used free")
 LIMITS = {"nofile": 65536, "nproc": -1, "memlock": -1, "fsize": -1}
@@ -137,14 +136,9 @@ def test_what_launch_would_refuse_the_doctor_refuses(monkeypatch: pytest.MonkeyP
 
 def test_a_small_folder_is_no_trouble_by_itself(tmp_path: Path) -> None:
     """A real one of half a MiB: the plan says whether that is enough."""
-    mount = f"mount -t tmpfs -o size=512k none {tmp_path}"
-    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True).returncode:
-        pytest.skip("mount namespaces are not permitted here")
-    code = "import picotron_ray.runtime.doctor.machine_report as m; r = m.look(m.Question({!r}))"
-    code = f"{code.format(str(tmp_path))}; print(r.free_bytes, r.troubles)"
-    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout == f"{1 << 19} {{}}\n"
+    code = "import picotron_ray.runtime.doctor.machine_report as m\nr = m.look(m.Question(str(folder)))\n"
+    said = run_on_small_disk(tmp_path, code + "print(r.free_bytes, r.troubles)", "512k")
+    assert said == f"{1 << 19} {{}}\n"
 
 
 def test_the_doctor_plans_for_this_machine_as_launch_does(

@@ -287,6 +287,7 @@ def _launch(
         descend(memory.spec, point),
         memory.struck,
         rewinds,
+        _obeyed_step(memory),
     )
     memory.go(MachineState.RUNNING)
     memory.emit(RunGeneration(spec))
@@ -309,6 +310,17 @@ def _launch(
     commit = newest_commit(memory.commits, spec, memory.bad_manifests)
     memory.checkpoints.committed = 0 if commit is None else commit.step
     memory.appends.push(AppendGeneration(spec))
+
+
+def _obeyed_step(memory: MachineMemory) -> int | None:
+    """Return ``checkpoint.resume_step`` where the next generation, or an ancestor, has gone back to it.
+
+    A launch without it forgets that it was, so that the one after may go back again.
+    """
+    if memory.rewind is not None:
+        return memory.rewind
+    before = None if memory.spec is None else memory.spec.obeyed_step
+    return before if before == memory.job.checkpoint.resume_step else None
 
 
 def _report(memory: MachineMemory, spec: GenerationSpec, why: str) -> None:

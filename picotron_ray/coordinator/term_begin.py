@@ -15,6 +15,7 @@ from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.restore_point import newest_commit
+from picotron_ray.coordinator.policies.rewind import owed_step
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
@@ -38,7 +39,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     if adopted is not None:
         _adopt(memory, adopted, event.step_s)
         return
-    _plan_rewind(memory, event)
+    _plan_rewind(memory)
     if commit is not None and commit.step >= memory.job.steps and memory.rewind is None:
         memory.finish("finished", f"step {commit.step}: all {memory.job.steps} steps were committed before")
         return
@@ -67,12 +68,16 @@ def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec 
             kill(memory, worker.name, f"still in generation {at}, which is over")
 
 
-def _plan_rewind(memory: MachineMemory, event: m.Begin) -> None:
-    """Obey ``checkpoint.resume_step`` once per run, not again after each restart."""
-    step = memory.job.checkpoint.resume_step
-    done = any(spec.source.kind == "commit" and spec.resume_step == step for spec in event.generations)
-    if step is not None and not done:
-        memory.rewind = step
+def _plan_rewind(memory: MachineMemory) -> None:
+    """Obey ``checkpoint.resume_step`` once, not again after each restart."""
+    step, newest = memory.job.checkpoint.resume_step, memory.spec
+    memory.rewind = owed_step(memory.job, () if newest is None else (newest,))
+    if step is not None and memory.rewind is None:
+        text = (
+            f"checkpoint.resume_step={step} was obeyed before: the run goes on from its newest state; to go"
+            " back there again, launch once without it"
+        )
+        memory.alert("info", "resume", text, step=step)
 
 
 def _adopt(memory: MachineMemory, spec: m.GenerationSpec, step_s: float) -> None:

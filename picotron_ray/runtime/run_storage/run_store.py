@@ -27,8 +27,9 @@ from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.upload import UploadPart
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, stream_ledger
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.codec import decode_spec, plain
+from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
+from picotron_ray.coordinator.policies.rewind import owed_step
 from picotron_ray.errors import (
     AlreadyExistsError,
     CorruptError,
@@ -40,6 +41,7 @@ from picotron_ray.errors import (
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.run_storage.data_record import ledger_figures, settle_data
+from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import saved_config
@@ -47,11 +49,6 @@ from picotron_ray.runtime.run_storage.run_json import saved_config
 log = logging.getLogger(__name__)
 RECORDS = "records/"
 RECORDS_KEPT = 2  # of all terms: the newest, and one to fall back on
-
-
-def generation_body(spec: GenerationSpec) -> dict[str, Any]:
-    """Entry of a generation in the log."""
-    return {"term": spec.id.term, "n": spec.id.n, "source": plain(spec.source), "spec": plain(spec)}
 
 
 class RunStore:
@@ -109,18 +106,17 @@ class RunStore:
         ``verify``: look whether all of the newest commit is there, and leave out those that are damaged (told
         in ``complaints``). No chunk is read: workers check what they load. Not for the adoption of a running
         generation, which needs no commit and should not wait for it.
+        Where ``checkpoint.resume_step`` is owed, that is the commit of this step, and newer ones are void.
         Raises StorageError where there are commits and none of them can be used.
         """
         self._import_origin()
         entries = self._log.commits()
+        generations = read_generations(self._log.entries())
         if verify:
-            step = self._job.checkpoint.resume_step
+            step = owed_step(self._job, generations)
             good = latest_good(self._storage, self._log, step, read_chunks=False)
             self.complaints = list(good.complaints) if good else list(self._log.complaints())
             entries = [entry for entry in entries if good is not None and entry.seq <= good.entry.seq]
-        generations = tuple(
-            decode_spec(entry.body["spec"]) for entry in self._log.entries() if entry.kind == "generation"
-        )
         return tuple(_commit(entry) for entry in entries), generations
 
     def _import_origin(self) -> None:

@@ -80,20 +80,21 @@ def test_a_member_that_is_gone_from_a_node_that_was_heard_is_a_failure() -> None
 
 
 @pytest.mark.parametrize(
-    ("source", "step", "obeyed"),
-    [
-        (m.Source("commit", 5, gid(1), manifest="m5"), 10, False),
-        (m.Source("slots", 10, gid(1)), 10, False),
-        (m.Source("commit", 10, gid(1), manifest="m10"), 10, True),
-        (m.Source("commit", 10, gid(1), manifest="m10"), None, True),
-    ],
+    ("before", "step", "owed"),
+    [((None,), 10, 10), ((5,), 10, 10), ((10, 5), 10, 10), ((5, 10), 10, None), ((10,), None, None)],
 )
-def test_a_rewind_was_obeyed_by_a_restore_of_that_very_commit(
-    source: m.Source, step: int | None, obeyed: bool
+def test_the_newest_generation_says_whether_a_rewind_was_obeyed(
+    before: tuple[int | None, ...], step: int | None, owed: int | None
 ) -> None:
+    source = m.Source("commit", 10, gid(1), manifest="m10")
+    later = tuple(replace(spec(2 + at, source, ONE), obeyed_step=did) for at, did in enumerate(before))
     world = World(job(checkpoint__resume_step=step))
-    world.begin(("a", 4), term=2, generations=(ONE, spec(2, source, ONE)))
-    assert world.machine.memory.rewind == (None if obeyed else step)
+    commands = world.begin(("a", 4), term=2, generations=(ONE, *later))
+    assert world.machine.memory.rewind == owed
+    told = [c.text for c in of(commands, m.Alert) if c.kind == "resume"]
+    assert [text.partition(":")[0] for text in told] == (
+        ["checkpoint.resume_step=10 was obeyed before"] if step and not owed else []
+    )
 
 
 @pytest.mark.parametrize(("step", "ended"), [(99, False), (100, True), (101, True)])

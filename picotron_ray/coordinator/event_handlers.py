@@ -13,12 +13,12 @@ from picotron_ray.coordinator.drains import notice, save
 from picotron_ray.coordinator.final_wait import refuse, take_up
 from picotron_ray.coordinator.generation_stop import blame, fenced, kill, note_bad_step
 from picotron_ray.coordinator.housekeeping import bar, lose_node, take_in, worker_gone
-from picotron_ray.coordinator.lineage import on_lineage
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_layout
 from picotron_ray.coordinator.planning import planned
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
+from picotron_ray.coordinator.resume_state import counts, forget_older
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.coordinator.term_begin import begin, release_committed
 from picotron_ray.failures import FailureKind
@@ -115,7 +115,7 @@ def progress(memory: MachineMemory, step: int) -> None:
     """Note finished steps of the present generation."""
     if memory.spec is None or step <= memory.seen_step:
         return
-    memory.seen_step, memory.progressed = step, True
+    memory.seen_step, memory.progressed, memory.held = step, True, True
     memory.pace = memory.pace.seen(step, memory.now)
     memory.emit(*memory.checkpoints.release_void())
     if memory.breaker.progressed(step):
@@ -141,6 +141,7 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
         text = f"worker {event.worker} lost a peer"
         blame(memory, event.kind, event.worker, culprit=False, text=text)
     elif event.kind is FailureKind.NUMERICS:
+        memory.held = True
         note_bad_step(memory, event)
     elif event.detail.startswith("corrupt:"):
         _quarantine(memory, event.worker, event.detail.removeprefix("corrupt:").strip())
@@ -220,7 +221,7 @@ def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
         return
     if not known and (memory.spec is None or event.generation >= memory.spec.id):
         return
-    if not on_lineage(memory.spec, event.generation, event.step):
+    if not counts(memory, event.generation, event.step):
         memory.checkpoints.voided(event.node, state)
         return
     if not known:
@@ -283,14 +284,22 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
     memory.storage_answered()
     if not isinstance(entry, m.AppendCommit):
         return
-    memory.commits.append(m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest))
+    commit = m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest)
+    memory.commits.append(commit)
+    forget_older(memory, commit)
     took_s = memory.checkpoints.took_s((event.step, event.generation), memory.now)
     memory.commit_s = memory.commit_s if took_s is None else took_s
-    if not on_lineage(memory.spec, event.generation, event.step):
+    if not counts(memory, event.generation, event.step):
         return
     memory.checkpoints.committed = max(memory.checkpoints.committed, event.step)
     memory.alert("info", "commit", f"step {event.step} committed", step=event.step, manifest=event.manifest)
     memory.emit(*memory.checkpoints.settled((event.step, event.generation), list(memory.roster.nodes)))
+
+
+def retired(memory: MachineMemory, event: m.Retired) -> None:
+    """Forget commits that retention has given up: their objects may be deleted at any time."""
+    memory.commits = [commit for commit in memory.commits if commit.manifest not in event.manifests]
+    memory.quiet = True
 
 
 def user_request(memory: MachineMemory, event: m.UserRequest) -> None:
@@ -322,6 +331,7 @@ HANDLERS: dict[type[Any], Callable[[MachineMemory, Any], None]] = {
     m.Inventory: inventory,
     m.Uploaded: uploaded,
     m.Appended: appended,
+    m.Retired: retired,
     m.Fenced: fenced,
     m.DrainNotice: notice,
     m.UserRequest: user_request,

@@ -11,12 +11,14 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.checkpoint_tracker import known_layouts
 from picotron_ray.coordinator.final_wait import enter, expect_kept
 from picotron_ray.coordinator.generation_stop import blame, kill
+from picotron_ray.coordinator.lineage import ancestors
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.rewind import owed_step
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
+from picotron_ray.coordinator.resume_state import follow
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 
@@ -28,7 +30,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     specs = [*event.generations, *([event.running] if event.running else [])]
     memory.term, memory.commits = event.term, list(event.commits)
     memory.breaker.times.extend(memory.now - ago_s for ago_s in event.failed_s_ago)
-    memory.spec = max(specs, key=lambda spec: spec.id, default=None)
+    _follow_all(memory, specs)
     memory.layouts.update(known_layouts(specs))
     memory.logged = {spec.id for spec in event.generations}
     memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
@@ -46,6 +48,20 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     memory.go(MachineState.STARTING)
     memory.deadline = memory.now + memory.job.cluster.start_timeout_s
     expect_kept(memory, event)
+
+
+def _follow_all(memory: MachineMemory, specs: list[m.GenerationSpec]) -> None:
+    """Follow the newest generation, and know those that may count in its place: back to one with a commit."""
+    found = {older.id: older for spec in specs for older in ancestors(spec)}  # the log may lack them
+    found |= {spec.id: spec for spec in specs}
+    known = [found[generation] for generation in sorted(found)]
+    committed = {commit.generation for commit in memory.commits}
+    first = max((at for at, spec in enumerate(known) if spec.id in committed), default=0)
+    for spec in known[first:]:
+        follow(memory, spec)
+    step = memory.job.checkpoint.resume_step
+    asked = {commit.generation for commit in memory.commits if commit.step == step}
+    memory.writers = {spec.id: spec for spec in specs if spec.id in asked}
 
 
 def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec | None) -> None:

@@ -74,8 +74,8 @@ def retained(
 ) -> list[Entry]:
     """Commits that retention keeps.
 
-    Those are the newest ones, those at multiples of ``keep_every_steps``, the newest commit that the newest
-    generation descends from, as its ledger continues there, and those that the next rewind may go back to.
+    Those are the newest ones that count (the ledger continues at the last of them), those that the next
+    rewind may go back to, the newest ones of all, and those at multiples of ``keep_every_steps``.
 
     Args:
         damaged: numbers of entries whose manifest cannot be read; they are not kept and fill no place.
@@ -85,15 +85,21 @@ def retained(
     keep = {entry.seq for entry in commits[-config.keep_last :]}
     if config.keep_every_steps:
         keep |= {e.seq for e in commits if e.body["step"] % config.keep_every_steps == 0}
-    if reach_steps and commits:
-        bad_step = commits[-1].body["step"] + 1
-        early = [e.body["step"] for e in commits if e.body["step"] <= bad_step - reach_steps]
-        keep |= {e.seq for e in commits if e.body["step"] >= max(early, default=0)}
-    generations = [entry for entry in log.entries() if entry.kind == "generation"]
-    if generations:
-        newest = generations[-1].body
-        keep |= {e.seq for e in commits_on(log.entries(), commits, (newest["term"], newest["n"]))[-1:]}
+    for generation in _newest_generations(log, commits):
+        counting = commits_on(log.entries(), commits, generation)
+        keep |= {entry.seq for entry in counting[-config.keep_last :]}
+        if reach_steps and counting:
+            bad_step = counting[-1].body["step"] + 1
+            early = [e.body["step"] for e in counting if e.body["step"] <= bad_step - reach_steps]
+            keep |= {e.seq for e in counting if e.body["step"] >= max(early, default=0)}
     return [entry for entry in commits if entry.seq in keep]
+
+
+def _newest_generations(log: RunLog, commits: Sequence[Entry]) -> set[tuple[int, int]]:
+    """Find the newest generation, and the newest with a commit: a launch may come to nothing."""
+    launched = [(e.body["term"], e.body["n"]) for e in log.entries() if e.kind == "generation"]
+    committed = {(entry.body["term"], entry.body["n"]) for entry in commits}
+    return {*launched[-1:], *[generation for generation in launched if generation in committed][-1:]}
 
 
 def collect(storage: Storage, log: RunLog, config: CheckpointConfig, reach_steps: int = 0) -> GcReport:

@@ -71,6 +71,13 @@ class NodeJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class Retired:
+    """Commits that retention has given up."""
+
+    manifests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NodeLost:
     node: str
     reason: str
@@ -253,6 +260,7 @@ Event = (
     | Inventory
     | Uploaded
     | Appended
+    | Retired
     | Fenced
     | DrainNotice
     | UserRequest

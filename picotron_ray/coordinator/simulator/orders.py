@@ -124,7 +124,9 @@ class Orders:
         elif isinstance(command, m.Upload):
             self._upload(shell, given, command)
         elif isinstance(command, m.Release):
-            counts = [c.step for c in shell.commits if self.checks.counts(memory.spec, c.generation, c.step)]
+            counts = [
+                c.step for c in shell.commits if self.checks.histories.counts(shell, c.generation, c.step)
+            ]
             if command.committed > max(counts, default=0):
                 self._say(f"step {command.committed} is told to be committed, and no commit of it counts")
         elif isinstance(command, m.Alert) and "grow from" in command.text and command.kind == "boundary":
@@ -206,7 +208,7 @@ class Orders:
         gone = command.node in given.lost or command.node in memory.roster.silent
         if gone and command.node not in memory.roster.nodes:
             self._say(f"{command.node} is asked for an upload, and counts as lost")
-        if not self.checks.counts(memory.spec, command.generation, command.step):
+        if not self.checks.histories.counts(shell, command.generation, command.step):
             self._say(f"step {command.step} of {command.generation} is uploaded, and is void")
 
     def store_failed(self, shell: CoordinatorProtocol, home: str, times: int | None) -> None:

@@ -129,6 +129,8 @@ class Shell:
             self.commits.append(
                 m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest)
             )
+        elif isinstance(event, m.Retired):
+            self.commits = [commit for commit in self.commits if commit.manifest not in event.manifests]
         if isinstance(event, m.SnapshotSealed):
             self.told_seals.add((event.node, event.generation, event.step))
         sim.events += 1

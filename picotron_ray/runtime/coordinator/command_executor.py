@@ -270,9 +270,11 @@ class CommandExecutor:
             self.spawn(self._collect())
 
     async def _collect(self) -> None:
-        """Collect garbage; of failures in a row the first is told."""
+        """Collect garbage, and say what was retired; of failures in a row the first is told."""
         work = self._store.collect_garbage
         put_off = await self._loop.run_in_executor(self._store.executor, work)
+        if retired := self._store.take_retired():
+            self._report(m.Retired(retired))
         if put_off and not self._put_off:
             text = f"garbage collection is put off ({put_off}); it is tried again after each commit"
             self._note("warning", "garbage", text)

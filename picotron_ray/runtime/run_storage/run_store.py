@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -76,6 +77,7 @@ class RunStore:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="run-store")
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self._records = 0  # saved in this term
+        self._retired: deque[str] = deque()  # manifests that retention gave up, until they are told
         self.complaints: list[str] = []
         self.news: list[str] = []
 
@@ -249,8 +251,9 @@ class RunStore:
         """Retire commits beyond retention, delete chunks that nothing needs and records that are replaced.
 
         Then the log's older entries are copied into blocks, from which a restart reads them. Returns why
-        storage kept it from that, "" where it did not.
+        storage kept it from that, "" where it did not. What was retired is to be asked for then.
         """
+        before = {entry.body["manifest"] for entry in self._log.commits()}
         try:
             for key in self._record_keys()[:-RECORDS_KEPT]:
                 self._storage.delete(key)
@@ -263,7 +266,13 @@ class RunStore:
         except StorageError as error:
             log.warning("garbage collection is put off: %s", error)
             return str(error)
+        finally:
+            self._retired += before - {entry.body["manifest"] for entry in self._log.commits()}
         return ""
+
+    def take_retired(self) -> tuple[str, ...]:
+        """Return the manifests that collections have retired since the last call; any thread may ask."""
+        return tuple(sorted(self._retired.popleft() for _ in range(len(self._retired))))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Add what the committed ledger says, and store ``summary.json``.

@@ -73,12 +73,38 @@ def test_retention() -> None:
         return [entry.body["step"] for entry in retained(log, config(**values), damaged)]
 
     assert kept() == [4, 6]
-    assert kept(keep_last=2) == [4, 5, 6]
+    assert kept(keep_last=2) == [3, 4, 5, 6], "two that count, and two that do if 2 comes to nothing"
     assert kept(keep_last=9) == [1, 2, 3, 4, 5, 6]
     assert kept(keep_every_steps=3) == [3, 4, 6]
     assert kept(damaged=(5, 7)) == [3, 5], "entries 5 and 7 are the commits of steps 4 and 6"
     del entries[-1]
     assert kept() == [6]
+
+
+def test_what_a_rewind_voided_is_no_state_that_the_next_one_may_go_back_to() -> None:
+    """Generation 1 went to step 5; 2 went back to 3 and committed 6; 3 goes back to 3, and has no commit."""
+    entries: list[Entry] = []
+
+    def add(kind: Any, **body: Any) -> None:
+        entries.append(Entry(len(entries) + 1, kind, 1, "w", "", body))
+
+    log: Any = SimpleNamespace(
+        entries=lambda: entries, commits=lambda: [entry for entry in entries if entry.kind == "commit"]
+    )
+
+    def kept(reach: int) -> list[int]:
+        return [e.body["step"] for e in retained(log, config(keep_last=2), reach_steps=reach)]
+
+    add("generation", **generation(1, 1))
+    for step in range(1, 6):
+        add("commit", term=1, n=1, step=step, manifest=f"1-{step}")
+    add("generation", **generation(1, 2, step=3, parent=(1, 1)))
+    add("commit", term=1, n=2, step=6, manifest="2-6")
+    assert kept(0) == [3, 5, 6], "the newest two that count, and the newest two of all"
+    assert kept(2) == [3, 5, 6], "7 - 2: not 5, which is void"
+    assert kept(5) == [2, 3, 5, 6]
+    add("generation", **generation(1, 3, step=3, parent=(1, 1)))
+    assert kept(2) == [2, 3, 5, 6], "for 3, and for 2 if 3 comes to nothing"
 
 
 def test_a_list_is_due_when_the_grace_time_is_over(

@@ -242,7 +242,7 @@ def test_what_a_silent_node_holds_pinned_counts_again_or_is_released_once_it_is_
     world.wait(silent_s, but=("b",))
     assert sorted(memory.away["b"]) == [(step, one.id) for step in (6, 7, 8)]
     tracker.void.clear()
-    memory.spec = replace(one, id=gid(9))
+    memory.spec = memory.history = replace(one, id=gid(9))
     world.send(m.Heartbeat("b", None))
     assert tracker.void == {"b": {(step, one.id) for step in (6, 7, 8)}}
     lose_node(memory, "b", "silent", silent=True)
@@ -258,7 +258,7 @@ def test_what_a_node_holds_pinned_and_tells_before_it_joins_counts_or_is_release
     memory = world.machine.memory
     sealed = m.SnapshotSealed("c", one.id, step, (replace(snapshot(one, step)[0], node="c"),))
     if step == 3:  # before the state that the generation came from
-        memory.spec = replace(one, source=m.Source("slots", 5, gid(0)))
+        memory.spec = memory.history = replace(one, source=m.Source("slots", 5, gid(0)))
     assert world.send(sealed) == []
     assert memory.checkpoints.seals == {}
     world.send(m.NodeJoined("c", 2))

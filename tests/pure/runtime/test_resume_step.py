@@ -17,7 +17,7 @@ from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.lineage import descend
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, StorageUnavailableError
 from picotron_ray.runtime.driver.preflight import check_resume_step
 from picotron_ray.runtime.run_storage.generation_entries import generation_body
 from picotron_ray.runtime.run_storage.run_store import RunStore
@@ -127,3 +127,23 @@ def test_logs_of_earlier_versions_tell_by_what_was_voided(
     _, generations = store.state(verify=False)
     assert [spec.obeyed_step for spec in generations] == [None, *([None, None] if owed else [10, 10])]
     assert plain(generations[1].source) == plain(source)
+
+
+def test_what_a_collection_retires_is_told_once_also_where_it_fails_after_that(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(folder, None).model_copy(update={"checkpoint": CheckpointConfig(keep_last=1)})
+    launch(config, (10, 20, 30), folder)
+    store = RunStore(config, lambda step: None)
+    store.claim()
+    assert store.take_retired() == ()
+    told = {entry.body["step"]: entry.body["manifest"] for entry in store._log.commits()}
+
+    def fails(*words: object) -> int:
+        raise StorageUnavailableError("storage is down")
+
+    monkeypatch.setattr(gc, "_condemn", fails)
+    assert store.collect_garbage() == "storage is down"
+    assert store.take_retired() == tuple(sorted((told[10], told[20])))
+    store.collect_garbage()
+    assert store.take_retired() == ()

@@ -749,6 +749,14 @@ def test_storage_that_is_full_is_collected_before_the_next_try(bench: Bench) -> 
     assert ("garbage",) in bench.calls.seen
 
 
+def test_the_machine_hears_what_a_collection_has_retired(bench: Bench) -> None:
+    bench.seq, bench.retired = 7, ["manifests/1", "manifests/2"]
+    heard = bench.run(m.AppendCommit(A, 5, ()))
+    assert heard == [m.Appended("commit", A, 5, 7), m.Retired(("manifests/1", "manifests/2"))]
+    bench.retired = []
+    assert bench.run(m.AppendCommit(A, 6, ())) == [m.Appended("commit", A, 6, 7)]
+
+
 def test_an_upload_that_died_with_its_agent_is_asked_for_again(bench: Bench) -> None:
     """Nobody else would for ten times the deadline of storage."""
     bench.run(m.Upload("n1", A, 5, ("s",)), m.Upload("n2", A, 5, ("t",)))

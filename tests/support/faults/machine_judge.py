@@ -19,9 +19,10 @@ from functools import partial
 import pytest
 
 from picotron_ray.coordinator.simulator.comeback import simulate_comeback
+from picotron_ray.coordinator.simulator.lost_targets import simulate_lost_target
 from picotron_ray.coordinator.simulator.repetition import simulate_repetition
 from picotron_ray.coordinator.simulator.run import Report, simulate
-from tests.support.faults.machine_mutations import COMEBACK, LISTED, OWN
+from tests.support.faults.machine_mutations import COMEBACK, LISTED, OWN, TARGETS
 from tests.support.faults.planting import Mutation, plant
 from tests.support.faults.store_mutations import KEPT, STORED
 from tests.support.simulation.kept_world import simulate_kept
@@ -32,6 +33,7 @@ TABLES: tuple[tuple[Mapping[str, Mutation], tuple[Simulation, ...]], ...] = (
     (LISTED, (simulate, simulate_repetition)),
     (OWN, (simulate, simulate_repetition)),
     (COMEBACK, (simulate_comeback,)),
+    (TARGETS, (simulate_lost_target,)),
     (STORED, (simulate_store,)),
     (KEPT, (simulate_kept,)),
 )

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.chunks import chunk_key
@@ -134,12 +134,17 @@ class StoreChecks:
             self._say(f"{key} is renewed {self._sim.now - at:.0f} s after its commit")
 
     def _retired(self, given_up: set[str]) -> None:
-        """Check that the newest commits are not given up, as many as are to be kept."""
+        """Check that the newest commits are not given up, as many as are to be kept, void ones apart."""
         there = {e.body["manifest"]: e for e in self._mirror.entries if e.kind == "commit"}
         good = [key for key in there if key not in self._mirror.damaged]
-        for key in good[-self._sim.job.checkpoint.keep_last :]:
-            if key in given_up:
-                self._say(f"the commit of step {there[key].body['step']} is given up, one of the newest")
+        specs = [e.spec for e in self._mirror.log if e.spec is not None]
+        counting = [key for key in good if self._counts(specs[-1], there[key].body)]
+        kept = self._sim.job.checkpoint.keep_last
+        for key in {*good[-kept:], *counting[-kept:]} & given_up:
+            self._say(f"the commit of step {there[key].body['step']} is given up, one of the newest")
+
+    def _counts(self, newest: m.GenerationSpec, body: dict[str, Any]) -> bool:
+        return self._sim.checks.counts(newest, m.GenerationId(body["term"], body["n"]), body["step"])
 
     def _committed(self, entry: Entry) -> None:
         key = entry.body["manifest"]
@@ -204,7 +209,7 @@ class StoreChecks:
             self._say(f"nothing is collected any more: {error}")
             return
         retained = [e for e in self._mirror.retained() if e.body["manifest"] not in self._mirror.damaged]
-        most = job.checkpoint.keep_last + 1
+        most = 2 * job.checkpoint.keep_last + 1  # of those that count, and of all
         if reach := gc.rewind_reach(job):
             most += 2 + reach // job.checkpoint.interval_steps
         if len({entry.body["manifest"] for entry in retained}) > most:

@@ -209,8 +209,13 @@ class StoreShell(Shell):
         _expect_no_error(event, error)
         if event.kind == "commit" and event.seq:
             self._uploads.forget(event.step)
-            self._process.do(self.store.collect_garbage, _expect_no_error)
+            self._process.do(self.store.collect_garbage, self._collected)
         self.deliver(event)
+
+    def _collected(self, put_off: str, error: Exception | None) -> None:
+        _expect_no_error(put_off, error)
+        if retired := self.store.take_retired():
+            self.deliver(m.Retired(retired))
 
     def ask_newest(self, answer: Callable[[bool | None], None]) -> None:
         self._asking.do(self.store.is_newest, lambda newest, error: answer(newest))

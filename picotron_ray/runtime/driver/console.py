@@ -139,6 +139,31 @@ def table(status: dict[str, Any]) -> Table:
     return grid
 
 
+def status_lines(seen: dict[str, Any]) -> list[str]:
+    """Lines of ``status`` for a run that goes on, is being started, or has ended."""
+    if "launcher" in seen:
+        who = f" by process {seen['launcher']}" if seen["launcher"] else ""
+        return [f"[starting] run {seen['run']} is being launched{who}; it has no coordinator yet"]
+    if seen.get("gone"):
+        return [end_line(seen), *(summary_lines(seen["summary"]) if seen["summary"] else ())]
+    return [
+        progress_line(seen),
+        *worker_lines(seen),
+        *submission_lines(seen),
+        *metrics_lines(seen),
+        *map(event_line, seen["events"]),
+    ]
+
+
+def end_line(end: dict[str, Any]) -> str:
+    """One line: a run does not go on, and what a launch of it would do."""
+    if end["summary"]:
+        return f"run {end['run']} has ended already"
+    at = end["committed"]
+    again = "begins anew" if at is None else f"goes on from the commit of step {at}"
+    return f"run {end['run']} has ended already: {end['detail']}; another launch {again}"
+
+
 class ProgressView:
     """Display of statuses as they come: a live table on a terminal, plain lines elsewhere."""
 

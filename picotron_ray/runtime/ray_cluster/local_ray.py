@@ -71,6 +71,14 @@ class LocalRay:
         """True where it can be used: its supervisor runs and the run has not announced its end."""
         return bool(self.address) and self.running and not ended_file(Path(self.temp_folder)).exists()
 
+    @property
+    def exit_status(self) -> str:
+        """Exit status of Ray's head where that ended by itself; empty where it was asked to, or runs."""
+        try:
+            return exit_file(Path(self.temp_folder)).read_text().strip()
+        except OSError:
+            return ""
+
 
 def state_folder() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"

@@ -326,7 +326,8 @@ def test_check_resume_refuses_or_tells() -> None:
     old = public_dict(load_job("tiny"))
     told = check_resume(old, load_job("tiny", ["steps=9", "optimizer.beta1=0.8"]))
     assert told == [
-        "steps: was 8, now 9; it changes the loss curve: the learning rate's cosine schedule ends at the last step",
+        "steps: was 8, now 9; it changes the loss curve: the learning rate's cosine schedule ends at the"
+        " last step",
         "optimizer.beta1: was 0.9, now 0.8; it changes the loss curve",
     ]
     constant = load_job("tiny", ["steps=9", "optimizer.schedule.kind=constant"])

@@ -130,6 +130,8 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
     if worker is None or event.worker in memory.outcomes or not memory.in_generation:
         return
     memory.outcomes[event.worker] = event
+    if memory.state is MachineState.ABORTING:
+        memory.heard(len(memory.spec.members) - len(memory.outcomes))
     if worker.state == "busy":
         worker.state, worker.since = "idle", memory.now
     progress(memory, event.step)
@@ -234,6 +236,7 @@ def inventory(memory: MachineMemory, event: m.Inventory) -> None:
     if memory.state is MachineState.COLLECTING and memory.awaited.get(event.node) == event.request:
         del memory.awaited[event.node]
         memory.inventory[event.node] = event.slots
+        memory.heard(len(memory.awaited))
 
 
 def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:

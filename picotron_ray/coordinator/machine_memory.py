@@ -189,6 +189,14 @@ class MachineMemory:
         """Seconds within which so many workers or nodes answer that are all called at once."""
         return self.job.elastic.interrupt_timeout_s + max(0, asked - FEW_CALLS) * CALL_S
 
+    def heard(self, left: int) -> None:
+        """Note an answer of many: the ``left`` others have as long as if they were asked now.
+
+        Where thousands answer through one process, a crowded machine makes them late and nobody dead.
+        """
+        if self.deadline is not None and left > FEW_CALLS:
+            self.deadline = max(self.deadline, self.now + self.answer_s(left))
+
     # --- views --------------------------------------------------------------------------------------
 
     @property

@@ -63,7 +63,8 @@ def ask_again(memory: MachineMemory, node: str) -> None:
         memory.inventory.pop(node, None)
         memory.request += 1
         memory.awaited[node] = memory.request
-        memory.deadline = memory.now + memory.job.elastic.interrupt_timeout_s
+        alone = memory.now + memory.job.elastic.interrupt_timeout_s
+        memory.deadline = max(memory.deadline or 0.0, alone)  # many others may be awaited as well
         memory.emit(CollectInventory(node, memory.request))
 
 

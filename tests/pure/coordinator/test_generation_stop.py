@@ -93,7 +93,7 @@ def test_those_that_do_not_answer_are_reminded_killed_and_blamed(world: World) -
 
 
 def test_members_that_answer_one_after_the_other_are_not_killed_while_they_do() -> None:
-    """A coordinator without a core of its own takes the answers of a thousand members one by one, for minutes."""
+    """A coordinator without a core of its own takes the answers of a thousand members one by one."""
     world = World(job(**CONFIG, cluster__max_workers=128, data__global_batch=128))
     one = world.up(*((f"n{i}", 8) for i in range(16)))
     w = [member.worker for member in one.members]

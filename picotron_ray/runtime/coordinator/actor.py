@@ -2,9 +2,8 @@
 
 One thread owns the machine and runs an event loop; whatever arrives (calls of agents and the driver,
 results of actor calls, storage, time) becomes an event there, and each command the machine answers with
-is carried out by a short method of its ``CommandExecutor``. Nothing here decides anything about the run.
-Nothing that blocks runs on that thread. Every (time, event, commands) goes to a log that replays, written by
-a thread of its own (``event_log``).
+is carried out by a short method of its ``CommandExecutor``. Nothing here decides anything about the run, and
+nothing blocks that thread. Every (time, event, commands) goes to a log that replays (``event_log``).
 
 After a crash Ray runs the constructor again: a new term is claimed, living agents are asked what runs,
 and the machine adopts it. No loop here ends by an error (``supervision``); an error of the machine itself
@@ -291,11 +290,13 @@ class Coordinator:
         self._evidence.begin(term, folder)
         tell_beginning(record, self._options, store)
         self._tracking = Tracking(self._job, store, record, folder)
+        if record.ended is not None:  # decided by a term that died on the way
+            self._begun = True
+            await self._end(record.ended)
+            return
         kept = {} if running else await self._cluster.keeping(specs)
         traits, ages, strikes = self._cluster.traits, self._record.failed_s_ago(), self._record.strikes
-        begin = begin_event(
-            self._executor.term, commits, specs, found, traits, ages, kept, strikes, store.data
-        )
+        begin = begin_event(term, commits, specs, found, traits, ages, kept, strikes, store.data)
         self._cluster.adopt_workers(begin.workers)
         self._begun = True
         for event in (begin, *self._early.take()):

@@ -455,6 +455,31 @@ def test_a_stop_is_owed_until_the_end(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert not later.record.stop_is_owed
 
 
+def test_an_end_that_was_decided_is_owed_by_that_launch_until_a_term_begins(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the record, and from the log's lines where the record is older."""
+    run.record.recall(None, [], "one")
+    end = m.Finish("storage", "full", m.Source("slots"))
+    run.record.observe(m.Tick(), [end], BEGAN + 2.0)
+    memo = json.loads(json.dumps(run.record.memo()))
+    head = {"launch": "one", "offset_s": BEGAN}
+
+    def recalled(*lines: dict[str, Any], launch: str = "one", memo: Any = None) -> m.Finish | None:
+        later = Run(monkeypatch)
+        later.record.recall(memo, [LoggedLine(1, head, line) for line in lines], launch)
+        return later.record.ended
+
+    line = json.loads(event_line(2.0, m.Tick(), [end]))
+    assert recalled(memo=memo) == recalled(line) == end
+    assert recalled(memo=memo, launch="two") is recalled(line, launch="two") is None
+    begun = json.loads(event_line(3.0, begin_event(2, (), (), {}), []))
+    assert recalled(line, begun) is recalled(begun, memo=memo) is None, "a newer term went on"
+    assert recalled(json.loads(event_line(2.0, m.Tick(), [m.Finish("fenced", "")]))) is None
+    del memo["end"], memo["end_of"]
+    assert recalled(memo=memo) is None, "of an earlier version"
+
+
 def test_a_record_stays_small_however_often_the_run_commits(run: Run) -> None:
     run.generation(1, "a", 0, 1.0, "init")
     for step in range(12_000):

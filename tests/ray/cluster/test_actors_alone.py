@@ -228,6 +228,7 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made._record = SimpleNamespace(
         observe=lambda event, commands, at_s, line: None,
         stop_is_owed=False,
+        ended=None,
         failed_s_ago=tuple,
         strikes=(),
         figures=lambda node, figures: note("figures", node, len(figures)),

@@ -173,13 +173,12 @@ class Coordinator:
         self._record.figures(node, figures)
         return m.Heartbeat(node, None if newest is None else m.GenerationId(*newest), steps, others)
 
-    def agent_restarted(self, node: str, metrics: dict[str, str]) -> None:
-        """Hear that a node's agent died, was started again, and has taken over what it found there."""
+    def agent_restarted(self, node: str, metrics: dict[str, str], why: str = "") -> None:
+        """Hear that a node's agent has taken over what it found there: it had died, or ``why``."""
         self._cluster.agent_back(node, metrics)
         self._loop.call_soon_threadsafe(self._executor.agent_back, node)
-        self._record.note(
-            "warning", "agent", f"the agent of node {node[:8]} died and is back; its workers went on"
-        )
+        back = f"the agent of node {node[:8]} died and is back; its workers went on"
+        self._record.note("warning", "agent", f"node {node[:8]}: {why}" if why else back)
 
     def sealed(self, node: str, generation: tuple[int, int], step: int, slots: list[m.SlotInfo]) -> None:
         """Hear that all members on a node sealed a pinned snapshot."""

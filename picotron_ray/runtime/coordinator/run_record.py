@@ -20,6 +20,7 @@ from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.event_log.memo import observations, plain_facts, read_facts
 from picotron_ray.runtime.coordinator.lived_time import LivedTime
+from picotron_ray.runtime.coordinator.open_requests import OpenRequests
 from picotron_ray.runtime.coordinator.records import (
     CHECKPOINTS_KEPT,
     Facts,
@@ -59,7 +60,7 @@ class RunRecord:
         self._open: list[FailureRecord] = []  # no step has gone on since
         self._metrics: dict[str, Any] | None = None
         self._launch, self._lived = "", LivedTime()
-        self._stop_of: str | None = None  # launch that was asked to stop
+        self._requests = OpenRequests()
         self._line = 0  # of this term's log, newest that was observed
         self._recalled = 0  # newest event of earlier terms
         self._continues = False  # events are numbered on from where an earlier term was
@@ -162,7 +163,8 @@ class RunRecord:
         self._facts = read_facts(memo["facts"])
         self._open = [self._facts.failures[index] for index in memo["open"]]
         self._began, self._trouble = memo["began_s"], StorageTrouble.read(memo["uncommitted"])
-        self._stop_of, self._seq = memo["stop_of"], memo["seq"] + SEQ_GAP
+        self._requests.recall(memo)
+        self._seq = memo["seq"] + SEQ_GAP
         self._lived.recall(memo)
         self._continues = True
 
@@ -176,7 +178,7 @@ class RunRecord:
                 "began_s": self._began,
                 "seq": self._seq,
                 "uncommitted": self._trouble.plain(),
-                "stop_of": self._stop_of,
+                **self._requests.memo(),
                 "open": places(self._facts.failures, self._open),
                 "launch": self._launch,
                 "paused_s": (paused_s := self._lived.paused_s),
@@ -198,10 +200,10 @@ class RunRecord:
             return self._facts.strikes
 
     @property
-    def stop_is_owed(self) -> bool:
-        """Whether this launch was asked to stop, of whichever term, and has not ended yet."""
+    def owed(self) -> tuple[m.UserRequest, ...]:
+        """Requests that this launch has not done yet, of whichever term."""
         with self._lock:
-            return self._stop_of == self._launch
+            return self._requests.owed(self._launch)
 
     def observe(self, event: m.Event, commands: list[m.Command], at_s: float, line: int = 0) -> None:
         """Follow the machine: note failures, and which generation came of each.
@@ -221,7 +223,7 @@ class RunRecord:
                 elif isinstance(command, m.Alert):
                     self._facts.strikes = together(self._facts.strikes, strike_of(command))
                 elif isinstance(command, m.Finish):
-                    self._stop_of = None
+                    self._requests.ended()
                     self._open.clear()  # no step followed; those of a later launch are no recovery
 
     def _observe_event(self, event: m.Event, at_s: float) -> None:
@@ -232,8 +234,7 @@ class RunRecord:
             self._lost.add(event.node)
         elif isinstance(event, m.NodeJoined):
             self._lost.discard(event.node)
-        if isinstance(event, m.UserRequest) and event.what == "stop":
-            self._stop_of = self._launch
+        self._requests.observe(event, self._launch)
         self._trouble.observe(event)
         if isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self._committed(event)
@@ -348,7 +349,7 @@ class RunRecord:
                 "term": self._term,
                 "continues": self._continues,
                 "recalled": self._recalled,
-                "stopping": self.stop_is_owed,
+                "stopping": m.UserRequest("stop") in self.owed,
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
                 "generation": str(record.id) if record else None,
                 "layout": record.layout if record else None,

@@ -21,6 +21,7 @@ from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.coordinator.term_begin import begin, release_committed
+from picotron_ray.coordinator.unseen_members import look_for_members
 from picotron_ray.failures import FailureKind
 
 AGENT_PATIENCE = 6.0  # x node_timeout_s: longest wait for an agent's restart
@@ -75,6 +76,12 @@ def worker_exited(memory: MachineMemory, event: m.WorkerExited) -> None:
 
 
 def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
+    """Note a sign of life and progress, and the members that are missing from it."""
+    sign_of_life(memory, event)
+    look_for_members(memory, event)
+
+
+def sign_of_life(memory: MachineMemory, event: m.Heartbeat) -> None:
     """Note a sign of life and progress.
 
     A node that was lost by silence alone is taken back in. Its old workers are killed first. So is a worker

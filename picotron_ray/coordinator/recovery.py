@@ -300,6 +300,7 @@ def _launch(
     memory.seen_step, memory.launched_at, memory.progressed = spec.resume_step, memory.now, False
     memory.pace = StepPace(spec.resume_step, memory.now)
     memory.begun.clear()
+    memory.unseen.clear()
     memory.verdict, memory.bad = "", None
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
     memory.failing_until = None

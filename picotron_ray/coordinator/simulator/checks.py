@@ -155,11 +155,12 @@ class Checks:
         if self.sim.shell is not shell or generation is None or generation.broken or generation.ended:
             return
         members = generation.members()
-        well = len(members) == len(generation.spec.members) and not any(w.hung for w in members)
+        well = len(members) == len(generation.spec.members) and all(w.paged and not w.hung for w in members)
         incident = shell.machine.memory.incident
         kind = None if incident is None else incident.kind
         # a coordinator may hear of a stall when it is over: it was stopped, or the message was late
-        stalled = kind is FailureKind.HANG and generation.complained
+        unread = any(w.read_again_at and not self.sim.reachable(w.node) for w in members)
+        stalled = kind is FailureKind.HANG and (generation.complained or unread)
         silent = kind is FailureKind.NODE_LOST and not all(self.sim.reachable(w.node) for w in members)
         if well and not stalled and not silent:
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
@@ -370,6 +371,10 @@ class Checks:
     def removed(self, node: NodeProtocol) -> None:
         """Note that a node went without a word."""
         self.promptness.removed(node)
+
+    def unpaged(self, workers: Sequence[WorkerProtocol]) -> None:
+        """Note that pages of workers are gone."""
+        self.promptness.unpaged(workers)
 
     def left(self, node: NodeProtocol, noticed_at: float) -> None:
         """Note that a node's time is over."""

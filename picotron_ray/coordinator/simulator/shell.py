@@ -71,12 +71,12 @@ class Shell:
         living = [node for node in reached if self.sim.nodes.get(node.name) is node]
         specs = [node.spec for node in living if node.spec is not None]
         running = max(specs, key=lambda spec: spec.id, default=None)
-        workers = tuple(m.Member(w.name, n.name) for n in living for w in n.workers.values() if w.ready)
+        workers = tuple(m.Member(w.name, n.name) for n in living for w in n.workers.values() if w.shown)
         busy = tuple(
             m.BusyWorker(w.name, w.generation.spec.id)
             for n in living
             for w in n.workers.values()
-            if w.ready and w.generation is not None
+            if w.shown and w.generation is not None
         )
         commits, known = self.read_log()
         self.commits = list(commits)

@@ -298,10 +298,8 @@ class Coordinator:
         begin = begin_event(term, commits, specs, found, traits, ages, kept, strikes, store.data)
         self._cluster.adopt_workers(begin.workers)
         self._begun = True
-        for event in (begin, *self._early.take()):
+        for event in (begin, *self._early.take(), *self._record.owed):
             self._dispatch(event)
-        if self._record.stop_is_owed:
-            self._dispatch(m.UserRequest("stop"))
         self._start_loops(folder)
 
     def _start_loops(self, folder: Path) -> None:

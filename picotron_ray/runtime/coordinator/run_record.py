@@ -163,7 +163,8 @@ class RunRecord:
         self._facts = read_facts(memo["facts"])
         self._open = [self._facts.failures[index] for index in memo["open"]]
         self._began, self._trouble = memo["began_s"], StorageTrouble.read(memo["uncommitted"])
-        self._owed, self._seq = Obligations.read(memo), memo["seq"] + SEQ_GAP
+        self._owed.recall(memo)
+        self._seq = memo["seq"] + SEQ_GAP
         self._lived.recall(memo)
         self._continues = True
 
@@ -177,7 +178,7 @@ class RunRecord:
                 "began_s": self._began,
                 "seq": self._seq,
                 "uncommitted": self._trouble.plain(),
-                **self._owed.plain(),
+                **self._owed.memo(),
                 "open": places(self._facts.failures, self._open),
                 "launch": self._launch,
                 "paused_s": (paused_s := self._lived.paused_s),
@@ -199,16 +200,16 @@ class RunRecord:
             return self._facts.strikes
 
     @property
-    def stop_is_owed(self) -> bool:
-        """Whether this launch was asked to stop, of whichever term, and has not ended yet."""
+    def owed(self) -> tuple[m.UserRequest, ...]:
+        """Requests that this launch has not done yet, of whichever term."""
         with self._lock:
-            return self._owed.stop_of == self._launch
+            return self._owed.requests(self._launch)
 
     @property
     def ended(self) -> m.Finish | None:
-        """How an earlier term of this launch decided to end the run; None: none has."""
+        """End of the run that an earlier term of this launch decided on; None: none has."""
         with self._lock:
-            return self._owed.end if self._owed.end_of == self._launch else None
+            return self._owed.end(self._launch)
 
     def observe(self, event: m.Event, commands: list[m.Command], at_s: float, line: int = 0) -> None:
         """Follow the machine: note failures, and which generation came of each.
@@ -341,19 +342,18 @@ class RunRecord:
             if most_pages is not None and len(pages) > most_pages:
                 pages = {page["worker"]: page} if page else {}
             newest_eval = self._facts.newest_eval()
+            state = "running" if self._running else "starting"
             step = page.get("step", record.end_step if record else 0)
             step_time = page.get("step_time_s") or 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             return {
                 "run": self._job.name,
                 "submissions": list(self._facts.submissions),
-                "state": self._finish.status
-                if self._finish
-                else ("running" if self._running else "starting"),
+                "state": self._finish.status if self._finish else state,
                 "term": self._term,
                 "continues": self._continues,
                 "recalled": self._recalled,
-                "stopping": self.stop_is_owed,
+                "stopping": m.UserRequest("stop") in self.owed,
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
                 "generation": str(record.id) if record else None,
                 "layout": record.layout if record else None,

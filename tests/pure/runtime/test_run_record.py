@@ -22,7 +22,7 @@ from picotron_ray.runtime.coordinator.beginning import begin_event
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.records import MEMBERS_KEPT
 from picotron_ray.runtime.coordinator.run_record import RunRecord
-from tests.support.runs.coordinator_world import World, job
+from tests.support.runs.coordinator_world import World, job, of
 
 BEGAN = 1_000_000.0
 
@@ -440,19 +440,65 @@ def test_a_stop_is_owed_by_the_launch_that_was_asked(run: Run, launch: str, owed
     stop = {"now": 1.0, "event": {"type": "UserRequest", "what": "stop"}, "commands": []}
     line = LoggedLine(1, {"launch": "one", "offset_s": BEGAN}, stop)
     run.record.recall(None, [line], launch)
-    assert run.record.stop_is_owed is run.record.status(0)["stopping"] is owed
+    assert (run.record.owed == (m.UserRequest("stop"),)) is run.record.status(0)["stopping"] is owed
 
 
 def test_a_stop_is_owed_until_the_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.record.recall(None, [], "one")
-    run.tell(1.0, m.UserRequest("checkpoint"))
-    assert not run.record.stop_is_owed
-    run.tell(1.0, m.UserRequest("stop"))
+    run.tell(1.0, m.UserRequest("checkpoint"), m.Appended("commit", m.GenerationId(1, 1), 5, 9))
+    assert run.record.owed == ()
+    run.tell(1.0, m.UserRequest("stop"), m.Appended("commit", m.GenerationId(1, 1), 7, 11))
     later = Run(monkeypatch)
     later.record.recall(json.loads(json.dumps(run.record.memo())), [], "one")
-    assert later.record.stop_is_owed
+    assert later.record.owed == (m.UserRequest("stop"),)
     later.record.observe(m.Tick(), [m.Finish("stopped", "step 5")], BEGAN + 2.0)
-    assert not later.record.stop_is_owed
+    assert later.record.owed == ()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_checkpoint_is_owed_until_the_next_commit(
+    run: Run, monkeypatch: pytest.MonkeyPatch, trains: bool
+) -> None:
+    """The next term learns of it from the record or from the log, and its machine has it taken."""
+    ask, first = m.UserRequest("checkpoint"), World()
+    spec = first.up(("a", 4)) if trains else None
+    line = LoggedLine(1, {"launch": "one", "offset_s": BEGAN}, json.loads(event_line(1.0, ask, [])))
+    run.record.recall(None, [line], "one")
+    memo = json.loads(json.dumps(run.record.memo()))
+    for known, lines in ((None, [line]), (memo, [])):
+        later, world = Run(monkeypatch), World()
+        later.record.recall(known, lines, "one")
+        assert later.record.owed == (ask,)
+        assert not later.record.status(0)["stopping"]
+        if spec is None:
+            started = world.begin(("a", 4), term=2)
+            world.send(*later.record.owed)
+            made = world.run(world.answer(world.ready(started)))
+        else:
+            begin = m.Begin(2, generations=(spec,), running=spec, workers=spec.members)
+            world.send(begin, *later.record.owed)
+            made = spec
+        taken = of(world.wait(1.0, steps=1), m.TakeSnapshot)
+        assert [command.generation for command in taken] == [made.id], "of members that train, and so hear it"
+        later.tell(2.0, m.Appended("commit", made.id, 7, error="storage is down"))
+        assert later.record.owed == (ask,)
+        later.tell(3.0, m.Appended("commit", made.id, 8, 9))
+        assert later.record.owed == ()
+    another = Run(monkeypatch)
+    another.record.recall(memo, [], "two")
+    assert another.record.owed == (), "another launch was asked"
+
+
+def test_a_record_of_before_checkpoints_were_remembered_is_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.record.recall(None, [], "one")
+    run.tell(1.0, m.UserRequest("stop"))
+    memo = json.loads(json.dumps(run.record.memo()))
+    del memo["checkpoint_of"]
+    later = Run(monkeypatch)
+    later.record.recall(memo, [], "one")
+    assert later.record.owed == (m.UserRequest("stop"),)
 
 
 def test_an_end_that_was_decided_is_owed_by_that_launch_until_a_term_begins(

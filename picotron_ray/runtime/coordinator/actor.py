@@ -35,6 +35,7 @@ from picotron_ray.coordinator.final_wait import unkept
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
+from picotron_ray.runtime import process_log
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
 from picotron_ray.runtime.coordinator.beginning import (
     Beginnings,
@@ -75,6 +76,7 @@ class Coordinator:
     """Ray actor. Its methods run on several threads at a time and only hand over to the loop's thread."""
 
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
+        process_log.begin()
         self._job = JobConfig.model_validate(job)
         self._options = options
         self._store = self._open_store()

@@ -6,6 +6,7 @@ method takes the lock.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -15,8 +16,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.policies.memory_limit import together
-from picotron_ray.data.batch import samples_of
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
+from picotron_ray.runtime.coordinator.bad_steps import BadSteps
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.event_log.memo import observations, plain_facts, read_facts
 from picotron_ray.runtime.coordinator.lived_time import LivedTime
@@ -40,6 +41,7 @@ from picotron_ray.runtime.coordinator.storage_trouble import StorageTrouble
 
 SEQ_GAP = 1_000_000
 """More events than an earlier term can have told since its last record; numbers of events never repeat."""
+log = logging.getLogger(__name__)
 EXIT_CODES = {"finished": 0, "failed": 3, "storage": 4, "fenced": 3, "stopped": 130}
 
 
@@ -64,7 +66,7 @@ class RunRecord:
         self._line = 0  # of this term's log, newest that was observed
         self._recalled = 0  # newest event of earlier terms
         self._continues = False  # events are numbered on from where an earlier term was
-        self._trouble = StorageTrouble()  # with storage
+        self._trouble, self._bad_steps = StorageTrouble(), BadSteps()  # the first: with storage
         self._lost: set[str] = set()  # nodes, until they join again
 
     def begin(self, term: int, commit_figures: Mapping[int, dict[str, Any]]) -> None:
@@ -96,6 +98,7 @@ class RunRecord:
             self._facts.events.append({**event, "data": bounded(data or {})})
             self._facts.count(level, kind, data or {})
             self._trouble.noted(level, kind)
+        log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)  # for `picotron-ray logs`
 
     def attached(self, submission: dict[str, Any]) -> None:
         """Note a Ray job whose driver started or follows the run; known ones are not told again."""
@@ -124,18 +127,13 @@ class RunRecord:
         if page["eval_step"] >= 0 and page["eval_loss"] is not None:
             self._facts.evaluations[page["eval_step"]] = page["eval_loss"]
         if page["skipped_step"] > self._facts.skipped_step:
-            self._skipped(page["skipped_step"])
+            self._facts.skipped_step = page["skipped_step"]
+            if text := self._bad_steps.line(page, self._job.data.global_batch):
+                self.note("warning", "skipped", text, {"step": page["skipped_step"]})
         if page["rank"] == 0 and page["step_time_s"] > 0:
             self._facts.step_times.append(page["step_time_s"])
         if page["first_step_at_s"]:
             self._went_on(record, page["first_step_at_s"])
-
-    def _skipped(self, step: int) -> None:
-        """Tell of a step without an update; of several between two heartbeats, only of the newest."""
-        self._facts.skipped_step = step
-        samples = samples_of(step, self._job.data.global_batch)
-        text = f"step {step} ({samples}) was bad: its update was left out"
-        self.note("warning", "skipped", text, {"step": step})
 
     def recall(self, memo: dict[str, Any] | None, lines: Iterable[LoggedLine], launch: str = "") -> None:
         """Learn what earlier terms knew: their record, where there is one, and the lines of their logs since.

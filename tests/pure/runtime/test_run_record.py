@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -17,6 +18,7 @@ from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.replay import event_line
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime import process_log
 from picotron_ray.runtime.coordinator import records, run_record
 from picotron_ray.runtime.coordinator.beginning import begin_event
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
@@ -134,7 +136,7 @@ def page(worker: str, n: int = 1, **changes: Any) -> dict[str, Any]:
     plain = {
         "worker": worker, "term": 1, "n": n, "rank": 0, "step": 5, "tokens": 500, "loss": 2.0,
         "eval_step": -1, "eval_loss": 0.0, "baseline_loss": 3.0, "step_time_s": 0.5, "first_step_at_s": 0.0,
-        "pinned_wait_s": 0.01, "skipped_step": -1,
+        "pinned_wait_s": 0.01, "skipped_step": -1, "bad_steps": 1,
     }  # fmt: skip
     return {**plain, **changes}
 
@@ -208,6 +210,40 @@ def test_a_step_without_an_update_is_told_once(run: Run) -> None:
     ]
     batch = job().data.global_batch
     assert f"step 9 (samples {8 * batch} to {9 * batch - 1})" in told[1]["text"]
+
+
+def test_bad_steps_in_a_row_are_told_with_their_number_and_not_line_by_line(run: Run) -> None:
+    """The first at once, then each time that they are twice as many; a later generation counts anew."""
+    run.generation(1, "ab", 0, 1.0)
+    for count in range(1, 11):
+        run.record.figures("n1", [page("a", skipped_step=count, bad_steps=count)])
+    run.generation(2, "ab", 10, 2.0)
+    run.record.figures("n1", [page("a", 2, skipped_step=12, bad_steps=1)])
+    run.record.figures("n1", [page("a", 2, skipped_step=19, bad_steps=8)])
+    told = [event["text"] for event in run.record.status(0)["events"] if event["kind"] == "skipped"]
+    assert [(text.split()[1], text.partition("left out")[2]) for text in told] == [
+        ("1", ""),
+        ("2", ", as those of 1 others in this generation"),
+        ("4", ", as those of 3 others in this generation"),
+        ("8", ", as those of 7 others in this generation"),
+        ("12", ""),
+        ("19", ", as those of 7 others in this generation"),
+    ]
+
+
+def test_events_go_to_the_log_of_the_process_too(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    package = logging.getLogger("picotron_ray")
+    before = (package.level, list(package.handlers))
+    try:
+        process_log.begin()
+        process_log.begin()  # a worker's and a coordinator's class may share a process in tests
+        run.record.note("warning", "storage", "it is full")
+        run.record.note("info", "commit", "step 5 committed")
+    finally:
+        package.setLevel(before[0])
+        package.handlers[:] = before[1]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["WARNING it is full", "INFO step 5 committed"]
 
 
 def test_a_held_out_loss_of_nan_is_no_figure(run: Run) -> None:

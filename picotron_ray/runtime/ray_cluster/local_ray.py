@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from picotron_ray.errors import ConfigError, PicotronError
@@ -190,9 +190,16 @@ def _save(ray: LocalRay) -> None:
     path = state_file(ray.run)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(asdict(ray), file)
-    temporary.rename(path)
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(asdict(ray), file)
+        temporary.rename(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(
+            f"XDG_STATE_HOME: {path.parent} takes no more ({error.strerror}), where launch remembers its"
+            " runs; free some room there, or set XDG_STATE_HOME to another folder of yours"
+        ) from error
 
 
 def _free_port() -> int:
@@ -293,14 +300,13 @@ def _start_once(
         )
     _children.append(process)
     ray = LocalRay(run, mark, process.pid, "", str(temp_folder), token, tuple(str(path) for path in folders))
-    _save(ray)
     try:
-        address = _wait_for_address(process, temp_folder, timeout_s)
+        _save(ray)
+        ray = replace(ray, address=_wait_for_address(process, temp_folder, timeout_s))
+        _save(ray)
     except BaseException:
         stop(ray, grace_s=0.0)
         raise
-    ray = LocalRay(**{**asdict(ray), "address": address})
-    _save(ray)
     return ray
 
 

@@ -6,8 +6,8 @@ generation on this node computes: the others may be waiting for that one. A proc
 hide behind this, so patience ends at ``PATIENCE`` times the limit.
 
 To wait for a core is to be at work as well. Ray runs its workers at nice 15, so that beside a neighbour's
-nice-0 process one gets 3 % of a core (weights of 36 and 1,024, kernel's sched(7)): the scheduler's count of the
-time in which a thread was runnable tells it from a stuck one.
+nice-0 process one gets 3 % of a core (weights of 36 and 1,024, sched(7)): the scheduler's count of the time in
+which a thread was runnable tells it from a stuck one.
 
 Waiting for a CUDA device takes a whole core and is no work. So a worker on such a device counts as at work in
 a step's phases only while its page's ``progress`` moves.
@@ -44,17 +44,17 @@ def runnable_seconds(pid: int) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
+class _Look:
     at_s: float
     used_s: float
     runnable_s: Mapping[str, float]
     progress: int
 
     @classmethod
-    def of(cls, page: PageView, now_s: float) -> _Sample:
+    def of(cls, page: PageView, now_s: float) -> _Look:
         return cls(now_s, cpu_seconds(page.pid), runnable_seconds(page.pid), page.progress)
 
-    def share_since(self, then: _Sample, page: PageView) -> float:
+    def share_since(self, then: _Look, page: PageView) -> float:
         """Share of a core that a process used, or of the time that its busiest thread was runnable."""
         if page.spins and page.phase not in OUTSIDE:
             return float(self.progress != then.progress)
@@ -69,7 +69,7 @@ class CpuUse:
     """CPU use of a node's workers, measured while a stall is suspected."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Sample] = {}  # by pid, of when it was last judged
+        self._seen: dict[int, _Look] = {}  # by pid, of when it was last judged
         self._shares: dict[int, float] = {}
 
     def look(self, pages: list[PageView], now_s: float) -> None:
@@ -77,10 +77,10 @@ class CpuUse:
         for page in pages:
             then = self._seen.get(page.pid)
             if then is None or now_s - then.at_s > 5 * WINDOW_S:  # no recent measurement to compare with
-                self._seen[page.pid] = _Sample.of(page, now_s)
+                self._seen[page.pid] = _Look.of(page, now_s)
                 self._shares.pop(page.pid, None)
             elif now_s - then.at_s >= WINDOW_S:
-                self._seen[page.pid] = now = _Sample.of(page, now_s)
+                self._seen[page.pid] = now = _Look.of(page, now_s)
                 self._shares[page.pid] = now.share_since(then, page)
 
     def excuses(self, page: PageView, pages: list[PageView], now_s: float) -> bool:

@@ -6,8 +6,8 @@ generation on this node computes: the others may be waiting for that one. A proc
 hide behind this, so patience ends at ``PATIENCE`` times the limit.
 
 To wait for a core is to be at work as well. Ray runs its workers at nice 15, so that beside a neighbour's
-nice-0 process one gets 3 % of a core (weights of 36 and 1,024, sched(7)): the scheduler's count of the time in
-which a thread was runnable tells it from a stuck one.
+nice-0 process one gets 3 % of a core (weights of 36 and 1,024, sched(7)): the scheduler's count of the time
+in which a thread was runnable tells it from a stuck one.
 
 Waiting for a CUDA device takes a whole core and is no work. So a worker on such a device counts as at work in
 a step's phases only while its page's ``progress`` moves.

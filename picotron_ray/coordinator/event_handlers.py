@@ -100,16 +100,21 @@ def sign_of_life(memory: MachineMemory, event: m.Heartbeat) -> None:
         for name in workers:
             memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)
             kill(memory, name, "its node was counted as lost")
+        _end_strangers(memory, event)
         return
     node.last_seen, node.agent_gone_at = memory.now, None
-    for name in (*event.steps, *event.others):
-        if name not in memory.roster.workers and event.node not in memory.unheard:
-            memory.emit(m.KillWorker(name, "counts as dead, or is not known, and lives"))
+    _end_strangers(memory, event)
     before = memory.seen_step
     if memory.spec is not None and event.generation == memory.spec.id and event.steps:
         memory.begun.update(event.steps)
         progress(memory, max(event.steps.values()))
     memory.quiet = memory.seen_step == before
+
+
+def _end_strangers(memory: MachineMemory, event: m.Heartbeat) -> None:
+    for name in (*event.steps, *event.others):
+        if name not in memory.roster.workers and event.node not in memory.unheard:
+            memory.emit(m.KillWorker(name, "counts as dead, or is not known, and lives"))
 
 
 def agent_restarting(memory: MachineMemory, event: m.AgentRestarting) -> None:
@@ -166,8 +171,14 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
 def stalled(memory: MachineMemory, event: m.Stalled) -> None:
     """Abort the generation of a member whose phase lasts too long.
 
-    The stuck one shows when all are told to leave: it alone does not answer.
+    The stuck one shows when all are told to leave: it alone does not answer. A worker that was taken for
+    idle and stands in a generation of an earlier term was called for it late: nobody else will ever come.
     """
+    worker = memory.roster.workers.get(event.worker)
+    if worker is not None and worker.state == "idle" and event.generation.term < memory.term:
+        worker.state = "busy"  # it may write until it is dead
+        kill(memory, event.worker, f"still in generation {event.generation}, which is over")
+        return
     running = memory.state in (MachineState.RUNNING, MachineState.LEAVING)
     if (
         not running

@@ -257,6 +257,28 @@ def test_a_stall_is_a_reason_where_it_was_told_of(bench: Bench) -> None:
     assert bench.handled() == ["generation 1.1 was aborted in good health"]
 
 
+def test_a_launch_that_was_given_up_just_as_it_began_is_no_fault(bench: Bench) -> None:
+    """The heartbeat that says so is on its way."""
+    generation = bench.sim.generation(START)
+    bench.memory.transitions = [(MachineState.RUNNING, MachineState.ABORTING)]
+    bench.memory.incident = SimpleNamespace(kind=FailureKind.LATE)
+    generation.made_at = bench.sim.now - 1.0
+    assert bench.handled() == []
+    generation.made_at = bench.sim.now - 2.0
+    assert bench.handled() == ["generation 1.1 was aborted in good health"]
+
+
+def test_a_node_may_be_given_back_with_slots_that_are_not_trusted(bench: Bench) -> None:
+    bench.hold(7)
+    bench.memory.spec = replace(START, source=m.Source("slots", 7, A))
+    bench.memory.roster.nodes.clear()
+    bench.checks.freed(bench.shell, "n1")
+    assert bench.broken() == ["n1 was given back with the only copy of step 7"]
+    bench.memory.distrust_slots = True
+    bench.checks.freed(bench.shell, "n1")
+    assert bench.broken() == []
+
+
 def test_a_page_that_is_read_again_is_a_reason_where_its_node_was_not_heard(bench: Bench) -> None:
     bench.sim.generation(START)
     bench.memory.transitions = [(MachineState.RUNNING, MachineState.ABORTING)]

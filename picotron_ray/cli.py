@@ -120,31 +120,19 @@ def config_schema(
 
 @app.command()
 def status(run: Run, as_json: AsJson = False) -> None:
-    """Step, loss, layout, members and recent events of a run that goes on.
+    """Step, loss, layout, members and recent events of a run that goes on; how one ended that does not.
 
-    Of one that has ended and keeps what storage did not take, it says that, and exits with 4.
+    Of one that is being launched it says that. One that has ended and keeps what storage did not take exits
+    with 4, a name that was never launched here with 2.
 
     Example: picotron-ray status quickstart
     """
     with reported(as_json):
         from picotron_ray.runtime.driver import control
-        from picotron_ray.runtime.driver.console import (
-            event_line,
-            metrics_lines,
-            progress_line,
-            submission_lines,
-            worker_lines,
-        )
+        from picotron_ray.runtime.driver.console import status_lines
 
         seen = control.status(run)
-        lines = [
-            progress_line(seen),
-            *worker_lines(seen),
-            *submission_lines(seen),
-            *metrics_lines(seen),
-            *map(event_line, seen["events"]),
-        ]
-        _emit(seen) if as_json else print("\n".join(lines))
+        _emit(seen) if as_json else print("\n".join(status_lines(seen)))
 
 
 @app.command()
@@ -158,9 +146,9 @@ def logs(
     Example: picotron-ray logs quickstart --follow
     """
     with reported(as_json):
-        from picotron_ray.runtime.driver import control
+        from picotron_ray.runtime.driver import run_logs
 
-        for pid, line in control.log_lines(run, follow):
+        for pid, line in run_logs.log_lines(run, follow):
             _emit({"pid": int(pid), "line": line}) if as_json else print(f"{pid}: {line}", flush=follow)
 
 

@@ -103,6 +103,7 @@ def run(
         NoneFinishedError, InterruptedSweepError.
     """
     os.environ.update(QUIET)  # before Tune is imported, which reads them
+    from picotron_ray.runtime.driver import launch_mark
     from picotron_ray.runtime.driver.follow_run import take_down
     from picotron_ray.runtime.driver.resolve_job import DATA, NODES, ResolvedJob, resolve
     from picotron_ray.runtime.ray_cluster import connect
@@ -112,16 +113,17 @@ def run(
     own_ray = not os.environ.get("RAY_ADDRESS")
     resolve(ResolvedJob(job, owns_ray=True), (NODES, DATA) if own_ray else (DATA,))
     cluster = job.cluster.model_copy(update={"local_cpus": local_cpus(job, concurrent or 1)})
-    local = connect.connect(job.model_copy(update={"name": options.name, "cluster": cluster}))
-    # `ray job stop` sends SIGTERM, which Tune does not know; SIGUSR1 it takes for an interrupt.
-    before = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
-    try:
-        if not own_ray:
-            resolve(ResolvedJob(job, relative_url=relative_url), (NODES,))
-        return Sweep(job, options, concurrent, console, layouts).run()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        take_down(local)
+    with launch_mark.held(options.name):  # else `picotron-ray stop` takes its Ray for what a launch left
+        local = connect.connect(job.model_copy(update={"name": options.name, "cluster": cluster}))
+        # `ray job stop` sends SIGTERM, which Tune does not know; SIGUSR1 it takes for an interrupt.
+        before = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+        try:
+            if not own_ray:
+                resolve(ResolvedJob(job, relative_url=relative_url), (NODES,))
+            return Sweep(job, options, concurrent, console, layouts).run()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            take_down(local)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from picotron_ray.failures import FailureKind
+from picotron_ray.runtime.driver.waiting import WaitLines
 
 PLAIN_INTERVAL_S = 5.0
 """Without a terminal, a progress line at most this often."""
@@ -139,6 +140,31 @@ def table(status: dict[str, Any]) -> Table:
     return grid
 
 
+def status_lines(seen: dict[str, Any]) -> list[str]:
+    """Lines of ``status`` for a run that goes on, is being started, or has ended."""
+    if "launcher" in seen:
+        who = f" by process {seen['launcher']}" if seen["launcher"] else ""
+        return [f"[starting] run {seen['run']} is being launched{who}; it has no coordinator yet"]
+    if seen.get("gone"):
+        return [end_line(seen), *(summary_lines(seen["summary"]) if seen["summary"] else ())]
+    return [
+        progress_line(seen),
+        *worker_lines(seen),
+        *submission_lines(seen),
+        *metrics_lines(seen),
+        *map(event_line, seen["events"]),
+    ]
+
+
+def end_line(end: dict[str, Any]) -> str:
+    """One line: a run does not go on, and what a launch of it would do."""
+    if end["summary"]:
+        return f"run {end['run']} has ended already"
+    at = end["committed"]
+    again = "begins anew" if at is None else f"goes on from the commit of step {at}"
+    return f"run {end['run']} has ended already: {end['detail']}; another launch {again}"
+
+
 class ProgressView:
     """Display of statuses as they come: a live table on a terminal, plain lines elsewhere."""
 
@@ -152,6 +178,7 @@ class ProgressView:
             else None
         )
         self._shown_step, self._shown_at_s = -1, 0.0
+        self._waits, self._said_s = WaitLines(), time.monotonic()
 
     def __enter__(self) -> ProgressView:
         if self._live:
@@ -164,6 +191,7 @@ class ProgressView:
 
     def say(self, text: str, style: str = "") -> None:
         """One line that stays."""
+        self._said_s = time.monotonic()
         if self._live:
             self._recent.append(Text(text, style))
         else:
@@ -180,6 +208,8 @@ class ProgressView:
         if due and status["step"] != self._shown_step:
             self._shown_step, self._shown_at_s = status["step"], now
             self.say(progress_line(status))
+        elif text := self._waits.due(status, self._said_s):
+            self.say(text)
 
     def _events(self, status: dict[str, Any]) -> None:
         for event in status["events"]:

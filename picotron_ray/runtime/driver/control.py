@@ -1,11 +1,10 @@
-"""Requests to a run that goes on: its status, stop, a commit now, its logs."""
+"""Requests to a run that goes on, is being launched or has ended: its status, stop, a commit now."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from rich.console import Console
 
 from picotron_ray.config.schema.service import RUN_NAME, SnapshotConfig
 from picotron_ray.errors import ConfigError, StorageError
-from picotron_ray.runtime.driver import follow_run
-from picotron_ray.runtime.driver.console import ProgressView
+from picotron_ray.runtime.driver import ended_run, follow_run, launch_mark
+from picotron_ray.runtime.driver.console import ProgressView, end_line
 from picotron_ray.runtime.ray_cluster import connect, kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.kept_slots import MARKED_ALONE
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
@@ -22,9 +21,12 @@ from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordi
 
 STOPPED = 130
 """Exit code of a launch whose run was stopped as asked."""
+START_WAIT_S = 300.0
+"""Longest wait of a stop for the coordinator of a launch that is under way."""
+WAIT_LINE_S = 15.0
 
 
-def _refuse_no_name(run: str) -> None:
+def refuse_no_name(run: str) -> None:
     """Raise ConfigError where a word can be no run's name: it becomes a part of paths."""
     if not re.fullmatch(RUN_NAME, run):
         raise ConfigError(
@@ -40,23 +42,25 @@ def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
         ConfigError: no run of that name goes on there.
         ClusterError: no Ray answers.
     """
-    _refuse_no_name(run)
-    found = None
+    refuse_no_name(run)
+    found = coordinator = None
     if os.environ.get("RAY_ADDRESS"):
         connect.connect_to(os.environ["RAY_ADDRESS"])
         where = f"the Ray at {os.environ['RAY_ADDRESS']}"
+        coordinator = follow_run.find_coordinator(run)
     else:
         found = local_ray.find(run)
         known = ", ".join(filter(_lives, local_ray.runs())) or "none"
         where = f"this machine (local runs: {known}; set RAY_ADDRESS to look on a cluster)"
         if found is not None and found.alive:
             connect.attach(found)
-        else:
-            raise ConfigError(f"run: saw {run!r}, which does not run on {where}")
-    coordinator = follow_run.find_coordinator(run)
-    if coordinator is None:
-        raise ConfigError(f"run: saw {run!r}, which does not run on {where}")
-    return coordinator, found
+            coordinator = follow_run.find_coordinator(run)
+            where = f"its Ray here, and no launch is under way; `picotron-ray stop {run}` ends what is left"
+    if coordinator is not None:
+        return coordinator, found
+    if launch_mark.launcher(run) is not None:
+        raise ConfigError(f"run: {run!r} is being launched and has no coordinator yet; ask again in a while")
+    raise ConfigError(f"run: saw {run!r}, which does not run on {where}")
 
 
 def _lives(run: str) -> bool:
@@ -70,18 +74,17 @@ def _lives(run: str) -> bool:
 def status(run: str) -> dict[str, Any]:
     """The run's status with all events that its coordinator remembers.
 
+    Of one that is being launched it has ``launcher``, a pid, of one that has ended ``gone`` (`ended_run`).
+
     Raises:
-        ConfigError: no run of that name goes on there.
+        ConfigError: no run of that name is known there.
         StorageError: it has ended, and keeps state that storage did not take.
     """
-    _refuse_no_name(run)
+    refuse_no_name(run)
     try:
         coordinator, _ = connect_to_run(run)
     except ConfigError as error:
-        kept = _kept_step(run)
-        if kept is None:
-            raise
-        raise _keeps(run, kept) from error
+        return _without_coordinator(run, error)
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
         seen = follow_run.poll(coordinator, 0)
@@ -93,19 +96,40 @@ def status(run: str) -> dict[str, Any]:
     )
 
 
+def _without_coordinator(run: str, error: ConfigError) -> dict[str, Any]:
+    """Status of a run that has none yet, or none any more; raises ``error`` where nothing is known of it."""
+    launcher = launch_mark.launcher(run)
+    if launcher is not None:
+        return {"run": run, "state": "starting", "done": False, "launcher": launcher}
+    kept = _kept_step(run)
+    if kept is not None:
+        raise _keeps(run, kept) from error
+    end = None if _has_ray(run) else ended_run.find_end(run)
+    if end is None:
+        raise error
+    return end
+
+
+def _has_ray(run: str) -> bool:
+    return not os.environ.get("RAY_ADDRESS") and _lives(run)
+
+
 def stop(run: str, now: bool, console: Console, discard: bool = False) -> tuple[int, dict[str, Any] | None]:
     """Stop a run with a commit, or ``now`` without one; remove everything of it that is left.
 
     What storage could not take yet is deleted only where ``discard`` says so, which implies ``now``.
 
-    Returns an exit code, and the run's summary, None where it ended without one. The code is 0 where the run
-    is over and nothing of it is lost, else that of a launch.
+    One that is being launched is waited for. Returns an exit code, and the run's summary, None where it ended
+    without one. The code is 0 where the run is over and nothing of it is lost, or was over before, else that
+    of a launch.
 
     Raises:
         ConfigError: there is no such run, or it goes on and has something that is not committed.
         StorageError: it has ended, and keeps state that storage did not take.
+        LostRunError: its launch takes too long.
     """
-    _refuse_no_name(run)
+    refuse_no_name(run)
+    _await_launch(run, console)
     now = now or discard
     if now and not discard:
         _refuse_uncommitted(run)
@@ -115,11 +139,8 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> tuple[
         return 0, None
     try:
         coordinator, local = connect_to_run(run)
-    except ConfigError:
-        if not os.environ.get("RAY_ADDRESS") or not _end_on_cluster(run, discard):
-            raise
-        console.print(f"run {run}: ended what was left of it on the cluster", markup=False)
-        return 0, None
+    except ConfigError as error:
+        return 0, _end_the_rest(run, console, discard, error)
     if now:
         _end_on_cluster(run, discard)
         console.print(f"run {run}: ended on the cluster, without a commit", markup=False)
@@ -137,6 +158,75 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> tuple[
         return follow_run.DETACHED, None
     code = int(final["exit_code"])
     return (0 if code == STOPPED else code), dict(final["summary"])
+
+
+def _await_launch(run: str, console: Console) -> None:
+    """Wait until a launch that is under way has started the run's coordinator, or has given up.
+
+    Raises:
+        LostRunError: it takes too long; nothing was asked of it.
+    """
+    launcher = launch_mark.launcher(run)
+    if launcher is None or _goes_on(run):
+        return
+    who = f"run {run} is being launched" + (f" by process {launcher}" if launcher else "")
+    console.print(
+        f"{who}: waiting for its coordinator, at most {START_WAIT_S:g} s, to stop it; an interrupt leaves it"
+        " as it is",
+        markup=False,
+        soft_wrap=True,
+    )
+    began = told = time.monotonic()
+    while launch_mark.launcher(run) is not None:
+        now = time.monotonic()
+        if now - began > START_WAIT_S:
+            raise follow_run.LostRunError(
+                f"{who} and had no coordinator within {START_WAIT_S:g} s; it goes on: interrupt that process,"
+                " or ask again"
+            )
+        if now - told > WAIT_LINE_S:
+            told = now
+            console.print(f"waiting for the launch of {run} ({now - began:.0f} s)", markup=False)
+        time.sleep(follow_run.POLL_S)
+
+
+def _goes_on(run: str) -> bool:
+    """Whether a run has a coordinator, which a launch only attaches to; leaves its Ray where it has none."""
+    try:
+        connect_to_run(run)
+    except (ConfigError, connect.ClusterError):
+        follow_run.disconnect()
+        return False
+    return True
+
+
+def _end_the_rest(run: str, console: Console, discard: bool, error: ConfigError) -> dict[str, Any] | None:
+    """End what is left of a run without a coordinator; returns the summary of one that had ended before.
+
+    Raises:
+        ConfigError: ``error``, where nothing is known of it.
+        StorageError: it keeps slots that are not committed.
+    """
+    if launch_mark.launcher(run) is not None:
+        raise error
+    given = bool(os.environ.get("RAY_ADDRESS"))
+    if _end_on_cluster(run, discard) if given else _end_local_rest(run, discard):
+        where = " on the cluster" if given else ""
+        console.print(f"run {run}: ended what was left of it{where}", markup=False)
+        return None
+    end = ended_run.find_end(run)
+    if end is None:
+        raise error
+    console.print(end_line(end), markup=False, soft_wrap=True)
+    return end["summary"] and dict(end["summary"])
+
+
+def _end_local_rest(run: str, discard: bool) -> bool:
+    """End the local Ray of a launch that was killed before it started a coordinator; False without one."""
+    if not _lives(run):
+        return False
+    follow_run.disconnect()
+    return _is_local_and_dead_or_unwanted(run, now=True, discard=discard)
 
 
 def _refuse_uncommitted(run: str) -> None:
@@ -278,38 +368,3 @@ def checkpoint_now(run: str, timeout_s: float) -> int:
     raise follow_run.LostRunError(
         f"run {run} made no new commit within {timeout_s:g} s; see `picotron-ray status {run}`"
     )
-
-
-def log_lines(run: str, follow: bool = False) -> Iterator[tuple[str, str]]:
-    """(process, line) of the run's actors on this machine, file after file; ``follow`` keeps reading.
-
-    Raises:
-        ConfigError: no log of that run lies on this machine.
-    """
-    _refuse_no_name(run)
-    folder = local_ray.log_folder(run)
-    if not folder.is_dir():
-        raise ConfigError(f"run: saw {run!r}, which has no logs on this machine (on a cluster: `ray logs`)")
-    offsets: dict[Path, int] = {}
-    while True:
-        for path in sorted(folder.glob("worker-*.err")) + sorted(folder.glob("worker-*.out")):
-            yield from _new_lines(path, offsets)
-        if not follow:
-            return
-        time.sleep(follow_run.POLL_S)
-
-
-_ACTOR = ":actor_name:"
-
-
-def _new_lines(path: Path, offsets: dict[Path, int]) -> Iterator[tuple[str, str]]:
-    process = path.stem.rpartition("-")[2]
-    with path.open("rb") as file:
-        file.seek(offsets.get(path, 0))
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            offsets[path] = offsets.get(path, 0) + len(line)
-            text = line.decode(errors="replace").rstrip("\n")
-            if not text.startswith((":job_id:", _ACTOR, ":task_name:")):
-                yield process, text

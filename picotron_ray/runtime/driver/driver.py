@@ -7,6 +7,7 @@ started. The handlers of signals are set after ``ray.init``: earlier ones never 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
@@ -19,7 +20,7 @@ from rich.console import Console
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import console as report
-from picotron_ray.runtime.driver import submission
+from picotron_ray.runtime.driver import launch_mark, submission, waiting
 from picotron_ray.runtime.driver.console import ProgressView, summary_lines
 from picotron_ray.runtime.driver.ended_run import stored_end
 from picotron_ray.runtime.driver.follow_run import (
@@ -78,9 +79,13 @@ def drive(
     console = console or report.console(as_json)
     found = submission.current()
     say = _said_on(console)
-    asked = resolve_words(source, overrides, (*FROM_WORDS, OWN_RAY), found, say)
-    with without_rays_messages():
-        code, summary = _drive(asked, detach, console)
+    words = resolve_words(source, overrides, (), found, say)
+    with contextlib.ExitStack() as marked:
+        marked.enter_context(launch_mark.held(words.job.name))
+        with waiting.told(say, "the checks of config, data and storage"):
+            asked = resolve(words, (*FROM_WORDS, OWN_RAY))
+        with without_rays_messages():
+            code, summary = _drive(asked, detach, console, marked.close)
     if found is not None:  # of a job that was stopped, Ray keeps no exit code
         say(f"Ray job {found.id}: the driver exits with code {code}")
     if as_json and summary is not None:
@@ -92,10 +97,15 @@ def _said_on(console: Console) -> Callable[[str], None]:
     return lambda line: console.print(line, markup=False, soft_wrap=True)
 
 
-def _drive(asked: ResolvedJob, detach: bool, console: Console) -> tuple[int, dict[str, Any] | None]:
+def _drive(
+    asked: ResolvedJob, detach: bool, console: Console, started: Callable[[], None] = lambda: None
+) -> tuple[int, dict[str, Any] | None]:
+    """Start the run or attach to it, follow it to its end; ``started`` hears once it has a coordinator."""
     local, job = _connected(asked, console), asked.job
     with signal_handlers() as signals:  # before the run exists: from here on no request to stop is lost
-        coordinator, attached = _coordinator(asked, local, console, signals)
+        with waiting.told(_said_on(console), "the coordinator"):
+            coordinator, attached = _coordinator(asked, local, console, signals)
+        started()
         if detach:
             console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
             return 0, None
@@ -131,12 +141,18 @@ def prepare(job: JobConfig, console: Console) -> tuple[LocalRay | None, JobConfi
 
 def _connected(asked: ResolvedJob, console: Console) -> LocalRay | None:
     """Connect to the Ray that holds the run, or to one that is started for it; returns a local one."""
+    say = _said_on(console)
     if asked.owns_ray:
         _note(asked.notes, console)
         where = f"checkpoints go to {asked.job.storage.url}"
         line = f"run {asked.job.name}: starting a Ray on this machine; {where}"
-        console.print(line, markup=False, soft_wrap=True)
-    return connect.connect(asked.job)
+        say(line)
+    began = time.monotonic()
+    with waiting.told(say, "Ray"):
+        local = connect.connect(asked.job)
+    if asked.owns_ray:
+        say(f"run {asked.job.name}: Ray is up ({time.monotonic() - began:.1f} s); starting its coordinator")
+    return local
 
 
 def _note(lines: Iterable[str], console: Console) -> None:

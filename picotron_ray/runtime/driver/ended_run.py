@@ -1,19 +1,26 @@
 """End of a run whose coordinator is gone, as its storage tells it.
 
 A coordinator that is done lingers for those that follow it. A driver that was stopped, or cut off, for longer
-than that finds nobody: the summary in storage says how the run ended.
+than that finds nobody: the summary in storage says how the run ended. Where that is, the event log on the
+coordinator's machine knows, which stays.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import get_json
+from pydantic import ValidationError
+
+from picotron_ray.checkpoint.storage.base import Storage, get_json
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import StorageError
+from picotron_ray.errors import PicotronError, StorageError
+from picotron_ray.runtime.coordinator.event_log import files
 from picotron_ray.runtime.coordinator.run_record import EXIT_CODES
+from picotron_ray.runtime.ray_cluster.names import event_folder
 
 log = logging.getLogger(__name__)
 
@@ -40,3 +47,55 @@ def stored_end(job: JobConfig, term: int) -> dict[str, Any] | None:
         "detail": summary["detail"],
         "summary": summary,
     }
+
+
+def kept_end(run: str) -> dict[str, Any] | None:
+    """Return how a run ended that was coordinated on this machine; None where none of that name was.
+
+    Its ``state`` is "cut-off" where its last launch left no summary, and "unknown" where its storage cannot
+    tell; ``committed`` is the newest step that a launch would go on from.
+    """
+    found = _last_launch(run)
+    if found is None:
+        return None
+    term, job = found
+    told: dict[str, Any] = {"run": run, "done": True, "gone": True, "term": term, "committed": None}
+    if job is None:
+        return {**told, "state": "unknown", "detail": "its config is of another version", "summary": None}
+    try:
+        storage = open_storage(job.storage, job.name)
+        told["committed"] = _committed(storage)
+    except PicotronError as error:
+        return {**told, "state": "unknown", "detail": f"its storage does not tell: {error}", "summary": None}
+    detail = f"its last launch left no summary in {storage.where}"
+    return {**told, "state": "cut-off", "detail": detail, "summary": None, **(stored_end(job, term) or {})}
+
+
+def _last_launch(run: str) -> tuple[int, JobConfig | None] | None:
+    """Newest term that the event logs here know, and the config it had; None where there are none."""
+    logs = files.term_logs(event_folder(run))
+    if not logs:
+        return None
+    term, head = files.read_head(logs[-1][0])
+    try:
+        return term, None if head is None else JobConfig.model_validate(head["job"])
+    except (KeyError, ValidationError) as error:
+        log.debug("the config of run %s cannot be read: %s", run, error)
+        return term, None
+
+
+def _committed(storage: Storage) -> int | None:
+    entries = RunLog(storage)
+    entries.refresh()
+    commits = entries.commits()
+    return int(commits[-1].body["step"]) if commits else None
+
+
+def find_end(run: str) -> dict[str, Any] | None:
+    """Return how a run ended, as this machine or a node of the connected cluster knows; else None."""
+    found = [kept_end(run)]
+    if os.environ.get("RAY_ADDRESS"):
+        from picotron_ray.runtime.ray_cluster.placement import ask_nodes, living_nodes  # imports Ray
+
+        found += ask_nodes(living_nodes(), kept_end, run).values()
+    return max(filter(None, found), key=lambda end: int(end["term"]), default=None)

@@ -150,6 +150,11 @@ def nodes_keeping_elsewhere(
     return [kept for kept in found.values() if kept is not None]
 
 
+def ask_nodes(nodes: Sequence[NodeView], work: Callable[..., T], *arguments: Any) -> dict[str, T]:
+    """Run a function of this package on nodes; by node, what those answer that do so soon."""
+    return _ask(LOOK_S, nodes, work, *arguments)
+
+
 def _ask(
     timeout_s: float, nodes: Sequence[NodeView], work: Callable[..., T], *arguments: Any
 ) -> dict[str, T]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
-from picotron_ray.runtime.driver import console, driver, follow_run
+from picotron_ray.runtime.driver import console, driver, follow_run, launch_mark
 from picotron_ray.runtime.driver.ended_run import stored_end
 from picotron_ray.runtime.driver.resolve_job import FROM_WORDS, RUNNING_RUN, ResolvedJob, check_machine
 from picotron_ray.runtime.driver.resolve_job import resolve as resolve_job
@@ -110,6 +110,11 @@ class ElasticTrainer:
 
     def _train(self) -> dict[str, Any]:
         """Connect, follow the run to its end, and leave nothing of it behind; returns the summary."""
+        with contextlib.ExitStack() as marked:
+            marked.enter_context(launch_mark.held(self.job.name))
+            return self._to_the_end(marked.close)
+
+    def _to_the_end(self, started: Callable[[], None]) -> dict[str, Any]:
         given = ray.is_initialized()
         local = None
         if not given:
@@ -118,6 +123,7 @@ class ElasticTrainer:
         try:
             while True:
                 coordinator, attached = self._start(local)
+                started()
                 status = self._follow(coordinator, local)
                 if not (attached and status["state"] == "stopped"):
                     return dict(status["summary"])

@@ -81,7 +81,7 @@ def test_status(asked: Callable[[str, Any], Asked]) -> None:
 
 
 def test_logs(asked: Callable[[str, Any], Asked]) -> None:
-    read = asked(f"{DRIVER}.control.log_lines", [("12", "one"), ("7", "two")])
+    read = asked(f"{DRIVER}.run_logs.log_lines", [("12", "one"), ("7", "two")])
     assert out("logs", "night") == "12: one\n7: two\n"
     assert out("logs", "night", "--follow", "--json") == (
         '{"pid": 12, "line": "one"}\n{"pid": 7, "line": "two"}\n'

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.runtime.driver import control, driver, follow_run
+from picotron_ray.runtime.driver import control, driver, follow_run, run_logs
 from picotron_ray.runtime.driver.follow_run import StoppedEarlyError
 from picotron_ray.runtime.driver.resolve_job import ResolvedJob
 from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
@@ -166,38 +166,6 @@ def test_a_local_ray_that_is_dead_or_unwanted_is_ended(
     assert told == (["stop night"] if ended else [])
 
 
-def test_logs_are_read_line_by_line_as_they_grow(tmp_path: Path) -> None:
-    log = tmp_path / "worker-abc-12.err"
-    log.write_bytes(b":job_id:01000000\n:actor_name:Agent\n:task_name:f\nfirst\nsecond \xff\nhal")
-    offsets: dict[Path, int] = {}
-    assert list(control._new_lines(log, offsets)) == [("12", "first"), ("12", "second \ufffd")]
-    assert list(control._new_lines(log, offsets)) == []
-    with log.open("ab") as file:
-        file.write(b"f\n:job_id:\nx\n")
-    assert list(control._new_lines(log, offsets)) == [("12", "half"), ("12", "x")]
-
-
-def test_logs_of_both_streams_are_read_and_once_without_follow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_ray, "log_folder", lambda run: tmp_path / run)
-    with pytest.raises(control.ConfigError, match="no logs on this machine"):
-        list(control.log_lines("night"))
-    (tmp_path / "night").mkdir()
-    for name, text in (("worker-a-1.out", "out"), ("worker-a-1.err", "err"), ("raylet.err", "no")):
-        (tmp_path / "night" / name).write_text(f"{text}\n")
-    assert list(control.log_lines("night")) == [("1", "err"), ("1", "out")]
-    monkeypatch.setattr(follow_run, "POLL_S", 0.0)
-    naps: list[float] = []
-    monkeypatch.setattr(control, "time", SimpleNamespace(sleep=naps.append))
-    lines = control.log_lines("night", follow=True)
-    assert [next(lines), next(lines)] == [("1", "err"), ("1", "out")]
-    with (tmp_path / "night" / "worker-a-1.err").open("a") as file:
-        file.write("more\n")
-    assert next(lines) == ("1", "more")
-    assert naps == [0.0]
-
-
 @pytest.fixture
 def rays(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> dict[str, Any]:
     """Local Rays by run; the coordinator of ``night`` lives on whatever is connected."""
@@ -209,6 +177,7 @@ def rays(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> dict[str, Any]:
     monkeypatch.setattr(control.connect, "attach", lambda local: told.append(f"attach to {local.run}"))
     placement: Any = ModuleType("placement")
     placement.kept_on, placement.living_nodes = lambda *_: {}, lambda: "the nodes"
+    placement.ask_nodes = lambda *_: {}
     monkeypatch.setitem(sys.modules, "picotron_ray.runtime.ray_cluster.placement", placement)
     coordinator = SimpleNamespace(request=Remote(told, "request"))
     monkeypatch.setattr(follow_run, "poll", lambda coordinator, since: found.get("status"))
@@ -230,7 +199,7 @@ def test_a_run_is_found_on_its_own_ray_or_on_the_one_that_is_named(
     rays["other"] = SimpleNamespace(run="other", alive=True)
     assert refused("night").startswith(nowhere.format("other")), "what is over does not run here"
     assert told == []
-    assert refused("other").startswith("run: saw 'other', which does not run on this machine")
+    assert refused("other").startswith("run: saw 'other', which does not run on its Ray here, and no launch")
     rays["night"].alive = True
     coordinator, local = control.connect_to_run("night")
     assert (coordinator is not None, local) == (True, rays["night"])
@@ -405,7 +374,7 @@ def test_a_word_that_can_be_no_runs_name_is_refused(run: str, monkeypatch: pytes
         lambda: control.stop(run, now=True, console=console),
         lambda: control.stop(run, now=False, console=console, discard=True),
         lambda: control.checkpoint_now(run, 1.0),
-        lambda: list(control.log_lines(run)),
+        lambda: list(run_logs.log_lines(run)),
     ):
         with pytest.raises(control.ConfigError, match=r"^run: saw .*, expected the name of a run") as refused:
             ask()

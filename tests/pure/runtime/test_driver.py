@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from picotron_ray.runtime.driver import driver, resolve_job
+from picotron_ray.runtime.driver import driver, launch_mark, resolve_job
 from picotron_ray.runtime.driver.follow_run import DETACHED, POLL_S, Signals, StoppedEarlyError
 from picotron_ray.runtime.driver.resolve_job import ResolvedJob, ResolveStep
 from picotron_ray.runtime.ray_cluster import supervisor
@@ -90,6 +91,21 @@ def test_a_run_that_is_left_goes_on(bench: Bench, detach: bool, code: int, line:
     assert [words[0] for words in bench.told] == ["_connected", "_coordinator"]
 
 
+def test_a_launch_is_marked_until_its_run_has_a_coordinator(bench: Bench) -> None:
+    marks: list[int | None] = []
+
+    def mark(*_: object) -> Any:
+        marks.append(launch_mark.launcher("night"))
+        return ("handle", False)
+
+    bench.patch.setattr(driver, "resolve", lambda words, steps: mark() and words)
+    bench.patch.setattr(driver, "_coordinator", mark)
+    bench.patch.setattr(driver, "follow", lambda *_, **__: mark() and None)
+    bench.note_of("_connected", LOCAL)
+    assert driver.drive("tiny", ["name=night"], console=bench.console) == DETACHED
+    assert marks == [os.getpid(), os.getpid(), None]
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_summary_is_the_last_line_where_json_was_asked_for(
     bench: Bench, as_json: bool, capsys: pytest.CaptureFixture[str]
@@ -97,6 +113,7 @@ def test_a_summary_is_the_last_line_where_json_was_asked_for(
     found = SimpleNamespace(id="job-1")
     bench.patch.setattr(driver, "submission", SimpleNamespace(current=lambda: found))
     bench.patch.setattr(driver, "resolve_words", lambda *words: SimpleNamespace(job=JOB))
+    bench.patch.setattr(driver, "resolve", lambda words, steps: words)
     bench.patch.setattr(driver, "_drive", lambda *words: (3, SUMMARY))
     assert driver.drive("x", as_json=as_json, console=bench.console) == 3
     assert bench.lines() == ["Ray job job-1: the driver exits with code 3"]
@@ -123,6 +140,7 @@ def test_a_ray_is_checked_before_it_is_started(bench: Bench, address: str, found
     bench.patch.setattr(resolve_job.local_ray, "find", lambda run: found)
     bench.note_of("clear", where=resolve_job.cleanup)
     bench.note_of("connect", "ray", where=driver.connect)
+    bench.patch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: 7.0))
 
     def machine(at: ResolvedJob) -> ResolvedJob:
         bench.told.append(("machine", at.job, at.owns_ray))
@@ -134,7 +152,8 @@ def test_a_ray_is_checked_before_it_is_started(bench: Bench, address: str, found
     steps = [("clear", JOB, found), ("machine", JOB, True)] if checked else []
     assert bench.told == [*steps, ("connect", runs)]
     started = "run night: starting a Ray on this machine; checkpoints go to ./runs"
-    assert bench.lines() == (["note: too small", started] if checked else [])
+    up = "run night: Ray is up (0.0 s); starting its coordinator"
+    assert bench.lines() == (["note: too small", started, up] if checked else [])
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

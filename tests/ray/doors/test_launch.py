@@ -173,7 +173,10 @@ def test_sigkill_of_everything_resumes_from_the_last_commit_and_goes_away_by_its
     rows = json.loads(door.command("checkpoints", "ls", "tiny", *door.overrides, "--json"))
     assert rows[-1]["step"] == steps
     assert door.command("checkpoints", "verify", "tiny", *door.overrides).count("none") == len(rows)
-    assert "which does not run" in door.command("status", door.run, expect=2)
+    assert door.command("status", door.run).splitlines()[:2] == [
+        f"run {door.run} has ended already",
+        f"run {door.run} finished at step {steps}, {summary['wall_s']:.1f} s after it first began",
+    ]
 
     before = stored(door)
     with door.start("model.layers=4", "seed=5") as other:
@@ -210,7 +213,9 @@ def test_on_a_given_cluster_a_run_ends_without_a_trace(
     assert "goes on" in door.command("checkpoints", "gc", "tiny", *door.overrides, expect=2)
     assert "stopped at step" in door.command("stop", door.run)
     assert door.named_actors() == []
-    assert "which does not run on the Ray at" in door.command("stop", door.run, expect=2)
+    assert "has ended already" in door.command("stop", door.run)
+    assert json.loads(door.command("status", door.run, "--json"))["state"] == "stopped"
+    assert "which does not run on the Ray at" in door.command("stop", "never-launched", expect=2)
     assert not run_folder("/dev/shm", door.run).exists()
     assert local_ray.alive, "the cluster is not ours to stop"
 
@@ -255,7 +260,21 @@ def test_second_interrupt_leaves_the_run_and_stop_removes_what_a_sigkill_left(do
     assert Path(ray.folders[0]).exists()
     assert "ended what was left" in door.command("stop", door.run)
     assert_nothing_left(ray)
-    assert "which does not run on this machine" in door.command("stop", door.run, expect=2)
+    assert "left no summary" in door.command("stop", door.run)
+
+
+def test_a_stop_during_the_start_is_waited_for_and_the_status_says_starting(door: Door) -> None:
+    """Seen refused, with the run going on, until its coordinator was there."""
+    with door.start(*LONG) as driver:
+        wait_for(lambda: lifecycle.find(door.run) is not None)  # its Ray is being started
+        shown = door.command("status", door.run)
+        assert f"[starting] run {door.run} is being launched by process {driver.pid}" in shown
+        told = door.command("stop", door.run)
+        assert "waiting for its coordinator" in told
+        assert "stopped at step" in told
+        out, _ = driver.communicate(timeout=100)
+    assert driver.returncode == 130, out
+    assert lifecycle.find(door.run) is None
 
 
 def title(pid: int) -> bytes:

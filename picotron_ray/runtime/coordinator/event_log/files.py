@@ -48,6 +48,12 @@ def term_logs(folder: Path) -> list[list[Path]]:
     return list(found.values())
 
 
+def read_head(path: Path) -> tuple[int, dict[str, Any] | None]:
+    """Return the term of a log, and its header; None where that is torn."""
+    with path.open("rb") as file:
+        return _place(path)[0], decode_record(file.readline().rstrip(b"\n"))
+
+
 def _place(path: Path) -> tuple[int, ...]:
     return tuple(int(number) for number in path.stem.split("-")[1:])
 

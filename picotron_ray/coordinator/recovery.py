@@ -29,6 +29,7 @@ from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.placement import spread
 from picotron_ray.coordinator.policies.restore_point import newest_commit, older_state, restore_point
 from picotron_ray.coordinator.policies.rewind import asked_for, decide, samples
+from picotron_ray.coordinator.policies.state_copies import with_copies
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import CorruptError
 from picotron_ray.failures import FailureKind, Remedy
@@ -278,6 +279,7 @@ def _launch(
 ) -> None:
     """Start the next generation; its log entry is written meanwhile."""
     memory.generations += 1
+    point = with_copies(point, _held_slots(memory))
     spec = GenerationSpec(
         GenerationId(memory.term, memory.generations),
         members,

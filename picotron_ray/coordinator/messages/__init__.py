@@ -66,6 +66,7 @@ from picotron_ray.coordinator.messages.values import (
     SlotIdentity,
     SlotInfo,
     Source,
+    StateCopy,
     StateId,
     Strike,
 )
@@ -114,6 +115,7 @@ __all__ = [
     "Source",
     "Stalled",
     "StartWorker",
+    "StateCopy",
     "StateId",
     "StopWorker",
     "Strike",

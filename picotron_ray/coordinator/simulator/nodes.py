@@ -302,7 +302,7 @@ class SimNode:
         launch kept until its step is ``committed``.
         """
         older = self.spec is not None and generation < self.spec.id
-        needed = {info.slot for info in self.spec.source.slots} if self.spec is not None and older else set()
+        needed = {name for _, name, _, _ in self.spec.source.identities} if self.spec and older else set()
         for held in list(self.slots.values()):
             key = (held.info.generation, held.info.step)
             if m.StateId(*key) in spared:

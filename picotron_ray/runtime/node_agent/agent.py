@@ -215,7 +215,7 @@ class Agent:
         self._accept(term)
         newest = self._newest_spec()
         older = newest is not None and generation < (newest.id.term, newest.id.n)
-        needed = {info.slot for info in newest.source.slots} if newest is not None and older else set()
+        needed = {name for _, name, _, _ in newest.source.identities} if newest and older else set()
         self._uploads.settle((*generation, step), keep)
         release_slots(
             self._folder,

@@ -17,7 +17,7 @@ from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, Member, SlotInfo, Source
-from picotron_ray.coordinator.policies.state_copies import with_copies
+from picotron_ray.coordinator.policies.state_copies import ReadingOrder, with_copies
 from picotron_ray.errors import CorruptError, PeerLostError, SlotUnreachableError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard, copy_common
@@ -153,7 +153,7 @@ def test_a_node_that_is_lost_in_the_middle_of_a_restore_is_made_good_by_the_next
         node.write_halves()
     cluster.add("new")
     spec = cluster.spec("new")
-    (first,) = {info.node for info in next(slot_restore.ReadingOrder(spec, 0).candidates(0))}
+    (first,) = {info.node for info in next(ReadingOrder(spec, 0).candidates(0))}
     other = "b" if first == "a" else "a"
 
     def lose() -> None:

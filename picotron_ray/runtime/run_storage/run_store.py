@@ -2,7 +2,8 @@
 
 All methods block. What concerns the log runs on one thread (``executor``), which keeps its entries in order;
 the run's record is saved by another one (``record_keeper``). A third asks for the newest term, as the first
-may wait for storage that hangs.
+may wait for storage that hangs. A fourth (``collector``) collects garbage, for as long as that takes; the
+entries of that are written by the first one.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded, get_json
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit, parent_of
 from picotron_ray.checkpoint.store.import_commit import copy_commit
+from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.manifest import Manifest, load_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.upload import UploadPart
@@ -45,6 +47,7 @@ from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import saved_config
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 RECORDS = "records/"
 RECORDS_KEPT = 2  # of all terms: the newest, and one to fall back on
 
@@ -77,6 +80,8 @@ class RunStore:
         self._storage: Storage = open_storage(job.storage, job.name)
         self._log = RunLog(self._storage)
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="run-store")
+        self.collector = ThreadPoolExecutor(1, thread_name_prefix="run-garbage")
+        self._in_use = InUse()
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self._records = 0  # saved in this term
         self.complaints: list[str] = []
@@ -166,7 +171,9 @@ class RunStore:
             decoded = [UploadPart.from_dict(part) for part in parts]
             if not decoded:
                 raise PartsGoneError(f"no upload of step {step} is known here any more; upload it again")
-            done.append(commit(self._storage, self._log, decoded, lambda _: self._on_commit(step)))
+            done.append(
+                commit(self._storage, self._log, decoded, lambda _: self._on_commit(step), self._in_use)
+            )
             return done[0].seq
 
         event = self._settle(Appended("commit", generation, step), work)
@@ -253,21 +260,30 @@ class RunStore:
         """Retire commits beyond retention, delete chunks that nothing needs and records that are replaced.
 
         Then the log's older entries are copied into blocks, from which a restart reads them. Returns why
-        storage kept it from that, "" where it did not.
+        storage kept it from that, or what else did for too long; "" where nothing did. Not for ``executor``'s
+        thread, which it waits for.
         """
         try:
             for key in self._record_keys()[:-RECORDS_KEPT]:
                 self._storage.delete(key)
-            report = gc.collect(self._storage, self._log, self._job.checkpoint, gc.rewind_reach(self._job))
+            reach = gc.rewind_reach(self._job)
+            report = gc.collect(
+                self._storage, self._log, self._job.checkpoint, reach, self._in_use, self._in_order
+            )
             for line in report.damaged:
                 log.warning("garbage collection gave up a commit: %s", line)
-            self._log.keep_blocks()
+            self._in_order(self._log.keep_blocks)
         except FencedError as error:
             log.warning("garbage collection: %s", error)  # the next append ends this coordinator
+            return ""
         except StorageError as error:
             log.warning("garbage collection is put off: %s", error)
             return str(error)
-        return ""
+        return report.overdue
+
+    def _in_order(self, work: Callable[[], T]) -> T:
+        """Do a piece of work with the log on the thread that does all of it."""
+        return self.executor.submit(work).result()
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Add what the committed ledger says, and store ``summary.json``.

@@ -1108,6 +1108,37 @@ def test_room_that_others_take_and_give_is_told(nodes: Nodes) -> None:
     assert nodes.changes() == [m.NodeJoined("a", 2)]
 
 
+def test_a_node_full_of_workers_that_were_forgotten_is_greeted_once_its_agent_is_heard(nodes: Nodes) -> None:
+    """They held all its GPUs, so it had no room, and was locked out until the run ended."""
+    nodes.views = [view("a"), view("b"), view("others", free=0.0)]
+    nodes.changes()
+    names = [f"w{number}" for number in range(4)]
+    nodes.cluster.adopt_workers(tuple(m.Member(name, "a") for name in names))
+    nodes.views[0] = view("a", free=0.0)
+    nodes.hello["a"] = {"workers": names}
+    nodes.cluster.agent_died("a")  # its store did not start, or its agent raised what nobody expects
+    assert nodes.changes() == [], "nothing says that anything of ours lives there"
+    nodes.cluster.heard("a")
+    assert nodes.changes() == [m.NodeJoined("a", 4, idle=tuple(names))]
+    assert asked_to_join(nodes) == 3, "a node that others fill is asked nothing"
+    nodes.cluster.agent_died("a")
+    nodes.cluster.heard("a")
+    nodes.now += 60.0
+    assert nodes.changes() == [], "it was heard long ago"
+
+
+def test_a_full_node_whose_agent_was_silent_at_the_beginning_is_greeted_later(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "HELLO_S", 0.05)
+    monkeypatch.setattr(cluster_module.ray, "get_actor", lambda name, namespace: nodes._agent(name[-1]))
+    nodes.views, nodes.frozen = [view("a", free=0.0), view("b")], {"a"}
+    nodes.hello["a"] = {"workers": ["w0"]}
+    assert set(asyncio.run(nodes.cluster.hello(1))) == {"b"}
+    nodes.frozen.clear()
+    assert nodes.changes() == [m.NodeJoined("a", 1, idle=("w0",)), m.NodeJoined("b", 4)]
+
+
 def test_only_silent_agents_are_asked_whether_they_live(nodes: Nodes) -> None:
     nodes.views = [view("a"), view("b")]
     nodes.changes()

@@ -98,6 +98,13 @@ def probe(storage: Storage) -> None:
         storage.delete(key)
 
 
+def clock_s(storage: Storage) -> float:
+    """The storage's clock, from an object just written."""
+    key = "clock/now"
+    storage.put(key, b"")
+    return next(entry.mtime_s for entry in storage.list(key))
+
+
 # --- JSON objects that carry their own digest --------------------------------------------------------
 
 

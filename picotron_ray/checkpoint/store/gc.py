@@ -26,14 +26,15 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage, StoredObject, encode_json, get_json
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject, clock_s, encode_json, get_json
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.lineage import commits_on
-from picotron_ray.checkpoint.store.manifest import committed_manifest
+from picotron_ray.checkpoint.store.outline import Outlines
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import CheckpointConfig
@@ -96,22 +97,30 @@ def retained(
     return [entry for entry in commits if entry.seq in keep]
 
 
-def collect(storage: Storage, log: RunLog, config: CheckpointConfig, reach_steps: int = 0) -> GcReport:
+def collect(
+    storage: Storage,
+    log: RunLog,
+    config: CheckpointConfig,
+    reach_steps: int = 0,
+    outlines: Outlines | None = None,
+) -> GcReport:
     """Retire commits, delete what was condemned long enough ago, condemn what is not needed any more.
 
     The log must hold a claimed term. With a grace time of 0 one call does all of it.
 
     Args:
         reach_steps: as for `retained`.
+        outlines: of manifests that are known already; others are added.
 
     Raises:
         FencedError: a newer term was claimed.
         StorageError: the storage refused, or no manifest at all can be read (nothing is deleted).
     """
     log.refresh()
-    damaged = damaged_commits(storage, log)
+    outlines = outlines or Outlines()
+    damaged = damaged_commits(storage, log, outlines)
     retired = _retire(log, config, damaged, reach_steps)
-    condemned = 0 if list(storage.list("condemned/")) else _condemn(storage, log, config)
+    condemned = 0 if list(storage.list("condemned/")) else _condemn(storage, log, config, outlines)
     now = _now(storage)
     postponed, deleted, freed = "", 0, 0
     for listed in list(storage.list("condemned/")):
@@ -120,12 +129,12 @@ def collect(storage: Storage, log: RunLog, config: CheckpointConfig, reach_steps
         postponed = _live_unlisted(storage, now, config.gc_grace_s)
         if postponed:
             break
-        count, size = _delete(storage, log, config, listed, now)
+        count, size = _delete(storage, log, config, outlines, listed, now)
         deleted, freed = deleted + count, freed + size
     return GcReport(retired, condemned, deleted, freed, postponed, tuple(damaged.values()))
 
 
-def damaged_commits(storage: Storage, log: RunLog) -> dict[int, str]:
+def damaged_commits(storage: Storage, log: RunLog, outlines: Outlines) -> dict[int, str]:
     """Commits that no state can be restored from, as their manifest is missing or damaged: number → why.
 
     Raises:
@@ -133,17 +142,19 @@ def damaged_commits(storage: Storage, log: RunLog) -> dict[int, str]:
     """
     found: dict[int, str] = {}
     commits = log.commits()
+    sizes = {entry.key: entry.size for entry in storage.list("manifests/")}
     for entry in commits:
-        if _unreadable(storage, entry) and (problem := _unreadable(storage, entry)):  # also the second time
+        look = partial(_unreadable, storage, entry, outlines, sizes)
+        if look() and (problem := look()):  # also the second time
             found[entry.seq] = problem
     if found and len(found) == len(commits):
         raise CorruptError(f"{found[commits[-1].seq]}; no commit is readable, nothing was collected")
     return found
 
 
-def _unreadable(storage: Storage, entry: Entry) -> str:
+def _unreadable(storage: Storage, entry: Entry, outlines: Outlines, sizes: Mapping[str, int]) -> str:
     try:
-        committed_manifest(storage, entry.body)
+        outlines.check_there(storage, entry.body, sizes)
     except CorruptError as error:
         return str(error)
     return ""
@@ -160,21 +171,20 @@ def _retire(
     return tuple(sorted(manifests))
 
 
-def _marked(storage: Storage, log: RunLog, intents: Iterable[dict[str, Any]]) -> set[str]:
+def _marked(storage: Storage, log: RunLog, intents: Iterable[dict[str, Any]], outlines: Outlines) -> set[str]:
     """Keys that are needed: of retained commits and of live intents."""
     keys: set[str] = set()
     for entry in log.commits():
         keys.add(entry.body["manifest"])
-        manifest = committed_manifest(storage, entry.body)
-        keys.update(chunk_key(address) for address in manifest.chunks)
+        keys.update(outlines.committed(storage, entry.body).chunk_keys())
     for intent in intents:
         keys.update(chunk_key(address) for address in intent["chunks"] or ())
     return keys
 
 
-def _condemn(storage: Storage, log: RunLog, config: CheckpointConfig) -> int:
+def _condemn(storage: Storage, log: RunLog, config: CheckpointConfig, outlines: Outlines) -> int:
     now = _now(storage)
-    marked = _marked(storage, log, _live_intents(storage, now, config.gc_grace_s))
+    marked = _marked(storage, log, _live_intents(storage, now, config.gc_grace_s), outlines)
     unused = [e for p in ("chunks/", "manifests/") for e in storage.list(p) if e.key not in marked]
     if not unused:
         return 0
@@ -187,11 +197,16 @@ def _condemn(storage: Storage, log: RunLog, config: CheckpointConfig) -> int:
 
 
 def _delete(
-    storage: Storage, log: RunLog, config: CheckpointConfig, listed: StoredObject, now: float
+    storage: Storage,
+    log: RunLog,
+    config: CheckpointConfig,
+    outlines: Outlines,
+    listed: StoredObject,
+    now: float,
 ) -> tuple[int, int]:
     value = get_json(storage, listed.key)
     doomed = {chunk_key(address) for address in value["chunks"]} | set(value["manifests"])
-    doomed -= _marked(storage, log, _live_intents(storage, now, config.gc_grace_s))
+    doomed -= _marked(storage, log, _live_intents(storage, now, config.gc_grace_s), outlines)
     there = [entry for prefix in ("chunks/", "manifests/") for entry in storage.list(prefix)]
     old = [entry for entry in there if entry.key in doomed and entry.mtime_s < listed.mtime_s]
     begun = time.monotonic()
@@ -256,7 +271,5 @@ def _drop_dead_intents(storage: Storage, now: float, grace_s: float) -> None:
 
 
 def _now(storage: Storage) -> float:
-    """The storage's clock, from an object just written."""
-    key = "clock/now"
-    storage.put(key, b"")
-    return next(entry.mtime_s for entry in storage.list(key))
+    """The storage's clock."""
+    return clock_s(storage)

@@ -372,6 +372,7 @@ class Coordinator:
         if finish.status not in ("fenced", "storage"):
             summary = await self._summed_up(summary)
         self._record.done(finish, summary)
+        self._store.close()
         if self._begun:
             await asyncio.to_thread(self._event_log.close)
         await self._leave(finish)

@@ -2,7 +2,8 @@
 
 All methods block. What concerns the log runs on one thread (``executor``), which keeps its entries in order;
 the run's record is saved by another one (``record_keeper``). A third asks for the newest term, as the first
-may wait for storage that hangs.
+may wait for storage that hangs. A further one makes commits (``committer``), for as long as that takes; their
+entries are written by the first one, so a generation's need not wait.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded, get_json
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
-from picotron_ray.checkpoint.store.commit import Committed, commit, parent_of
+from picotron_ray.checkpoint.store.commit import Committed, commit_assembled, parent_of
 from picotron_ray.checkpoint.store.import_commit import copy_commit
-from picotron_ray.checkpoint.store.manifest import Manifest, load_manifest
+from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.outline import Outline, Outlines
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
-from picotron_ray.checkpoint.store.upload import UploadPart
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, stream_ledger
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode_spec, plain
@@ -39,12 +41,14 @@ from picotron_ray.errors import (
 )
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
+from picotron_ray.runtime.run_storage.assembly_process import AssemblyProcess
 from picotron_ray.runtime.run_storage.data_record import ledger_figures, settle_data
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import saved_config
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 RECORDS = "records/"
 RECORDS_KEPT = 2  # of all terms: the newest, and one to fall back on
 
@@ -77,6 +81,9 @@ class RunStore:
         self._storage: Storage = open_storage(job.storage, job.name)
         self._log = RunLog(self._storage)
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="run-store")
+        self.committer = ThreadPoolExecutor(1, thread_name_prefix="run-commit")
+        self._assembly = AssemblyProcess(job)
+        self._outlines = Outlines(self._assembly.outline)
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self._records = 0  # saved in this term
         self.complaints: list[str] = []
@@ -154,19 +161,21 @@ class RunStore:
         event = Appended("generation", spec.id, spec.resume_step)
         return self._settle(event, lambda: self._log.append("generation", generation_body(spec)))
 
-    def commit(self, generation: GenerationId, step: int, parts: list[dict[str, Any]]) -> Appended:
-        """Assemble the manifest from the nodes' parts and append the commit entry."""
-        known = self._known_commit(generation, step)
+    def commit(self, generation: GenerationId, step: int, parts: list[bytes]) -> Appended:
+        """Assemble the manifest from the nodes' parts and append the commit entry.
+
+        Not for ``executor``'s thread, which it waits for.
+        """
+        known: Appended | None = self._in_order(partial(self._known_commit, generation, step))
         if known is not None:  # asked again, because the reply was lost
             return known
         began = time.monotonic()
         done: list[Committed] = []
 
         def work() -> int:
-            decoded = [UploadPart.from_dict(part) for part in parts]
-            if not decoded:
+            if not parts:
                 raise PartsGoneError(f"no upload of step {step} is known here any more; upload it again")
-            done.append(commit(self._storage, self._log, decoded, lambda _: self._on_commit(step)))
+            done.append(self._commit(generation, step, parts))
             return done[0].seq
 
         event = self._settle(Appended("commit", generation, step), work)
@@ -178,6 +187,26 @@ class RunStore:
             }
             return replace(event, manifest=done[0].manifest, digest=done[0].digest)
         return event
+
+    def _commit(self, generation: GenerationId, step: int, parts: list[bytes]) -> Committed:
+        assembling = self._assembly.assembling(self._storage, parts, self._job.checkpoint.gc_grace_s)
+        return commit_assembled(
+            self._storage,
+            self._log,
+            (generation.term, generation.n),
+            assembling,
+            self._outlines,
+            lambda _: self._on_commit(step),
+            self._in_order,
+        )
+
+    def _in_order(self, work: Callable[[], T]) -> T:
+        """Do a piece of work with the log on the thread that does all of it."""
+        return self.executor.submit(work).result()
+
+    def close(self) -> None:
+        """End the assembler's process: nothing is committed any more."""
+        self._assembly.close()
 
     def _known_commit(self, generation: GenerationId, step: int) -> Appended | None:
         for entry in self._log.commits():
@@ -258,7 +287,8 @@ class RunStore:
         try:
             for key in self._record_keys()[:-RECORDS_KEPT]:
                 self._storage.delete(key)
-            report = gc.collect(self._storage, self._log, self._job.checkpoint, gc.rewind_reach(self._job))
+            reach = gc.rewind_reach(self._job)
+            report = gc.collect(self._storage, self._log, self._job.checkpoint, reach, self._outlines)
             for line in report.damaged:
                 log.warning("garbage collection gave up a commit: %s", line)
             self._log.keep_blocks()
@@ -300,13 +330,13 @@ class RunStore:
         manifest = self._newest_ledger()
         return [json.loads(line) for line in read_ledger(self._storage, manifest, after)] if manifest else []
 
-    def _newest_ledger(self) -> Manifest | None:
-        """Manifest with the newest commit's ledger; None before a commit."""
+    def _newest_ledger(self) -> Outline | None:
+        """Outline with the newest commit's ledger; None before a commit."""
         commits = self._log.commits()
         if not commits:
             return None
         newest = commits[-1].body
-        return parent_of(self._storage, self._log, newest["term"], newest["n"])
+        return parent_of(self._storage, self._log, newest["term"], newest["n"], self._outlines)
 
 
 def _record_number(key: str) -> tuple[int, ...]:

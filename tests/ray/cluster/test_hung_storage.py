@@ -98,6 +98,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     woken.set()
     for run in runs:
         run.store.executor.shutdown()
+        run.store.committer.shutdown()
 
 
 def test_the_newest_term_is_known_whatever_hangs_on_the_thread_of_the_log(made: Callable[..., Run]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.checkpoint.store import commit, gc
+from picotron_ray.checkpoint.store import assembly, commit, gc
 from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.coordinator import event_handlers, final_wait, machine
@@ -34,7 +34,7 @@ STORED: dict[str, Mutation] = {
         lambda real, manifest, entries, problem: _continued(real, manifest, entries, problem),
         (commit, "_continued"),
     ),
-    "chunks_are_not_looked_for_before_a_commit": put(lambda *words: [], (commit, "missing_chunks")),
+    "chunks_are_not_looked_for_before_a_commit": put(lambda *words: [], (assembly, "missing_chunks")),
     "a_save_looks_before_its_intent_is_put": wrap(
         lambda real, self, key, state, chunks: None if chunks is None else real(self, key, state, chunks),
         (Intents, "put"),

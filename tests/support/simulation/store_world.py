@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 from picotron_ray.checkpoint.store import gc, upload
@@ -40,6 +40,7 @@ from tests.support.simulation.processes import Process, Processes, VirtualEvent
 from tests.support.simulation.states import write_slot
 from tests.support.simulation.store_checks import StoreChecks, StoreMirror
 
+T = TypeVar("T")
 BAD_STEP = 41
 USURPED = 0.03  # share of the deletions amid which a coordinator is replaced
 
@@ -68,6 +69,9 @@ class StoreOfRun(RunStore):
 
     def _ledger_figures(self) -> dict[str, Any]:
         return {}
+
+    def _in_order(self, work: Callable[[], T]) -> T:
+        return work()
 
 
 class StoreNode(SimNode):
@@ -116,7 +120,7 @@ class StoreNode(SimNode):
         found = [self.slots[name] for name in command.slots if name in self.slots]
         return [slot for slot in found if (slot.info.generation, slot.info.step) == state]
 
-    def _put(self, process: Process, command: m.Upload) -> dict[str, Any]:
+    def _put(self, process: Process, command: m.Upload) -> bytes:
         held = self._held(command)
         layout = self.sim.checks.specs[command.generation].layout
         folder = Path(tempfile.mkdtemp(dir=self._folder))
@@ -126,9 +130,9 @@ class StoreNode(SimNode):
         client = Client(self.sim.objects, self.sim.processes, process, lambda: self.storage_down_until)
         client.save = f"intents/{command.step}-{state[0]}-{state[1]}-{self.name}-"
         paths = [folder / name for name in command.slots]
-        return upload.upload_slots(paths, client, *state, owner=self.name, intents=self.intents).to_dict()
+        return upload.upload_slots(paths, client, *state, owner=self.name, intents=self.intents).encode()
 
-    def _ended(self, command: m.Upload, part: dict[str, Any] | None, error: Exception | None) -> None:
+    def _ended(self, command: m.Upload, part: bytes | None, error: Exception | None) -> None:
         self._asked.discard(command)
         if error is not None and not isinstance(error, PicotronError):
             raise error
@@ -233,7 +237,7 @@ class StoreSim(Sim):
         self.processes, self.objects = Processes(self), Objects(self)
         self.storage: StoreMirror = StoreMirror(self.objects)
         self.store_checks = StoreChecks(self, self.storage)
-        self.upload_parts: dict[tuple[str, m.GenerationId, int, tuple[str, ...]], dict[str, Any] | None] = {}
+        self.upload_parts: dict[tuple[str, m.GenerationId, int, tuple[str, ...]], bytes | None] = {}
         self.opening: Client | None = None  # storage of the coordinator that is being made
         self._patches = [
             mock.patch.object(run_store, "open_storage", self._open),

@@ -19,6 +19,7 @@ Verdict = Literal["may", "warn", "refuse"]
 # The longest matching prefix decides; keys of no prefix here may change.
 _VERDICTS: dict[str, Verdict] = {
     "name": "refuse",
+    "steps": "warn",  # the learning rate's schedule ends there
     "seed": "refuse",
     "precision": "refuse",
     "adaptive_precision": "warn",
@@ -124,10 +125,19 @@ def check_resume(old: Mapping[str, Any], new: JobConfig) -> list[str]:
                 f"{change}; it may not change within run {new.name}: restore it, or choose another name"
             )
         else:
-            lines.append(f"{change}; {'it changes the loss curve' if said == 'warn' else 'accepted'}")
+            lines.append(f"{change}; {_accepted(key, said, new)}")
     if refused:
         raise ConfigError(*refused)
     return lines
+
+
+def _accepted(key: str, said: Verdict, new: JobConfig) -> str:
+    kind = new.optimizer.schedule.kind
+    if key != "steps":
+        return "it changes the loss curve" if said == "warn" else "accepted"
+    if kind == "constant":
+        return "accepted"
+    return f"it changes the loss curve: the learning rate's {kind} schedule ends at the last step"
 
 
 def table() -> list[tuple[str, Verdict]]:

@@ -238,18 +238,18 @@ def inventory(memory: MachineMemory, event: m.Inventory) -> None:
 
 def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:
     state = (event.step, event.generation)
-    if event.error.startswith("gone:"):  # its pin was given up for a newer checkpoint: no fault of anybody
-        memory.checkpoints.slot_lost(event.node, event.error.removeprefix("gone:").strip(), state)
+    trouble, slot = event.slot_trouble
+    if trouble == "gone":  # its pin was given up for a newer checkpoint: no fault of anybody
+        memory.checkpoints.slot_lost(event.node, slot, state)
         memory.alert("info", "upload", f"step {event.step} on {event.node} gave way to a newer snapshot")
         return
-    damaged = event.error.startswith("corrupt:")
+    damaged = trouble == "corrupt"
     if event.error:
         memory.storage_problem = event.error
         kind = "corrupt" if damaged else "storage"  # a slot's damage is no outage of storage
         text = f"upload of step {event.step} on {event.node} failed: {event.error}"
         memory.alert("warning", kind, text, node=event.node)
     if damaged:
-        slot = event.error.removeprefix("corrupt:").strip()
         bad = (event.node, slot, event.generation, event.step)
         if bad not in memory.bad_slots:
             memory.bad_slots.add(bad)

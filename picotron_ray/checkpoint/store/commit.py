@@ -2,7 +2,8 @@
 
 The coordinator calls ``commit``. Everything that a reader will need is durable before the log entry is
 put: ledger segment, then manifest, then (after a look at the chunks) the entry. A crash in between leaves
-objects that no entry names, which GC collects.
+objects that no entry names, which GC collects. It may do so on another thread meanwhile, so before the look a
+commit says what it needs (``in_use.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.deadline import deletions_given_up
 from picotron_ray.checkpoint.store.assembly import Assembler, Stored
+from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.lineage import commits_on
 from picotron_ray.checkpoint.store.manifest import Segment, segment_row
 from picotron_ray.checkpoint.store.outline import Outline, Outlines
@@ -48,12 +50,14 @@ def commit(
     log: RunLog,
     parts: Sequence[UploadPart],
     on_phase: Callable[[str], None] | None = None,
+    in_use: InUse | None = None,
     grace_s: float = 0.0,
 ) -> Committed:
     """Commit what the nodes uploaded of one step, with all of the work in this process.
 
     Args:
         on_phase: called with "commit" between the manifest and the log entry (scripted faults).
+        in_use: shared with the collection that another thread may be at; None: there is none.
         grace_s: of collection; 0: all chunks are looked for.
 
     Raises:
@@ -62,7 +66,8 @@ def commit(
             storage refused. StorageUnavailableError: calling again is safe.
     """
     writer = parts[0].term, parts[0].n
-    return commit_assembled(storage, log, writer, Assembler(storage, parts, grace_s), Outlines(), on_phase)
+    assembler = Assembler(storage, parts, grace_s)
+    return commit_assembled(storage, log, writer, assembler, Outlines(), on_phase, in_use)
 
 
 def commit_assembled(
@@ -72,6 +77,7 @@ def commit_assembled(
     assembling: Assembling,
     outlines: Outlines,
     on_phase: Callable[[str], None] | None = None,
+    in_use: InUse | None = None,
     in_order: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> Committed:
     """Commit what generation ``writer`` has uploaded; as `commit`, with the assembly done elsewhere.
@@ -83,24 +89,29 @@ def commit_assembled(
     """
     parent = parent_of(storage, in_order(log.witness), *writer, outlines)
     outline = assembling.assemble(parent)
-    leaving = deletions_given_up(storage)  # before the look: what goes after that was there
-    stored = assembling.store()
-    outline = replace(outline, ledger=(*(parent.ledger if parent else ()), *stored.segments))
-    _check_none_leaves(storage, leaving, outline, stored.key)
-    if on_phase:
-        on_phase("commit")
-    body: dict[str, Any] = {"term": outline.term, "n": outline.n, "step": outline.step}
-    body |= {"manifest": stored.key, "digest": stored.digest}
-    # so that the ledger goes on where this manifest is damaged later
-    rows = [segment_row(segment) for segment in stored.segments]
-    if rows:
-        body |= {"segment": rows[0]} if len(rows) == 1 else {"segments": rows}
-    seq: int = in_order(partial(log.append, "commit", body))
+    with (in_use or InUse()).needed([outline.key, *outline.chunk_keys()]) as going:
+        leaving = going | deletions_given_up(storage)  # before the look: what goes after that was there
+        stored = assembling.store()
+        outline = replace(outline, ledger=(*(parent.ledger if parent else ()), *stored.segments))
+        _check_none_leaves(storage, leaving, outline, stored.key)
+        if on_phase:
+            on_phase("commit")
+        seq: int = in_order(partial(log.append, "commit", _body(outline, stored)))
     outlines.add(stored.digest, outline, stored.size)
     for intent in stored.intents:
         storage.delete(intent)
     known = stored.key, stored.digest, outline.stored_bytes, stored.written_bytes
     return Committed(seq, outline.step, *known)
+
+
+def _body(outline: Outline, stored: Stored) -> dict[str, Any]:
+    """Body of the entry; with the ledger's new segments, in case that this manifest is damaged later."""
+    body: dict[str, Any] = {"term": outline.term, "n": outline.n, "step": outline.step}
+    body |= {"manifest": stored.key, "digest": stored.digest}
+    rows = [segment_row(segment) for segment in stored.segments]
+    if rows:
+        body |= {"segment": rows[0]} if len(rows) == 1 else {"segments": rows}
+    return body
 
 
 _NOTHING = Outline(step=0, term=0, n=0)

@@ -128,11 +128,12 @@ class AssemblyProcess:
     def _write(self, process: subprocess.Popen[bytes], frame: Sequence[bytes]) -> None:
         assert process.stdin is not None
         pipe = process.stdin.fileno()
-        for piece in map(memoryview, frame):
-            while piece:
+        for piece in frame:
+            left = memoryview(piece)
+            while left:
                 if not select.select([], [pipe], [], self._silent_s)[1]:
                     raise AssemblerGoneError(f"it took nothing for {self._silent_s:g} s")
-                piece = piece[os.write(pipe, piece) :]
+                left = left[os.write(pipe, left) :]
 
     def _read(self, process: subprocess.Popen[bytes]) -> Frame:
         """Read frames until an answer comes."""

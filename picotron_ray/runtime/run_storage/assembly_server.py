@@ -10,6 +10,7 @@ does not outlive whoever asks. It imports neither Ray nor torch.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -104,9 +105,11 @@ def serve(source: IO[bytes], voice: Voice) -> None:
                 answers = Answers(open_storage(job.storage, job.name))
             else:
                 voice.say(*answers.answer(question, blobs))
+                gc.collect()
 
 
 def main() -> None:
+    gc.disable()  # it would look through millions of living objects over and over
     voice = Voice(sys.stdout.buffer)
     threading.Thread(target=voice.beat, args=(os.getppid(),), daemon=True).start()
     serve(sys.stdin.buffer, voice)

@@ -2,8 +2,9 @@
 
 All methods block. What concerns the log runs on one thread (``executor``), which keeps its entries in order;
 the run's record is saved by another one (``record_keeper``). A third asks for the newest term, as the first
-may wait for storage that hangs. A further one makes commits (``committer``), for as long as that takes; their
-entries are written by the first one, so a generation's need not wait.
+may wait for storage that hangs. A fourth (``collector``) collects garbage and a fifth (``committer``) makes
+commits, for as long as that takes; the entries of both are written by the first one, so a generation's need
+not wait.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit_assembled, parent_of
 from picotron_ray.checkpoint.store.import_commit import copy_commit
+from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.checkpoint.store.outline import Outline, Outlines
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
@@ -82,8 +84,10 @@ class RunStore:
         self._log = RunLog(self._storage)
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="run-store")
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="run-commit")
+        self.collector = ThreadPoolExecutor(1, thread_name_prefix="run-garbage")
         self._assembly = AssemblyProcess(job)
         self._outlines = Outlines(self._assembly.outline)
+        self._in_use = InUse()
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self._records = 0  # saved in this term
         self.complaints: list[str] = []
@@ -197,6 +201,7 @@ class RunStore:
             assembling,
             self._outlines,
             lambda _: self._on_commit(step),
+            self._in_use,
             self._in_order,
         )
 
@@ -282,22 +287,32 @@ class RunStore:
         """Retire commits beyond retention, delete chunks that nothing needs and records that are replaced.
 
         Then the log's older entries are copied into blocks, from which a restart reads them. Returns why
-        storage kept it from that, "" where it did not.
+        storage kept it from that, or what else did for too long; "" where nothing did. Not for ``executor``'s
+        thread, which it waits for.
         """
         try:
             for key in self._record_keys()[:-RECORDS_KEPT]:
                 self._storage.delete(key)
             reach = gc.rewind_reach(self._job)
-            report = gc.collect(self._storage, self._log, self._job.checkpoint, reach, self._outlines)
+            report = gc.collect(
+                self._storage,
+                self._log,
+                self._job.checkpoint,
+                reach,
+                self._in_use,
+                self._in_order,
+                self._outlines,
+            )
             for line in report.damaged:
                 log.warning("garbage collection gave up a commit: %s", line)
-            self._log.keep_blocks()
+            self._in_order(self._log.keep_blocks)
         except FencedError as error:
             log.warning("garbage collection: %s", error)  # the next append ends this coordinator
+            return ""
         except StorageError as error:
             log.warning("garbage collection is put off: %s", error)
             return str(error)
-        return ""
+        return report.overdue
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Add what the committed ledger says, and store ``summary.json``.

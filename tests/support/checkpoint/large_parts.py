@@ -112,3 +112,8 @@ class CountedStorage:
     def delete(self, key: str) -> None:
         self.calls["delete"] += 1
         self.objects.pop(key, None)
+
+    def delete_many(self, keys: Sequence[str], until_s: float) -> Sequence[str]:
+        for key in keys:
+            self.delete(key)
+        return ()

@@ -33,14 +33,12 @@ class Stored:
     """Manifest that is in storage, with all that it names; no entry names it yet.
 
     Fields:
-        size: of its bytes.
         segments: of the ledger since the parent.
         intents: to be removed once it is committed.
     """
 
     key: str
     digest: str
-    size: int
     segments: tuple[Segment, ...]
     intents: tuple[str, ...]
     written_bytes: int
@@ -82,7 +80,6 @@ class Assembler:
         return Stored(
             key=put_fresh(self._storage, manifest.key, encoded),
             digest=blake3(encoded).hexdigest(),
-            size=len(encoded),
             segments=manifest.ledger[len(manifest.ledger) - len(new.segments) :],
             intents=tuple(part.intent for part in self._parts),
             written_bytes=sum(part.written_bytes for part in self._parts),

@@ -97,7 +97,7 @@ def commit_assembled(
         if on_phase:
             on_phase("commit")
         seq: int = in_order(partial(log.append, "commit", _body(outline, stored)))
-    outlines.add(stored.digest, outline, stored.size)
+    outlines.add(stored.digest, outline)
     for intent in stored.intents:
         storage.delete(intent)
     known = stored.key, stored.digest, outline.stored_bytes, stored.written_bytes

@@ -48,7 +48,7 @@ Times are the storage's own, and may have whole seconds only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -194,9 +194,8 @@ def damaged_commits(storage: Storage, log: RunLog, outlines: Outlines) -> dict[i
     """
     found: dict[int, str] = {}
     commits = log.commits()
-    sizes = {entry.key: entry.size for entry in storage.list("manifests/")}
     for entry in commits:
-        look = partial(_unreadable, storage, entry, outlines, sizes)
+        look = partial(_unreadable, storage, entry, outlines)
         if look() and (problem := look()):  # also the second time
             found[entry.seq] = problem
     if found and len(found) == len(commits):
@@ -204,9 +203,9 @@ def damaged_commits(storage: Storage, log: RunLog, outlines: Outlines) -> dict[i
     return found
 
 
-def _unreadable(storage: Storage, entry: Entry, outlines: Outlines, sizes: Mapping[str, int]) -> str:
+def _unreadable(storage: Storage, entry: Entry, outlines: Outlines) -> str:
     try:
-        outlines.check_there(storage, entry.body, sizes)
+        outlines.read(storage, entry.body)
     except CorruptError as error:
         return str(error)
     return ""

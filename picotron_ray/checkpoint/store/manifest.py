@@ -226,16 +226,14 @@ def load_manifest(storage: Storage, key: str, digest: str = "", identity: Identi
     Raises:
         CorruptError: it is missing, damaged, or another one lies in its place; names the manifest.
     """
-    manifest, _ = read_manifest(storage, key, digest, decode_manifest)
+    manifest = read_manifest(storage, key, digest, decode_manifest)
     if identity is not None:
         check_identity(key, manifest, identity)
     return manifest
 
 
-def read_manifest(
-    storage: Storage, key: str, digest: str, decode: Callable[[str, bytes], T]
-) -> tuple[T, int]:
-    """Read and decode a manifest's bytes; returns that and their number.
+def read_manifest(storage: Storage, key: str, digest: str, decode: Callable[[str, bytes], T]) -> T:
+    """Read a manifest's bytes, compare their digest ("" skips that) and decode them.
 
     Raises:
         CorruptError: it is missing, or does not match its digest, or ``decode`` says so.
@@ -246,7 +244,7 @@ def read_manifest(
         raise CorruptError(f"manifest {key} is missing from {storage.where}", where=key) from error
     if digest and blake3(data).hexdigest() != digest:
         raise CorruptError(f"manifest {key} does not match the digest in the log", where=key)
-    return decode(key, data), len(data)
+    return decode(key, data)
 
 
 def check_identity(key: str, found: Identified, identity: Identity) -> None:

@@ -92,23 +92,23 @@ class Outlines:
         """
         self._decode, self._most_bytes = decode, most_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, tuple[Outline, int]] = OrderedDict()
+        self._kept: OrderedDict[str, Outline] = OrderedDict()
         self._bytes = 0
 
-    def add(self, digest: str, outline: Outline, size: int) -> None:
-        """Keep the outline of a manifest of ``size`` encoded bytes."""
+    def add(self, digest: str, outline: Outline) -> None:
+        """Keep the outline of a manifest."""
         with self._lock:
             self._drop(digest)
-            self._kept[digest] = outline, size
+            self._kept[digest] = outline
             self._bytes += outline.cost_bytes
             while self._bytes > self._most_bytes and len(self._kept) > 1:
                 self._drop(next(iter(self._kept)))
 
     def _drop(self, digest: str) -> None:
         if digest in self._kept:
-            self._bytes -= self._kept.pop(digest)[0].cost_bytes
+            self._bytes -= self._kept.pop(digest).cost_bytes
 
-    def _known(self, digest: str) -> tuple[Outline, int] | None:
+    def _known(self, digest: str) -> Outline | None:
         with self._lock:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
@@ -116,24 +116,20 @@ class Outlines:
 
     def committed(self, storage: Storage, body: Mapping[str, Any]) -> Outline:
         """The outline of the manifest of a commit entry's body; raises as `committed_manifest`."""
-        known = self._known(body["digest"])
-        return self._read(storage, body) if known is None else known[0]
+        return self._known(body["digest"]) or self.read(storage, body)
 
-    def check_there(self, storage: Storage, body: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        """Check that a commit's manifest can be read; of a known one, that it has its size.
-
-        Args:
-            sizes: of the manifests in storage, by key.
+    def read(self, storage: Storage, body: Mapping[str, Any]) -> Outline:
+        """Read a commit's manifest to see that it is sound; a known one is not parsed again.
 
         Raises:
             CorruptError: it is missing or damaged.
         """
-        known = self._known(body["digest"])
-        if known is None or sizes.get(body["manifest"]) != known[1]:
-            self._read(storage, body)
+        digest = body["digest"]
 
-    def _read(self, storage: Storage, body: Mapping[str, Any]) -> Outline:
-        found, size = read_manifest(storage, body["manifest"], body["digest"], self._decode)
+        def decode(key: str, data: bytes) -> Outline:
+            return self._known(digest) or self._decode(key, data)
+
+        found = read_manifest(storage, body["manifest"], digest, decode)
         check_identity(body["manifest"], found, Identity(body["step"], body["term"], body["n"]))
-        self.add(body["digest"], found, size)
+        self.add(digest, found)
         return found

@@ -287,7 +287,7 @@ class Coordinator:
         term, record, store = self._executor.term, self._record, self._store
         known = (self._job, self._options, planner, term, record, stored, self._supervisor)
         self._event_log = await open_event_log(*known)
-        record.begin(term, store.commit_figures)
+        record.begin(term, store.commit_figures, lambda: self._machine.memory.checkpoints.committed)
         self._evidence.begin(term, folder)
         tell_beginning(record, self._options, store)
         self._tracking = Tracking(self._job, store, record, folder)

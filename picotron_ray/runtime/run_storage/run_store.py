@@ -26,6 +26,7 @@ from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit_assembled, parent_of
 from picotron_ray.checkpoint.store.import_commit import copy_commit
 from picotron_ray.checkpoint.store.in_use import InUse
+from picotron_ray.checkpoint.store.lineage import newest_commit, newest_generation
 from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.checkpoint.store.outline import Outline, Outlines
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
@@ -333,25 +334,26 @@ class RunStore:
         return ledger_figures(self._job, lines, steps, self.data, self._passed())
 
     def _passed(self) -> list[range]:
-        """Steps that rewinds of the newest commit's history pass over."""
-        newest = self._log.commits()[-1:]
-        writer = (newest[0].body["term"], newest[0].body["n"]) if newest else None
+        """Steps that rewinds of the history on which the run stands pass over."""
+        newest = newest_commit(self._log)
+        writer = (newest.body["term"], newest.body["n"]) if newest else None
         bodies = [entry.body for entry in self._log.entries() if entry.kind == "generation"]
         found = [decode_spec(b["spec"]) for b in bodies if (b["term"], b["n"]) == writer]
         return [rewind.passed for spec in found for rewind in spec.rewinds]
 
     def ledger_lines(self, after: int = 0) -> list[dict[str, Any]]:
-        """Lines of the newest commit's ledger of steps above ``after``, in order; none before a commit."""
+        """Lines of steps above ``after`` of the ledger of `newest_commit`, in order; none before one.
+
+        Not for ``executor``'s thread, which it waits for.
+        """
         manifest = self._newest_ledger()
         return [json.loads(line) for line in read_ledger(self._storage, manifest, after)] if manifest else []
 
     def _newest_ledger(self) -> Outline | None:
-        """Outline with the newest commit's ledger; None before a commit."""
-        commits = self._log.commits()
-        if not commits:
-            return None
-        newest = commits[-1].body
-        return parent_of(self._storage, self._log, newest["term"], newest["n"], self._outlines)
+        """Outline with the ledger of the newest commit of the history on which the run stands."""
+        reader: RunLog = self._in_order(self._log.witness)
+        newest = newest_generation(reader)
+        return None if newest is None else parent_of(self._storage, reader, *newest, self._outlines)
 
 
 def _record_number(key: str) -> tuple[int, ...]:

@@ -75,7 +75,6 @@ class RunRecord:
 
         Args:
             commit_figures: sizes and times by step; it grows with the commits.
-            newest: tells the step of the machine's newest commit, 0 before one.
         """
         with self._lock:
             self._term, self._commit_figures = term, commit_figures

@@ -68,6 +68,7 @@ class Run:
         ended = Coordinator.__new__(Coordinator)
         ended._job, ended._executor, ended._begun = self.job, self.executor, False
         ended._options = {"owns_ray": True, "event_folder": str(self.folder)}
+        ended._store = self.store
         ended._planner = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
         ended._cluster = SimpleNamespace(figures=figures, close=close)  # type: ignore[assignment]
         ended._record = SimpleNamespace(  # type: ignore[assignment]

@@ -266,7 +266,7 @@ def test_an_uploads_end_is_told_until_it_is_acknowledged(
     monkeypatch.setattr(agent._uploads, "run", upload)
     hearing = agent._reports._send
     agent._reports._send = away
-    agent.upload(1, (1, 1), 5, ("s",))
+    agent.upload(1, (1, 1), 5, ("s.slot",))
     until = time.monotonic() + 10
     while not told and time.monotonic() < until:
         agent._look(1.0, heartbeat=False)
@@ -274,7 +274,7 @@ def test_an_uploads_end_is_told_until_it_is_acknowledged(
     told.clear()
     for at in (2.0, 3.0, 4.0):
         agent._look(at, heartbeat=False)
-    assert told == [("uploaded", "n1", Ended((1, 1), 5, ("s",), None, text, full))]
+    assert told == [("uploaded", "n1", Ended((1, 1), 5, ("s.slot",), None, text, full))]
 
 
 def test_ends_of_several_uploads_of_a_step_are_all_told(agent: Agent, told: Told) -> None:

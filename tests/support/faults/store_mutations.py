@@ -32,13 +32,6 @@ def _knows_nothing(real: Any, self: InUse, keys: Any) -> Iterator[frozenset[str]
         yield frozenset()
 
 
-@contextmanager
-def _forget(real: Any, self: InUse, keys: Any) -> Iterator[frozenset[str]]:
-    with real(self, keys) as going:
-        yield going
-    self._lately.clear()
-
-
 STORED: dict[str, Mutation] = {
     "the_log_is_not_read_before_a_deletion": nothing(deletion, "_check_term"),
     "the_log_is_read_once_before_all_deletions": wrap(
@@ -53,7 +46,6 @@ STORED: dict[str, Mutation] = {
         lambda real, self, keys: nullcontext(frozenset()), (InUse, "needed")
     ),
     "a_commit_does_not_know_what_is_being_deleted": wrap(_knows_nothing, (InUse, "needed")),
-    "what_a_commit_needs_is_forgotten_at_its_end": wrap(_forget, (InUse, "needed")),
     "what_a_save_lists_is_not_spared": wrap(
         lambda real, storage, log, intents, outlines: real(storage, log, [], outlines), (gc, "_marked")
     ),

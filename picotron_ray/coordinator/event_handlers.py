@@ -21,6 +21,7 @@ from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.coordinator.term_begin import begin, release_committed
+from picotron_ray.coordinator.unseen_members import look_for_members
 from picotron_ray.failures import FailureKind
 
 AGENT_PATIENCE = 6.0  # x node_timeout_s: longest wait for an agent's restart
@@ -75,6 +76,12 @@ def worker_exited(memory: MachineMemory, event: m.WorkerExited) -> None:
 
 
 def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
+    """Note a sign of life and progress, and the members that are missing from it."""
+    sign_of_life(memory, event)
+    look_for_members(memory, event)
+
+
+def sign_of_life(memory: MachineMemory, event: m.Heartbeat) -> None:
     """Note a sign of life and progress.
 
     A node that was lost by silence alone is taken back in. Its old workers are killed first. So is a worker
@@ -93,16 +100,21 @@ def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
         for name in workers:
             memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)
             kill(memory, name, "its node was counted as lost")
+        _end_strangers(memory, event)
         return
     node.last_seen, node.agent_gone_at = memory.now, None
-    for name in (*event.steps, *event.others):
-        if name not in memory.roster.workers and event.node not in memory.unheard:
-            memory.emit(m.KillWorker(name, "counts as dead, or is not known, and lives"))
+    _end_strangers(memory, event)
     before = memory.seen_step
     if memory.spec is not None and event.generation == memory.spec.id and event.steps:
         memory.begun.update(event.steps)
         progress(memory, max(event.steps.values()))
     memory.quiet = memory.seen_step == before
+
+
+def _end_strangers(memory: MachineMemory, event: m.Heartbeat) -> None:
+    for name in (*event.steps, *event.others):
+        if name not in memory.roster.workers and event.node not in memory.unheard:
+            memory.emit(m.KillWorker(name, "counts as dead, or is not known, and lives"))
 
 
 def agent_restarting(memory: MachineMemory, event: m.AgentRestarting) -> None:
@@ -130,6 +142,8 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
     if worker is None or event.worker in memory.outcomes or not memory.in_generation:
         return
     memory.outcomes[event.worker] = event
+    if memory.state is MachineState.ABORTING:
+        memory.heard(len(memory.spec.members) - len(memory.outcomes))
     if worker.state == "busy":
         worker.state, worker.since = "idle", memory.now
     progress(memory, event.step)
@@ -157,8 +171,14 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
 def stalled(memory: MachineMemory, event: m.Stalled) -> None:
     """Abort the generation of a member whose phase lasts too long.
 
-    The stuck one shows when all are told to leave: it alone does not answer.
+    The stuck one shows when all are told to leave: it alone does not answer. A worker that was taken for
+    idle and stands in a generation of an earlier term was called for it late: nobody else will ever come.
     """
+    worker = memory.roster.workers.get(event.worker)
+    if worker is not None and worker.state == "idle" and event.generation.term < memory.term:
+        worker.state = "busy"  # it may write until it is dead
+        kill(memory, event.worker, f"still in generation {event.generation}, which is over")
+        return
     running = memory.state in (MachineState.RUNNING, MachineState.LEAVING)
     if (
         not running
@@ -234,6 +254,7 @@ def inventory(memory: MachineMemory, event: m.Inventory) -> None:
     if memory.state is MachineState.COLLECTING and memory.awaited.get(event.node) == event.request:
         del memory.awaited[event.node]
         memory.inventory[event.node] = event.slots
+        memory.heard(len(memory.awaited))
 
 
 def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:

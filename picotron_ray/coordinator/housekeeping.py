@@ -12,6 +12,7 @@ from picotron_ray.coordinator.policies import scale_up
 from picotron_ray.coordinator.policies.membership import starts
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.coordinator.unseen_members import end_unseen
 from picotron_ray.failures import FailureKind
 
 REPLACE_AFTER_S = 2.0  # replacements wait for the survivors' first step, which they would slow down
@@ -105,6 +106,7 @@ def keep_house(memory: MachineMemory) -> None:
     """Do everything that time alone brings about."""
     for node in memory.roster.silent_nodes(memory.now, memory.job.elastic.node_timeout_s):
         lose_node(memory, node, f"silent for {memory.job.elastic.node_timeout_s:g} s", silent=True)
+    end_unseen(memory)
     workers = memory.roster.in_state("dying", "starting")
     if not workers:
         return

@@ -18,7 +18,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.append_queue import AppendQueue
 from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker
 from picotron_ray.coordinator.drains import give_back
-from picotron_ray.coordinator.event_handlers import HANDLERS
+from picotron_ray.coordinator.event_handlers import HANDLERS, sign_of_life
 from picotron_ray.coordinator.final_wait import step_kept
 from picotron_ray.coordinator.generation_stop import step_aborting, step_leaving
 from picotron_ray.coordinator.housekeeping import (
@@ -108,21 +108,29 @@ class Machine:
             slept_s: what ``slept_s`` was after this event, where it is replayed; None: found by ``now``.
         """
         memory = self.memory
-        before = self.slept_s, memory.progressed, memory.planning, len(memory.begun)
+        before = self._told_by_time()
         memory.now, memory.out = self._clock(now, slept_s), []
         commands = self._handle(event)
         self.eventful = (
             not isinstance(event, Tick | Heartbeat)
             or bool(commands or memory.transitions)
-            or (self.slept_s, memory.progressed, memory.planning, len(memory.begun)) != before
+            or self._told_by_time() != before
         )
         return commands
 
+    def _told_by_time(self) -> tuple[object, ...]:
+        """State that a sign of life or of time alone may change, and that a log has to have lines for."""
+        memory = self.memory
+        return self.slept_s, memory.progressed, memory.planning, len(memory.begun), tuple(memory.unseen)
+
     def absorb(self, heartbeats: Iterable[tuple[float, Heartbeat]]) -> None:
-        """Take heartbeats of which is known that nothing followed from them, at the times given (replay)."""
+        """Take heartbeats of which is known that nothing followed from them, at the times given (replay).
+
+        They do not say which members they showed: one more or less missing would have had a line of its own.
+        """
         for now, heartbeat in heartbeats:
             self.memory.now = self._clock(now, self.slept_s)
-            HANDLERS[Heartbeat](self.memory, heartbeat)
+            sign_of_life(self.memory, heartbeat)
 
     def _handle(self, event: Event) -> list[Command]:
         memory = self.memory

@@ -107,6 +107,9 @@ class MachineMemory:
     launched_at: float = 0.0
     pace: StepPace = field(default_factory=lambda: StepPace(0, 0.0))
     begun: set[str] = field(default_factory=set)  # members that heartbeats have shown in it
+    unseen: dict[str, float] = field(
+        default_factory=dict
+    )  # members that their node does not show: since when
     progressed: bool = False
     # leaving and recovering
     reason: str = START  # of the next generation
@@ -149,6 +152,8 @@ class MachineMemory:
     # what was found of `spec` before
     _named: GenerationSpec | None = None
     _names: frozenset[str] = frozenset()
+    _placed_of: GenerationSpec | None = None
+    _placed: dict[str, frozenset[str]] = field(default_factory=dict)
     _passed_of: tuple[GenerationSpec | None, int] = (None, -1)
     _passed: int = 0
 
@@ -189,6 +194,14 @@ class MachineMemory:
         """Seconds within which so many workers or nodes answer that are all called at once."""
         return self.job.elastic.interrupt_timeout_s + max(0, asked - FEW_CALLS) * CALL_S
 
+    def heard(self, left: int) -> None:
+        """Note an answer of many: the ``left`` others have as long as if they were asked now.
+
+        Where thousands answer through one process, a crowded machine makes them late and nobody dead.
+        """
+        if self.deadline is not None and left > FEW_CALLS:
+            self.deadline = max(self.deadline, self.now + self.answer_s(left))
+
     # --- views --------------------------------------------------------------------------------------
 
     @property
@@ -219,6 +232,18 @@ class MachineMemory:
             self._named = self.spec
             self._names = frozenset() if self.spec is None else frozenset(m.worker for m in self.spec.members)
         return worker in self._names
+
+    def members_on(self, node: str) -> frozenset[str]:
+        """Names of the members of ``spec`` that were placed on a node."""
+        if self._placed_of is not self.spec:
+            placed: dict[str, set[str]] = {}
+            for member in () if self.spec is None else self.spec.members:
+                placed.setdefault(member.node, set()).add(member.worker)
+            self._placed_of, self._placed = (
+                self.spec,
+                {home: frozenset(names) for home, names in placed.items()},
+            )
+        return self._placed.get(node, frozenset())
 
     def living_members(self) -> Workers:
         """Members of ``spec`` that live, as far as is known."""

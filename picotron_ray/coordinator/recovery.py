@@ -63,7 +63,8 @@ def ask_again(memory: MachineMemory, node: str) -> None:
         memory.inventory.pop(node, None)
         memory.request += 1
         memory.awaited[node] = memory.request
-        memory.deadline = memory.now + memory.job.elastic.interrupt_timeout_s
+        alone = memory.now + memory.job.elastic.interrupt_timeout_s
+        memory.deadline = max(memory.deadline or 0.0, alone)  # many others may be awaited as well
         memory.emit(CollectInventory(node, memory.request))
 
 
@@ -299,6 +300,7 @@ def _launch(
     memory.seen_step, memory.launched_at, memory.progressed = spec.resume_step, memory.now, False
     memory.pace = StepPace(spec.resume_step, memory.now)
     memory.begun.clear()
+    memory.unseen.clear()
     memory.verdict, memory.bad = "", None
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
     memory.failing_until = None

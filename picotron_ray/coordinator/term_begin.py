@@ -96,6 +96,7 @@ def _adopt(memory: MachineMemory, spec: m.GenerationSpec, step_s: float) -> None
     for name, node in ((each.worker, each.node) for each in missing if each.node in heard):
         text = f"worker {name} on {node} was gone when the coordinator came back"
         blame(memory, FailureKind.WORKER_EXITED, name, culprit=True, text=text, cause="killed")
+        memory.emit(m.KillWorker(name, "counts as gone"))  # its page may be all that is
 
 
 def release_committed(memory: MachineMemory, node: str) -> None:

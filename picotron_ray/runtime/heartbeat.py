@@ -38,6 +38,7 @@ _FIELDS = (
     *(("progress", "q"), ("spins", "q")),  # the second: 1 where waiting for the device takes a core
     ("complete", "q"),  # newest step of the generation that is sealed on all its ranks; -1: none yet
     ("skipped_step", "q"),  # newest step whose update was left out; -1: none
+    ("bad_steps", "q"),  # how many there were in the generation
     *(("loss", "d"), ("grad_norm", "d"), ("learning_rate", "d"), ("step_time_s", "d")),
     *(
         ("eval_step", "q"),
@@ -84,6 +85,7 @@ class PageView:
     tokens: int
     complete: int
     skipped_step: int
+    bad_steps: int
     loss: float
     grad_norm: float
     learning_rate: float
@@ -195,6 +197,10 @@ class Page:
         self.put(**{bucket: self.value(bucket) + 1}, step_sum_s=step_sum_s, step_time_s=seconds)
         self._limits.stepped()
 
+    def count_bad(self, step: int) -> None:
+        """Note a step whose update was left out."""
+        self.put(bad_steps=self.value("bad_steps") + 1, skipped_step=step)
+
     def value(self, name: str) -> float:
         """Return a field as it was last written."""
         at, kind = _PLACE[name]
@@ -209,7 +215,7 @@ class Page:
         if work is not None:
             self._limits.begin(work)
         self.computing_step = step + 1
-        self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1, complete=-1)
+        self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1, bad_steps=0, complete=-1)
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
 
     def phase(self, name: str, limit_s: float | None = None) -> None:

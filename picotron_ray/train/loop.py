@@ -50,6 +50,9 @@ class HeartbeatPage(Protocol):
     def count_step(self, seconds: float) -> None:
         """Add a step of this duration."""
 
+    def count_bad(self, step: int) -> None:
+        """Note a step whose update is left out."""
+
 
 @dataclass(slots=True)
 class Requests:
@@ -215,7 +218,7 @@ class Loop:
             line |= {"expert_imbalance": agreement.imbalance, "dropped": agreement.dropped}
         if skipped:
             line["skipped"] = skipped
-            self.page.put(skipped_step=step)
+            self.page.count_bad(step)
         else:
             self.page.put(loss=loss, grad_norm=agreement.grad_norm)
         self.tail.add(step, json.dumps(line, separators=(",", ":")))  # once: every snapshot carries it

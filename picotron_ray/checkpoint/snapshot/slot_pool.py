@@ -183,21 +183,24 @@ def choose_folder(folder: str, overflow: str | None, need_bytes: int) -> tuple[s
     """Choose the folder for ``need_bytes`` of slots; returns it and a note ("" where it is the wanted one).
 
     Raises:
-        SlotError: neither has room.
+        SlotError: neither has room, or one cannot be looked at; the message begins with the key at fault.
     """
-    free = _free(folder)
+    free = _free(folder, "snapshot.folder")
     if free >= need_bytes:
         return folder, ""
-    seen = f"{folder} has {free} bytes free and the snapshot slots need {need_bytes}"
+    need = f"{need_bytes / 1e9:.3g} GB"
+    seen = f"snapshot.folder: saw {free / 1e9:.3g} GB free in {folder}, expected {need} for the slots"
     if overflow is None:
         raise SlotError(f"{seen}; enlarge it, lower snapshot.slots, or set snapshot.overflow_folder")
-    if _free(overflow) < need_bytes:
-        raise SlotError(f"{seen}; snapshot.overflow_folder {overflow} has {_free(overflow)} free too little")
+    there = _free(overflow, "snapshot.overflow_folder")
+    if there < need_bytes:
+        less = f"snapshot.overflow_folder: saw {there / 1e9:.3g} GB free in {overflow}"
+        raise SlotError(f"{less}, expected {need} as in {folder}; enlarge one, or lower snapshot.slots")
     return overflow, f"{seen}; using {overflow} instead (slower)"
 
 
-def _free(folder: str) -> int:
+def _free(folder: str, key: str) -> int:
     try:
         return free_bytes(folder)
     except OSError as error:
-        raise SlotError(f"snapshot folder {folder}: {error.strerror}; create it or name another") from error
+        raise SlotError(f"{key}: {folder}: {error.strerror}; create it or name another") from error

@@ -92,7 +92,11 @@ class ElasticConfig(Section):
         default=6, ge=1, description="failures in a row at the same step before exit 3"
     )
     heartbeat_s: float = Field(default=1.0, gt=0, description="interval of a node agent's heartbeat")
-    node_timeout_s: float = Field(default=5.0, gt=0, description="silence after which a node counts as lost")
+    node_timeout_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="silence after which a node counts as lost, or a member that its node's heartbeats lack",
+    )
     hang_factor: float = Field(
         default=3.0, ge=1, description="a phase longer than this times its learned p99 is a hang"
     )

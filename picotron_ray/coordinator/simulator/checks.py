@@ -32,6 +32,7 @@ from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind, Remedy
 
 STRANGERS_S = 5.0  # workers of an earlier coordinator may write unseen until they are dead
+BEGUN_S = 1.5  # by then the heartbeat of who begins a generation is heard
 CALM_S = 20.0  # after the last fault's own consequences: time to start workers and grow
 LONGEST_REPLY_S = 0.2  # of storage that is not disturbed
 ASKED_AGAIN_S = 80.0  # a reply that was lost is asked for again after this long at most
@@ -155,13 +156,15 @@ class Checks:
         if self.sim.shell is not shell or generation is None or generation.broken or generation.ended:
             return
         members = generation.members()
-        well = len(members) == len(generation.spec.members) and not any(w.hung for w in members)
+        well = len(members) == len(generation.spec.members) and all(w.paged and not w.hung for w in members)
         incident = shell.machine.memory.incident
         kind = None if incident is None else incident.kind
         # a coordinator may hear of a stall when it is over: it was stopped, or the message was late
-        stalled = kind is FailureKind.HANG and generation.complained
+        unread = any(w.read_again_at and not self.sim.reachable(w.node) for w in members)
+        stalled = kind is FailureKind.HANG and (generation.complained or unread)
+        late = kind is FailureKind.LATE and self.sim.now - generation.made_at <= BEGUN_S  # not heard of yet
         silent = kind is FailureKind.NODE_LOST and not all(self.sim.reachable(w.node) for w in members)
-        if well and not stalled and not silent:
+        if well and not (stalled or late or silent):
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
 
     def _uses_all_it_can(self, shell: CoordinatorProtocol) -> None:
@@ -329,6 +332,8 @@ class Checks:
         if busy := [worker.name for worker in node.workers.values() if self._at_work(worker)]:
             self.sim.violation(f"{name} was given back while {', '.join(busy)} were at work")
         memory, chain = shell.machine.memory, self._walk(shell.newest)
+        if memory.distrust_slots:
+            return  # the run goes on from a commit, whatever else is held
         needed = 0 if memory.spec is None else memory.spec.resume_step
         if memory.state is MachineState.WAITING:
             needed = max(needed, memory.held_step)
@@ -370,6 +375,10 @@ class Checks:
     def removed(self, node: NodeProtocol) -> None:
         """Note that a node went without a word."""
         self.promptness.removed(node)
+
+    def unpaged(self, workers: Sequence[WorkerProtocol]) -> None:
+        """Note that pages of workers are gone."""
+        self.promptness.unpaged(workers)
 
     def left(self, node: NodeProtocol, noticed_at: float) -> None:
         """Note that a node's time is over."""

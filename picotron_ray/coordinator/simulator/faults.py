@@ -44,6 +44,35 @@ def error(sim: Sim) -> None:
             worker.leave(worker.generation, FailureKind.FAILED, sim.rng.pick(("nan", "oom", "error: boom")))
 
 
+def page_lost(sim: Sim) -> None:
+    """Pages of a node's workers are gone, or unreadable for a moment: what becomes of them is not seen.
+
+    In some runs one of them hangs besides. Whom no coordinator ends, as a new one cannot know of it, a person
+    does.
+    """
+    homes = [node for node in sim.nodes.values() if any(w.generation for w in node.workers.values())]
+    if not homes:
+        return
+    workers = [w for w in sim.rng.pick(homes).workers.values() if w.generation is not None and not w.hung]
+    lost = workers if sim.rng.chance(0.5) else workers[:1]
+    for worker in lost:
+        worker.paged = False
+    if lost and sim.rng.chance(0.3):
+        sim.after(sim.rng.uniform(0.2, UNREAD_S), _read_again, sim, lost)
+    elif lost:
+        sim.checks.unpaged(lost)
+        for worker in lost:
+            sim.after(UNKNOWN_S, worker.node.worker_dies, worker, "killed")
+        if sim.rng.chance(0.5) and lost[0].generation is not None:
+            lost[0].hung = True
+            sim.after(1.5, lost[0].generation.stalled)
+
+
+def _read_again(sim: Sim, workers: list[SimWorker]) -> None:
+    for worker in workers:
+        worker.paged, worker.read_again_at = True, sim.now
+
+
 def node(sim: Sim) -> None:
     """A node dies; another one joins later on."""
     if sim.nodes:
@@ -211,7 +240,7 @@ def stop(sim: Sim) -> None:
 STORAGE_FAULTS = (outage, lag, mute, rot)
 NETWORK_FAULTS = (cut, noise)
 COORDINATOR_FAULTS = (restart, pause, rival, undead, planner)
-WORKER_FAULTS = (kill, hang, error, corrupt)
+WORKER_FAULTS = (kill, hang, error, corrupt, page_lost)
 NODE_FAULTS = (node, drain, store)
 FAULTS: dict[str, Fault] = {
     fault.__name__: fault
@@ -226,6 +255,8 @@ FAULTS: dict[str, Fault] = {
         stop,
     )
 }
+UNREAD_S = 3.0  # longest that an agent cannot read pages that are there
+UNKNOWN_S = 20.0  # by then a worker without a page was ended by a person
 LONGEST_S = 30.0  # nothing that a fault sets off by itself comes later than this after it
 
 

@@ -27,6 +27,8 @@ class SimWorker:
         "name",
         "node",
         "outcome",
+        "paged",
+        "read_again_at",
         "ready",
         "stored",
         "term",
@@ -36,11 +38,17 @@ class SimWorker:
     def __init__(self, name: str, node: SimNode) -> None:
         self.name, self.node = name, node
         self.ready = self.hung = False
+        self.paged, self.read_again_at = True, 0.0  # its agent can read its page; since when it can again
         self.generation: GenerationProtocol | None = None
         self.last: m.GenerationId | None = None  # newest generation that it was told to run
         self.term = 0  # of the coordinator that called it last
         self.outcome: m.Outcome | None = None
         self.clean, self.writing = 0, False
+
+    @property
+    def shown(self) -> bool:
+        """Whether its agent knows that it lives."""
+        return self.ready and self.paged
 
     @property
     def step(self) -> int:
@@ -184,7 +192,7 @@ class SimNode:
 
     def introduce(self) -> None:
         """Join, and tell what lives on it."""
-        ready = [worker for worker in self.workers.values() if worker.ready]
+        ready = [worker for worker in self.workers.values() if worker.shown]
         idle = tuple(worker.name for worker in ready if worker.generation is None)
         self.report(replace(self.joined(), idle=idle), reliable=True)
         for worker in ready:
@@ -303,6 +311,7 @@ class SimNode:
         """
         older = self.spec is not None and generation < self.spec.id
         needed = {info.slot for info in self.spec.source.slots} if self.spec is not None and older else set()
+        living = {worker.name for worker in self.workers.values() if worker.paged}
         for held in list(self.slots.values()):
             key = (held.info.generation, held.info.step)
             if m.StateId(*key) in spared:
@@ -313,7 +322,7 @@ class SimNode:
                 self.kept.discard(held.info.slot)
             elif marked:
                 continue
-            dead = held.info.slot.split(".")[0] not in self.workers and held.info.slot not in needed
+            dead = held.info.slot.split(".")[0] not in living and held.info.slot not in needed
             if (kept or key < (generation, step)) and dead:
                 self.sim.checks.deleted(held.info)
                 del self.slots[held.info.slot]

@@ -30,6 +30,7 @@ MOST_ASKED = 3  # questions to a node that does not answer
 COMMIT_S = 5.0  # longest wait for a commit that would save steps
 START_LATE_S = 4.0  # a worker that does not start may count so long after its time
 GROWTH_S = 10.0  # longest wait of a ready worker for others that are starting
+ROUNDING_S = 1e-6  # of times that were added up
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Orders:
         for node in memory.roster.nodes:
             if node not in given.asked:
                 self._say(f"{spec.id} is launched, and {node} was not asked what it holds")
-            elif node not in given.heard and memory.now - given.asked[node][1] < patience_s:
+            elif node not in given.heard and memory.now - given.asked[node][1] < patience_s - ROUNDING_S:
                 self._say(f"{spec.id} is launched before {node} has answered")
         waits = memory.now - given.collected_at < COMMIT_S and memory.remedy in (Remedy.RETRY, Remedy.EXCLUDE)
         late = given.commit

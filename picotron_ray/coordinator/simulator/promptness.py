@@ -6,11 +6,16 @@ is to go are acted on, and pins are released. A fault that is still at work, or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.simulator.protocols import CoordinatorProtocol, GenerationProtocol, NodeProtocol
+from picotron_ray.coordinator.simulator.protocols import (
+    CoordinatorProtocol,
+    GenerationProtocol,
+    NodeProtocol,
+    WorkerProtocol,
+)
 from picotron_ray.coordinator.states import MachineState
 
 if TYPE_CHECKING:
@@ -190,6 +195,22 @@ class Promptness:
             return
         if name in shell.machine.memory.roster.nodes:
             self.sim.violation(f"{name} went {self.sim.now - at:.0f} s ago without a word, and still counts")
+
+    def unpaged(self, workers: Sequence[WorkerProtocol]) -> None:
+        """Expect the end of members whose pages are gone."""
+        elastic = self.sim.job.elastic
+        limit_s = elastic.node_timeout_s + 2 * elastic.heartbeat_s + LATE_S
+        for worker in workers:
+            self.sim.after(limit_s, self._unseen_still, worker, worker.generation, self.sim.now)
+
+    def _unseen_still(self, worker: WorkerProtocol, then: GenerationProtocol | None, at: float) -> None:
+        sim, shell = self.sim, self.sim.shell
+        if shell is None or then is None or self.calm_since() > at or sim.worker(worker.name) is not worker:
+            return
+        memory = shell.machine.memory
+        at_work = memory.state in (MachineState.RUNNING, MachineState.LEAVING) and memory.spec == then.spec
+        if at_work and not then.ended and not worker.paged:
+            sim.violation(f"{worker.name} has had no page for {sim.now - at:.0f} s, and still counts")
 
     def left(self, node: NodeProtocol, noticed_at: float) -> None:
         """Check that a node is not used any more when its time is over, where others could do the work."""

@@ -27,7 +27,7 @@ class Shell:
         self.alive = True
         self.ending = False  # it is about to end the run, and hears nothing any more
         self.paused_until = 0.0
-        self.born_at = sim.now
+        self.born_at = sim.now  # later, when it began to hear: storage may have kept it waiting
         self.told_seals: set[tuple[str, m.GenerationId, int]] = set()
         self.newest: m.GenerationSpec | None = None  # newest generation known to it
         self.heard: set[str] = set()  # nodes whose inventory arrived in the present round
@@ -38,6 +38,7 @@ class Shell:
         self.finished: m.Finish | None = None
         self.stores = StoreHomes()
         self.search = StoreSearch()
+        self._asked: dict[str, int] = {}  # newest request for a node's inventory
         self._tick_at = 0.0
         self._wake_at = 0.0
         self._queue: list[m.Event] = []  # while paused, or before Begin
@@ -71,12 +72,12 @@ class Shell:
         living = [node for node in reached if self.sim.nodes.get(node.name) is node]
         specs = [node.spec for node in living if node.spec is not None]
         running = max(specs, key=lambda spec: spec.id, default=None)
-        workers = tuple(m.Member(w.name, n.name) for n in living for w in n.workers.values() if w.ready)
+        workers = tuple(m.Member(w.name, n.name) for n in living for w in n.workers.values() if w.shown)
         busy = tuple(
             m.BusyWorker(w.name, w.generation.spec.id)
             for n in living
             for w in n.workers.values()
-            if w.ready and w.generation is not None
+            if w.shown and w.generation is not None
         )
         commits, known = self.read_log()
         self.commits = list(commits)
@@ -87,6 +88,7 @@ class Shell:
         kept_by = max((each.kept_by for each in said if each.kept_by), key=lambda spec: spec.id, default=None)
         self.newest = max(filter(None, (self.newest, kept_by)), key=lambda spec: spec.id, default=None)
         keeping = {} if running else self.sim.keeping()
+        self.born_at = self.sim.now
         words = self.term, tuple(self.commits), known, running, workers, busy, kept, kept_by
         self.deliver(m.Begin(*words, keeping=keeping))
         for node in living:
@@ -121,8 +123,8 @@ class Shell:
         if self.machine.memory.term == 0 and not isinstance(event, m.Begin):
             self._queue.append(event)
             return
-        if isinstance(event, m.Inventory):
-            self.heard.add(event.node)
+        if isinstance(event, m.Inventory) and event.request == self._asked.get(event.node):
+            self.heard.add(event.node)  # else it answers an earlier coordinator, or question
         elif isinstance(event, m.NodeJoined) and event.kept_by is not None:
             self.newest = max(self.newest or event.kept_by, event.kept_by, key=lambda spec: spec.id)
         elif isinstance(event, m.Appended) and event.kind == "commit" and event.seq > 0:
@@ -270,6 +272,7 @@ class Shell:
             self.sim.after(0.1, self.deliver, m.WorkerExited(command.worker, "unknown"))
 
     def collect(self, command: m.CollectInventory) -> None:
+        self._asked[command.node] = command.request
         self.sim.to_node(command.node, self.term, lambda node: node.collect(command.request), retry=False)
 
     def upload(self, command: m.Upload) -> None:

@@ -140,16 +140,20 @@ class SimGeneration:
             self._complain()
 
     def _complain(self) -> None:
-        """Report a stalled member, a random one each second, until the generation breaks, ends or goes on."""
+        """Report a stalled member, a random one each second, until the generation breaks, ends or goes on.
+
+        Agents see none whose page is lost.
+        """
         present = [w for w in self.members() if w.generation is self]
         if self.broken or self.ended or not present:
             return
         if not (self._late() or self.torn or self.parted() or any(worker.hung for worker in present)):
             self.watched = False
             return
-        self.complained = True
-        worker = self.sim.rng.pick(present)
-        worker.node.report(m.Stalled(worker.name, self.spec.id, "reduce", 1.5))
+        if shown := [worker for worker in present if worker.paged]:
+            self.complained = True
+            worker = self.sim.rng.pick(shown)
+            worker.node.report(m.Stalled(worker.name, self.spec.id, "reduce", 1.5))
         self.sim.after(1.0, self._complain)
 
     # --- snapshots ------------------------------------------------------------------------------------
@@ -166,9 +170,10 @@ class SimGeneration:
             self.sim.after(delay, self._seal, name, step)
 
     def _seal(self, name: str, step: int) -> None:
-        """Report the snapshot of a node's members that are still alive as sealed."""
+        """Report the snapshot of a node's members that its agent sees alive as sealed."""
         node = self.sim.nodes.get(name)
-        living = [worker for worker in self.members() if worker.node is node and not worker.hung]
+        here = [worker for worker in self.members() if worker.node is node and not worker.hung]
+        living = [worker for worker in here if worker.paged]
         if node is not None and living and self.sim.now >= node.full_until:
             slots = [self._write(worker, step, pinned=True) for worker in living]
             sealed = tuple(slot for slot in slots if slot is not None)

@@ -123,7 +123,7 @@ class Sim:
     def _beat(self, node: SimNode) -> None:
         if self.nodes.get(node.name) is not node:
             return
-        ready = [worker for worker in node.workers.values() if worker.ready]
+        ready = [worker for worker in node.workers.values() if worker.shown]
         newest = max((worker.last for worker in ready if worker.last is not None), default=None)
         steps = {worker.name: worker.step for worker in ready if newest is not None and worker.last == newest}
         others = tuple(worker.name for worker in ready if worker.name not in steps)

@@ -2,9 +2,8 @@
 
 One thread owns the machine and runs an event loop; whatever arrives (calls of agents and the driver,
 results of actor calls, storage, time) becomes an event there, and each command the machine answers with
-is carried out by a short method of its ``CommandExecutor``. Nothing here decides anything about the run.
-Nothing that blocks runs on that thread. Every (time, event, commands) goes to a log that replays, written by
-a thread of its own (``event_log``).
+is carried out by a short method of its ``CommandExecutor``. Nothing here decides anything about the run, and
+nothing blocks that thread. Every (time, event, commands) goes to a log that replays (``event_log``).
 
 After a crash Ray runs the constructor again: a new term is claimed, living agents are asked what runs,
 and the machine adopts it. No loop here ends by an error (``supervision``); an error of the machine itself
@@ -36,6 +35,7 @@ from picotron_ray.coordinator.final_wait import unkept
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
+from picotron_ray.runtime import process_log
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
 from picotron_ray.runtime.coordinator.beginning import (
     Beginnings,
@@ -76,6 +76,7 @@ class Coordinator:
     """Ray actor. Its methods run on several threads at a time and only hand over to the loop's thread."""
 
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
+        process_log.begin()
         self._job = JobConfig.model_validate(job)
         self._options = options
         self._store = self._open_store()
@@ -174,13 +175,12 @@ class Coordinator:
         self._record.figures(node, figures)
         return m.Heartbeat(node, None if newest is None else m.GenerationId(*newest), steps, others)
 
-    def agent_restarted(self, node: str, metrics: dict[str, str]) -> None:
-        """Hear that a node's agent died, was started again, and has taken over what it found there."""
+    def agent_restarted(self, node: str, metrics: dict[str, str], why: str = "") -> None:
+        """Hear that a node's agent has taken over what it found there: it had died, or ``why``."""
         self._cluster.agent_back(node, metrics)
         self._loop.call_soon_threadsafe(self._executor.agent_back, node)
-        self._record.note(
-            "warning", "agent", f"the agent of node {node[:8]} died and is back; its workers went on"
-        )
+        back = f"the agent of node {node[:8]} died and is back; its workers went on"
+        self._record.note("warning", "agent", f"node {node[:8]}: {why}" if why else back)
 
     def sealed(self, node: str, generation: tuple[int, int], step: int, slots: list[m.SlotInfo]) -> None:
         """Hear that all members on a node sealed a pinned snapshot."""
@@ -291,17 +291,17 @@ class Coordinator:
         self._evidence.begin(term, folder)
         tell_beginning(record, self._options, store)
         self._tracking = Tracking(self._job, store, record, folder)
+        if record.ended is not None:  # decided by a term that died on the way
+            self._begun = True
+            await self._end(record.ended)
+            return
         kept = {} if running else await self._cluster.keeping(specs)
         traits, ages, strikes = self._cluster.traits, self._record.failed_s_ago(), self._record.strikes
-        begin = begin_event(
-            self._executor.term, commits, specs, found, traits, ages, kept, strikes, store.data
-        )
+        begin = begin_event(term, commits, specs, found, traits, ages, kept, strikes, store.data)
         self._cluster.adopt_workers(begin.workers)
         self._begun = True
-        for event in (begin, *self._early.take()):
+        for event in (begin, *self._early.take(), *self._record.owed):
             self._dispatch(event)
-        if self._record.stop_is_owed:
-            self._dispatch(m.UserRequest("stop"))
         self._start_loops(folder)
 
     def _start_loops(self, folder: Path) -> None:

@@ -185,7 +185,9 @@ class RunActors:
         handle, node = self._workers.get(worker), self._node_of.get(worker, "")
         unasked, returning = handle is None and worker in self._workers, False
         try:
-            await self.call_agent(node, "kill", term, worker, timeout_s=CLOSE_TIMEOUT_S, patience_s=0.0)
+            call = self.call_agent(node, "kill", term, worker, timeout_s=CLOSE_TIMEOUT_S, patience_s=0.0)
+            if not await call and unasked:  # its page may be all that is gone
+                handle = await self._look_up(worker)
         except (RayError, TimeoutError) as error:
             if (refused := refusal(error)) is not None:
                 raise refused from error

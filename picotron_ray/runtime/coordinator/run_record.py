@@ -6,6 +6,7 @@ method takes the lock.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable
@@ -15,11 +16,12 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.policies.memory_limit import together
-from picotron_ray.data.batch import samples_of
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
+from picotron_ray.runtime.coordinator.bad_steps import BadSteps
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.event_log.memo import observations, plain_facts, read_facts
 from picotron_ray.runtime.coordinator.lived_time import LivedTime
+from picotron_ray.runtime.coordinator.obligations import Obligations
 from picotron_ray.runtime.coordinator.records import (
     CHECKPOINTS_KEPT,
     CommitFigures,
@@ -42,6 +44,7 @@ from picotron_ray.runtime.coordinator.storage_trouble import StorageTrouble
 
 SEQ_GAP = 1_000_000
 """More events than an earlier term can have told since its last record; numbers of events never repeat."""
+log = logging.getLogger(__name__)
 EXIT_CODES = {"finished": 0, "failed": 3, "storage": 4, "fenced": 3, "stopped": 130}
 
 
@@ -63,11 +66,11 @@ class RunRecord:
         self._open: list[FailureRecord] = []  # no step has gone on since
         self._metrics: dict[str, Any] | None = None
         self._launch, self._lived = "", LivedTime()
-        self._stop_of: str | None = None  # launch that was asked to stop
+        self._owed = Obligations()
         self._line = 0  # of this term's log, newest that was observed
         self._recalled = 0  # newest event of earlier terms
         self._continues = False  # events are numbered on from where an earlier term was
-        self._trouble = StorageTrouble()  # with storage
+        self._trouble, self._bad_steps = StorageTrouble(), BadSteps()  # the first: with storage
         self._lost: set[str] = set()  # nodes, until they join again
 
     def begin(self, term: int, commit_figures: CommitFigures, newest: Newest | None = None) -> None:
@@ -100,6 +103,7 @@ class RunRecord:
             self._facts.events.append({**event, "data": bounded(data or {})})
             self._facts.count(level, kind, data or {})
             self._trouble.noted(level, kind)
+        log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)  # for `picotron-ray logs`
 
     def attached(self, submission: dict[str, Any]) -> None:
         """Note a Ray job whose driver started or follows the run; known ones are not told again."""
@@ -128,18 +132,13 @@ class RunRecord:
         if page["eval_step"] >= 0 and page["eval_loss"] is not None:
             self._facts.evaluations[page["eval_step"]] = page["eval_loss"]
         if page["skipped_step"] > self._facts.skipped_step:
-            self._skipped(page["skipped_step"])
+            self._facts.skipped_step = page["skipped_step"]
+            if text := self._bad_steps.line(page, self._job.data.global_batch):
+                self.note("warning", "skipped", text, {"step": page["skipped_step"]})
         if page["rank"] == 0 and page["step_time_s"] > 0:
             self._facts.step_times.append(page["step_time_s"])
         if page["first_step_at_s"]:
             self._went_on(record, page["first_step_at_s"])
-
-    def _skipped(self, step: int) -> None:
-        """Tell of a step without an update; of several between two heartbeats, only of the newest."""
-        self._facts.skipped_step = step
-        samples = samples_of(step, self._job.data.global_batch)
-        text = f"step {step} ({samples}) was bad: its update was left out"
-        self.note("warning", "skipped", text, {"step": step})
 
     def recall(self, memo: dict[str, Any] | None, lines: Iterable[LoggedLine], launch: str = "") -> None:
         """Learn what earlier terms knew: their record, where there is one, and the lines of their logs since.
@@ -167,7 +166,8 @@ class RunRecord:
         self._facts = read_facts(memo["facts"])
         self._open = [self._facts.failures[index] for index in memo["open"]]
         self._began, self._trouble = memo["began_s"], StorageTrouble.read(memo["uncommitted"])
-        self._stop_of, self._seq = memo["stop_of"], memo["seq"] + SEQ_GAP
+        self._owed.recall(memo)
+        self._seq = memo["seq"] + SEQ_GAP
         self._lived.recall(memo)
         self._continues = True
 
@@ -181,7 +181,7 @@ class RunRecord:
                 "began_s": self._began,
                 "seq": self._seq,
                 "uncommitted": self._trouble.plain(),
-                "stop_of": self._stop_of,
+                **self._owed.memo(),
                 "open": places(self._facts.failures, self._open),
                 "launch": self._launch,
                 "paused_s": (paused_s := self._lived.paused_s),
@@ -203,10 +203,16 @@ class RunRecord:
             return self._facts.strikes
 
     @property
-    def stop_is_owed(self) -> bool:
-        """Whether this launch was asked to stop, of whichever term, and has not ended yet."""
+    def owed(self) -> tuple[m.UserRequest, ...]:
+        """Requests that this launch has not done yet, of whichever term."""
         with self._lock:
-            return self._stop_of == self._launch
+            return self._owed.requests(self._launch)
+
+    @property
+    def ended(self) -> m.Finish | None:
+        """End of the run that an earlier term of this launch decided on; None: none has."""
+        with self._lock:
+            return self._owed.end(self._launch)
 
     def observe(self, event: m.Event, commands: list[m.Command], at_s: float, line: int = 0) -> None:
         """Follow the machine: note failures, and which generation came of each.
@@ -218,6 +224,7 @@ class RunRecord:
         with self._lock:
             self._line = line or self._line
             self._observe_event(event, at_s)
+            self._owed.observe(self._launch, event, commands)
             for command in commands:
                 if isinstance(command, m.RunGeneration):
                     self._generation(command.spec)
@@ -226,7 +233,6 @@ class RunRecord:
                 elif isinstance(command, m.Alert):
                     self._facts.strikes = together(self._facts.strikes, strike_of(command))
                 elif isinstance(command, m.Finish):
-                    self._stop_of = None
                     self._open.clear()  # no step followed; those of a later launch are no recovery
 
     def _observe_event(self, event: m.Event, at_s: float) -> None:
@@ -237,8 +243,6 @@ class RunRecord:
             self._lost.add(event.node)
         elif isinstance(event, m.NodeJoined):
             self._lost.discard(event.node)
-        if isinstance(event, m.UserRequest) and event.what == "stop":
-            self._stop_of = self._launch
         self._trouble.observe(event)
         if isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self._committed(event)
@@ -341,19 +345,18 @@ class RunRecord:
             if most_pages is not None and len(pages) > most_pages:
                 pages = {page["worker"]: page} if page else {}
             newest_eval = self._facts.newest_eval()
+            state = "running" if self._running else "starting"
             step = page.get("step", record.end_step if record else 0)
             step_time = page.get("step_time_s") or 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             return {
                 "run": self._job.name,
                 "submissions": list(self._facts.submissions),
-                "state": self._finish.status
-                if self._finish
-                else ("running" if self._running else "starting"),
+                "state": self._finish.status if self._finish else state,
                 "term": self._term,
                 "continues": self._continues,
                 "recalled": self._recalled,
-                "stopping": self.stop_is_owed,
+                "stopping": m.UserRequest("stop") in self.owed,
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
                 "generation": str(record.id) if record else None,
                 "layout": record.layout if record else None,

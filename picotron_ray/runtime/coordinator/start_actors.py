@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome
+from picotron_ray.runtime import process_log
 from picotron_ray.runtime.node_agent.agent import Agent
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, worker_actor_name
 from picotron_ray.runtime.ray_cluster.placement import WorkerNeeds, on_node
@@ -23,6 +24,7 @@ class WorkerActor:
     def __init__(self, *arguments: Any) -> None:
         from picotron_ray.runtime.worker.worker import Worker
 
+        process_log.begin()
         self._worker = Worker(*arguments)
 
     def ready(self) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from picotron_ray.failures import FailureKind
+from picotron_ray.runtime.driver.waiting import WaitLines
 
 PLAIN_INTERVAL_S = 5.0
 """Without a terminal, a progress line at most this often."""
@@ -177,6 +178,7 @@ class ProgressView:
             else None
         )
         self._shown_step, self._shown_at_s = -1, 0.0
+        self._waits, self._said_s = WaitLines(), time.monotonic()
 
     def __enter__(self) -> ProgressView:
         if self._live:
@@ -189,6 +191,7 @@ class ProgressView:
 
     def say(self, text: str, style: str = "") -> None:
         """One line that stays."""
+        self._said_s = time.monotonic()
         if self._live:
             self._recent.append(Text(text, style))
         else:
@@ -205,6 +208,8 @@ class ProgressView:
         if due and status["step"] != self._shown_step:
             self._shown_step, self._shown_at_s = status["step"], now
             self.say(progress_line(status))
+        elif text := self._waits.due(status, self._said_s):
+            self.say(text)
 
     def _events(self, status: dict[str, Any]) -> None:
         for event in status["events"]:

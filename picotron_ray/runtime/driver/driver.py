@@ -20,7 +20,7 @@ from rich.console import Console
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import console as report
-from picotron_ray.runtime.driver import launch_mark, submission
+from picotron_ray.runtime.driver import launch_mark, submission, waiting
 from picotron_ray.runtime.driver.console import ProgressView, summary_lines
 from picotron_ray.runtime.driver.ended_run import stored_end
 from picotron_ray.runtime.driver.follow_run import (
@@ -82,7 +82,8 @@ def drive(
     words = resolve_words(source, overrides, (), found, say)
     with contextlib.ExitStack() as marked:
         marked.enter_context(launch_mark.held(words.job.name))
-        asked = resolve(words, (*FROM_WORDS, OWN_RAY))
+        with waiting.told(say, "the checks of config, data and storage"):
+            asked = resolve(words, (*FROM_WORDS, OWN_RAY))
         with without_rays_messages():
             code, summary = _drive(asked, detach, console, marked.close)
     if found is not None:  # of a job that was stopped, Ray keeps no exit code
@@ -102,7 +103,8 @@ def _drive(
     """Start the run or attach to it, follow it to its end; ``started`` hears once it has a coordinator."""
     local, job = _connected(asked, console), asked.job
     with signal_handlers() as signals:  # before the run exists: from here on no request to stop is lost
-        coordinator, attached = _coordinator(asked, local, console, signals)
+        with waiting.told(_said_on(console), "the coordinator"):
+            coordinator, attached = _coordinator(asked, local, console, signals)
         started()
         if detach:
             console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
@@ -139,12 +141,18 @@ def prepare(job: JobConfig, console: Console) -> tuple[LocalRay | None, JobConfi
 
 def _connected(asked: ResolvedJob, console: Console) -> LocalRay | None:
     """Connect to the Ray that holds the run, or to one that is started for it; returns a local one."""
+    say = _said_on(console)
     if asked.owns_ray:
         _note(asked.notes, console)
         where = f"checkpoints go to {asked.job.storage.url}"
         line = f"run {asked.job.name}: starting a Ray on this machine; {where}"
-        console.print(line, markup=False, soft_wrap=True)
-    return connect.connect(asked.job)
+        say(line)
+    began = time.monotonic()
+    with waiting.told(say, "Ray"):
+        local = connect.connect(asked.job)
+    if asked.owns_ray:
+        say(f"run {asked.job.name}: Ray is up ({time.monotonic() - began:.1f} s); starting its coordinator")
+    return local
 
 
 def _note(lines: Iterable[str], console: Console) -> None:

@@ -135,7 +135,7 @@ def follow(
             if final is not None:
                 return final
             if is_gone(run, coordinator, local):
-                return _end_of_lost(run, ended(term), progress)
+                return _end_of_lost(run, ended(term), progress, local)
             _refuse_silent(run, time.monotonic() - heard)
         else:
             heard = time.monotonic()
@@ -187,8 +187,16 @@ def ask(coordinator: Any, method: str, *arguments: Any, timeout_s: float = 10.0)
     return found
 
 
-def _end_of_lost(run: str, end: dict[str, Any] | None, progress: ProgressView) -> dict[str, Any]:
+def _end_of_lost(
+    run: str, end: dict[str, Any] | None, progress: ProgressView, local: LocalRay | None
+) -> dict[str, Any]:
     """Return the end of a run whose coordinator is gone; raises LostRunError where it told none."""
+    if end is None and local is not None and local.exit_status:
+        raise LostRunError(
+            f"the Ray of run {run} on this machine ended by itself (its head exited with"
+            f" {local.exit_status}): one of its processes was killed, or memory ran out (`picotron-ray logs"
+            f" {run}`); launch the run again to go on from its newest commit"
+        )
     if end is None:
         raise LostRunError(
             f"run {run} was ended from outside, as `picotron-ray stop --now` does, and told no"

@@ -41,8 +41,8 @@ def overflow_here(job: JobConfig, workers: int, slot_bytes: int) -> tuple[bool, 
     try:
         folder, note = choose_folder(job.snapshot.folder, overflow, need)
     except SlotError as error:
-        raise ConfigError(f"snapshot.folder: {error}") from error
-    return (True, f"snapshot.folder: {note}") if folder == overflow else (False, None)
+        raise ConfigError(str(error)) from error
+    return (True, note) if folder == overflow else (False, None)
 
 
 def plan_with_folder(

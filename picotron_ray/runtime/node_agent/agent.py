@@ -22,30 +22,30 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from picotron_ray.checkpoint.shard_service.channel import Endpoint
 from picotron_ray.checkpoint.shard_service.server import ShardServer
-from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
+from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, SlotInfo
+from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, SlotInfo
 from picotron_ray.errors import FencedError, UnmarkedError
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
 from picotron_ray.runtime.node_agent.beats import Beats, Figures
 from picotron_ray.runtime.node_agent.burial import Burials
 from picotron_ray.runtime.node_agent.calls import call_agent, call_coordinator
+from picotron_ray.runtime.node_agent.folder_guard import FolderGuard
 from picotron_ray.runtime.node_agent.kept_state import KeptState
 from picotron_ray.runtime.node_agent.member_calls import MemberCalls
 from picotron_ray.runtime.node_agent.metrics import AgentFigures, serve_metrics
 from picotron_ray.runtime.node_agent.oom_watch import OomWatch
 from picotron_ray.runtime.node_agent.rendezvous import RendezvousServer
 from picotron_ray.runtime.node_agent.reports import AWAY, Reports
-from picotron_ray.runtime.node_agent.seal_watch import SealWatch
+from picotron_ray.runtime.node_agent.seal_watch import SealWatch, slot_info
 from picotron_ray.runtime.node_agent.slot_release import release_slots
 from picotron_ray.runtime.node_agent.specs import newest_spec
 from picotron_ray.runtime.node_agent.stall_watch import StallWatch
@@ -75,7 +75,9 @@ class Agent:
         self._sees = ""  # identity of the run whose storage this node was found to see
         self._folder = node_folder(self._job.snapshot.folder, self._job.name, node)
         actor = ray.get_runtime_context().get_actor_id() or ""
-        cleanup.claim(self._folder, kept_slots.marker_bytes(self._job.cluster.max_workers))
+        claim = partial(cleanup.claim, self._folder, kept_slots.marker_bytes(self._job.cluster.max_workers))
+        claim()
+        self._info = partial(slot_info, node)
         self._terms = TermFile(self._folder, actor)
         self._kept = KeptState(self._folder, self._info)
         self._back = self._terms.found  # after a death; the coordinator has not heard of it yet
@@ -101,6 +103,7 @@ class Agent:
         self._metrics = serve_metrics(self._job, node, self._host, AgentFigures(self._folder, self._living))
         to_agent = partial(call_agent, self._job.name)
         self._beats = Beats(node, self._job.elastic.heartbeat_s, self._tell, to_agent)
+        self._guard = FolderGuard(self._folder, claim)
         self._burials = Burials(self._folder, self._unburied, self._newest_spec)
         self._closing = threading.Event()
         self._watcher = self._begin_watch()
@@ -166,16 +169,6 @@ class Agent:
             self._info(path, header)
             for path, header in list_slots(self._folder)
             if self._quarantined.get(path.name) != header.key
-        )
-
-    def _info(self, path: Path, header: SlotHeader) -> SlotInfo:
-        return SlotInfo(
-            node=self._node,
-            slot=path.name,
-            generation=GenerationId(header.term, header.n),
-            step=header.step,
-            rank=header.rank,
-            fragments=tuple(Fragment(*fragment) for fragment in header.fragments),
         )
 
     def shard_service(self) -> Endpoint:
@@ -321,7 +314,7 @@ class Agent:
             self._closing.clear()
             self._watcher = self._begin_watch()
             raise
-        for part in (self._burials, self._uploads, self._shards, self._members):
+        for part in (self._guard, self._burials, self._uploads, self._shards, self._members):
             part.close()
         self._rendezvous.stop()
         if keeps:
@@ -371,6 +364,7 @@ class Agent:
             self._reports.tell(now, "restarted", "agent_restarted", self._node, self._metrics)
             self._back = False
         pages = self._pages()
+        whole = not self._guard.look(pages, now)
         self._oom_watch.look()
         living = []
         for page in pages:
@@ -387,8 +381,13 @@ class Agent:
         self._seal_watch.look(living, now)
         for end in self._uploads.ended():
             self._reports.tell(now, ("uploaded", *end.key), "uploaded", self._node, end)
+        if (rescue := self._guard.done()) is not None:
+            self._terms.save()
+            self._reports.tell(now, "guard", "agent_restarted", self._node, self._metrics, rescue.text)
+            for worker in rescue.ended:
+                self._reports.tell(now, worker, "worker_exited", worker, "its files were deleted")
         self._reports.look(now)
-        if heartbeat:
+        if heartbeat and whole:
             self._rendezvous.keep(now)
             self._burials.begin()
 

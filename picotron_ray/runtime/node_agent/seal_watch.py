@@ -14,7 +14,7 @@ from pathlib import Path
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.checkpoint.snapshot.slot_reader import is_pinned
-from picotron_ray.coordinator.messages import SlotInfo
+from picotron_ray.coordinator.messages import Fragment, GenerationId, SlotInfo
 from picotron_ray.runtime.heartbeat import PageView
 from picotron_ray.runtime.node_agent.reports import Reports
 from picotron_ray.runtime.ray_cluster import kept_slots
@@ -65,3 +65,15 @@ class SealWatch:
                     found.setdefault(header.key, []).append(self._info(path, header))
         for (term, n, step), slots in sorted(found.items()):
             self._reports.tell(now, ("sealed", term, n, step), "sealed", self._node, (term, n), step, slots)
+
+
+def slot_info(node: str, path: Path, header: SlotHeader) -> SlotInfo:
+    """Return what a node tells of one of its slots."""
+    return SlotInfo(
+        node=node,
+        slot=path.name,
+        generation=GenerationId(header.term, header.n),
+        step=header.step,
+        rank=header.rank,
+        fragments=tuple(Fragment(*fragment) for fragment in header.fragments),
+    )

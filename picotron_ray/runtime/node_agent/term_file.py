@@ -42,6 +42,11 @@ class TermFile:
                 self.run = run
                 self._write()
 
+    def save(self) -> None:
+        """Write the file again, into a folder that was deleted and made anew."""
+        with self._lock:
+            self._write()
+
     def _read(self) -> tuple[int, str] | None:
         try:
             left = json.loads(self._path.read_text())

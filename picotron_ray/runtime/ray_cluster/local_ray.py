@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from picotron_ray.errors import ConfigError, PicotronError
@@ -37,6 +37,8 @@ TOO_SLOW = "timed out during startup"  # of Ray 2.x, after 30 s that nobody can 
 """Next to nothing goes through Ray's object store; 30 % of memory, Ray's default, is for others."""
 _children: list[subprocess.Popen[bytes]] = []
 """Supervisors that this process started: kept, since they shall outlive it without a warning."""
+NICENESS = "RAY_worker_niceness"
+"""Environment variable of Ray's node manager: niceness that its actors get."""
 ENDED = "PICOTRON_LOCAL_RAY_ENDED"
 """Environment variable with the path of the file that says that the run is over."""
 
@@ -70,6 +72,14 @@ class LocalRay:
     def alive(self) -> bool:
         """True where it can be used: its supervisor runs and the run has not announced its end."""
         return bool(self.address) and self.running and not ended_file(Path(self.temp_folder)).exists()
+
+    @property
+    def exit_status(self) -> str:
+        """Exit status of Ray's head where that ended by itself; empty where it was asked to, or runs."""
+        try:
+            return exit_file(Path(self.temp_folder)).read_text().strip()
+        except OSError:
+            return ""
 
 
 def state_folder() -> Path:
@@ -182,9 +192,16 @@ def _save(ray: LocalRay) -> None:
     path = state_file(ray.run)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(asdict(ray), file)
-    temporary.rename(path)
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(asdict(ray), file)
+        temporary.rename(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(
+            f"XDG_STATE_HOME: {path.parent} takes no more ({error.strerror}), where launch remembers its"
+            " runs; free some room there, or set XDG_STATE_HOME to another folder of yours"
+        ) from error
 
 
 def _free_port() -> int:
@@ -271,6 +288,8 @@ def _start_once(
         processes.MARK: mark,
         ENDED: str(ended),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's default of 15 leaves an actor 3 % of a core beside any other process: heartbeats come late.
+        NICENESS: os.environ.get(NICENESS, "0"),
     }
     environment.pop("RAY_ADDRESS", None)
     supervise = [sys.executable, "-m", "picotron_ray.runtime.ray_cluster.supervisor", run, str(ended)]
@@ -285,14 +304,13 @@ def _start_once(
         )
     _children.append(process)
     ray = LocalRay(run, mark, process.pid, "", str(temp_folder), token, tuple(str(path) for path in folders))
-    _save(ray)
     try:
-        address = _wait_for_address(process, temp_folder, timeout_s)
+        _save(ray)
+        ray = replace(ray, address=_wait_for_address(process, temp_folder, timeout_s))
+        _save(ray)
     except BaseException:
         stop(ray, grace_s=0.0)
         raise
-    ray = LocalRay(**{**asdict(ray), "address": address})
-    _save(ray)
     return ray
 
 

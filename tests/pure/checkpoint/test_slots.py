@@ -195,18 +195,19 @@ def test_a_slot_of_nothing(slot: SlotFile) -> None:
 
 
 def test_slots_lie_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_pool, "free_bytes", {"memory": 99, "disk": 100}.__getitem__)
-    seen = "memory has 99 bytes free and the snapshot slots need"
-    assert choose_folder("memory", None, 99) == ("memory", "")
-    assert choose_folder("memory", "disk", 100) == ("disk", f"{seen} 100; using disk instead (slower)")
+    monkeypatch.setattr(slot_pool, "free_bytes", {"memory": 99e9, "disk": 100e9}.__getitem__)
+    seen = "snapshot.folder: saw 99 GB free in memory, expected 100 GB for the slots"
+    assert choose_folder("memory", None, 99 * 10**9) == ("memory", "")
+    assert choose_folder("memory", "disk", 100 * 10**9) == ("disk", f"{seen}; using disk instead (slower)")
     with pytest.raises(SlotError) as caught:
-        choose_folder("memory", None, 100)
-    advice = "enlarge it, lower snapshot.slots, or set snapshot.overflow_folder"
-    assert str(caught.value) == f"{seen} 100; {advice}"
-    with pytest.raises(
-        SlotError, match=rf"^{seen} 101; snapshot.overflow_folder disk has 100 free too little"
-    ):
-        choose_folder("memory", "disk", 101)
+        choose_folder("memory", None, 100 * 10**9)
+    assert str(caught.value) == f"{seen}; enlarge it, lower snapshot.slots, or set snapshot.overflow_folder"
+    with pytest.raises(SlotError) as caught:
+        choose_folder("memory", "disk", 101 * 10**9)
+    assert str(caught.value) == (
+        "snapshot.overflow_folder: saw 100 GB free in disk, expected 101 GB as in memory; enlarge one, or"
+        " lower snapshot.slots"
+    )
 
 
 def test_round_trip(slot: SlotFile) -> None:
@@ -310,11 +311,14 @@ def test_too_small_a_file_system_is_refused_in_one_line(tmp_path: Path) -> None:
         SlotPool("/dev/shm", f"test-{os.getpid()}", 2, 1 << 50)
     assert "\n" not in str(caught.value)
     assert not list(Path("/dev/shm").glob(f"test-{os.getpid()}*"))
-    with pytest.raises(SlotError, match="free and the snapshot slots need"):
+    with pytest.raises(SlotError, match=r"expected .* for the slots"):
         choose_folder(str(tmp_path), None, 1 << 50)
     assert choose_folder(str(tmp_path), None, 1) == (str(tmp_path), "")
-    with pytest.raises(SlotError, match="No such file"):
-        choose_folder(str(tmp_path / "missing"), None, 1)
+    missing = str(tmp_path / "missing")
+    with pytest.raises(SlotError, match=r"^snapshot\.folder: .*missing: No such file"):
+        choose_folder(missing, None, 1)
+    with pytest.raises(SlotError, match=r"^snapshot\.overflow_folder: .*missing: No such file"):
+        choose_folder(str(tmp_path), missing, 1 << 50)
 
 
 def test_pool_never_gives_a_slot_that_may_be_needed(tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def test_compare_judges_each_changed_key() -> None:
         ],
     )
     assert dict(compare(old, new)) == {
-        "steps": "may",
+        "steps": "warn",
         "chaos": "may",
         "optimizer.learning_rate": "warn",
         "model.layers": "refuse",
@@ -326,9 +326,12 @@ def test_check_resume_refuses_or_tells() -> None:
     old = public_dict(load_job("tiny"))
     told = check_resume(old, load_job("tiny", ["steps=9", "optimizer.beta1=0.8"]))
     assert told == [
-        "steps: was 8, now 9; accepted",
+        "steps: was 8, now 9; it changes the loss curve: the learning rate's cosine schedule ends at the"
+        " last step",
         "optimizer.beta1: was 0.9, now 0.8; it changes the loss curve",
     ]
+    constant = load_job("tiny", ["steps=9", "optimizer.schedule.kind=constant"])
+    assert check_resume(old, constant)[0] == "steps: was 8, now 9; accepted"
     with pytest.raises(ConfigError) as caught:
         check_resume(old, load_job("tiny", ["model.layers=1", "seed=4", "steps=9"]))
     assert len(caught.value.problems) == 2
@@ -357,7 +360,7 @@ def test_a_schedule_may_have_been_called_by_an_alias_or_a_name_that_is_gone() ->
 def test_every_key_has_a_verdict_and_the_docs_hold_the_table() -> None:
     said = dict(table())
     assert said.keys() == flatten(public_dict(JobConfig())).keys()
-    assert (said["steps"], said["seed"], said["optimizer.learning_rate"]) == ("may", "refuse", "warn")
+    assert (said["steps"], said["seed"], said["optimizer.learning_rate"]) == ("warn", "refuse", "warn")
     assert said["init_from.run"] == said["init_from.optimizer_state"] == "refuse"
     text = (Path(__file__).parents[3] / "deploy" / "resume-keys.md").read_text()
     expected = f"\n\n{markdown()}"

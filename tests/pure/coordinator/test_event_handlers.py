@@ -185,9 +185,10 @@ def test_a_node_lost_by_silence_comes_back_without_its_workers_and_one_that_ray_
     mine = [member.worker for member in one.members if member.node == "b"]
     world.wait(world.config.elastic.node_timeout_s + 1.0, but=("b",))
     assert world.machine.view.nodes == ("a",)
-    back = world.send(m.Heartbeat("b", None))
+    back = world.send(m.Heartbeat("b", None, {}, (*mine, "stranger")))
     assert [(c.worker, c.reason) for c in of(back, m.KillWorker)] == [
-        (worker, "its node was counted as lost") for worker in mine
+        *((worker, "its node was counted as lost") for worker in mine),
+        ("stranger", "counts as dead, or is not known, and lives"),
     ]
     assert world.machine.memory.roster.nodes["b"].capacity == 2
     world.send(m.NodeLost("b", "gone"))
@@ -342,6 +343,21 @@ def test_a_stall_is_told_with_its_phase_and_blames_nobody_yet() -> None:
     text = f"worker {one.members[1].worker} has been in phase reduce for 2.0 s"
     assert text in [c.text for c in of(commands, m.Alert)]
     assert failures(commands) == [("hang", one.members[1].worker, False)]
+
+
+def test_an_idle_worker_that_stands_in_a_generation_of_an_earlier_term_is_ended() -> None:
+    """The call of a coordinator of before reached it late, after its node had said that it is idle."""
+    world = World()
+    one = world.up(("a", 2), ("b", 2), term=2)
+    world.send(m.NodeJoined("c", 1, idle=("w1-9",)))
+    old = m.GenerationId(1, 2)
+    assert of(world.send(m.Stalled("w1-9", one.id, "rendezvous", 9.0)), m.KillWorker) == []
+    assert of(world.send(m.Stalled(one.members[0].worker, old, "rendezvous", 9.0)), m.KillWorker) == []
+    told = world.send(m.Stalled("w1-9", old, "rendezvous", 9.0))
+    assert of(told, m.KillWorker) == [m.KillWorker("w1-9", "still in generation 1.2, which is over")]
+    assert world.machine.memory.roster.workers["w1-9"].writing
+    assert of(world.send(m.Stalled("w1-9", old, "rendezvous", 10.0)), m.KillWorker) == [], "it dies"
+    assert world.state is MachineState.RUNNING
 
 
 def test_corrupt_data_explains_itself_and_unknown_names_do_not() -> None:

@@ -68,12 +68,13 @@ def test_an_hour_in_which_nothing_happens_takes_one_line() -> None:
     world.log_appends()
     world.now += 1.0
     for node, worker in (("a", spec.members[0].worker), ("b", spec.members[2].worker)):
-        world.send(m.Heartbeat(node, spec.id, {worker: 1}))
+        world.send(m.Heartbeat(node, spec.id, {worker: 1}, world.living(node)))
     before = len(machine.lines)
     for _ in range(3600):
         world.now += 0.5
         step = int(world.now)
-        world.send(m.Heartbeat("a", spec.id, {spec.members[0].worker: step}), m.Heartbeat("b", spec.id))
+        steps = {"a": {spec.members[0].worker: step}, "b": {}}
+        world.send(*(m.Heartbeat(node, spec.id, at, world.living(node)) for node, at in steps.items()))
         world.now += 0.5
         world.send(m.Tick())
         if step == 90:

@@ -92,6 +92,20 @@ def test_those_that_do_not_answer_are_reminded_killed_and_blamed(world: World) -
     assert recovery(world.answer(commands, flush(one, 5, [0, 1])))["target"] == w[2]
 
 
+def test_members_that_answer_one_after_the_other_are_not_killed_while_they_do() -> None:
+    """A coordinator without a core of its own takes the answers of a thousand members one by one."""
+    world = World(job(**CONFIG, cluster__max_workers=128, data__global_batch=128))
+    one = world.up(*((f"n{i}", 8) for i in range(16)))
+    w = [member.worker for member in one.members]
+    allowed_s = world.machine.memory.answer_s(len(w))
+    world.send(lost(world, w[0]))
+    for name in w[1:-1]:
+        assert of(world.wait(WAIT_S / 100), m.KillWorker) == []
+        assert of(world.send(lost(world, name)), m.KillWorker) == []
+    assert len(w) * WAIT_S / 100 > allowed_s
+    assert told(world.wait(allowed_s), m.KillWorker) == w[-1:], "the last one does not answer"
+
+
 def test_a_generation_that_nobody_began_is_given_up_though_it_was_told_to_stop() -> None:
     """No member has anything to answer: none was called, as no rendezvous store was found."""
     world = World(job(**CONFIG, elastic__first_step_timeout_s=15.0))

@@ -232,7 +232,8 @@ def test_a_member_that_never_enters_its_generation_is_noticed() -> None:
             world.now += 1.0
             for node, names in (("a", on_a), ("b", on_b)):
                 steps = {name: 0 for name in names if name in shown}
-                told += world.send(m.Heartbeat(node, spec.id if steps else None, steps))
+                idle = tuple(name for name in names if name not in shown)
+                told += world.send(m.Heartbeat(node, spec.id if steps else None, steps, idle))
             told += world.send(m.Tick())
         assert (world.state is MachineState.ABORTING) is aborted
         hit = [c.data["target"] for c in of(told, m.Alert) if c.kind == "failure"]
@@ -243,8 +244,9 @@ def test_a_generation_that_goes_on_is_not_watched_for_its_launch() -> None:
     world = World()
     spec = world.up(("a", 4))
     world.now += 1.0
-    world.send(m.Heartbeat("a", spec.id, {spec.members[0].worker: 3}))
+    beat = m.Heartbeat("a", spec.id, {spec.members[0].worker: 3}, world.living("a"))
+    world.send(beat)
     for _ in range(200):
         world.now += 1.0
-        world.send(m.Heartbeat("a", spec.id, {spec.members[0].worker: 3}), m.Tick())
+        world.send(beat, m.Tick())
     assert world.state is MachineState.RUNNING

@@ -87,6 +87,9 @@ def test_a_node_whose_slots_change_is_asked_anew() -> None:
     assert "c" in memory.awaited, "the answer to an older question"
     world.send(m.Inventory("c", request + 1, ()))
     assert (memory.awaited, memory.inventory) == ({"a": request}, {"c": ()})
+    memory.deadline = until = memory.now + 9 * WAIT_S  # of a thousand nodes, which nobody's coming shortens
+    world.send(m.NodeJoined("d", 1))
+    assert memory.deadline == until
 
 
 # --- the restore point -----------------------------------------------------------------------------

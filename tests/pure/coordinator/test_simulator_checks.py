@@ -228,6 +228,9 @@ def test_an_abort_has_a_reason(bench: Bench) -> None:
     bench.node.workers["w1"].hung = True
     assert bench.handled() == []
     bench.node.workers["w1"].hung = False
+    bench.node.workers["w1"].paged = False
+    assert bench.handled() == []
+    bench.node.workers["w1"].paged = True
     gone = bench.node.workers.pop("w1")
     assert bench.handled() == []
     bench.node.workers["w1"] = gone
@@ -252,6 +255,65 @@ def test_a_stall_is_a_reason_where_it_was_told_of(bench: Bench) -> None:
     assert bench.handled() == []
     bench.memory.incident = SimpleNamespace(kind=FailureKind.FAILED)
     assert bench.handled() == ["generation 1.1 was aborted in good health"]
+
+
+def test_a_launch_that_was_given_up_just_as_it_began_is_no_fault(bench: Bench) -> None:
+    """The heartbeat that says so is on its way."""
+    generation = bench.sim.generation(START)
+    bench.memory.transitions = [(MachineState.RUNNING, MachineState.ABORTING)]
+    bench.memory.incident = SimpleNamespace(kind=FailureKind.LATE)
+    generation.made_at = bench.sim.now - 1.0
+    assert bench.handled() == []
+    generation.made_at = bench.sim.now - 2.0
+    assert bench.handled() == ["generation 1.1 was aborted in good health"]
+
+
+def test_a_node_may_be_given_back_with_slots_that_are_not_trusted(bench: Bench) -> None:
+    bench.hold(7)
+    bench.memory.spec = replace(START, source=m.Source("slots", 7, A))
+    bench.memory.roster.nodes.clear()
+    bench.checks.freed(bench.shell, "n1")
+    assert bench.broken() == ["n1 was given back with the only copy of step 7"]
+    bench.memory.distrust_slots = True
+    bench.checks.freed(bench.shell, "n1")
+    assert bench.broken() == []
+
+
+def test_a_page_that_is_read_again_is_a_reason_where_its_node_was_not_heard(bench: Bench) -> None:
+    bench.sim.generation(START)
+    bench.memory.transitions = [(MachineState.RUNNING, MachineState.ABORTING)]
+    bench.memory.incident = SimpleNamespace(kind=FailureKind.HANG)
+    bench.node.dumb_until = bench.sim.now - SETTLED_S + 0.1
+    assert bench.handled() == ["generation 1.1 was aborted in good health"]
+    bench.node.workers["w2"].read_again_at = bench.sim.now - 5.0
+    assert bench.handled() == []
+    bench.node.dumb_until -= 0.2
+    assert bench.handled() == ["generation 1.1 was aborted in good health"]
+
+
+def test_a_member_without_a_page_is_not_counted_on(bench: Bench) -> None:
+    generation, worker = bench.sim.generation(START), bench.node.workers["w1"]
+    late = ["w1 has had no page for 10 s, and still counts"]
+
+    def judged(**changes: Any) -> list[str]:
+        worker.paged, bench.memory.state, bench.memory.spec = False, MachineState.RUNNING, START
+        generation.ended, bench.sim.struck_at = False, 90.0
+        for name, value in changes.items():
+            owner = next(
+                each for each in (worker, generation, bench.sim, bench.memory) if hasattr(each, name)
+            )
+            setattr(owner, name, value)
+        bench.checks.promptness._unseen_still(worker, generation, 90.0)
+        return bench.broken()
+
+    assert judged() == judged(state=MachineState.LEAVING) == late
+    assert judged(paged=True) == judged(ended=True) == judged(struck_at=90.1) == []
+    assert judged(state=MachineState.ABORTING) == judged(spec=replace(START, id=B)) == []
+    bench.checks.promptness._unseen_still(worker, None, 90.0)
+    del bench.node.workers["w1"]
+    assert judged() == []
+    bench.node.workers["w1"], bench.sim.shell = worker, None
+    assert judged() == []
 
 
 def test_a_stop_is_known_once_and_for_all(bench: Bench) -> None:

@@ -10,6 +10,7 @@ import pytest
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator import breakdowns, faults, run
 from picotron_ray.coordinator.simulator.nodes import SimWorker
+from picotron_ray.coordinator.simulator.promptness import LATE_S
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.run import FAMILIES
 from picotron_ray.coordinator.simulator.slots import SimSlot
@@ -48,6 +49,51 @@ def test_a_worker_at_work_hangs_or_fails(quiet: Quiet) -> None:
     assert outcome is not None
     assert (outcome.kind, outcome.detail) == (FailureKind.FAILED, "nan")
     assert (quiet.worker(1).outcome, quiet.worker(2).generation) == (None, None)
+
+
+def test_pages_are_lost_for_good_or_for_a_moment(quiet: Quiet) -> None:
+    faults.page_lost(quiet.sim)
+    assert quiet.planned == [], "nobody is at work"
+    generation = quiet.run()
+    quiet.dice.chance = lambda share: share == 0.5
+    faults.page_lost(quiet.sim)
+    one, two = quiet.worker(1), quiet.worker(2)
+    assert (one.paged, one.shown, one.hung, two.paged, two.shown) == (False, False, True, True, True)
+    elastic = quiet.sim.job.elastic
+    noticed_s = elastic.node_timeout_s + 2 * elastic.heartbeat_s + LATE_S
+    assert quiet.planned == [
+        (noticed_s, "_unseen_still", one, generation, quiet.sim.now),
+        (faults.UNKNOWN_S, "worker_dies", one, "killed"),
+        (1.5, "stalled"),
+    ]
+    quiet.planned.clear()
+    one.paged, one.hung = True, False
+    quiet.dice.chance = lambda share: share == 0.3
+    faults.page_lost(quiet.sim)
+    assert (one.paged, one.hung) == (False, False)
+    assert quiet.planned == [(1.6, "_read_again", quiet.sim, [one])]
+    faults._read_again(quiet.sim, [one])
+    assert (one.paged, one.read_again_at) == (True, 100.0)
+
+
+def test_who_has_no_page_is_shown_nowhere(quiet: Quiet) -> None:
+    generation, node = quiet.run(), quiet.sim.nodes["n1"]
+    quiet.worker(1).paged = False
+    quiet.sim._beat(node)
+    node.hello()
+    told = [words[2] for words in quiet.planned if words[1] == "<lambda>"]
+    assert [*quiet.heard, *told] == [m.Heartbeat("n1", None), node.joined()]
+    quiet.planned.clear()
+    generation.torn = True
+    generation.stalled()
+    assert generation.complained, "w2 is seen"
+    assert quiet.planned[0][2] == m.Stalled("w2", A, "reduce", 1.5)
+    quiet.planned.clear()
+    generation.complained, quiet.worker(2).paged = False, False
+    generation._complain()
+    assert (generation.complained, quiet.planned) == (False, [(1.0, "_complain")])
+    generation._seal("n1", 5)
+    assert len(quiet.planned) == 1, "none of its snapshots is told of"
 
 
 def test_a_node_dies_and_another_one_joins(quiet: Quiet) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +28,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """CPU seconds by pid."""
     found: dict[int, float] = {1: 10.0, 2: 20.0, 3: 30.0}
     monkeypatch.setattr(cpu_use, "cpu_seconds", lambda pid: found[pid])
+    monkeypatch.setattr(cpu_use, "runnable_seconds", lambda pid: {})
     return found
 
 
@@ -74,6 +81,43 @@ def test_a_judgement_needs_the_whole_window_and_more_than_the_least_share(used: 
     use.look([idle], 0.0)
     use.look([idle], 0.4)
     assert not use.excuses(idle, [idle], 0.4), "0.4 s are enough"
+
+
+SPIN = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True:\n    pass"
+SLEEP = "import time\ntime.sleep(60)"
+
+
+@pytest.fixture
+def crowded_core() -> Iterator[Callable[[str, int], int]]:
+    """Start Python code on a core that two nice-0 processes use up; returns its pid."""
+    core = min(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as started:
+
+        def begin(code: str, nice: int) -> int:
+            process = subprocess.Popen([sys.executable, "-c", code, str(nice)])
+            started.callback(process.wait)
+            started.callback(process.kill)
+            os.sched_setaffinity(process.pid, {core})
+            return process.pid
+
+        for _ in range(2):
+            begin(SPIN, 0)
+        yield begin
+
+
+def test_a_worker_that_a_neighbour_keeps_from_its_core_is_at_work(
+    crowded_core: Callable[[str, int], int],
+) -> None:
+    """Ray's workers have nice 15: beside others' processes they computed for weeks, and were called hung."""
+    starved, stuck = page(crowded_core(SPIN, 15)), page(crowded_core(SLEEP, 15))
+    time.sleep(5.0)  # both have begun: an import takes seconds there
+    for one, excused in ((starved, True), (stuck, False)):
+        use = CpuUse()
+        began = time.monotonic()
+        use.look([one], began)
+        time.sleep(1.5)
+        use.look([one], began + 1.5)
+        assert use.excuses(one, [one], 2.0) is excused
 
 
 def test_patience_ends(used: dict[int, float]) -> None:

@@ -140,6 +140,7 @@ def test_a_ray_is_checked_before_it_is_started(bench: Bench, address: str, found
     bench.patch.setattr(resolve_job.local_ray, "find", lambda run: found)
     bench.note_of("clear", where=resolve_job.cleanup)
     bench.note_of("connect", "ray", where=driver.connect)
+    bench.patch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: 7.0))
 
     def machine(at: ResolvedJob) -> ResolvedJob:
         bench.told.append(("machine", at.job, at.owns_ray))
@@ -151,7 +152,8 @@ def test_a_ray_is_checked_before_it_is_started(bench: Bench, address: str, found
     steps = [("clear", JOB, found), ("machine", JOB, True)] if checked else []
     assert bench.told == [*steps, ("connect", runs)]
     started = "run night: starting a Ray on this machine; checkpoints go to ./runs"
-    assert bench.lines() == (["note: too small", started] if checked else [])
+    up = "run night: Ray is up (0.0 s); starting its coordinator"
+    assert bench.lines() == (["note: too small", started, up] if checked else [])
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

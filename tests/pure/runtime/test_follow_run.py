@@ -19,6 +19,7 @@ from picotron_ray.runtime.coordinator.followers import RECENT_S, Followers
 from picotron_ray.runtime.driver import follow_run
 from picotron_ray.runtime.driver.console import ProgressView
 from picotron_ray.runtime.driver.ended_run import stored_end
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay, exit_file
 from tests.support.runs.coordinator_world import job as a_job
 
 Answer = dict[str, Any] | None | Callable[[], None]
@@ -158,7 +159,7 @@ def test_a_silent_coordinator_is_given_up(shown: Any, monkeypatch: pytest.Monkey
 
 
 def test_a_run_that_somebody_else_ended_is_told_at_once(shown: Any) -> None:
-    ray = SimpleNamespace(running=True)
+    ray = SimpleNamespace(running=True, exit_status="")
     coordinator = Coordinator(status(1, 1), None, lambda: setattr(ray, "running", False), status(1, 2))
     with pytest.raises(
         follow_run.LostRunError, match=r"night was ended from outside.*launch it again"
@@ -166,6 +167,14 @@ def test_a_run_that_somebody_else_ended_is_told_at_once(shown: Any) -> None:
         shown(coordinator, ray)
     assert lost.value.exit_code == 1
     assert len(coordinator.answers) == 1, "silence alone is waited out; of a dead Ray nothing more is asked"
+
+
+def test_a_ray_that_died_is_not_blamed_on_a_person(shown: Any, tmp_path: Path) -> None:
+    ray = LocalRay("night", "mark", 1, "127.0.0.1:1", str(tmp_path), "")
+    assert not ray.exit_status
+    exit_file(tmp_path).write_text("1")
+    with pytest.raises(follow_run.LostRunError, match=r"ended by itself \(its head exited with 1\)"):
+        shown(Coordinator(status(1, 1), None), ray)
 
 
 def test_an_end_that_nobody_told_this_driver_is_the_one_that_storage_has(shown: Any, tmp_path: Path) -> None:
@@ -176,7 +185,7 @@ def test_an_end_that_nobody_told_this_driver_is_the_one_that_storage_has(shown: 
     def run() -> Coordinator:
         return Coordinator(status(3, 1), None, None)
 
-    storage, gone = open_storage(job.storage, job.name), SimpleNamespace(running=False)
+    storage, gone = open_storage(job.storage, job.name), SimpleNamespace(running=False, exit_status="")
     with pytest.raises(follow_run.LostRunError):
         shown(run(), gone, ended)
     summary = {"term": 2, "status": "finished", "detail": "", "steps": 4}

@@ -57,6 +57,18 @@ def test_a_fresh_page_says_that_there_is_nothing_yet(tmp_path, elastic, monkeypa
     assert page.computing_step == 0
 
 
+def test_bad_steps_are_counted_for_each_generation(tmp_path, elastic):
+    page = Page(tmp_path / "w1.page", elastic)
+    page.begin(1, 1, 0, 0)
+    for step in (4, 5):
+        page.count_bad(step)
+    seen = read_page(tmp_path / "w1.page")
+    assert (seen.skipped_step, seen.bad_steps, "bad_steps" in seen.figures()) == (5, 2, True)
+    page.begin(1, 2, 0, 5)
+    seen = read_page(tmp_path / "w1.page")
+    assert (seen.skipped_step, seen.bad_steps) == (-1, 0)
+
+
 def test_a_generation_begins_with_figures_of_its_own(tmp_path, elastic):
     page = Page(tmp_path / "w1.page", elastic)
     page.put(built_at_s=1.0, restored_at_s=2.0, first_step_at_s=3.0, step=9, loss=1.5)

@@ -24,6 +24,7 @@ from picotron_ray.runtime.coordinator.event_log import files
 from picotron_ray.runtime.driver import control, ended_run, follow_run, launch_mark
 from picotron_ray.runtime.driver.console import status_lines
 from picotron_ray.runtime.ray_cluster.names import event_folder
+from tests.support.faults.full_folder import run_on_small_disk
 from tests.support.runs.coordinator_world import job
 
 HOLDER = """
@@ -53,6 +54,31 @@ def launch() -> Iterator[subprocess.Popen[str]]:
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
+
+
+def test_the_last_launch_takes_its_mark_away(launch: subprocess.Popen[str]) -> None:
+    with launch_mark.held("night"):
+        pass
+    assert launch_mark.launcher("night") is not None, "the other one goes on"
+    assert launch.stdin is not None
+    launch.stdin.write("\n")
+    launch.stdin.flush()
+    launch.wait(30)
+    assert not launch_mark.mark_file("night").exists()
+    assert not launch_mark.state_folder().exists(), "nothing else was kept there"
+
+
+def test_a_full_disk_takes_a_mark_without_words(tmp_path: Path) -> None:
+    code = """
+import os
+os.environ["XDG_STATE_HOME"] = str(folder)
+from picotron_ray.runtime.driver import launch_mark
+launch_mark.state_folder().mkdir()
+fill(folder)
+with launch_mark.held("night"):
+    print(launch_mark.launcher("night") is not None)
+"""
+    assert run_on_small_disk(tmp_path, code) == "True\n"
 
 
 def stop(now: bool = False) -> tuple[Any, str]:

@@ -17,6 +17,7 @@ import pytest
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.ray_cluster import local_ray, processes, supervisor
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay, LocalRayError
+from tests.support.faults.full_folder import run_on_small_disk
 
 
 @pytest.fixture
@@ -127,6 +128,7 @@ def test_a_ray_starts_in_a_session_of_its_own_with_a_secret(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped: list[tuple[str, float]] = []
+    monkeypatch.delenv(local_ray.NICENESS, raising=False)
     monkeypatch.setattr(local_ray.subprocess, "Popen", Started)
     monkeypatch.setattr(local_ray, "stop", lambda ray, grace_s: stopped.append((ray.mark, grace_s)))
     monkeypatch.setattr(local_ray, "_wait_for_address", lambda process, folder, timeout_s: "a:9")
@@ -153,6 +155,7 @@ def test_a_ray_starts_in_a_session_of_its_own_with_a_secret(
     wanted = {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": found.token, processes.MARK: found.mark,
         local_ray.ENDED: str(folder / "ended"), "RAY_USAGE_STATS_ENABLED": "0",
+        local_ray.NICENESS: "0",
     }  # fmt: skip
     assert {name: environment[name] for name in wanted} == wanted
     assert process.command[3:5] == ["night", str(folder / "ended")]
@@ -168,6 +171,7 @@ def test_a_ray_starts_in_a_session_of_its_own_with_a_secret(
 
 def test_a_start_that_fails_leaves_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[tuple[str, float]] = []
+    monkeypatch.delenv(local_ray.NICENESS, raising=False)
     monkeypatch.setattr(local_ray.subprocess, "Popen", Started)
     monkeypatch.setattr(local_ray, "stop", lambda ray, grace_s: stopped.append((ray.token, grace_s)))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
@@ -258,6 +262,33 @@ def test_a_head_that_fails_is_told_at_once(home: Path, slow_start: Callable[...,
         slow_start(0)
     assert (home / "tries").read_text() == "1"
     assert time.monotonic() - began < 10
+
+
+def test_a_full_home_ends_the_ray_that_was_just_started(tmp_path: Path) -> None:
+    """Nobody would find it again: neither ``stop`` nor the next launch."""
+    code = """
+import os, sys
+os.environ["XDG_STATE_HOME"] = str(folder)
+from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.ray_cluster import local_ray, processes
+from tests.support.faults.full_folder import run_on_small_disk
+local_ray._head_command = lambda *words: [sys.executable, "-c", "import time; time.sleep(90)"]
+begun = []
+real = local_ray._save
+local_ray._save = lambda ray: begun.append(ray) or real(ray)
+with local_ray.locked("night"):
+    fill(folder)
+    try:
+        local_ray.start("night", cpus=1, temp_folder=folder.parent / "temp", timeout_s=20.0)
+    except ConfigError as error:
+        print(str(error).partition(",")[0].replace(str(folder), ""))
+print(len(begun), processes.is_member(begun[0].session, begun[0].mark, begun[0].session))
+print(sorted(path.name for path in local_ray.state_folder().iterdir()))
+"""
+    (tmp_path / "home").mkdir()
+    said = run_on_small_disk(tmp_path / "home", code).splitlines()
+    assert said[0] == "XDG_STATE_HOME: /picotron_ray takes no more (No space left on device)"
+    assert said[1:] == ["1 False", "['night.lock']"]
 
 
 # --- supervisor ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -17,12 +18,13 @@ from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.replay import event_line
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime import process_log
 from picotron_ray.runtime.coordinator import records, run_record
 from picotron_ray.runtime.coordinator.beginning import begin_event
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.records import MEMBERS_KEPT
 from picotron_ray.runtime.coordinator.run_record import RunRecord
-from tests.support.runs.coordinator_world import World, job
+from tests.support.runs.coordinator_world import World, job, of
 
 BEGAN = 1_000_000.0
 
@@ -134,7 +136,7 @@ def page(worker: str, n: int = 1, **changes: Any) -> dict[str, Any]:
     plain = {
         "worker": worker, "term": 1, "n": n, "rank": 0, "step": 5, "tokens": 500, "loss": 2.0,
         "eval_step": -1, "eval_loss": 0.0, "baseline_loss": 3.0, "step_time_s": 0.5, "first_step_at_s": 0.0,
-        "pinned_wait_s": 0.01, "skipped_step": -1,
+        "pinned_wait_s": 0.01, "skipped_step": -1, "bad_steps": 1,
     }  # fmt: skip
     return {**plain, **changes}
 
@@ -208,6 +210,40 @@ def test_a_step_without_an_update_is_told_once(run: Run) -> None:
     ]
     batch = job().data.global_batch
     assert f"step 9 (samples {8 * batch} to {9 * batch - 1})" in told[1]["text"]
+
+
+def test_bad_steps_in_a_row_are_told_with_their_number_and_not_line_by_line(run: Run) -> None:
+    """The first at once, then each time that they are twice as many; a later generation counts anew."""
+    run.generation(1, "ab", 0, 1.0)
+    for count in range(1, 11):
+        run.record.figures("n1", [page("a", skipped_step=count, bad_steps=count)])
+    run.generation(2, "ab", 10, 2.0)
+    run.record.figures("n1", [page("a", 2, skipped_step=12, bad_steps=1)])
+    run.record.figures("n1", [page("a", 2, skipped_step=19, bad_steps=8)])
+    told = [event["text"] for event in run.record.status(0)["events"] if event["kind"] == "skipped"]
+    assert [(text.split()[1], text.partition("left out")[2]) for text in told] == [
+        ("1", ""),
+        ("2", ", as those of 1 others in this generation"),
+        ("4", ", as those of 3 others in this generation"),
+        ("8", ", as those of 7 others in this generation"),
+        ("12", ""),
+        ("19", ", as those of 7 others in this generation"),
+    ]
+
+
+def test_events_go_to_the_log_of_the_process_too(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    package = logging.getLogger("picotron_ray")
+    before = (package.level, list(package.handlers))
+    try:
+        process_log.begin()
+        process_log.begin()  # a worker's and a coordinator's class may share a process in tests
+        run.record.note("warning", "storage", "it is full")
+        run.record.note("info", "commit", "step 5 committed")
+    finally:
+        package.setLevel(before[0])
+        package.handlers[:] = before[1]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["WARNING it is full", "INFO step 5 committed"]
 
 
 def test_a_held_out_loss_of_nan_is_no_figure(run: Run) -> None:
@@ -440,19 +476,90 @@ def test_a_stop_is_owed_by_the_launch_that_was_asked(run: Run, launch: str, owed
     stop = {"now": 1.0, "event": {"type": "UserRequest", "what": "stop"}, "commands": []}
     line = LoggedLine(1, {"launch": "one", "offset_s": BEGAN}, stop)
     run.record.recall(None, [line], launch)
-    assert run.record.stop_is_owed is run.record.status(0)["stopping"] is owed
+    assert (run.record.owed == (m.UserRequest("stop"),)) is run.record.status(0)["stopping"] is owed
 
 
 def test_a_stop_is_owed_until_the_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.record.recall(None, [], "one")
-    run.tell(1.0, m.UserRequest("checkpoint"))
-    assert not run.record.stop_is_owed
-    run.tell(1.0, m.UserRequest("stop"))
+    run.tell(1.0, m.UserRequest("checkpoint"), m.Appended("commit", m.GenerationId(1, 1), 5, 9))
+    assert run.record.owed == ()
+    run.tell(1.0, m.UserRequest("stop"), m.Appended("commit", m.GenerationId(1, 1), 7, 11))
     later = Run(monkeypatch)
     later.record.recall(json.loads(json.dumps(run.record.memo())), [], "one")
-    assert later.record.stop_is_owed
+    assert later.record.owed == (m.UserRequest("stop"),)
     later.record.observe(m.Tick(), [m.Finish("stopped", "step 5")], BEGAN + 2.0)
-    assert not later.record.stop_is_owed
+    assert later.record.owed == ()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_checkpoint_is_owed_until_the_next_commit(
+    run: Run, monkeypatch: pytest.MonkeyPatch, trains: bool
+) -> None:
+    """The next term learns of it from the record or from the log, and its machine has it taken."""
+    ask, first = m.UserRequest("checkpoint"), World()
+    spec = first.up(("a", 4)) if trains else None
+    line = LoggedLine(1, {"launch": "one", "offset_s": BEGAN}, json.loads(event_line(1.0, ask, [])))
+    run.record.recall(None, [line], "one")
+    memo = json.loads(json.dumps(run.record.memo()))
+    for known, lines in ((None, [line]), (memo, [])):
+        later, world = Run(monkeypatch), World()
+        later.record.recall(known, lines, "one")
+        assert later.record.owed == (ask,)
+        assert not later.record.status(0)["stopping"]
+        if spec is None:
+            started = world.begin(("a", 4), term=2)
+            world.send(*later.record.owed)
+            made = world.run(world.answer(world.ready(started)))
+        else:
+            begin = m.Begin(2, generations=(spec,), running=spec, workers=spec.members)
+            world.send(begin, *later.record.owed)
+            made = spec
+        taken = of(world.wait(1.0, steps=1), m.TakeSnapshot)
+        assert [command.generation for command in taken] == [made.id], "of members that train, and so hear it"
+        later.tell(2.0, m.Appended("commit", made.id, 7, error="storage is down"))
+        assert later.record.owed == (ask,)
+        later.tell(3.0, m.Appended("commit", made.id, 8, 9))
+        assert later.record.owed == ()
+    another = Run(monkeypatch)
+    another.record.recall(memo, [], "two")
+    assert another.record.owed == (), "another launch was asked"
+
+
+def test_a_record_of_before_checkpoints_were_remembered_is_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.record.recall(None, [], "one")
+    run.tell(1.0, m.UserRequest("stop"))
+    memo = json.loads(json.dumps(run.record.memo()))
+    del memo["checkpoint_of"]
+    later = Run(monkeypatch)
+    later.record.recall(memo, [], "one")
+    assert later.record.owed == (m.UserRequest("stop"),)
+
+
+def test_an_end_that_was_decided_is_owed_by_that_launch_until_a_term_begins(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the record, and from the log's lines where the record is older."""
+    run.record.recall(None, [], "one")
+    end = m.Finish("storage", "full", m.Source("slots"))
+    run.record.observe(m.Tick(), [end], BEGAN + 2.0)
+    memo = json.loads(json.dumps(run.record.memo()))
+    head = {"launch": "one", "offset_s": BEGAN}
+
+    def recalled(*lines: dict[str, Any], launch: str = "one", memo: Any = None) -> m.Finish | None:
+        later = Run(monkeypatch)
+        later.record.recall(memo, [LoggedLine(1, head, line) for line in lines], launch)
+        return later.record.ended
+
+    line = json.loads(event_line(2.0, m.Tick(), [end]))
+    assert recalled(memo=memo) == recalled(line) == end
+    assert recalled(memo=memo, launch="two") is recalled(line, launch="two") is None
+    begun = json.loads(event_line(3.0, begin_event(2, (), (), {}), []))
+    assert recalled(line, begun) is recalled(begun, memo=memo) is None, "a newer term went on"
+    assert recalled(json.loads(event_line(2.0, m.Tick(), [m.Finish("fenced", "")]))) is None
+    del memo["end"], memo["end_of"]
+    assert recalled(memo=memo) is None, "of an earlier version"
 
 
 def test_a_record_stays_small_however_often_the_run_commits(run: Run) -> None:

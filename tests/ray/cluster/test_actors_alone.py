@@ -227,7 +227,8 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     made._record = SimpleNamespace(
         observe=lambda event, commands, at_s, line: None,
-        stop_is_owed=False,
+        owed=(),
+        ended=None,
         failed_s_ago=tuple,
         strikes=(),
         figures=lambda node, figures: note("figures", node, len(figures)),
@@ -857,9 +858,10 @@ def test_a_loop_outlives_its_errors_and_tells_them_ever_more_seldom() -> None:
 
 
 def test_what_the_launch_was_asked_before_a_restart_is_asked_of_the_machine_again(whole: Any) -> None:
-    whole._record.stop_is_owed = True
+    whole._record.owed = (m.UserRequest("checkpoint"), m.UserRequest("stop"))
     begin(whole)
-    assert [type(event) for event in events(whole)] == [m.Begin, m.UserRequest]
+    begun, *asked = events(whole)
+    assert (type(begun), asked) == (m.Begin, list(whole._record.owed))
 
 
 def test_a_log_that_cannot_be_read_keeps_no_term_from_beginning(whole: Any) -> None:

@@ -66,12 +66,15 @@ class Run:
     def steps(self) -> list[int]:
         return [page.step for page in self.pages().values()]
 
-    def pages(self) -> dict[str, Any]:
-        from picotron_ray.runtime.heartbeat import read_page
+    def page_file(self, worker: str) -> Path:
         from picotron_ray.runtime.ray_cluster.names import node_folder
 
-        folder = node_folder(self.job.snapshot.folder, self.job.name, self.node)
-        found = {worker: read_page(folder / f"{worker}.page") for worker in WORKERS}
+        return node_folder(self.job.snapshot.folder, self.job.name, self.node) / f"{worker}.page"
+
+    def pages(self) -> dict[str, Any]:
+        from picotron_ray.runtime.heartbeat import read_page
+
+        found = {worker: read_page(self.page_file(worker)) for worker in WORKERS}
         return {worker: page for worker, page in found.items() if page is not None}
 
     async def until_both_ended(self) -> None:
@@ -175,3 +178,32 @@ def test_a_later_term_adopts_a_generation_without_a_look_at_its_workers_names(
 
     asyncio.run(work())
     assert {type(event) for event in run.events} == {m.Outcome}
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_worker_without_a_page_is_ended_by_ray(run: Run, adopted: bool) -> None:
+    """Its agent finds no process to kill, and a later term has no handle of it before it asks for one."""
+    from picotron_ray.runtime.coordinator.run_actors import RunActors
+    from picotron_ray.runtime.heartbeat import process_alive
+
+    actors: Any = run.actors
+    if adopted:
+        actors = RunActors(run.job)
+        actors._agents = {run.node: run.agent}
+        actors.adopt_workers((m.Member("w2", run.node),))
+
+    async def newest() -> bool:
+        return True
+
+    async def work() -> None:
+        await run.begin()
+        page = run.pages()["w2"]
+        run.page_file("w2").unlink()
+        await actors.kill_worker(1, "w2", newest)
+        async with asyncio.timeout(30.0):
+            while process_alive(page.pid, page.start_ticks):
+                await asyncio.sleep(0.05)
+        await run.until_both_ended()
+
+    asyncio.run(work())
+    assert [event.worker for event in run.events if isinstance(event, m.WorkerExited)] == ["w2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from picotron_ray.config.schema.service import ElasticConfig
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.node_agent.agent import Agent
 from picotron_ray.runtime.node_agent.kept_state import KeptState
+from picotron_ray.runtime.node_agent.seal_watch import slot_info
 from picotron_ray.runtime.ray_cluster import cleanup
 from picotron_ray.runtime.ray_cluster.names import node_folder
 
@@ -43,11 +45,11 @@ def lone_agent(base: Path, reserved: bool = True) -> Agent:
     DeadPage(agent._folder)
     agent._terms = SimpleNamespace(newest=lambda term: term, run="R")
     agent._closing, agent._node, agent._job = threading.Event(), "n1", SimpleNamespace(name="r")
-    for part in ("_burials", "_uploads", "_shards", "_members", "_rendezvous"):
+    for part in ("_guard", "_burials", "_uploads", "_shards", "_members", "_rendezvous"):
         ended = SimpleNamespace(close=lambda: None, stop=lambda: None, settle=lambda timeout_s: None)
         setattr(agent, part, ended)
     agent._watch = lambda: agent._closing.wait()
     agent._watcher = agent._begin_watch()
-    agent._kept = KeptState(agent._folder, agent._info)
+    agent._kept = KeptState(agent._folder, partial(slot_info, "n1"))
     found: Agent = agent
     return found

@@ -141,6 +141,12 @@ def _only_known_are_heard(real: Any, memory: MachineMemory, event: m.Heartbeat) 
     real(memory, dataclasses.replace(event, steps=steps, others=others))
 
 
+def _missed_once_and_for_ever(real: Any, memory: MachineMemory, event: m.Heartbeat) -> None:
+    missed = dict(memory.unseen)
+    real(memory, event)
+    memory.unseen |= missed
+
+
 def _starts_never_take_long(real: Any, memory: MachineMemory) -> None:
     for worker in memory.roster.in_state("starting"):
         worker.since = memory.now
@@ -282,6 +288,10 @@ OWN: dict[str, Mutation] = {
     "suspects_are_not_replaced": nothing(recovery, "kill"),
     "a_launch_that_nobody_begins_is_awaited_for_ever": nothing(housekeeping, "watch_launch"),
     "a_launch_that_nobody_begins_may_not_leave": nothing(machine, "watch_launch"),
+    "a_member_without_a_page_is_left_alone": nothing(housekeeping, "end_unseen"),
+    "who_was_missed_once_is_missed_for_ever": wrap(
+        _missed_once_and_for_ever, (event_handlers, "look_for_members")
+    ),
     "a_store_is_always_asked_for_where_rank_0_is": put(
         lambda self, spec, silent: spec.members[0].node, (StoreHomes, "home")
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,6 +13,8 @@ from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.coordinator import event_handlers, final_wait, machine
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker
 from picotron_ray.runtime.node_agent import slot_release
 from picotron_ray.runtime.node_agent.kept_state import KeptState
 from picotron_ray.runtime.node_agent.term_file import TermFile
@@ -87,8 +90,14 @@ def _release_all_kept(real: Any, folder: Path, state: Any, kept: Any, **named: A
         kept_slots.let_go(folder, older, older)
 
 
+def _as_if_committed(real: Any, self: CheckpointTracker, node: str, state: Any) -> m.Release:
+    release: m.Release = real(self, node, state)
+    return dataclasses.replace(release, committed=release.step)
+
+
 KEPT: dict[str, Mutation] = {
     "kept_steps_go_before_they_are_done_again": wrap(_release_all_kept, (kept_world, "release_slots")),
+    "what_is_kept_goes_before_it_is_committed": wrap(_as_if_committed, (CheckpointTracker, "release")),
     "a_node_that_keeps_and_is_late_is_not_awaited": put(
         lambda memory, timed_out: False, (final_wait, "_awaits_keeper")
     ),

@@ -69,16 +69,25 @@ class World:
     def wait(
         self, seconds: float, *, beat: bool = True, but: tuple[str, ...] = (), steps: int = 0
     ) -> list[m.Command]:
-        """Let time pass in ticks; nodes (``but`` these) keep sending heartbeats, with ``steps`` done."""
+        """Let time pass in ticks; nodes (``but`` these) keep sending heartbeats, with ``steps`` done.
+
+        They show all of their workers.
+        """
         out: list[m.Command] = []
         end = self.now + seconds
         while self.now < end - 1e-9:
             self.now = min(end, self.now + 0.5)
             if beat:
                 at = (self.spec.id, {self.spec.members[0].worker: steps}) if steps else (None, {})
-                out += self.send(*(m.Heartbeat(n, *at) for n in self.machine.view.nodes if n not in but))
+                beats = (m.Heartbeat(n, *at, self.living(n)) for n in self.machine.view.nodes if n not in but)
+                out += self.send(*beats)
             out += self.send(m.Tick())
         return out
+
+    def living(self, node: str) -> tuple[str, ...]:
+        """Workers on a node that are up, as far as the machine knows."""
+        workers = self.machine.memory.roster.workers.on(node)
+        return tuple(worker.name for worker in workers if worker.state != "starting")
 
     def begin(self, *nodes: tuple[str, int], term: int = 1, **kwargs: Any) -> list[m.Command]:
         return self.send(m.Begin(term, **kwargs), *(m.NodeJoined(n, c) for n, c in nodes))

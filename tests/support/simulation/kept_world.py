@@ -148,7 +148,7 @@ class KeptNode(SimNode):
                 self.folder,
                 (generation.term, generation.n, step),
                 self._state.told(IDENTITY)["kept"],
-                living=set(self.workers),
+                living={worker.name for worker in self.workers.values() if worker.paged},
                 needed=needed,
                 keep=[(state.generation.term, state.generation.n, state.step) for state in spared],
                 committed=committed,

@@ -38,6 +38,9 @@ class Page(SimpleNamespace):
     def put(self, **values: float) -> None:
         self.__dict__.update(values)
 
+    def count_bad(self, step: int) -> None:
+        self.bad = (*getattr(self, "bad", ()), step)
+
     def count_step(self, seconds: float) -> None:
         self.steps = getattr(self, "steps", 0) + 1
 

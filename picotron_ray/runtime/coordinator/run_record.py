@@ -74,11 +74,7 @@ class RunRecord:
         self._lost: set[str] = set()  # nodes, until they join again
 
     def begin(self, term: int, commit_figures: CommitFigures, newest: Newest | None = None) -> None:
-        """Take over as the coordinator of ``term``.
-
-        Args:
-            commit_figures: sizes and times by step; it grows with the commits.
-        """
+        """Take over as the coordinator of ``term``; ``commit_figures`` grows with the commits."""
         with self._lock:
             self._term, self._commit_figures = term, commit_figures
             self._newest_commit = newest

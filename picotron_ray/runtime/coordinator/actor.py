@@ -287,7 +287,7 @@ class Coordinator:
         term, record, store = self._executor.term, self._record, self._store
         known = (self._job, self._options, planner, term, record, stored, self._supervisor)
         self._event_log = await open_event_log(*known)
-        record.begin(term, store.commit_figures)
+        record.begin(term, store.commit_figures, lambda: self._machine.memory.checkpoints.committed)
         self._evidence.begin(term, folder)
         tell_beginning(record, self._options, store)
         self._tracking = Tracking(self._job, store, record, folder)
@@ -372,6 +372,7 @@ class Coordinator:
         if finish.status not in ("fenced", "storage"):
             summary = await self._summed_up(summary)
         self._record.done(finish, summary)
+        self._store.close()
         if self._begun:
             await asyncio.to_thread(self._event_log.close)
         await self._leave(finish)

@@ -223,10 +223,10 @@ def test_no_call_waits_for_an_upload_and_one_that_is_asked_for_again_is_joined(
     """Storage may hang for hours: each call that waited would hold one of the agent's threads."""
     may_end, calls = threading.Event(), []
 
-    def upload(generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> dict[str, Any]:
+    def upload(generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> bytes:
         calls.append(step)
         assert may_end.wait(10)
-        return {"step": step}
+        return str(step).encode()
 
     monkeypatch.setattr(agent._uploads, "run", upload)
     for step in (5, 5, 6):
@@ -240,7 +240,7 @@ def test_no_call_waits_for_an_upload_and_one_that_is_asked_for_again_is_joined(
     assert sorted(calls) == [5, 6]
     agent.upload(1, (1, 1), 5, ("s",))
     (end,) = await_ends(agent, 1)
-    assert end == Ended((1, 1), 5, ("s",), {"step": 5})
+    assert end == Ended((1, 1), 5, ("s",), b"5")
     assert sorted(calls) == [5, 5, 6], "nothing is remembered"
 
 
@@ -256,7 +256,7 @@ def test_no_call_waits_for_an_upload_and_one_that_is_asked_for_again_is_joined(
 def test_an_uploads_end_is_told_until_it_is_acknowledged(
     agent: Agent, told: Told, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str, full: bool
 ) -> None:
-    def upload(*what: Any) -> dict[str, Any]:
+    def upload(*what: Any) -> bytes:
         raise error
 
     def away(*words: Any) -> Future[None]:
@@ -699,8 +699,8 @@ def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
     assert bench.calls.seen == [asked] * 3, "silence is asked again"
     bench.run(m.Upload("n2", A, 6, ("t",)))
     bench.executor.uploaded("n1", Ended((1, 1), 5, ("s",), None, "gone:s.slot"))
-    bench.executor.uploaded("n1", Ended((1, 1), 5, ("s",), {"part": 1}))
-    bench.executor.uploaded("n2", Ended((1, 1), 6, ("t",), {"part": 2}))
+    bench.executor.uploaded("n1", Ended((1, 1), 5, ("s",), b"1"))
+    bench.executor.uploaded("n2", Ended((1, 1), 6, ("t",), b"2"))
     assert bench.run() == [
         m.Uploaded("n1", A, 5, "gone:s.slot", ("s",)),
         m.Uploaded("n1", A, 5, "", ("s",)),
@@ -715,7 +715,7 @@ def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
     assert sorted(bench.calls.seen) == after, "only after a commit that was made"
     bench.run(m.AppendCommit(A, 5, ("n1",)), m.AppendCommit(A, 6, ("n2",)))
     assert bench.committed == [
-        (A, 5, [{"part": 1}]), (A, 5, [{"part": 1}]), (A, 5, []), (A, 6, [{"part": 2}])
+        (A, 5, [b"1"]), (A, 5, [b"1"]), (A, 5, []), (A, 6, [b"2"])
     ]  # fmt: skip
     assert bench.run(m.AppendGeneration(SPEC)) == [m.Appended("generation", A, 0, 1)]
 
@@ -727,7 +727,7 @@ def test_of_two_uploads_of_a_state_the_part_of_the_newest_is_committed(
     """Whichever ends first: the state was planned anew when another node was lost."""
     for slots in (("b1",), ("b1", "b2")):
         bench.run(m.Upload("b", A, 5, slots))
-    ends = [Ended((1, 1), 5, slots, {"slots": slots}) for slots in (("b1",), ("b1", "b2"))]
+    ends = [Ended((1, 1), 5, slots, repr(slots).encode()) for slots in (("b1",), ("b1", "b2"))]
     for at in order:
         assert (bench.executor._uploads.open("b") is None) == (at == 0 and order[0] == 1)
         bench.executor.uploaded("b", ends[at])
@@ -735,7 +735,7 @@ def test_of_two_uploads_of_a_state_the_part_of_the_newest_is_committed(
         ends[at].slots for at in order
     ]
     bench.run(m.AppendCommit(A, 5, ("b",)))
-    assert bench.committed == [(A, 5, [{"slots": ("b1", "b2")}])]
+    assert bench.committed == [(A, 5, [repr(("b1", "b2")).encode()])]
 
 
 def test_storage_that_is_full_is_collected_before_the_next_try(bench: Bench) -> None:
@@ -760,7 +760,7 @@ def test_the_machine_hears_what_a_collection_has_retired(bench: Bench) -> None:
 def test_an_upload_that_died_with_its_agent_is_asked_for_again(bench: Bench) -> None:
     """Nobody else would for ten times the deadline of storage."""
     bench.run(m.Upload("n1", A, 5, ("s",)), m.Upload("n2", A, 5, ("t",)))
-    bench.executor.uploaded("n2", Ended((1, 1), 5, ("t",), {}))
+    bench.executor.uploaded("n2", Ended((1, 1), 5, ("t",), b""))
     bench.calls.seen.clear()
 
     async def back() -> None:

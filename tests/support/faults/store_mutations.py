@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.checkpoint.store import commit, deletion, gc
+from picotron_ray.checkpoint.store import assembly, commit, deletion, gc
 from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.run_log import RunLog
@@ -50,7 +50,7 @@ STORED: dict[str, Mutation] = {
     ),
     "a_commit_does_not_know_what_is_being_deleted": wrap(_knows_nothing, (InUse, "needed")),
     "what_a_save_lists_is_not_spared": wrap(
-        lambda real, storage, log, intents: real(storage, log, []), (gc, "_marked")
+        lambda real, storage, log, intents, outlines: real(storage, log, [], outlines), (gc, "_marked")
     ),
     "a_rewind_finds_what_was_given_up": put(lambda job: 0, (gc, "rewind_reach")),
     "no_commit_is_retired": put(lambda *words: (), (gc, "_retire")),
@@ -63,7 +63,7 @@ STORED: dict[str, Mutation] = {
         lambda real, manifest, entries, problem: _continued(real, manifest, entries, problem),
         (commit, "_continued"),
     ),
-    "chunks_are_not_looked_for_before_a_commit": put(lambda *words: [], (commit, "missing_chunks")),
+    "chunks_are_not_looked_for_before_a_commit": put(lambda *words: [], (assembly, "missing_chunks")),
     "a_save_looks_before_its_intent_is_put": wrap(
         lambda real, self, key, state, chunks: None if chunks is None else real(self, key, state, chunks),
         (Intents, "put"),

@@ -1,4 +1,4 @@
-"""Three nodes with a replica each: after a failure every member takes the state from its own node."""
+"""Three nodes with a replica each: whoever has a copy on its own node takes the state from there."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def served(status: dict[str, Any]) -> list[float]:
 
 
 def test_replicas_restore_from_their_own_nodes(cluster: Any, tmp_path: Path) -> None:
-    """Killed is one of the three workers: its slots outlive it, and its replacement reads them."""
+    """One of the three workers is killed; its replacement's node has slept through the newest state."""
     job = tiny_job(
         "own-copies",
         tmp_path,
@@ -66,12 +66,14 @@ def test_replicas_restore_from_their_own_nodes(cluster: Any, tmp_path: Path) -> 
     assert len({page["node"] for page in full["pages"].values()}) == 3
     name, pid = next(iter(watched.pids().items()))
     os.kill(pid, signal.SIGKILL)
-    watched.until(lambda s: name not in s["members"] and s["step"] > full["step"] + 10)
+    fewer = watched.until(lambda s: name not in s["members"] and s["step"] > full["step"] + 10)
+    assert served(fewer) == [0.0, 0.0, 0.0], watched.log()
+    assert {failure["restored_from"] for failure in fewer["failures"]} == {"slots"}
     again = watched.until(lambda s: len(s["members"]) == 3)
     status = watched.until(lambda s: s["step"] > again["step"] + 10)
-    restored = {failure["restored_from"] for failure in status["failures"]}
-    assert restored == {"slots"}
-    assert served(status) == [0.0, 0.0, 0.0], watched.log()
+    once, *others = sorted(served(status), reverse=True)
+    assert once > 0, "the newcomer's node held no copy"
+    assert others == [0.0, 0.0], watched.log()
     watched.coordinator.request.remote("stop")
     summary = watched.finish()
     assert summary["status"] == "stopped"

@@ -290,9 +290,11 @@ def _default_folder(run: str) -> Path:
 
 
 def _keeps(run: str, step: int) -> StorageError:
+    emptied = ended_run.emptied_storage(run)
+    first = f"{emptied} holds nothing of it any more: restore that from a copy and then " if emptied else ""
     return StorageError(
         f"run: {run!r} has ended (exit code 4) and keeps step {step} in memory, which storage could not take;"
-        f" launch it again to commit that, or delete it with `picotron-ray stop {run} --discard`"
+        f" {first}launch it again to commit that, or delete it with `picotron-ray stop {run} --discard`"
     )
 
 

@@ -19,6 +19,9 @@ from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 
+BEFORE = "steps were committed before"
+"""End of the words for a run that had finished before this launch."""
+
 
 def begin(memory: MachineMemory, event: m.Begin) -> None:
     """Take over from what the log and the agents say: adopt what runs, else start."""
@@ -40,7 +43,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
         return
     _plan_rewind(memory, event)
     if commit is not None and commit.step >= memory.job.steps and memory.rewind is None:
-        memory.finish("finished", f"step {commit.step}: all {memory.job.steps} steps were committed before")
+        memory.finish("finished", f"step {commit.step}: all {memory.job.steps} {BEFORE}")
         return
     memory.go(MachineState.STARTING)
     memory.deadline = memory.now + memory.job.cluster.start_timeout_s

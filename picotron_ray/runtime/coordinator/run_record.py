@@ -68,6 +68,7 @@ class RunRecord:
         self._continues = False  # events are numbered on from where an earlier term was
         self._trouble, self._bad_steps = StorageTrouble(), BadSteps()  # the first: with storage
         self._lost: set[str] = set()  # nodes, until they join again
+        self.waits: dict[str, Any] | None = None  # `Machine.waits`
 
     def begin(self, term: int, commit_figures: Mapping[int, dict[str, Any]]) -> None:
         """Take over as the coordinator of ``term``.
@@ -313,12 +314,13 @@ class RunRecord:
         self._facts.checkpoints.append({"step": event.step, "stall_s": stall_s, **(figures or {})})
         del self._facts.checkpoints[:-CHECKPOINTS_KEPT]
 
-    def evidence(self, name: str, generation: str) -> None:
-        """Note what tells where the ranks of a generation were, by its name in storage."""
+    def evidence(self, name: str, generation: str, news: bool = True) -> None:
+        """Note what tells where the ranks of a generation were, by its name in storage; tell it where new."""
         with self._lock:
             if name not in self._facts.evidence.values():
                 self._facts.evidence.setdefault(generation, name)  # the first is of all ranks
-                self.note("info", "evidence", f"stacks of generation {generation} are in {name}")
+                if news:
+                    self.note("info", "evidence", f"stacks of generation {generation} are in {name}")
 
     def serves(self, endpoints: dict[str, str], file: str) -> None:
         """Note metrics endpoints (``host:port`` by node or ``coordinator``) and the file that lists them."""
@@ -358,6 +360,7 @@ class RunRecord:
                 "precision": self._job.precision,
                 "members": record.names if record else [],
                 "resume_step": record.start_step if record else 0,
+                "waits": self.waits,
                 "step": step,
                 "steps": self._job.steps,
                 "loss": page.get("loss") or None,
@@ -392,7 +395,6 @@ class RunRecord:
     def done(self, finish: m.Finish, summary: dict[str, Any]) -> None:
         with self._lock:
             level = "info" if finish.status in ("finished", "stopped") else "error"
-            self.note(
-                level, finish.status, f"run {finish.status}" + (f": {finish.detail}" if finish.detail else "")
-            )
+            text = f"run {finish.status}" + (f": {finish.detail}" if finish.detail else "")
+            self.note(level, finish.status, text)
             self._finish, self._summary = finish, summary

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from picotron_ray.config.schema.service import RUN_NAME, SnapshotConfig
 from picotron_ray.errors import ConfigError, StorageError
-from picotron_ray.runtime.driver import ended_run, follow_run, launch_mark
+from picotron_ray.runtime.driver import ended_run, follow_run, launch_mark, waiting
 from picotron_ray.runtime.driver.console import ProgressView, end_line
 from picotron_ray.runtime.ray_cluster import connect, kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.kept_slots import MARKED_ALONE
@@ -354,19 +355,29 @@ def _kill(name: str) -> None:
         return  # it ended by itself in between
 
 
-def checkpoint_now(run: str, timeout_s: float) -> int:
-    """Ask for a commit and wait until one newer than the present one is there; returns its step."""
+def checkpoint_now(run: str, timeout_s: float, say: Callable[[str], object] = lambda line: None) -> int:
+    """Ask for a commit and wait until one newer than the present one is there; returns its step.
+
+    Args:
+        say: takes a line on what keeps the commit waiting, at once and then each ``WAIT_LINE_S``.
+    """
     coordinator, _ = connect_to_run(run)
     before = status(run)
     coordinator.request.remote("checkpoint")
-    deadline = time.monotonic() + timeout_s
+    deadline, told_s = time.monotonic() + timeout_s, -WAIT_LINE_S
+    what = ""
     while time.monotonic() < deadline:
         seen = follow_run.poll(coordinator, 0)
         if seen is not None and (seen["committed"] or 0) > (before["committed"] or 0):
             return int(seen["committed"])
         if seen is not None and seen["done"]:
             break
+        what = "" if seen is None else waiting.blocked(seen)
+        if what and time.monotonic() - told_s >= WAIT_LINE_S:
+            told_s = time.monotonic()
+            say(f"run {run} commits once it trains: waiting for {what}")
         time.sleep(follow_run.POLL_S)
+    why = f", waiting for {what}" if what else ""
     raise follow_run.LostRunError(
-        f"run {run} made no new commit within {timeout_s:g} s; see `picotron-ray status {run}`"
+        f"run {run} made no new commit within {timeout_s:g} s{why}; see `picotron-ray status {run}`"
     )

@@ -182,8 +182,9 @@ class Machine:
 
     @property
     def waits(self) -> dict[str, int | float | None] | None:
-        """Workers that are ``ready``, ``needed`` at least and ``wanted``, and ``left_s`` of the wait for them;
-        None while none are waited for. Without ``left_s`` there is no end to it.
+        """Workers that are ``ready``, ``needed`` at least and ``wanted``; ``left_s`` of the wait for them.
+
+        None while none are waited for; without ``left_s`` there is no end to it.
         """
         memory = self.memory
         if memory.state not in (MachineState.STARTING, MachineState.WAITING):

@@ -31,6 +31,7 @@ from picotron_ray.runtime.coordinator.records import (
     bounded,
     failure_ages_s,
     failure_entry,
+    gone_back,
     goodput,
     places,
     sign_of,
@@ -120,7 +121,7 @@ class RunRecord:
                 self._follow(page)
 
     def _follow(self, page: dict[str, Any]) -> None:
-        record = self._facts.generations[-1] if self._facts.generations else None
+        record = self._facts.newest
         if record is None or (page["term"], page["n"]) != (record.id.term, record.id.n):
             return
         record.end_step = max(record.end_step, page["step"])
@@ -183,8 +184,8 @@ class RunRecord:
                 "paused_s": (paused_s := self._lived.paused_s),
             }
         wall_s = time.time() - self._began
-        share = goodput(facts, wall_s - paused_s)
         # outside of the lock: the coordinator's loop must not wait for a record of thousands of workers
+        share = goodput(facts, wall_s - paused_s)
         return {**memo, "goodput": share, "wall_s": wall_s, "facts": plain_facts(facts)}
 
     def failed_s_ago(self) -> tuple[float, ...]:
@@ -223,7 +224,7 @@ class RunRecord:
             self._owed.observe(self._launch, event, commands)
             for command in commands:
                 if isinstance(command, m.RunGeneration):
-                    self._generation(command.spec)
+                    self._generation(command.spec, at_s)
                 elif isinstance(command, m.Alert) and command.kind == "failure":
                     self._judged(command.data, at_s)
                 elif isinstance(command, m.Alert):
@@ -245,7 +246,7 @@ class RunRecord:
             self._facts.committed_at_s = at_s
         if isinstance(event, m.Planned) and not event.error:
             self._facts.planned_s.append(event.planned_s)
-        record = self._facts.generations[-1] if self._facts.generations else None
+        record = self._facts.newest
         if record is None:
             return
         if isinstance(event, m.Outcome):
@@ -289,7 +290,7 @@ class RunRecord:
         elif last is not None and explains(kind, last.kind) and target in self._facts.struck_by(last):
             last.kind, last.target = kind, target
 
-    def _generation(self, spec: m.GenerationSpec) -> None:
+    def _generation(self, spec: m.GenerationSpec, at_s: float) -> None:
         self._running = True
         generations = self._facts.generations
         if generations and generations[-1].id == spec.id:
@@ -300,6 +301,8 @@ class RunRecord:
                 failure.step = generations[-1].end_step
                 failure.lost_steps = max(0, generations[-1].end_step - spec.resume_step)
                 failure.restored_from = spec.source.kind
+        if text := gone_back(generations, spec):
+            self.note("info", "gone-back", text, at_s=at_s)
         if generations:
             generations[-1].end_step = max(spec.resume_step, generations[-1].start_step)
         self._facts.enter(GenerationRecord.of(spec))
@@ -336,20 +339,19 @@ class RunRecord:
             most_pages: where there are more pages of workers, rank 0's alone is shown; None: all are.
         """
         with self._lock:
-            record = self._facts.generations[-1] if self._facts.generations else None
+            record = self._facts.newest
             page = self._facts.leader(record)
             pages = self._facts.pages
             if most_pages is not None and len(pages) > most_pages:
                 pages = {page["worker"]: page} if page else {}
             newest_eval = self._facts.newest_eval()
-            state = "running" if self._running else "starting"
             step = page.get("step", record.end_step if record else 0)
             step_time = page.get("step_time_s") or 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             return {
                 "run": self._job.name,
                 "submissions": list(self._facts.submissions),
-                "state": self._finish.status if self._finish else state,
+                "state": self._finish.status if self._finish else "running" if self._running else "starting",
                 "term": self._term,
                 "continues": self._continues,
                 "recalled": self._recalled,
@@ -383,8 +385,7 @@ class RunRecord:
     def measured(self) -> Measured:
         """Return the facts that are served as metrics, beyond ``status``."""
         with self._lock:
-            generations = self._facts.generations
-            return self._facts.measured(dict(self._facts.leader(generations[-1] if generations else None)))
+            return self._facts.measured(dict(self._facts.leader(self._facts.newest)))
 
     def summary(self, finish: m.Finish) -> dict[str, Any]:
         """Return the content of summary.json, without the ledger's part, which is added when it is stored."""
@@ -395,6 +396,5 @@ class RunRecord:
     def done(self, finish: m.Finish, summary: dict[str, Any]) -> None:
         with self._lock:
             level = "info" if finish.status in ("finished", "stopped") else "error"
-            text = f"run {finish.status}" + (f": {finish.detail}" if finish.detail else "")
-            self.note(level, finish.status, text)
+            self.note(level, finish.status, ": ".join(filter(None, (f"run {finish.status}", finish.detail))))
             self._finish, self._summary = finish, summary

@@ -134,9 +134,11 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> tuple[
     now = now or discard
     if now and not discard:
         _refuse_uncommitted(run)
+    lived = now and _has_ray(run)
     if _is_local_and_dead_or_unwanted(run, now, discard):
+        what = "ended, without a commit" if lived else "ended what was left of it"
         deleted = ", and deleted what storage had not taken" if discard else ""
-        console.print(f"run {run}: ended what was left of it{deleted}", markup=False)
+        console.print(f"run {run}: {what}{deleted}", markup=False)
         return 0, None
     try:
         coordinator, local = connect_to_run(run)

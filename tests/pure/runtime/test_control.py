@@ -266,6 +266,7 @@ def test_a_stop_follows_the_run_to_its_end(
     told.clear()
     assert control.stop("night", True, console) == (0, None)
     assert told == ["attach to night", "shutdown", "stop night"]
+    assert console.file.getvalue().endswith("run night: ended, without a commit\n")  # type: ignore[attr-defined]
 
 
 def test_what_storage_has_not_taken_is_not_deleted_unless_told(

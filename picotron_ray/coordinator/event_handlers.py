@@ -13,12 +13,12 @@ from picotron_ray.coordinator.drains import notice, save
 from picotron_ray.coordinator.final_wait import refuse, take_up
 from picotron_ray.coordinator.generation_stop import blame, fenced, kill, note_bad_step
 from picotron_ray.coordinator.housekeeping import bar, lose_node, take_in, worker_gone
-from picotron_ray.coordinator.lineage import on_lineage
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_layout
 from picotron_ray.coordinator.planning import planned
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
+from picotron_ray.coordinator.resume_state import counts, forget_older
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.coordinator.term_begin import begin, release_committed
 from picotron_ray.coordinator.unseen_members import look_for_members
@@ -100,16 +100,21 @@ def sign_of_life(memory: MachineMemory, event: m.Heartbeat) -> None:
         for name in workers:
             memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)
             kill(memory, name, "its node was counted as lost")
+        _end_strangers(memory, event)
         return
     node.last_seen, node.agent_gone_at = memory.now, None
-    for name in (*event.steps, *event.others):
-        if name not in memory.roster.workers and event.node not in memory.unheard:
-            memory.emit(m.KillWorker(name, "counts as dead, or is not known, and lives"))
+    _end_strangers(memory, event)
     before = memory.seen_step
     if memory.spec is not None and event.generation == memory.spec.id and event.steps:
         memory.begun.update(event.steps)
         progress(memory, max(event.steps.values()))
     memory.quiet = memory.seen_step == before
+
+
+def _end_strangers(memory: MachineMemory, event: m.Heartbeat) -> None:
+    for name in (*event.steps, *event.others):
+        if name not in memory.roster.workers and event.node not in memory.unheard:
+            memory.emit(m.KillWorker(name, "counts as dead, or is not known, and lives"))
 
 
 def agent_restarting(memory: MachineMemory, event: m.AgentRestarting) -> None:
@@ -122,7 +127,7 @@ def progress(memory: MachineMemory, step: int) -> None:
     """Note finished steps of the present generation."""
     if memory.spec is None or step <= memory.seen_step:
         return
-    memory.seen_step, memory.progressed = step, True
+    memory.seen_step, memory.progressed, memory.held = step, True, True
     memory.pace = memory.pace.seen(step, memory.now)
     memory.emit(*memory.checkpoints.release_void())
     if memory.breaker.progressed(step):
@@ -150,6 +155,7 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
         text = f"worker {event.worker} lost a peer"
         blame(memory, event.kind, event.worker, culprit=False, text=text)
     elif event.kind is FailureKind.NUMERICS:
+        memory.held = True
         note_bad_step(memory, event)
     elif event.detail.startswith("corrupt:"):
         _quarantine(memory, event.worker, event.detail.removeprefix("corrupt:").strip())
@@ -166,8 +172,14 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
 def stalled(memory: MachineMemory, event: m.Stalled) -> None:
     """Abort the generation of a member whose phase lasts too long.
 
-    The stuck one shows when all are told to leave: it alone does not answer.
+    The stuck one shows when all are told to leave: it alone does not answer. A worker that was taken for
+    idle and stands in a generation of an earlier term was called for it late: nobody else will ever come.
     """
+    worker = memory.roster.workers.get(event.worker)
+    if worker is not None and worker.state == "idle" and event.generation.term < memory.term:
+        worker.state = "busy"  # it may write until it is dead
+        kill(memory, event.worker, f"still in generation {event.generation}, which is over")
+        return
     running = memory.state in (MachineState.RUNNING, MachineState.LEAVING)
     if (
         not running
@@ -229,7 +241,7 @@ def snapshot_sealed(memory: MachineMemory, event: m.SnapshotSealed) -> None:
         return
     if not known and (memory.spec is None or event.generation >= memory.spec.id):
         return
-    if not on_lineage(memory.spec, event.generation, event.step):
+    if not counts(memory, event.generation, event.step):
         memory.checkpoints.voided(event.node, state)
         return
     if not known:
@@ -248,18 +260,18 @@ def inventory(memory: MachineMemory, event: m.Inventory) -> None:
 
 def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:
     state = (event.step, event.generation)
-    if event.error.startswith("gone:"):  # its pin was given up for a newer checkpoint: no fault of anybody
-        memory.checkpoints.slot_lost(event.node, event.error.removeprefix("gone:").strip(), state)
+    trouble, slot = event.slot_trouble
+    if trouble == "gone":  # its pin was given up for a newer checkpoint: no fault of anybody
+        memory.checkpoints.slot_lost(event.node, slot, state)
         memory.alert("info", "upload", f"step {event.step} on {event.node} gave way to a newer snapshot")
         return
-    damaged = event.error.startswith("corrupt:")
+    damaged = trouble == "corrupt"
     if event.error:
         memory.storage_problem = event.error
         kind = "corrupt" if damaged else "storage"  # a slot's damage is no outage of storage
         text = f"upload of step {event.step} on {event.node} failed: {event.error}"
         memory.alert("warning", kind, text, node=event.node)
     if damaged:
-        slot = event.error.removeprefix("corrupt:").strip()
         bad = (event.node, slot, event.generation, event.step)
         if bad not in memory.bad_slots:
             memory.bad_slots.add(bad)
@@ -293,14 +305,22 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
     memory.storage_answered()
     if not isinstance(entry, m.AppendCommit):
         return
-    memory.commits.append(m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest))
+    commit = m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest)
+    memory.commits.append(commit)
+    forget_older(memory, commit)
     took_s = memory.checkpoints.took_s((event.step, event.generation), memory.now)
     memory.commit_s = memory.commit_s if took_s is None else took_s
-    if not on_lineage(memory.spec, event.generation, event.step):
+    if not counts(memory, event.generation, event.step):
         return
     memory.checkpoints.committed = max(memory.checkpoints.committed, event.step)
     memory.alert("info", "commit", f"step {event.step} committed", step=event.step, manifest=event.manifest)
     memory.emit(*memory.checkpoints.settled((event.step, event.generation), list(memory.roster.nodes)))
+
+
+def retired(memory: MachineMemory, event: m.Retired) -> None:
+    """Forget commits that retention has given up: their objects may be deleted at any time."""
+    memory.commits = [commit for commit in memory.commits if commit.manifest not in event.manifests]
+    memory.quiet = True
 
 
 def user_request(memory: MachineMemory, event: m.UserRequest) -> None:
@@ -332,6 +352,7 @@ HANDLERS: dict[type[Any], Callable[[MachineMemory, Any], None]] = {
     m.Inventory: inventory,
     m.Uploaded: uploaded,
     m.Appended: appended,
+    m.Retired: retired,
     m.Fenced: fenced,
     m.DrainNotice: notice,
     m.UserRequest: user_request,

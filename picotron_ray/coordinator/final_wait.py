@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from picotron_ray.coordinator.checkpoint_tracker import StateKey, known_layouts
-from picotron_ray.coordinator.lineage import ancestors, on_lineage
+from picotron_ray.coordinator.lineage import ancestors
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import (
     AppendGeneration,
@@ -24,6 +24,7 @@ from picotron_ray.coordinator.messages import (
     SlotInfo,
     Source,
 )
+from picotron_ray.coordinator.resume_state import counts, follow
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import REMOVED
 
@@ -107,7 +108,7 @@ def take_up(memory: MachineMemory, kept: tuple[SlotInfo, ...], spec: GenerationS
         return
     if memory.state is MachineState.STARTING and spec is not None:
         if memory.spec is None or spec.id > memory.spec.id:
-            memory.spec = spec
+            follow(memory, spec)
             memory.checkpoints.rewound(spec)
             if memory.checkpoints.pending is None:
                 memory.appends.drop_commits()
@@ -139,7 +140,7 @@ def refuse(memory: MachineMemory, event: NodeJoined) -> None:
         return
     spec = event.kept_by
     newer = spec is not None and (memory.spec is None or spec.id > memory.spec.id)
-    steps = [s.step for s in event.kept if newer or on_lineage(memory.spec, s.generation, s.step)]
+    steps = [s.step for s in event.kept if newer or counts(memory, s.generation, s.step)]
     step = max(steps, default=0)
     if step > memory.checkpoints.committed:
         memory.finish(
@@ -162,12 +163,12 @@ def _take_up_state(memory: MachineMemory, node: str, state: StateKey, slots: tup
     step, generation = state
     if memory.state is MachineState.STARTING:
         memory.taken_up.add(state)
-    if step <= memory.checkpoints.committed and on_lineage(memory.spec, generation, step):
+    if step <= memory.checkpoints.committed and counts(memory, generation, step):
         return  # committed by now: the release that follows frees it
-    counts = generation in memory.layouts and on_lineage(memory.spec, generation, step)
-    if counts and memory.state is not MachineState.STARTING:
+    usable = generation in memory.layouts and counts(memory, generation, step)
+    if usable and memory.state is not MachineState.STARTING:
         return  # a restarted coordinator's own: the next inventory has it
-    if not counts:
+    if not usable:
         memory.alert(
             "warning",
             "kept",

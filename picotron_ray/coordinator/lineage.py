@@ -40,12 +40,18 @@ def ancestors(spec: GenerationSpec) -> list[GenerationSpec]:
     """Stand-ins for the ancestors of a generation, oldest first, for a log that lacks their entries.
 
     A commit's ledger continues that of the commit before it, which the log finds by the sources of all
-    generations in between. Those are true; members and layout are not known any more.
+    generations in between. Those are true; members and layout are not known any more. A rewind to where a
+    generation took over was its own, and none of its ancestors'.
     """
     found = []
+    obeyed = (
+        None if spec.source.kind == "commit" and spec.resume_step == spec.obeyed_step else spec.obeyed_step
+    )
     for at, link in enumerate(spec.lineage):
         older = spec.lineage[at - 1] if at else None
         source = Source("init") if older is None else Source("slots", older.through, older.generation)
         reason = "entered later: storage was out"
-        found.append(GenerationSpec(link.generation, (), Layout(), source, reason, spec.lineage[:at]))
+        rewinds = tuple(rewind for rewind in spec.rewinds if rewind.to_step < link.through)
+        words = link.generation, (), Layout(), source, reason, spec.lineage[:at], (), rewinds, obeyed
+        found.append(GenerationSpec(*words))
     return found

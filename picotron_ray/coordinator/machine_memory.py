@@ -101,6 +101,11 @@ class MachineMemory:
     exhausted_until: float | None = None  # how long workers are awaited on which a layout may fit
     # the newest generation known; it is running, leaving or over, as `state` says
     spec: GenerationSpec | None = None
+    history: GenerationSpec | None = None  # whose lineage counts: ``spec``, or an earlier one (resume_state)
+    candidates: list[GenerationSpec] = field(default_factory=list)  # for that: oldest first, ``spec`` is last
+    held: bool = False  # a member of ``spec`` is known to have had its state
+    writers: dict[GenerationId, GenerationSpec] = field(default_factory=dict)
+    """Who wrote the commits of ``checkpoint.resume_step``, void ones included."""
     layouts: dict[GenerationId, Layout] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     seen_step: int = 0  # most finished steps that any member of it was seen with

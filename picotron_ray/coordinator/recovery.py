@@ -9,7 +9,7 @@ from typing import Literal
 
 from picotron_ray.coordinator.final_wait import out_of_patience
 from picotron_ray.coordinator.generation_stop import kill, note_unsaved
-from picotron_ray.coordinator.lineage import descend, on_lineage
+from picotron_ray.coordinator.lineage import on_lineage
 from picotron_ray.coordinator.machine_memory import START, MachineMemory
 from picotron_ray.coordinator.messages import (
     AppendGeneration,
@@ -19,7 +19,6 @@ from picotron_ray.coordinator.messages import (
     Member,
     Rewind,
     RunGeneration,
-    SlotInfo,
     Source,
 )
 from picotron_ray.coordinator.out_of_memory import given_up
@@ -27,8 +26,18 @@ from picotron_ray.coordinator.plan_book import ReadyPlan
 from picotron_ray.coordinator.policies.membership import choose_members
 from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.placement import spread
-from picotron_ray.coordinator.policies.restore_point import newest_commit, older_state, restore_point
-from picotron_ray.coordinator.policies.rewind import asked_for, decide, samples
+from picotron_ray.coordinator.policies.restore_point import newest_commit
+from picotron_ray.coordinator.resume_state import (
+    drop_taken_back,
+    follow,
+    lineage_from,
+    newest_state,
+    obeyed_step,
+    owed_rewind,
+    rewinds_before,
+    rewound,
+    settle_history,
+)
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import CorruptError
 from picotron_ray.failures import FailureKind, Remedy
@@ -85,8 +94,9 @@ def step_collecting(memory: MachineMemory) -> None:
 
 
 def _decide(memory: MachineMemory) -> None:
+    settle_history(memory)
     try:
-        point, why = _restore_point(memory)
+        point, why = newest_state(memory)
     except LookupError as error:
         memory.finish("failed", str(error))
         return
@@ -99,18 +109,19 @@ def _decide(memory: MachineMemory) -> None:
     numerics = memory.verdict and (
         memory.incident is None or memory.incident.kind is FailureKind.NUMERICS
     )  # else something went before it, and the next generation computes the step again
-    rewound = _rewound(memory) if numerics else None
-    if numerics and rewound is None:
+    bad = memory.bad if numerics else owed_rewind(memory)
+    older = rewound(memory, bad)
+    if (numerics or bad) and older is None:
         _finalise(memory, point, "failed")
         return
     if memory.incident is not None and not memory.incident.counted and not _apply_remedy(memory, point):
         return
-    rewinds = _rewinds_before(memory)
-    if rewound is not None and not memory.stop_requested:
-        point, why, rewind = rewound
+    rewinds = rewinds_before(memory)
+    if older is not None and not memory.stop_requested:
+        point, why, rewind = older
         rewinds = (*rewinds, rewind)
     elif memory.distrust_slots:
-        point, why = _restore_point(memory)
+        point, why = newest_state(memory)
     if memory.stop_requested or point.step >= memory.job.steps:
         _finalise(memory, point, "finished" if point.step >= memory.job.steps else "stopped")
         return
@@ -144,86 +155,8 @@ def _commit_would_help(memory: MachineMemory, point: Source) -> bool:
     return (
         commit is not None
         and commit.step > point.step
-        and on_lineage(memory.spec, commit.generation, commit.step)
+        and on_lineage(memory.history, commit.generation, commit.step)
     )
-
-
-def _rewound(memory: MachineMemory) -> tuple[Source, str, Rewind] | None:
-    """The older state to go back to for a bad step, and why; None where the run ends (``verdict``)."""
-    bad = memory.bad
-    if bad is None or not asked_for(memory.job, bad):
-        return None
-    allowed, why = decide(memory.job, bad, _rewinds_before(memory))
-    if not allowed:
-        memory.verdict = why
-        return None
-    point, found = older_state(
-        _held_slots(memory),
-        memory.layouts,
-        memory.commits,
-        memory.spec,
-        wanted=bad.step - memory.job.elastic.rewind_steps,
-        below=bad.step,
-        bad_manifests=memory.bad_manifests,
-    )
-    rewind = Rewind(point.step, bad.step, bad.reason)
-    passed = samples(rewind, memory.job.data.global_batch)
-    return point, f"{found} ({why}; {passed} are passed over)", rewind
-
-
-def _held_slots(memory: MachineMemory) -> list[SlotInfo]:
-    """Slots that a generation may read."""
-    if not memory.bad_slots and not memory.taken_up:  # as a rule: of 30,000 slots none is looked at
-        return [slot for held in memory.inventory.values() for slot in held]
-    return [
-        slot
-        for held in memory.inventory.values()
-        for slot in held
-        # what was kept is restored from its commit, whose release deletes the slots at any time
-        if slot.identity not in memory.bad_slots and (slot.step, slot.generation) not in memory.taken_up
-    ]
-
-
-def _rewinds_before(memory: MachineMemory) -> tuple[Rewind, ...]:
-    """Rewinds of the run's history so far."""
-    before = () if memory.spec is None else memory.spec.rewinds
-    if memory.rewind is not None:  # the user goes back: what came after, and was passed over, is void
-        return tuple(rewind for rewind in before if rewind.bad_step <= memory.rewind)
-    return before
-
-
-def _restore_point(memory: MachineMemory) -> tuple[Source, str]:
-    """Choose the state to go on from.
-
-    Raises:
-        LookupError: there is no commit of ``checkpoint.resume_step``.
-        CorruptError: there are commits, and no state at all can be used.
-    """
-    if memory.rewind is not None:
-        commits = [commit for commit in memory.commits if commit.step == memory.rewind]
-        point, why = restore_point((), {}, commits, memory.spec, bad_manifests=memory.bad_manifests)
-        if point.kind != "commit":
-            steps = sorted({commit.step for commit in memory.commits})
-            raise LookupError(
-                f"checkpoint.resume_step: saw {memory.rewind}, allowed are the commits at {steps}"
-            )
-        return point, f"checkpoint.resume_step={memory.rewind}; {why}"
-    point, why = restore_point(
-        _held_slots(memory),
-        memory.layouts,
-        memory.commits,
-        memory.spec,
-        bad_manifests=memory.bad_manifests,
-        use_slots=not memory.distrust_slots,
-    )
-    lost = newest_commit(memory.commits, memory.spec) if point.kind == "init" else None
-    if lost is not None:  # to train anew, unasked, would throw away what was committed
-        raise CorruptError(
-            f"all commits are damaged, the newest one is of step {lost.step}; see `picotron-ray checkpoints"
-            " verify`, restore the objects that it names, or start a run of another name",
-            lost.manifest,
-        )
-    return point, why
 
 
 def _apply_remedy(memory: MachineMemory, point: Source) -> bool:
@@ -285,9 +218,10 @@ def _launch(
         choice.layout,
         point,
         memory.reason,
-        descend(memory.spec, point),
+        lineage_from(memory, point),
         memory.struck,
         rewinds,
+        obeyed_step(memory),
     )
     memory.go(MachineState.RUNNING)
     memory.emit(RunGeneration(spec))
@@ -295,7 +229,9 @@ def _launch(
         memory.roster.workers[member.worker].state = "busy"
     _report(memory, spec, why)
     _report_plan(memory, choice)
-    memory.spec, memory.layouts[spec.id] = spec, spec.layout
+    drop_taken_back(memory)
+    follow(memory, spec)
+    memory.layouts[spec.id] = spec.layout
     memory.outcomes.clear()
     memory.seen_step, memory.launched_at, memory.progressed = spec.resume_step, memory.now, False
     memory.pace = StepPace(spec.resume_step, memory.now)

@@ -11,11 +11,14 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.checkpoint_tracker import known_layouts
 from picotron_ray.coordinator.final_wait import enter, expect_kept
 from picotron_ray.coordinator.generation_stop import blame, kill
+from picotron_ray.coordinator.lineage import ancestors
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.restore_point import newest_commit
+from picotron_ray.coordinator.policies.rewind import owed_step
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
+from picotron_ray.coordinator.resume_state import follow
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 
@@ -30,7 +33,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     specs = [*event.generations, *([event.running] if event.running else [])]
     memory.term, memory.commits = event.term, list(event.commits)
     memory.breaker.times.extend(memory.now - ago_s for ago_s in event.failed_s_ago)
-    memory.spec = max(specs, key=lambda spec: spec.id, default=None)
+    _follow_all(memory, specs)
     memory.layouts.update(known_layouts(specs))
     memory.logged = {spec.id for spec in event.generations}
     memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
@@ -41,13 +44,27 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     if adopted is not None:
         _adopt(memory, adopted, event.step_s)
         return
-    _plan_rewind(memory, event)
+    _plan_rewind(memory)
     if commit is not None and commit.step >= memory.job.steps and memory.rewind is None:
         memory.finish("finished", f"step {commit.step}: all {memory.job.steps} {BEFORE}")
         return
     memory.go(MachineState.STARTING)
     memory.deadline = memory.now + memory.job.cluster.start_timeout_s
     expect_kept(memory, event)
+
+
+def _follow_all(memory: MachineMemory, specs: list[m.GenerationSpec]) -> None:
+    """Follow the newest generation, and know those that may count in its place: back to one with a commit."""
+    found = {older.id: older for spec in specs for older in ancestors(spec)}  # the log may lack them
+    found |= {spec.id: spec for spec in specs}
+    known = [found[generation] for generation in sorted(found)]
+    committed = {commit.generation for commit in memory.commits}
+    first = max((at for at, spec in enumerate(known) if spec.id in committed), default=0)
+    for spec in known[first:]:
+        follow(memory, spec)
+    step = memory.job.checkpoint.resume_step
+    asked = {commit.generation for commit in memory.commits if commit.step == step}
+    memory.writers = {spec.id: spec for spec in specs if spec.id in asked}
 
 
 def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec | None) -> None:
@@ -70,12 +87,16 @@ def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec 
             kill(memory, worker.name, f"still in generation {at}, which is over")
 
 
-def _plan_rewind(memory: MachineMemory, event: m.Begin) -> None:
-    """Obey ``checkpoint.resume_step`` once per run, not again after each restart."""
-    step = memory.job.checkpoint.resume_step
-    done = any(spec.source.kind == "commit" and spec.resume_step == step for spec in event.generations)
-    if step is not None and not done:
-        memory.rewind = step
+def _plan_rewind(memory: MachineMemory) -> None:
+    """Obey ``checkpoint.resume_step`` once, not again after each restart."""
+    step, newest = memory.job.checkpoint.resume_step, memory.spec
+    memory.rewind = owed_step(memory.job, () if newest is None else (newest,))
+    if step is not None and memory.rewind is None:
+        text = (
+            f"checkpoint.resume_step={step} was obeyed before: the run goes on from its newest state; to go"
+            " back there again, launch once without it"
+        )
+        memory.alert("info", "resume", text, step=step)
 
 
 def _adopt(memory: MachineMemory, spec: m.GenerationSpec, step_s: float) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -83,6 +83,30 @@ def test_save_damage_fall_back_and_collect(storage: Storage, log: RunLog, tmp_pa
     good = latest_good(storage, log)
     assert good is not None
     assert same(load(storage, good.manifest), make_state(15))
+
+
+def test_a_thousand_and_more_chunks_go_in_few_requests(
+    storage: Storage, log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(storage, log, tmp_path / "5", make_state(5), (1, 1, 5))
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(lambda n: storage.put(f"chunks/{n % 256:02x}/{n:064x}", b"x"), range(1200)))
+    time.sleep(1.1)  # the store's times may have whole seconds only
+    asked: list[int] = []
+    real = S3Storage.delete_many
+
+    def counted(self: S3Storage, keys: Sequence[str], until_s: float) -> Sequence[str]:
+        asked.append(len(keys))
+        return real(self, keys, until_s)
+
+    monkeypatch.setattr(S3Storage, "delete_many", counted)
+    monkeypatch.setattr(S3Storage, "delete", lambda self, key: asked.append(0) if "chunks/" in key else None)
+    assert collect(storage, log, CheckpointConfig(keep_last=1, gc_grace_s=0)).deleted == 1200
+    assert max(asked) == 1000
+    assert sum(asked) >= 1200
+    assert 0 not in asked
+    (report,) = verify_all(storage, log)
+    assert not report.problems
 
 
 @pytest.mark.parametrize("point", ["commit", "put"])

@@ -14,14 +14,20 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from picotron_ray.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
 
 JSON_BYTES = 64 << 20
 """Most bytes of a JSON object of a run but its manifests: 4,096 workers' generation takes under 1 MiB."""
+
+_THREADS = 8  # that delete objects one at a time
 
 
 class StoredObject(NamedTuple):
@@ -72,6 +78,14 @@ class Storage(Protocol):
         """Remove an object; nothing happens where there is none."""
         ...
 
+    def delete_many(self, keys: Sequence[str], until_s: float) -> Sequence[str]:
+        """Remove up to 1,000 objects, as fast as the store can; nothing happens where there is none of a key.
+
+        For a caller that may be replaced, so it tries once, and begins no deletion later than ``until_s`` by
+        ``time.monotonic``. Returns the keys that are left: time was over, or the store was too busy.
+        """
+        ...
+
 
 def probe(storage: Storage) -> None:
     """Check that the storage works: write, read, list, refuse a second conditional put, delete.
@@ -96,6 +110,38 @@ def probe(storage: Storage) -> None:
         )
     finally:
         storage.delete(key)
+
+
+def delete_each(delete: Callable[[str], None], keys: Sequence[str], until_s: float) -> list[str]:
+    """``Storage.delete_many`` by a few threads, for a storage that removes one object at a time.
+
+    Raises:
+        StorageError: the first of what they met; all of the keys were tried.
+    """
+
+    waiting, left = deque(keys), list[str]()
+    problems: list[Exception] = []
+
+    def work() -> None:
+        with suppress(IndexError):
+            while key := waiting.popleft():
+                if time.monotonic() > until_s:
+                    left.append(key)
+                    continue
+                try:
+                    delete(key)
+                except Exception as error:  # noqa: BLE001 - whatever it is, the caller raises it
+                    problems.append(error)
+
+    # daemons, as a call below them may hang for ever
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_THREADS, len(keys)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return left
 
 
 # --- JSON objects that carry their own digest --------------------------------------------------------

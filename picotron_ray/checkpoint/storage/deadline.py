@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
@@ -26,7 +27,6 @@ from picotron_ray.errors import StorageUnavailableError
 
 MOST_HANGING = 32
 LISTED_AT_ONCE = 1000  # objects of a listing that share one call, and so one deadline
-Keys = list[str]
 T = TypeVar("T")
 
 
@@ -48,7 +48,7 @@ class DeadlineStorage:
         self._storage, self._limit_s = storage, limit_s
         self._on_answer = on_answer
         self._hanging, self._next_turn = 0, 0.0
-        self._leaving: Keys = []  # keys whose deletion was given up and has not ended
+        self._leaving: Counter[str] = Counter()  # keys whose deletion was given up and has not ended
         self._lock = threading.RLock()
 
     @property
@@ -80,7 +80,15 @@ class DeadlineStorage:
             raise StorageUnavailableError(
                 f"{self.where}: a deletion of {key} hangs, another is not tried; check the mount or network"
             )
-        self._timed(key, lambda: self._storage.delete(key), self._leaving)
+        self._timed(key, lambda: self._storage.delete(key), late=(key,))
+
+    def delete_many(self, keys: Sequence[str], until_s: float) -> Sequence[str]:
+        hung = self.leaving.intersection(keys)
+        tried = [key for key in keys if key not in hung]
+        if not tried:
+            return keys
+        left = self._timed(tried[0], lambda: self._storage.delete_many(tried, until_s), late=tried)
+        return [*left, *hung]
 
     @property
     def leaving(self) -> frozenset[str]:
@@ -88,11 +96,11 @@ class DeadlineStorage:
         with self._lock:
             return frozenset(self._leaving)
 
-    def _timed(self, key: str, call: Callable[[], T], late: Keys | None = None) -> T:
+    def _timed(self, key: str, call: Callable[[], T], late: Sequence[str] = ()) -> T:
         """Make a call in a thread of its own; StorageUnavailableError where it does not end in time.
 
         Args:
-            late: holds the key from then until the call has ended.
+            late: keys that are in ``leaving`` from then until the call has ended.
         """
         if self._hanging >= MOST_HANGING and not self._is_turn():
             raise StorageUnavailableError(
@@ -106,10 +114,9 @@ class DeadlineStorage:
             with self._lock:
                 self._hanging += 1
                 self._next_turn = time.monotonic() + self._limit_s
-                if late is not None:
-                    late.append(key)
+                self._leaving.update(late)
                 # called at once, where it answered in this very moment
-                answer.add_done_callback(partial(self._woke, key, late))
+                answer.add_done_callback(partial(self._woke, late))
             raise StorageUnavailableError(
                 f"{self.where} gave no answer at {key} for {self._limit_s:g} s (storage.call_timeout_s);"
                 " check the mount or network"
@@ -134,11 +141,10 @@ class DeadlineStorage:
                 self._on_answer()
             answer.set_result(value)
 
-    def _woke(self, key: str, late: Keys | None, _: Future[T]) -> None:
+    def _woke(self, late: Sequence[str], _: Future[T]) -> None:
         with self._lock:
             self._hanging -= 1
-            if late is not None:
-                late.remove(key)
+            self._leaving = self._leaving - Counter(late)
 
 
 def deletions_given_up(storage: Storage) -> frozenset[str]:

@@ -17,11 +17,11 @@ import errno
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from picotron_ray.checkpoint.storage.base import StoredObject
+from picotron_ray.checkpoint.storage.base import StoredObject, delete_each
 from picotron_ray.errors import (
     REMOVED,
     AlreadyExistsError,
@@ -88,6 +88,9 @@ class LocalStorage:
     def delete(self, key: str) -> None:
         self._guarded(key, lambda: self._path(key).unlink(missing_ok=True))
         self._reserved = False  # there may be room for it again
+
+    def delete_many(self, keys: Sequence[str], until_s: float) -> Sequence[str]:
+        return delete_each(self.delete, keys, until_s)
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[StoredObject]:
         for parent, folders, files in os.walk(folder):

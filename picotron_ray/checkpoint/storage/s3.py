@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from botocore.exceptions import (
     SSLError,
 )
 
-from picotron_ray.checkpoint.storage.base import StoredObject
+from picotron_ray.checkpoint.storage.base import StoredObject, delete_each
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import (
     AlreadyExistsError,
@@ -48,6 +48,18 @@ _BUSY = {
     "Throttling",
     "BadDigest",
     *_RACE,
+}
+_NO_BATCHES = {  # what servers say that do not know DeleteObjects, or not with the checksums of today
+    "NotImplemented",
+    "MethodNotAllowed",
+    "InvalidArgument",
+    "InvalidRequest",
+    "InvalidDigest",
+    "MalformedXML",
+    "MissingContentMD5",
+    "MissingSecurityHeader",
+    "405",
+    "501",
 }
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507"}
 _DENIED = {
@@ -78,6 +90,7 @@ class S3Storage:
         self._bucket = bucket
         self._prefix = "/".join(part for part in (prefix.strip("/"), run) if part) + "/"
         self._deadline_s = config.retry_deadline_s
+        self._deletes_many = True  # until the server says that it cannot
         options = Config(
             retries={"total_max_attempts": 1},
             connect_timeout=5,
@@ -148,15 +161,70 @@ class S3Storage:
     def delete(self, key: str) -> None:
         self._call(key, lambda: self._client.delete_object(**self._at(key)))
 
+    def delete_many(self, keys: Sequence[str], until_s: float) -> Sequence[str]:
+        if time.monotonic() > until_s:
+            return keys
+        if not self._deletes_many:
+            return self._delete_each(keys, until_s)
+        wanted = {"Objects": [{"Key": self._prefix + key} for key in keys], "Quiet": True}
+
+        def delete() -> Any:
+            try:
+                return self._client.delete_objects(Bucket=self._bucket, Delete=wanted)
+            except ClientError as error:
+                if _code(error) in _NO_BATCHES:
+                    return None
+                raise
+
+        try:
+            reply = self._call(keys[0], delete, until_s)
+        except StorageUnavailableError:
+            return keys
+        if reply is None:
+            self._deletes_many = False  # one at a time is what all servers can do
+            return self._delete_each(keys, until_s)
+        return [key for error in reply.get("Errors", ()) if (key := self._left(error))]
+
+    def _left(self, error: dict[str, str]) -> str:
+        """Key of an object that is to be deleted another time; "" where it is not there.
+
+        Raises:
+            StorageError: it may not be deleted.
+        """
+        key = error["Key"].removeprefix(self._prefix)
+        answered = {"ResponseMetadata": {"HTTPStatusCode": 200}}
+        refused = self._refused(key, ClientError({"Error": error, **answered}, "DeleteObjects"))
+        if refused is None:
+            return key
+        if isinstance(refused, NotFoundError):
+            return ""
+        raise refused
+
+    def _delete_each(self, keys: Sequence[str], until_s: float) -> Sequence[str]:
+        left: list[str] = []
+
+        def delete(key: str) -> None:
+            try:
+                self._call(key, lambda: self._client.delete_object(**self._at(key)), until_s)
+            except StorageUnavailableError:
+                left.append(key)
+
+        return [*delete_each(delete, keys, until_s), *left]
+
     def _page(self, prefix: str, more: dict[str, str]) -> Any:
         return self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **more)
 
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
-    def _call(self, key: str, action: Callable[[], T]) -> T:
-        """Run an idempotent request until it succeeds, is refused, or the deadline has passed."""
-        deadline, wait = time.monotonic() + self._deadline_s, _FIRST_WAIT_S
+    def _call(self, key: str, action: Callable[[], T], until_s: float | None = None) -> T:
+        """Run an idempotent request until it succeeds, is refused, or the deadline has passed.
+
+        Args:
+            until_s: the deadline, by ``time.monotonic``; None: as configured.
+        """
+        deadline = time.monotonic() + self._deadline_s if until_s is None else until_s
+        wait = _FIRST_WAIT_S
         while True:
             try:
                 return action()

@@ -2,7 +2,8 @@
 
 The coordinator calls ``commit``. Everything that a reader will need is durable before the log entry is
 put: ledger segment, then manifest, then (after a look at every chunk) the entry. A crash in between leaves
-objects that no entry names, which GC collects.
+objects that no entry names, which GC collects. It may do so on another thread meanwhile, so before the look a
+commit says what it needs (``in_use.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.deadline import deletions_given_up
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit_ledger import NewLedger, joined, new_ledger, with_cut_segments
+from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.lineage import commits_on
 from picotron_ray.checkpoint.store.manifest import (
     ChunkInfo,
@@ -57,22 +59,41 @@ def commit(
     log: RunLog,
     parts: Sequence[UploadPart],
     on_phase: Callable[[str], None] | None = None,
+    in_use: InUse | None = None,
 ) -> Committed:
     """Commit what the nodes uploaded of one step.
 
     Args:
         on_phase: called with "commit" between the manifest and the log entry (scripted faults).
+        in_use: shared with the collection that another thread may be at; None: there is none.
 
     Raises:
         FencedError: a newer term was claimed; nothing was committed.
         StorageError: parts do not make up the whole state, a chunk or ledger line is missing, or the
             storage refused. StorageUnavailableError: calling again is safe.
     """
-    leaving = deletions_given_up(storage)  # before the look: what goes after that was there
     first = parts[0]
     parent = parent_of(storage, log, first.term, first.n)
     parts = with_cut_segments(storage, parts, (parent.step if parent else 0) + 1)
     manifest, new = assemble(parts, parent)
+    needed = [manifest.key, *map(chunk_key, manifest.chunks)]
+    with (in_use or InUse()).needed(needed) as going:
+        leaving = going | deletions_given_up(storage)  # before the look: what goes after that was there
+        done = _append(storage, log, manifest, new, leaving, on_phase)
+    for part in parts:
+        storage.delete(part.intent)
+    return replace(done, written_bytes=sum(part.written_bytes for part in parts))
+
+
+def _append(
+    storage: Storage,
+    log: RunLog,
+    manifest: Manifest,
+    new: NewLedger,
+    leaving: Collection[str],
+    on_phase: Callable[[str], None] | None,
+) -> Committed:
+    """Look for all chunks, store segments and manifest, and write the entry."""
     gone = missing_chunks(storage, manifest.chunks)
     if gone:
         raise PartsGoneError(
@@ -91,10 +112,7 @@ def commit(
     if rows:
         body |= {"segment": rows[0]} if len(rows) == 1 else {"segments": rows}
     seq = log.append("commit", body)
-    for part in parts:
-        storage.delete(part.intent)
-    written = sum(part.written_bytes for part in parts)
-    return Committed(seq, manifest.step, key, digest, manifest.stored_bytes, written)
+    return Committed(seq, manifest.step, key, digest, manifest.stored_bytes, 0)
 
 
 def assemble(parts: Sequence[UploadPart], parent: Manifest | None) -> tuple[Manifest, NewLedger]:

@@ -4,45 +4,69 @@ A chunk may be deleted only when no commit needs it *and* no save under way may 
 on other machines, so:
 
 1. commits beyond retention get a ``retire`` entry in the log;
-2. chunks and manifests that nothing retained names are published in a condemned list; from then on
-   writers treat those chunks as absent and put them again;
-3. after the grace time (longer than a save may take) what is retained *and* what live intents name is
-   marked again, and the rest of the list is deleted, unless it was written again since the list;
-4. the list is removed.
+2. chunks and manifests that nothing retained names are published in condemned lists (``condemned.py``);
+   from then on writers treat those chunks as absent and put them again;
+3. after the grace time (longer than a save may take) intents are read, then the log, and what is retained
+   *and* what live intents name is marked again. The rest of the lists is deleted in batches
+   (``deletion.py``), unless it was written again since the list;
+4. the lists are removed.
 
-An intent that does not list its chunks yet (a save under way) postpones step 3; an intent older than
-the grace time is a dead save. A writer that sleeps longer than that finds its chunks gone when the
-coordinator looks for them before the commit. Nothing here runs while a commit is being made: both are the
-same coordinator's. Times are the storage's own.
+A save names in its intent the lists that it goes by. While it has not said which chunks it counts on, it
+postpones step 3 for every other list: those that were published since it began, and those that it could not
+read. It never postpones a list that it goes by, so saves that follow one another without a pause postpone
+nothing for long. An intent older than the grace time is a dead save's.
 
-A collector of an old term that sleeps and wakes up is stopped by the log: it reads on there before a
-deletion wherever more than a moment has passed since it last did. A successor may have committed meanwhile
-what was condemned, put again by its writers. A deletion that hangs is given up, and may happen later:
-no commit of this process counts on its object before that (``commit``).
+Interleavings of a save with a list P that condemns chunk K, which a commit comes to need:
+
+- The save looked for lists before P was there, and counts on the K that lies there. Until it lists its chunks
+  P is postponed; from then on K is marked by its intent, and after the commit by the commit: intents are read
+  before the log, so one that is gone by then has its commit there.
+- It looked later, and goes by P. It puts K again, which makes K younger than P: K is passed over, where it is
+  listed after that. Where it was listed just before, it is deleted although it was put again: the commit
+  looks for K, finds it gone, and K is uploaded again.
+- Its collection removes P while the save looks. All deletions of P have ended by then: what the save finds
+  there stays.
+- P is torn, or the save cannot read it: it does not name P, and P is postponed as for one that looked before.
+  Where the collection cannot read it, P is removed and nothing of it is deleted.
+- The save sleeps, or its node dies: its intent gets old, and K may be deleted at any time. Its part of the
+  commit may be in the coordinator's hands: the commit looks for K.
+- The commit is made while K is being deleted, on another thread: it has said what it needs before its look
+  (``in_use.py``). Either no deletion of K begins after that; or the commit knows that one is under way, and
+  is not made before that has ended, and looks again then. So it is with a manifest of an attempt that failed,
+  which the next attempt finds there. An entry that a lost reply leaves unknown keeps what it needs as well.
+- A deletion hangs and is given up, and may happen later: no commit of this process counts on its object
+  before that (``commit``), and its list stays.
+- Another coordinator takes over amid a deletion, and commits K, put again by its writers: the old collector
+  reads the log before each batch, and begins no deletion later than ``deletion.KNOWN_S`` after it asked,
+  however it slept. The successor takes longer from its claim to a commit.
+- The save is done twice, as an answer was lost, and its second intent takes the first one's place: as if it
+  slept. A renewal that comes late puts an intent's older words back for a moment: those that name fewer lists
+  postpone more; those that name P although the save could not read it make the commit find K gone.
+
+Times are the storage's own, and may have whole seconds only.
 """
 
 from __future__ import annotations
 
-import math
-import time
-import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from picotron_ray.checkpoint.storage.base import Storage, StoredObject, encode_json, get_json
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject, get_json
+from picotron_ray.checkpoint.store import condemned as condemned_lists
 from picotron_ray.checkpoint.store.chunks import chunk_key
+from picotron_ray.checkpoint.store.condemned import CondemnedList
+from picotron_ray.checkpoint.store.deletion import Deleted, delete_listed
+from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.lineage import commits_on
 from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import CheckpointConfig
-from picotron_ray.errors import CorruptError, FencedError, NotFoundError, StorageUnavailableError
+from picotron_ray.errors import CorruptError, NotFoundError, StorageUnavailableError
 
-_LONGEST_DELETE_S = 60.0
-_KNOWN_S = 2.0
-"""Time for which what the log says counts as known: a successor takes longer from its claim to a commit."""
-_MOST_CHECKS = 3
+_LEAST_INTENT_S = 60.0  # that any intent counts as a living save's, as it is renewed more often
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +77,7 @@ class GcReport:
         retired: manifests that retention gave up.
         postponed: why a due list was left, "" where none was.
         damaged: a line for each commit that was given up because its manifest cannot be read.
+        overdue: a line where a list was left for longer than the grace time.
     """
 
     retired: tuple[str, ...] = ()
@@ -61,6 +86,27 @@ class GcReport:
     deleted_bytes: int = 0
     postponed: str = ""
     damaged: tuple[str, ...] = ()
+    overdue: str = ""
+
+
+class Swept(NamedTuple):
+    """Outcome of one look at the lists that are due; fields as in `GcReport`, ``hung`` as in `Deleted`."""
+
+    deleted: int = 0
+    deleted_bytes: int = 0
+    postponed: str = ""
+    overdue: str = ""
+    hung: str = ""
+
+    def followed_by(self, other: Swept) -> Swept:
+        """Outcome of both."""
+        return Swept(
+            self.deleted + other.deleted,
+            self.deleted_bytes + other.deleted_bytes,
+            other.postponed,
+            other.overdue,
+            other.hung,
+        )
 
 
 def rewind_reach(job: JobConfig) -> int:
@@ -74,8 +120,8 @@ def retained(
 ) -> list[Entry]:
     """Commits that retention keeps.
 
-    Those are the newest ones, those at multiples of ``keep_every_steps``, the newest commit that the newest
-    generation descends from, as its ledger continues there, and those that the next rewind may go back to.
+    Those are the newest ones that count (the ledger continues at the last of them), those that the next
+    rewind may go back to, the newest ones of all, and those at multiples of ``keep_every_steps``.
 
     Args:
         damaged: numbers of entries whose manifest cannot be read; they are not kept and fill no place.
@@ -85,44 +131,63 @@ def retained(
     keep = {entry.seq for entry in commits[-config.keep_last :]}
     if config.keep_every_steps:
         keep |= {e.seq for e in commits if e.body["step"] % config.keep_every_steps == 0}
-    if reach_steps and commits:
-        bad_step = commits[-1].body["step"] + 1
-        early = [e.body["step"] for e in commits if e.body["step"] <= bad_step - reach_steps]
-        keep |= {e.seq for e in commits if e.body["step"] >= max(early, default=0)}
-    generations = [entry for entry in log.entries() if entry.kind == "generation"]
-    if generations:
-        newest = generations[-1].body
-        keep |= {e.seq for e in commits_on(log.entries(), commits, (newest["term"], newest["n"]))[-1:]}
+    for generation in _newest_generations(log, commits):
+        counting = commits_on(log.entries(), commits, generation)
+        keep |= {entry.seq for entry in counting[-config.keep_last :]}
+        if reach_steps and counting:
+            bad_step = counting[-1].body["step"] + 1
+            early = [e.body["step"] for e in counting if e.body["step"] <= bad_step - reach_steps]
+            keep |= {e.seq for e in counting if e.body["step"] >= max(early, default=0)}
     return [entry for entry in commits if entry.seq in keep]
 
 
-def collect(storage: Storage, log: RunLog, config: CheckpointConfig, reach_steps: int = 0) -> GcReport:
+def _newest_generations(log: RunLog, commits: Sequence[Entry]) -> set[tuple[int, int]]:
+    """Find the newest generation, and the newest with a commit: a launch may come to nothing."""
+    launched = [(e.body["term"], e.body["n"]) for e in log.entries() if e.kind == "generation"]
+    committed = {(entry.body["term"], entry.body["n"]) for entry in commits}
+    return {*launched[-1:], *[generation for generation in launched if generation in committed][-1:]}
+
+
+def collect(
+    storage: Storage,
+    log: RunLog,
+    config: CheckpointConfig,
+    reach_steps: int = 0,
+    in_use: InUse | None = None,
+    in_order: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+) -> GcReport:
     """Retire commits, delete what was condemned long enough ago, condemn what is not needed any more.
 
     The log must hold a claimed term. With a grace time of 0 one call does all of it.
 
     Args:
         reach_steps: as for `retained`.
+        in_use: shared with the commits that another thread may make; None: there are none.
+        in_order: does a short piece of work with the log where its writer does all of it, and returns its
+            result; everything that takes long is done by a reader of its own, in the calling thread.
 
     Raises:
         FencedError: a newer term was claimed.
         StorageError: the storage refused, or no manifest at all can be read (nothing is deleted).
     """
-    log.refresh()
-    damaged = damaged_commits(storage, log)
-    retired = _retire(log, config, damaged, reach_steps)
-    condemned = 0 if list(storage.list("condemned/")) else _condemn(storage, log, config)
-    now = _now(storage)
-    postponed, deleted, freed = "", 0, 0
-    for listed in list(storage.list("condemned/")):
-        if now - listed.mtime_s < config.gc_grace_s:
-            continue
-        postponed = _live_unlisted(storage, now, config.gc_grace_s)
-        if postponed:
-            break
-        count, size = _delete(storage, log, config, listed, now)
-        deleted, freed = deleted + count, freed + size
-    return GcReport(retired, condemned, deleted, freed, postponed, tuple(damaged.values()))
+    sharing = in_use or InUse()
+    with sharing.collection():
+        reader: RunLog = in_order(log.witness)
+        reader.refresh()
+        damaged = damaged_commits(storage, reader)
+        retired: tuple[str, ...] = in_order(partial(_retire, log, config, damaged, reach_steps))
+        reader.read_on()
+        swept = _delete_due(storage, reader, config.gc_grace_s, sharing)
+        condemned = _condemn(storage, reader, config.gc_grace_s)
+        if condemned and not config.gc_grace_s:
+            swept = swept.followed_by(_delete_due(storage, reader, config.gc_grace_s, sharing))
+    if swept.hung:
+        raise StorageUnavailableError(
+            f"{storage.where}: a deletion of {swept.hung} hangs, another is not tried;"
+            " check the mount or network"
+        )
+    counts = retired, condemned, swept.deleted, swept.deleted_bytes
+    return GcReport(*counts, swept.postponed, tuple(damaged.values()), swept.overdue)
 
 
 def damaged_commits(storage: Storage, log: RunLog) -> dict[int, str]:
@@ -152,6 +217,7 @@ def _unreadable(storage: Storage, entry: Entry) -> str:
 def _retire(
     log: RunLog, config: CheckpointConfig, damaged: Collection[int], reach_steps: int
 ) -> tuple[str, ...]:
+    log.read_on()
     keep = {entry.seq for entry in retained(log, config, damaged, reach_steps)}
     kept_manifests = {e.body["manifest"] for e in log.commits() if e.seq in keep}
     manifests = {e.body["manifest"] for e in log.commits() if e.seq not in keep} - kept_manifests
@@ -172,82 +238,81 @@ def _marked(storage: Storage, log: RunLog, intents: Iterable[dict[str, Any]]) ->
     return keys
 
 
-def _condemn(storage: Storage, log: RunLog, config: CheckpointConfig) -> int:
+def _condemn(storage: Storage, log: RunLog, grace_s: float) -> int:
+    """Publish what nothing needs, unless some of it waits for its time; returns how many objects that is."""
     now = _now(storage)
-    marked = _marked(storage, log, _live_intents(storage, now, config.gc_grace_s))
-    unused = [e for p in ("chunks/", "manifests/") for e in storage.list(p) if e.key not in marked]
-    if not unused:
+    listed = list(storage.list(condemned_lists.PREFIX))
+    if any(now - entry.mtime_s < grace_s for entry in listed):
         return 0
-    value = {
-        "chunks": [e.key.rpartition("/")[2] for e in unused if e.key.startswith("chunks/")],
-        "manifests": [e.key for e in unused if e.key.startswith("manifests/")],
-    }
-    storage.put(f"condemned/{log.term}-{uuid.uuid4().hex}.json", encode_json(value))
-    return len(unused)
+    known = {key for each in condemned_lists.read_lists(storage, listed)[0] for key in each.keys}
+    known |= _marked(storage, log, _live_intents(storage, now, grace_s))
+    unused = (e for p in ("chunks/", "manifests/") for e in storage.list(p) if e.key not in known)
+    return condemned_lists.publish(storage, log.term, unused)
 
 
-def _delete(
-    storage: Storage, log: RunLog, config: CheckpointConfig, listed: StoredObject, now: float
-) -> tuple[int, int]:
-    value = get_json(storage, listed.key)
-    doomed = {chunk_key(address) for address in value["chunks"]} | set(value["manifests"])
-    doomed -= _marked(storage, log, _live_intents(storage, now, config.gc_grace_s))
-    there = [entry for prefix in ("chunks/", "manifests/") for entry in storage.list(prefix)]
-    old = [entry for entry in there if entry.key in doomed and entry.mtime_s < listed.mtime_s]
-    begun = time.monotonic()
-    checked = -math.inf
-    for entry in old:
-        if time.monotonic() - begun > _LONGEST_DELETE_S:  # this process slept: what it knows may be old
-            raise StorageUnavailableError(f"{storage.where}: collection took too long and was left for later")
-        if time.monotonic() - checked > _KNOWN_S:
-            checked = _still_newest(storage, log)
-        storage.delete(entry.key)
-    _drop_dead_intents(storage, now, config.gc_grace_s)
-    storage.delete(listed.key)
-    return len(old), sum(entry.size for entry in old)
+def _delete_due(storage: Storage, log: RunLog, grace_s: float, in_use: InUse) -> Swept:
+    """Delete what lists name that were published long enough ago, but for what is needed, and those lists."""
+    now = _now(storage)
+    _drop_dead_intents(storage, now, grace_s)
+    old = [e for e in storage.list(condemned_lists.PREFIX) if now - e.mtime_s >= grace_s]
+    lists, unreadable = condemned_lists.read_lists(storage, old)
+    for key in unreadable:  # so that what it was to name is condemned anew
+        storage.delete(key)
+    if not lists:
+        return Swept()
+    intents = _live_intents(storage, now, grace_s)
+    log.read_on()  # after the intents: one that was removed in between is of a commit that is there
+    waiting = [each for each in lists if _began_before(intents, each)]
+    due = [each for each in lists if each not in waiting]
+    done = Deleted()
+    if due:
+        marked = _marked(storage, log, intents)
+        published: dict[str, float] = {}
+        for each in sorted(due, key=lambda each: each.mtime_s):
+            published.update(dict.fromkeys(each.keys - marked, each.mtime_s))
+        done = delete_listed(storage, log, in_use, published)
+    for each in () if done.hung else due:
+        storage.delete(each.key)
+    postponed, overdue = _postponed(waiting, intents, now, grace_s)
+    return Swept(done.count, done.size, postponed, overdue, done.hung)
 
 
-def _still_newest(storage: Storage, log: RunLog) -> float:
-    """Read what is new in the log until its answer is fresh; returns when that was asked for.
-
-    All of the log would take longer than an answer is fresh, where it is long.
-
-    Raises:
-        FencedError: a newer term was claimed.
-        StorageUnavailableError: the log takes too long to answer.
-    """
-    for _ in range(_MOST_CHECKS):
-        asked = time.monotonic()
-        _check_term(log)
-        if time.monotonic() - asked <= _KNOWN_S:
-            return asked
-    raise StorageUnavailableError(f"{storage.where}: the log is read too slowly; collection is put off")
+def _began_before(intents: Iterable[dict[str, Any]], listed: CondemnedList) -> list[dict[str, Any]]:
+    """Intents of saves that began before a list was there to be read, and may count on what it names."""
+    return [i for i in intents if i["chunks"] is None and listed.key not in i["obeyed"]]
 
 
-def _check_term(log: RunLog) -> None:
-    log.read_on()
-    newest = max(entry.term for entry in log.entries())
-    if newest > log.term:
-        raise FencedError(f"term {newest} was claimed, this collector has term {log.term}; stop")
+def _postponed(
+    waiting: Sequence[CondemnedList], intents: Sequence[dict[str, Any]], now: float, grace_s: float
+) -> tuple[str, str]:
+    """Why lists wait beyond their time, and a line where that is for longer than the grace time."""
+    if not waiting:
+        return "", ""
+    oldest = min(waiting, key=lambda each: each.mtime_s)
+    saves = len(_began_before(intents, oldest))
+    text = f"{saves} saves are under way that began before {oldest.key}"
+    late_s = now - oldest.mtime_s - grace_s
+    if late_s <= max(grace_s, _LEAST_INTENT_S):
+        return text, ""
+    return text, f"{text}, which was due {late_s:.0f} s ago; nothing of it is deleted, and storage grows"
 
 
 def _live_intents(storage: Storage, now: float, grace_s: float) -> list[dict[str, Any]]:
     live = []
     for entry in _intents(storage, now, grace_s, dead=False):
         try:
-            live.append(get_json(storage, entry.key))
+            intent = get_json(storage, entry.key)
         except NotFoundError:  # its save ended since the listing
             continue
+        except CorruptError:  # of a save that says nothing
+            intent = {}
+        live.append({"chunks": intent.get("chunks"), "obeyed": intent.get("obeyed", ())})
     return live
 
 
-def _live_unlisted(storage: Storage, now: float, grace_s: float) -> str:
-    unlisted = sum(intent["chunks"] is None for intent in _live_intents(storage, now, grace_s))
-    return f"{unlisted} saves are under way" if unlisted else ""
-
-
 def _intents(storage: Storage, now: float, grace_s: float, dead: bool) -> Sequence[StoredObject]:
-    return [e for e in storage.list("intents/") if (now - e.mtime_s > max(grace_s, 60.0)) == dead]
+    longest_s = max(grace_s, _LEAST_INTENT_S)
+    return [e for e in storage.list("intents/") if (now - e.mtime_s > longest_s) == dead]
 
 
 def _drop_dead_intents(storage: Storage, now: float, grace_s: float) -> None:

@@ -45,7 +45,7 @@ class TensorWriter:
     def __post_init__(self) -> None:
         self.shards: list[StoredShard] = []
         self.chunks: dict[str, ChunkInfo] = {}
-        self._absent = unusable_chunks(self.storage)
+        self._absent, _ = unusable_chunks(self.storage)
         self._small: Pack = []
 
     def add(self, name: str, array: np.ndarray[Any, Any]) -> None:

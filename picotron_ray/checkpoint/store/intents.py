@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage, encode_json
 from picotron_ray.errors import StorageError
@@ -30,9 +31,19 @@ class Intents:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
-    def put(self, key: str, state: StateKey, chunks: Sequence[str] | None) -> None:
-        """Put an intent and renew it from now on; ``chunks``: None where they are not known yet."""
-        data = encode_json({"chunks": None if chunks is None else sorted(chunks)})
+    def put(
+        self, key: str, state: StateKey, chunks: Sequence[str] | None, obeyed: Collection[str] = ()
+    ) -> None:
+        """Put an intent and renew it from now on.
+
+        Args:
+            chunks: that the save counts on; None where they are not known yet.
+            obeyed: keys of condemned lists, none of whose chunks it will count on unless it puts them again.
+        """
+        value: dict[str, Any] = {"chunks": None if chunks is None else sorted(chunks)}
+        if obeyed:
+            value["obeyed"] = sorted(obeyed)
+        data = encode_json(value)
         self._storage.put(key, data)
         with self._lock:
             self._live[key] = (state, data)

@@ -1,10 +1,10 @@
 """Upload of a node's sealed slots as chunks. Torch-free.
 
 Order of a save, which garbage collection relies on (``gc.py``): an intent is put, and renewed from then on
-(``intents.py``), before the first look at what is there already; chunks that are condemned or quarantined
-count as absent and are put again; when all are there the intent is replaced by one that lists them. The
-coordinator then assembles the manifest from all nodes' parts, checks that every chunk is there, and commits
-(``commit.py``).
+(``intents.py``), before the first look at what is there already. It names the condemned lists that the save
+goes by: their chunks, and those in quarantine, count as absent and are put again. When all are there the
+intent is replaced by one that lists them. The coordinator then assembles the manifest from all nodes' parts,
+checks that every chunk is there, and commits (``commit.py``).
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from blake3 import blake3
 
 from picotron_ray.checkpoint.snapshot.ledger_spill import chain, split_marker, steps_of
 from picotron_ray.checkpoint.snapshot.slot_reader import holds
-from picotron_ray.checkpoint.storage.base import Storage, get_json
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.store import condemned
 from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, address_of, cells, chunk_key, encode
 from picotron_ray.checkpoint.store.intents import Intents, StateKey
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, Segment, StoredShard
 from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
-from picotron_ray.errors import CorruptError, NotFoundError, PicotronError, SlotReusedError
+from picotron_ray.errors import CorruptError, PicotronError, SlotReusedError
 from picotron_ray.layout.shards import Box, Shard, as_elements, copy_common, element_type, uncovered
 
 log = logging.getLogger(__name__)
@@ -141,8 +142,11 @@ def _upload(
     term, n, step = state
     _check_not_reused(paths, state)
     source = SlotSource([(os.path.basename(path), path) for path in paths])
-    intents.put(intent, state, None)
-    absent = unusable_chunks(storage)
+    promised = [entry.key for entry in storage.list(condemned.PREFIX)]
+    intents.put(intent, state, None, obeyed=promised)  # in one go, so that no collection sees less
+    absent, obeyed = unusable_chunks(storage)
+    if not obeyed.issuperset(promised):  # one of them cannot be read
+        intents.put(intent, state, None, obeyed=obeyed)
     with ThreadPoolExecutor(max_workers=_THREADS) as threads:
         packs = threads.map(lambda pack: store_pack(storage, source, pack, codec, absent), _packs(source))
         stored = list(packs)
@@ -185,15 +189,15 @@ def _with_spilled(storage: Storage, part: UploadPart, folder: Path | None) -> Up
     return replace(part, ledger=tuple(lines), segments=tuple(segments[::-1]))
 
 
-def unusable_chunks(storage: Storage) -> set[str]:
-    """Addresses that a writer must treat as absent: condemned by GC, or found damaged."""
+def unusable_chunks(storage: Storage) -> tuple[set[str], set[str]]:
+    """Addresses that a writer must treat as absent: condemned by GC, or found damaged.
+
+    Beside them the keys of the condemned lists that they are from, which are those that can be read.
+    """
     found = {entry.key.rpartition("/")[2] for entry in storage.list("quarantine/chunks/")}
-    for entry in storage.list("condemned/"):
-        try:
-            found.update(get_json(storage, entry.key)["chunks"])
-        except NotFoundError:  # its collection ended since the listing
-            continue
-    return found
+    listed, _ = condemned.read_lists(storage, storage.list(condemned.PREFIX))
+    found.update(*(each.chunks for each in listed))
+    return found, {each.key for each in listed}
 
 
 Pack = list[tuple[Shard, list[Piece]]]

@@ -235,7 +235,10 @@ class CheckpointConfig(Section):
         default=3600.0, ge=0, description="time between condemning a chunk and deleting it"
     )
     resume_step: int | None = Field(
-        default=None, ge=0, description="resume from this committed step; null: the newest"
+        default=None,
+        ge=0,
+        description="go back to the commit of this step, which voids later ones; once: launched again with"
+        " the same value, the run goes on from the newest; null: the newest",
     )
 
 

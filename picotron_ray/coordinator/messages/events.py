@@ -71,6 +71,13 @@ class NodeJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class Retired:
+    """Commits that retention has given up."""
+
+    manifests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NodeLost:
     node: str
     reason: str
@@ -171,6 +178,7 @@ class Uploaded:
 
     ``error``: "corrupt:<slot file>" where a slot fails its digest, "gone:<slot file>" where the file holds
     another state by now or none, else any text; tried again later. ``slots``: what ``Upload`` asked for.
+    A file that is not among those is none of its slots: then storage has failed, whatever the text says.
     """
 
     node: str
@@ -178,6 +186,15 @@ class Uploaded:
     step: int
     error: str = ""
     slots: tuple[str, ...] = ()  # empty: an older version wrote the event log
+
+    @property
+    def slot_trouble(self) -> tuple[str, str]:
+        """``("corrupt" or "gone", slot file)``; empty where there is no error, or it is none of a slot."""
+        what, _, slot = self.error.partition(":")
+        slot = slot.strip()
+        if what in ("corrupt", "gone") and (slot in self.slots or not self.slots):
+            return what, slot
+        return "", ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +270,7 @@ Event = (
     | Inventory
     | Uploaded
     | Appended
+    | Retired
     | Fenced
     | DrainNotice
     | UserRequest

@@ -164,6 +164,7 @@ class GenerationSpec:
     lineage: tuple[Link, ...] = ()
     struck: tuple[Strike, ...] = ()  # all that was known when it began, for later terms and launches
     rewinds: tuple[Rewind, ...] = ()  # all of the run's history, oldest first
+    obeyed_step: int | None = None  # ``checkpoint.resume_step`` that it or an ancestor has gone back to
 
     @property
     def resume_step(self) -> int:

@@ -1,4 +1,4 @@
-"""Rewinds: the decision whether a bad step is answered by going back to an older state.
+"""Rewinds: whether a bad step is answered by going back to an older state, and whether a user's wish is owed.
 
 A spike or NaN is often the work of updates before the step that shows it. So the run goes back by
 ``elastic.rewind_steps``, and passes over the samples up to the bad step, as PaLM's training did (Chowdhery et
@@ -7,11 +7,11 @@ al. 2022, section 5.1). Rewinds are bounded within a window of steps; one more e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.messages import Rewind
+from picotron_ray.coordinator.messages import GenerationSpec, Rewind
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,20 @@ def decide(job: JobConfig, bad: BadStep, before: Sequence[Rewind]) -> tuple[bool
         f" elastic.max_rewinds allows; rewound before for {named}; the newest state before step {bad.step} is"
         " kept: look at these samples, or lower the learning rate"
     )
+
+
+def owed_step(job: JobConfig, generations: Iterable[GenerationSpec]) -> int | None:
+    """Return ``checkpoint.resume_step`` where the run has yet to go back to it; None where it need not.
+
+    It is obeyed once: a launch with the same config, or a restart, does not go back again, as that would void
+    all that was committed since.
+
+    Args:
+        generations: all that are known; the newest one says what was obeyed.
+    """
+    step = job.checkpoint.resume_step
+    newest = max(generations, key=lambda spec: spec.id, default=None)
+    return None if newest is not None and newest.obeyed_step == step else step
 
 
 def samples(rewind: Rewind, global_batch: int) -> str:

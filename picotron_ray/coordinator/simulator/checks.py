@@ -18,6 +18,7 @@ from functools import cached_property
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.coverage import Coverage
+from picotron_ray.coordinator.simulator.histories import Chain, Histories, goes_back, valid
 from picotron_ray.coordinator.simulator.orders import Orders
 from picotron_ray.coordinator.simulator.promptness import Promptness
 from picotron_ray.coordinator.simulator.protocols import (
@@ -32,6 +33,7 @@ from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind, Remedy
 
 STRANGERS_S = 5.0  # workers of an earlier coordinator may write unseen until they are dead
+BEGUN_S = 1.5  # by then the heartbeat of who begins a generation is heard
 CALM_S = 20.0  # after the last fault's own consequences: time to start workers and grow
 LONGEST_REPLY_S = 0.2  # of storage that is not disturbed
 ASKED_AGAIN_S = 80.0  # a reply that was lost is asked for again after this long at most
@@ -63,6 +65,11 @@ class Checks:
         return Promptness(self.sim)
 
     @cached_property
+    def histories(self) -> Histories:
+        """Watcher of what counts."""
+        return Histories(self)
+
+    @cached_property
     def orders(self) -> Orders:
         """Watcher of what must be known before an order."""
         return Orders(self)
@@ -71,6 +78,7 @@ class Checks:
 
     def handled(self, shell: CoordinatorProtocol, event: m.Event, commands: Sequence[m.Command]) -> None:
         """Check after each event of each coordinator."""
+        self.histories.handled(shell, event)
         for pair in shell.machine.memory.transitions:
             self.coverage.note(pair)
             self.entered(pair[1])
@@ -131,13 +139,13 @@ class Checks:
         if command.status not in allowed:
             self.sim.violation(f"the run ended as {command.status}: {command.detail}")
             return
-        chain = self._walk(shell.newest)
-        commits = [c for c in self.sim.storage.commits() if self._valid(chain, c.generation, c.step)]
+        chain = self.histories.chains(shell, shell.newest)[-1]
+        commits = [c for c in self.sim.storage.commits() if valid(chain, c.generation, c.step)]
         last = max((commit.step for commit in commits), default=0)
         if command.status == "finished" and last != self.sim.job.steps:
             self.sim.violation(f"finished with a commit of step {last} of {self.sim.job.steps}")
         if shell.machine.memory.spec is not None and shell.heard and not shell.machine.memory.distrust_slots:
-            best = max(self._slot_steps(shell, chain), default=0)
+            best = max(self.slot_steps(shell, chain), default=0)
             if best > last:
                 self.sim.violation(f"ended with a commit of step {last}, but {best} was to be had")
         if command.status == "failed" and command.detail != "a bad step":
@@ -161,8 +169,9 @@ class Checks:
         # a coordinator may hear of a stall when it is over: it was stopped, or the message was late
         unread = any(w.read_again_at and not self.sim.reachable(w.node) for w in members)
         stalled = kind is FailureKind.HANG and (generation.complained or unread)
+        late = kind is FailureKind.LATE and self.sim.now - generation.made_at <= BEGUN_S  # not heard of yet
         silent = kind is FailureKind.NODE_LOST and not all(self.sim.reachable(w.node) for w in members)
-        if well and not stalled and not silent:
+        if well and not (stalled or late or silent):
             self.sim.violation(f"generation {generation.spec.id} was aborted in good health")
 
     def _uses_all_it_can(self, shell: CoordinatorProtocol) -> None:
@@ -190,20 +199,32 @@ class Checks:
             self.sim.violation(f"generation {spec.id} has {len(names)} members for {spec.layout}")
         if len(names) > self.sim.job.cluster.max_workers:
             self.sim.violation(f"generation {spec.id} has more than max_workers members")
-        chain = self._walk(shell.newest)
-        self._source_is_sound(shell, spec, chain)
+        chains = self.histories.chains(shell, shell.newest)
+        self._source_is_sound(shell, spec, chains)
+        self._does_not_begin_anew(shell, spec, chains)
         if self.sim.shell is shell:
-            self._source_is_newest(shell, spec, chain)
+            self._source_is_newest(shell, spec, chains)
         self.specs[spec.id] = spec
         self.launched_at = self.sim.now
 
+    def _does_not_begin_anew(
+        self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chains: list[Chain]
+    ) -> None:
+        """Check that a run with commits begins anew by a rewind to before all of them alone."""
+        if spec.source.kind != "init" or not shell.commits:
+            return
+        counting = [c for c in shell.commits if any(valid(x, c.generation, c.step) for x in chains)]
+        if counting or not goes_back(shell, spec, chains):
+            steps = sorted({commit.step for commit in shell.commits})
+            self.sim.violation(f"{spec.id} begins from initial weights, and there are commits at {steps}")
+
     def _source_is_sound(
-        self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
+        self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chains: list[Chain]
     ) -> None:
         source = spec.source
         if source.generation is None:
             return
-        if not self._valid(chain, source.generation, source.step):
+        if not any(valid(chain, source.generation, source.step) for chain in chains):
             self.sim.violation(f"{spec.id} resumes from the void state {source.step} of {source.generation}")
         if source.kind == "slots":
             if {(slot.generation, slot.step) for slot in source.slots} != {(source.generation, source.step)}:
@@ -215,27 +236,28 @@ class Checks:
             self._exact(self.history_of(source.slots), source.step)
 
     def _source_is_newest(
-        self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chain: dict[m.GenerationId, int]
+        self, shell: CoordinatorProtocol, spec: m.GenerationSpec, chains: list[Chain]
     ) -> None:
         memory, resume_step = shell.machine.memory, self.sim.job.checkpoint.resume_step
-        if resume_step is not None and not self.launched_at:
+        if resume_step is not None and not self.histories.went_back(chains, resume_step):
             if spec.resume_step != resume_step:
                 self.sim.violation(f"{spec.id} resumes from {spec.resume_step}, asked for was {resume_step}")
             return
-        if shell.newest is not None and len(spec.rewinds) > len(shell.newest.rewinds):
-            if spec.resume_step >= spec.rewinds[-1].bad_step:
-                self.sim.violation(f"{spec.id} rewinds for step {spec.rewinds[-1].bad_step} to a later one")
+        if self.histories.rewound(shell, spec, chains):
             return
         if self.sim.now < self.stranger_at + STRANGERS_S:
             return
-        best = max(self._commit_steps(shell, chain), default=0)
-        if memory.remedy not in (Remedy.COMMIT, Remedy.SHRINK):
-            best = max(best, max(self._slot_steps(shell, chain), default=0))
-        best = max(best, max(self._old_commits(chain), default=0))
+        slots = memory.remedy not in (Remedy.COMMIT, Remedy.SHRINK)
+        best = min(self._best(shell, chain, slots) for chain in chains)
         if spec.resume_step < best:
             self.sim.violation(f"{spec.id} resumes from step {spec.resume_step}, but {best} was to be had")
 
-    def _old_commits(self, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+    def _best(self, shell: CoordinatorProtocol, chain: Chain, slots: bool) -> int:
+        """Step of the newest state of a history that was to be had."""
+        best = max([0, *self.commit_steps(shell, chain), *self._old_commits(chain)])
+        return max([best, *self.slot_steps(shell, chain)]) if slots else best
+
+    def _old_commits(self, chain: Chain) -> Iterator[int]:
         """Steps of commits that have been in the log for so long that every coordinator must know of them."""
         storage = self.sim.storage
         disturbed = (
@@ -247,19 +269,15 @@ class Checks:
         for commit in storage.commits():
             old = self.sim.now - storage.times[commit.seq - 1] > LONGEST_REPLY_S
             good = commit.manifest not in self.sim.bad_manifests
-            if old and good and self._valid(chain, commit.generation, commit.step):
+            if old and good and valid(chain, commit.generation, commit.step):
                 yield commit.step
 
-    def _commit_steps(self, shell: CoordinatorProtocol, chain: dict[m.GenerationId, int]) -> Iterator[int]:
+    def commit_steps(self, shell: CoordinatorProtocol, chain: Chain) -> Iterator[int]:
         for commit in shell.commits:
-            if commit.manifest not in self.sim.bad_manifests and self._valid(
-                chain, commit.generation, commit.step
-            ):
+            if commit.manifest not in self.sim.bad_manifests and valid(chain, commit.generation, commit.step):
                 yield commit.step
 
-    def _slot_steps(
-        self, shell: CoordinatorProtocol, chain: dict[m.GenerationId, int], freed: str = ""
-    ) -> Iterator[int]:
+    def slot_steps(self, shell: CoordinatorProtocol, chain: Chain, freed: str = "") -> Iterator[int]:
         """Steps of all complete states that the coordinator could have known of, also on node ``freed``."""
         states: dict[tuple[m.GenerationId, int], list[m.SlotInfo]] = defaultdict(list)
         for name in filter(None, dict.fromkeys([*shell.machine.memory.roster.nodes, freed])):
@@ -271,28 +289,14 @@ class Checks:
                     states[held.info.generation, held.info.step].append(held.info)
         for (generation, step), slots in states.items():
             known = self.specs.get(generation)
-            if known is not None and self._valid(chain, generation, step) and complete(slots, known.layout):
+            if known is not None and valid(chain, generation, step) and complete(slots, known.layout):
                 yield step
 
     # --- history ------------------------------------------------------------------------------------------
 
-    def _walk(self, newest: m.GenerationSpec | None) -> dict[m.GenerationId, int]:
-        """Last step that counts of each generation, following the sources back from the newest one."""
-        chain: dict[m.GenerationId, int] = {}
-        bound, at = 1 << 60, newest
-        while at is not None:
-            chain[at.id] = bound
-            bound = min(bound, at.resume_step)
-            source = at.source.generation
-            at = None if source is None else self.specs.get(source)
-        return chain
-
     def counts(self, newest: m.GenerationSpec | None, generation: m.GenerationId, step: int) -> bool:
         """Whether a state is part of the history that ends in ``newest``."""
-        return newest is None or self._valid(self._walk(newest), generation, step)
-
-    def _valid(self, chain: dict[m.GenerationId, int], generation: m.GenerationId, step: int) -> bool:
-        return generation in chain and step <= chain[generation]
+        return newest is None or valid(self.histories.walk(newest), generation, step)
 
     def history_of(self, slots: Iterable[m.SlotInfo]) -> StepHistory:
         """The one history that all slots hold."""
@@ -329,14 +333,16 @@ class Checks:
             return
         if busy := [worker.name for worker in node.workers.values() if self._at_work(worker)]:
             self.sim.violation(f"{name} was given back while {', '.join(busy)} were at work")
-        memory, chain = shell.machine.memory, self._walk(shell.newest)
+        memory, chain = shell.machine.memory, self.histories.chains(shell, shell.newest)[-1]
+        if memory.distrust_slots:
+            return  # the run goes on from a commit, whatever else is held
         needed = 0 if memory.spec is None else memory.spec.resume_step
         if memory.state is MachineState.WAITING:
             needed = max(needed, memory.held_step)
         # a commit that is damaged in storage counts: nobody can know that yet
-        stored = [c.step for c in shell.commits if self._valid(chain, c.generation, c.step)]
-        held = max([*self._slot_steps(shell, chain, freed=name), *stored], default=0)
-        left = max([*self._slot_steps(shell, chain), *stored], default=0)
+        stored = [c.step for c in shell.commits if valid(chain, c.generation, c.step)]
+        held = max([*self.slot_steps(shell, chain, freed=name), *stored], default=0)
+        left = max([*self.slot_steps(shell, chain), *stored], default=0)
         if min(needed, held) > left:  # what was lost before cannot be lost with it
             self.sim.violation(f"{name} was given back with the only copy of step {needed}")
 

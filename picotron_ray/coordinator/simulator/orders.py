@@ -30,6 +30,7 @@ MOST_ASKED = 3  # questions to a node that does not answer
 COMMIT_S = 5.0  # longest wait for a commit that would save steps
 START_LATE_S = 4.0  # a worker that does not start may count so long after its time
 GROWTH_S = 10.0  # longest wait of a ready worker for others that are starting
+ROUNDING_S = 1e-6  # of times that were added up
 
 
 @dataclass
@@ -124,7 +125,9 @@ class Orders:
         elif isinstance(command, m.Upload):
             self._upload(shell, given, command)
         elif isinstance(command, m.Release):
-            counts = [c.step for c in shell.commits if self.checks.counts(memory.spec, c.generation, c.step)]
+            counts = [
+                c.step for c in shell.commits if self.checks.histories.counts(shell, c.generation, c.step)
+            ]
             if command.committed > max(counts, default=0):
                 self._say(f"step {command.committed} is told to be committed, and no commit of it counts")
         elif isinstance(command, m.Alert) and "grow from" in command.text and command.kind == "boundary":
@@ -136,7 +139,7 @@ class Orders:
         for node in memory.roster.nodes:
             if node not in given.asked:
                 self._say(f"{spec.id} is launched, and {node} was not asked what it holds")
-            elif node not in given.heard and memory.now - given.asked[node][1] < patience_s:
+            elif node not in given.heard and memory.now - given.asked[node][1] < patience_s - ROUNDING_S:
                 self._say(f"{spec.id} is launched before {node} has answered")
         waits = memory.now - given.collected_at < COMMIT_S and memory.remedy in (Remedy.RETRY, Remedy.EXCLUDE)
         late = given.commit
@@ -206,7 +209,7 @@ class Orders:
         gone = command.node in given.lost or command.node in memory.roster.silent
         if gone and command.node not in memory.roster.nodes:
             self._say(f"{command.node} is asked for an upload, and counts as lost")
-        if not self.checks.counts(memory.spec, command.generation, command.step):
+        if not self.checks.histories.counts(shell, command.generation, command.step):
             self._say(f"step {command.step} of {command.generation} is uploaded, and is void")
 
     def store_failed(self, shell: CoordinatorProtocol, home: str, times: int | None) -> None:

@@ -41,7 +41,7 @@ def simulate_repetition(seed: int) -> Report:
         sim.add_node(-(-4 // nodes))
     _curse(sim, kind, draw)
     if kind == "resume":
-        _old_commits(sim, checks)
+        old_commits(sim, checks)
     coordinator(sim)
     if kind in ("memory", "resume"):
         for name in ("kill", draw.pick(("kill", "restart", "head"))):
@@ -89,7 +89,7 @@ def _member(generation: GenerationProtocol, index: int) -> WorkerProtocol | None
     return members[index % len(members)] if members else None
 
 
-def _old_commits(sim: Sim, checks: Checks) -> None:
+def old_commits(sim: Sim, checks: Checks) -> None:
     """Fill the log with what an earlier launch committed."""
     storage = sim.storage
     spec = m.GenerationSpec(

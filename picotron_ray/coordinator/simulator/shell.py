@@ -27,7 +27,7 @@ class Shell:
         self.alive = True
         self.ending = False  # it is about to end the run, and hears nothing any more
         self.paused_until = 0.0
-        self.born_at = sim.now
+        self.born_at = sim.now  # later, when it began to hear: storage may have kept it waiting
         self.told_seals: set[tuple[str, m.GenerationId, int]] = set()
         self.newest: m.GenerationSpec | None = None  # newest generation known to it
         self.heard: set[str] = set()  # nodes whose inventory arrived in the present round
@@ -38,6 +38,7 @@ class Shell:
         self.finished: m.Finish | None = None
         self.stores = StoreHomes()
         self.search = StoreSearch()
+        self._asked: dict[str, int] = {}  # newest request for a node's inventory
         self._tick_at = 0.0
         self._wake_at = 0.0
         self._queue: list[m.Event] = []  # while paused, or before Begin
@@ -87,6 +88,7 @@ class Shell:
         kept_by = max((each.kept_by for each in said if each.kept_by), key=lambda spec: spec.id, default=None)
         self.newest = max(filter(None, (self.newest, kept_by)), key=lambda spec: spec.id, default=None)
         keeping = {} if running else self.sim.keeping()
+        self.born_at = self.sim.now
         words = self.term, tuple(self.commits), known, running, workers, busy, kept, kept_by
         self.deliver(m.Begin(*words, keeping=keeping))
         for node in living:
@@ -121,14 +123,16 @@ class Shell:
         if self.machine.memory.term == 0 and not isinstance(event, m.Begin):
             self._queue.append(event)
             return
-        if isinstance(event, m.Inventory):
-            self.heard.add(event.node)
+        if isinstance(event, m.Inventory) and event.request == self._asked.get(event.node):
+            self.heard.add(event.node)  # else it answers an earlier coordinator, or question
         elif isinstance(event, m.NodeJoined) and event.kept_by is not None:
             self.newest = max(self.newest or event.kept_by, event.kept_by, key=lambda spec: spec.id)
         elif isinstance(event, m.Appended) and event.kind == "commit" and event.seq > 0:
             self.commits.append(
                 m.Commit(event.step, event.generation, event.manifest, event.seq, event.digest)
             )
+        elif isinstance(event, m.Retired):
+            self.commits = [commit for commit in self.commits if commit.manifest not in event.manifests]
         if isinstance(event, m.SnapshotSealed):
             self.told_seals.add((event.node, event.generation, event.step))
         sim.events += 1
@@ -270,6 +274,7 @@ class Shell:
             self.sim.after(0.1, self.deliver, m.WorkerExited(command.worker, "unknown"))
 
     def collect(self, command: m.CollectInventory) -> None:
+        self._asked[command.node] = command.request
         self.sim.to_node(command.node, self.term, lambda node: node.collect(command.request), retry=False)
 
     def upload(self, command: m.Upload) -> None:

@@ -85,6 +85,7 @@ class CommandExecutor:
         self._members = GenerationCalls(cluster, report, self.spawn, lambda: not self.ending)
         self._search = StoreSearch()
         self._put_off = ""  # why the last collection of garbage failed
+        self._collections = 0  # at work and waiting
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="newest-term")  # no commit is in its way
         self.term = 0
         self.ending = False
@@ -270,9 +271,20 @@ class CommandExecutor:
             self.spawn(self._collect())
 
     async def _collect(self) -> None:
-        """Collect garbage; of failures in a row the first is told."""
-        work = self._store.collect_garbage
-        put_off = await self._loop.run_in_executor(self._store.executor, work)
+        """Collect garbage, and say what was retired; of failures in a row the first is told.
+
+        One collection may wait for the one at work, and does what all that come meanwhile would.
+        """
+        if self._collections > 1:
+            return
+        self._collections += 1
+        try:
+            work = self._store.collect_garbage
+            put_off = await self._loop.run_in_executor(self._store.collector, work)
+        finally:
+            self._collections -= 1
+        if retired := self._store.take_retired():
+            self._report(m.Retired(retired))
         if put_off and not self._put_off:
             text = f"garbage collection is put off ({put_off}); it is tried again after each commit"
             self._note("warning", "garbage", text)

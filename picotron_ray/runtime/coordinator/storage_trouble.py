@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from picotron_ray.coordinator import messages as m
 
 LOG, WAIT, KEPT = "log", "wait", "kept"
-OF_A_SLOT = ("gone:", "corrupt:")  # such errors speak of a slot: nothing was wrong with storage
 
 
 class StorageTrouble:
@@ -50,7 +49,8 @@ class StorageTrouble:
         if isinstance(event, m.NodeLost):
             self._reasons.discard(_upload(event.node))
         elif isinstance(event, m.Uploaded):
-            self._answered(_upload(event.node), bool(event.error) and not event.error.startswith(OF_A_SLOT))
+            of_a_slot = any(event.slot_trouble)  # then nothing was wrong with storage
+            self._answered(_upload(event.node), bool(event.error) and not of_a_slot)
         elif isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self._reasons.clear()
         elif isinstance(event, m.Appended):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, PicotronError
+from picotron_ray.runtime.doctor.data_check import DataReport, asked_job, judge_data, open_data
 from picotron_ray.runtime.doctor.drill import judge_drill
 from picotron_ray.runtime.doctor.finding import Finding
 from picotron_ray.runtime.doctor.judgement import judge, judge_together
 from picotron_ray.runtime.doctor.machine_report import MachineReport, Question, look
+from picotron_ray.runtime.doctor.state_folder import judge_state_folder
 from picotron_ray.runtime.doctor.storage_rights import judge_storage
 
 DRILL_MEND = "mend that first"
@@ -26,6 +28,7 @@ def examine(job: JobConfig, configured: bool, drill: bool) -> Iterator[list[Find
     """
     address = os.environ.get("RAY_ADDRESS", "")
     found = list(_over_a_cluster(address, job, configured) if address else _here(job, configured))
+    found.append(judge_state_folder(local=not address))
     yield found
     if configured:
         stored = list(judge_storage(job.storage))
@@ -51,6 +54,18 @@ def _here(job: JobConfig, configured: bool) -> Iterator[Finding]:
     yield from judge(report, configured, True, job.cluster.allow_unauthenticated)
     if configured and "snapshot folder" not in report.troubles:
         yield from _planned_here(job)
+    if configured:
+        yield from _data(job, lambda asked: [("", open_data(asked.model_dump(mode="json")))])
+
+
+def _data(job: JobConfig, ask: Callable[[JobConfig], list[tuple[str, DataReport]]]) -> Iterator[Finding]:
+    """Open the data where workers would, and judge it; ``ask`` returns what machines saw, by host."""
+    try:
+        asked = asked_job(job)
+    except ConfigError as error:
+        yield from (Finding("data", "failed", line) for line in error.problems)
+        return
+    yield from judge_data(job, ask(asked))
 
 
 def _planned_here(job: JobConfig) -> Iterator[Finding]:
@@ -86,6 +101,8 @@ def _over_a_cluster(address: str, job: JobConfig, configured: bool) -> Iterator[
         yield from judge_together(list(reports.values()), probes.offsets_s(reports))
         yield from probes.judge_reach()
         yield from probes.judge_versions(job)
+        if configured:
+            yield from _data(job, probes.open_data)
     if configured:
         yield from _planned(job)
 

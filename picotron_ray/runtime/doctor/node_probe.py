@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.runtime.doctor.data_check import DataReport, open_data
 from picotron_ray.runtime.doctor.finding import Finding
 from picotron_ray.runtime.doctor.machine_report import LOOK_S, MachineReport, Question, look
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
@@ -44,6 +45,10 @@ class NodeProbe:
     def versions(self, job: dict[str, Any]) -> dict[str, str]:
         """Return what a node must share with the coordinator."""
         return node_versions(JobConfig.model_validate(job))
+
+    def data(self, job: dict[str, Any]) -> DataReport:
+        """Open the job's data."""
+        return open_data(job)
 
     def port(self) -> int:
         """Return the port at which it listens, on all interfaces."""
@@ -132,6 +137,11 @@ class Probes:
                 fine = False
         if fine:
             yield Finding("ports", "ok", f"{len(answers)} nodes reach one another at free ports")
+
+    def open_data(self, job: JobConfig) -> list[tuple[str, DataReport]]:
+        """Let every node open the job's data; by host, what those saw that answered in time."""
+        answers = self.ask("data", job.model_dump(mode="json"))
+        return [(view.host, answers.get(node, DataReport(slow=True))) for node, view in self._nodes.items()]
 
     def judge_versions(self, job: JobConfig) -> Iterator[Finding]:
         """Compare what nodes must share with this process's."""

@@ -16,6 +16,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.devices import device_problems, offload_problems
 from picotron_ray.config.support.extras import needed_extras
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
+from picotron_ray.coordinator.policies.rewind import owed_step
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
 from picotron_ray.observability.nvml import Card, Gpus, visible
 from picotron_ray.observability.ports import check_ports
@@ -37,6 +38,7 @@ from picotron_ray.runtime.ray_cluster.placement import (
     nodes_keeping_elsewhere,
     worker_needs,
 )
+from picotron_ray.runtime.run_storage.generation_entries import read_generations
 from picotron_ray.runtime.run_storage.run_json import newest_config
 
 NO_RUN = "none yet"
@@ -58,12 +60,17 @@ def check_services(job: JobConfig) -> None:
 
 
 def check_resume_step(job: JobConfig, storage: Storage) -> None:
-    """Check that the step to resume from was committed; raises ConfigError naming those that were."""
-    wanted = job.checkpoint.resume_step
-    if wanted is None:
+    """Check that the step to resume from was committed; raises ConfigError naming those that were.
+
+    One that the run has gone back to before is no longer asked for, and may be retired since.
+    """
+    if job.checkpoint.resume_step is None:
         return
     log = RunLog(storage)
     log.refresh()
+    wanted = owed_step(job, read_generations(log.entries()))
+    if wanted is None:
+        return
     steps = sorted({int(entry.body["step"]) for entry in log.commits()})
     if wanted not in steps:
         raise ConfigError(

@@ -79,7 +79,7 @@ class Uploads:
             error = done.exception()
             part = done.result() if error is None else None
             full = isinstance(error, StorageFullError)
-            self._ended.put(Ended(*key, part, _told(error), full))
+            self._ended.put(Ended(*key, part, _told(error, key[2]), full))
 
     def ended(self) -> list[Ended]:
         """Return the uploads that ended since the last call."""
@@ -137,10 +137,11 @@ def _pin(paths: list[Path], reading: bool) -> None:
             set_pinned(path, True, reading)
 
 
-def _told(error: BaseException | None) -> str:
+def _told(error: BaseException | None, slots: Collection[str]) -> str:
+    """Words for the end of an upload; damage of anything but its slots is a failure of storage."""
     if error is None:
         return ""
-    if isinstance(error, CorruptError):
+    if isinstance(error, CorruptError) and error.where in slots:
         return f"corrupt:{error.where}"
     if isinstance(error, SlotReusedError):
         return f"gone:{error.where}"

@@ -37,6 +37,8 @@ TOO_SLOW = "timed out during startup"  # of Ray 2.x, after 30 s that nobody can 
 """Next to nothing goes through Ray's object store; 30 % of memory, Ray's default, is for others."""
 _children: list[subprocess.Popen[bytes]] = []
 """Supervisors that this process started: kept, since they shall outlive it without a warning."""
+NICENESS = "RAY_worker_niceness"
+"""Environment variable of Ray's node manager: niceness that its actors get."""
 ENDED = "PICOTRON_LOCAL_RAY_ENDED"
 """Environment variable with the path of the file that says that the run is over."""
 
@@ -286,6 +288,8 @@ def _start_once(
         processes.MARK: mark,
         ENDED: str(ended),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's default of 15 leaves an actor 3 % of a core beside any other process: heartbeats come late.
+        NICENESS: os.environ.get(NICENESS, "0"),
     }
     environment.pop("RAY_ADDRESS", None)
     supervise = [sys.executable, "-m", "picotron_ray.runtime.ray_cluster.supervisor", run, str(ended)]

@@ -32,9 +32,9 @@ from picotron_ray.models.huggingface import names
 from picotron_ray.models.huggingface.config import architecture_in, model_keys
 from picotron_ray.models.huggingface.mapping import Held
 from picotron_ray.runtime.run_storage import hf_assets
+from picotron_ray.runtime.run_storage.generation_entries import generation_body
 from picotron_ray.runtime.run_storage.hf_files import Files, read_config
 from picotron_ray.runtime.run_storage.run_json import saved_config
-from picotron_ray.runtime.run_storage.run_store import generation_body
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 

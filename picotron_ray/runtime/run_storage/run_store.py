@@ -2,7 +2,8 @@
 
 All methods block. What concerns the log runs on one thread (``executor``), which keeps its entries in order;
 the run's record is saved by another one (``record_keeper``). A third asks for the newest term, as the first
-may wait for storage that hangs.
+may wait for storage that hangs. A fourth (``collector``) collects garbage, for as long as that takes; the
+entries of that are written by the first one.
 """
 
 from __future__ import annotations
@@ -12,23 +13,26 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded, get_json
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit, parent_of
 from picotron_ray.checkpoint.store.import_commit import copy_commit
+from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.manifest import Manifest, load_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.upload import UploadPart
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, stream_ledger
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.codec import decode_spec, plain
+from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
+from picotron_ray.coordinator.policies.rewind import owed_step
 from picotron_ray.errors import (
     AlreadyExistsError,
     CorruptError,
@@ -40,18 +44,15 @@ from picotron_ray.errors import (
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.run_storage.data_record import ledger_figures, settle_data
+from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import NEWEST, saved_config
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 RECORDS = "records/"
 RECORDS_KEPT = 2  # of all terms: the newest, and one to fall back on
-
-
-def generation_body(spec: GenerationSpec) -> dict[str, Any]:
-    """Entry of a generation in the log."""
-    return {"term": spec.id.term, "n": spec.id.n, "source": plain(spec.source), "spec": plain(spec)}
 
 
 class RunStore:
@@ -77,8 +78,11 @@ class RunStore:
         self._storage: Storage = open_storage(job.storage, job.name)
         self._log = RunLog(self._storage)
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="run-store")
+        self.collector = ThreadPoolExecutor(1, thread_name_prefix="run-garbage")
+        self._in_use = InUse()
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self._records = 0  # saved in this term
+        self._retired: deque[str] = deque()  # manifests that retention gave up, until they are told
         self.complaints: list[str] = []
         self.news: list[str] = []
 
@@ -111,18 +115,17 @@ class RunStore:
         ``verify``: look whether all of the newest commit is there, and leave out those that are damaged (told
         in ``complaints``). No chunk is read: workers check what they load. Not for the adoption of a running
         generation, which needs no commit and should not wait for it.
+        Where ``checkpoint.resume_step`` is owed, that is the commit of this step, and newer ones are void.
         Raises StorageError where there are commits and none of them can be used.
         """
         self._import_origin()
         entries = self._log.commits()
+        generations = read_generations(self._log.entries())
         if verify:
-            step = self._job.checkpoint.resume_step
+            step = owed_step(self._job, generations)
             good = latest_good(self._storage, self._log, step, read_chunks=False)
             self.complaints = list(good.complaints) if good else list(self._log.complaints())
             entries = [entry for entry in entries if good is not None and entry.seq <= good.entry.seq]
-        generations = tuple(
-            decode_spec(entry.body["spec"]) for entry in self._log.entries() if entry.kind == "generation"
-        )
         return tuple(_commit(entry) for entry in entries), generations
 
     def _import_origin(self) -> None:
@@ -168,7 +171,9 @@ class RunStore:
             decoded = [UploadPart.from_dict(part) for part in parts]
             if not decoded:
                 raise PartsGoneError(f"no upload of step {step} is known here any more; upload it again")
-            done.append(commit(self._storage, self._log, decoded, lambda _: self._on_commit(step)))
+            done.append(
+                commit(self._storage, self._log, decoded, lambda _: self._on_commit(step), self._in_use)
+            )
             return done[0].seq
 
         event = self._settle(Appended("commit", generation, step), work)
@@ -255,21 +260,40 @@ class RunStore:
         """Retire commits beyond retention, delete chunks that nothing needs and records that are replaced.
 
         Then the log's older entries are copied into blocks, from which a restart reads them. Returns why
-        storage kept it from that, "" where it did not.
+        storage kept it from that, or what else did for too long; "" where nothing did. Not for ``executor``'s
+        thread, which it waits for. What was retired is to be asked for then.
         """
+        before = self._in_order(self._manifests)
         try:
             for key in self._record_keys()[:-RECORDS_KEPT]:
                 self._storage.delete(key)
-            report = gc.collect(self._storage, self._log, self._job.checkpoint, gc.rewind_reach(self._job))
+            reach = gc.rewind_reach(self._job)
+            report = gc.collect(
+                self._storage, self._log, self._job.checkpoint, reach, self._in_use, self._in_order
+            )
             for line in report.damaged:
                 log.warning("garbage collection gave up a commit: %s", line)
-            self._log.keep_blocks()
+            self._in_order(self._log.keep_blocks)
         except FencedError as error:
             log.warning("garbage collection: %s", error)  # the next append ends this coordinator
+            return ""
         except StorageError as error:
             log.warning("garbage collection is put off: %s", error)
             return str(error)
-        return ""
+        finally:
+            self._retired += before - self._in_order(self._manifests)
+        return report.overdue
+
+    def _in_order(self, work: Callable[[], T]) -> T:
+        """Do a piece of work with the log on the thread that does all of it."""
+        return self.executor.submit(work).result()
+
+    def _manifests(self) -> set[str]:
+        return {entry.body["manifest"] for entry in self._log.commits()}
+
+    def take_retired(self) -> tuple[str, ...]:
+        """Return the manifests that collections have retired since the last call; any thread may ask."""
+        return tuple(sorted(self._retired.popleft() for _ in range(len(self._retired))))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Add what the committed ledger says, and store ``summary.json``.

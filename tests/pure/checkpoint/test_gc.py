@@ -3,54 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from picotron_ray.checkpoint.storage import base
 from picotron_ray.checkpoint.storage.base import StoredObject, encode_json, get_json
 from picotron_ray.checkpoint.storage.local import LocalStorage
-from picotron_ray.checkpoint.store import gc
+from picotron_ray.checkpoint.store import deletion, gc
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.gc import GcReport, collect, retained
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import FencedError, StorageUnavailableError
-from tests.support.checkpoint.checkpoint_kit import generation, make_state, save
-
-NOW_S = 1_000_000.0
+from tests.support.checkpoint.checkpoint_kit import generation
+from tests.support.checkpoint.gc_kit import NOW_S, age, condemned, config, run_with_garbage
 
 
 @pytest.fixture
 def log(storage: LocalStorage, memory_path: Path) -> RunLog:
-    """The log of a run with commits of steps 1 to 3, of which retention keeps one."""
-    log = RunLog(storage)
-    log.claim_term("test")
-    for step in (1, 2, 3):
-        save(storage, log, memory_path / str(step), make_state(step), (1, 1, step))
-    return log
-
-
-def config(**values: Any) -> CheckpointConfig:
-    return CheckpointConfig(**{"keep_last": 1, "gc_grace_s": 100.0, **values})
-
-
-def age(storage: LocalStorage, age_s: float, prefix: str = "") -> None:
-    for path in (Path(storage.where) / entry.key for entry in storage.list(prefix)):
-        os.utime(path, (NOW_S - age_s, NOW_S - age_s))
-
-
-def condemned(storage: LocalStorage, log: RunLog, patch: pytest.MonkeyPatch) -> set[str]:
-    """All chunks, once a list of those that go is due."""
-    age(storage, 500.0)
-    collect(storage, log, config())
-    patch.setattr(gc, "_now", lambda storage: NOW_S)
-    age(storage, 200.0, "condemned/")
-    return {entry.key for entry in storage.list("chunks/")}
+    return run_with_garbage(storage, memory_path)
 
 
 def test_retention() -> None:
@@ -73,12 +48,38 @@ def test_retention() -> None:
         return [entry.body["step"] for entry in retained(log, config(**values), damaged)]
 
     assert kept() == [4, 6]
-    assert kept(keep_last=2) == [4, 5, 6]
+    assert kept(keep_last=2) == [3, 4, 5, 6], "two that count, and two that do if 2 comes to nothing"
     assert kept(keep_last=9) == [1, 2, 3, 4, 5, 6]
     assert kept(keep_every_steps=3) == [3, 4, 6]
     assert kept(damaged=(5, 7)) == [3, 5], "entries 5 and 7 are the commits of steps 4 and 6"
     del entries[-1]
     assert kept() == [6]
+
+
+def test_what_a_rewind_voided_is_no_state_that_the_next_one_may_go_back_to() -> None:
+    """Generation 1 went to step 5; 2 went back to 3 and committed 6; 3 goes back to 3, and has no commit."""
+    entries: list[Entry] = []
+
+    def add(kind: Any, **body: Any) -> None:
+        entries.append(Entry(len(entries) + 1, kind, 1, "w", "", body))
+
+    log: Any = SimpleNamespace(
+        entries=lambda: entries, commits=lambda: [entry for entry in entries if entry.kind == "commit"]
+    )
+
+    def kept(reach: int) -> list[int]:
+        return [e.body["step"] for e in retained(log, config(keep_last=2), reach_steps=reach)]
+
+    add("generation", **generation(1, 1))
+    for step in range(1, 6):
+        add("commit", term=1, n=1, step=step, manifest=f"1-{step}")
+    add("generation", **generation(1, 2, step=3, parent=(1, 1)))
+    add("commit", term=1, n=2, step=6, manifest="2-6")
+    assert kept(0) == [3, 5, 6], "the newest two that count, and the newest two of all"
+    assert kept(2) == [3, 5, 6], "7 - 2: not 5, which is void"
+    assert kept(5) == [2, 3, 5, 6]
+    add("generation", **generation(1, 3, step=3, parent=(1, 1)))
+    assert kept(2) == [2, 3, 5, 6], "for 3, and for 2 if 3 comes to nothing"
 
 
 def test_a_list_is_due_when_the_grace_time_is_over(
@@ -93,9 +94,10 @@ def test_a_list_is_due_when_the_grace_time_is_over(
     age(storage, 100.0, "condemned/")
     age(storage, 100.0, "manifests/")  # written at the very time of the list: left for the next one
     sizes = [entry.size for entry in storage.list("chunks/")]
-    assert collect(storage, log, config()) == GcReport(deleted=2, deleted_bytes=2 * sizes[0])
+    assert collect(storage, log, config()) == GcReport(condemned=2, deleted=2, deleted_bytes=2 * sizes[0])
     assert len(list(storage.list("manifests/"))) == 3
-    assert list(storage.list("condemned/")) == []
+    (next_one,) = storage.list("condemned/")
+    assert get_json(storage, next_one.key)["chunks"] == []
 
 
 def test_where_all_is_needed_nothing_happens(storage: LocalStorage, log: RunLog) -> None:
@@ -133,27 +135,20 @@ def test_the_clock_is_that_of_a_put(storage: LocalStorage) -> None:
     assert gc._now(storage) > 1_500_000_000.0
 
 
-@pytest.mark.parametrize("claimed", [True, False])
-def test_nothing_is_deleted_late(
-    claimed: bool, storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+def test_a_collector_that_was_replaced_before_its_first_deletion_deletes_nothing(
+    storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a collector that slept, or that was replaced between its look and its deletion."""
     there = condemned(storage, log, monkeypatch)
-    look = gc._live_unlisted
+    look = gc._live_intents
 
-    def claim(*arguments: Any) -> str:
+    def claim(*arguments: Any) -> Any:
         RunLog(storage).claim_term("newer")
         return look(*arguments)
 
-    if claimed:
-        monkeypatch.setattr(gc, "_live_unlisted", claim)
-    else:
-        moments = iter([10.0, *[70.0] * 4, 70.5])
-        monkeypatch.setattr(gc.time, "monotonic", lambda: next(moments))
-    with pytest.raises(FencedError if claimed else StorageUnavailableError):
+    monkeypatch.setattr(gc, "_live_intents", claim)
+    with pytest.raises(FencedError):
         collect(storage, log, config())
-    gone = there - {entry.key for entry in storage.list("chunks/")}
-    assert len(gone) == (0 if claimed else 1), "after a minute to the second it goes on, and then no more"
+    assert {entry.key for entry in storage.list("chunks/")} == there
 
 
 def test_a_collector_that_slept_between_deletions_reads_the_log_again(
@@ -165,10 +160,14 @@ def test_a_collector_that_slept_between_deletions_reads_the_log_again(
 
     def sleepy(key: str) -> None:
         delete(key)
-        now[0] += 8.0
-        RunLog(storage).claim_term("newer")
+        if key.startswith("chunks/"):
+            now[0] += 8.0
+            RunLog(storage).claim_term("newer")
 
-    monkeypatch.setattr(gc, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    for module in (deletion, base):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(base, "_THREADS", 1)
     monkeypatch.setattr(storage, "delete", sleepy)
     with pytest.raises(FencedError):
         collect(storage, log, config())
@@ -180,7 +179,7 @@ def test_a_log_that_is_read_too_slowly_puts_deletions_off(
 ) -> None:
     there = condemned(storage, log, monkeypatch)
     moments = itertools.count(0.0, 3.0)
-    monkeypatch.setattr(gc, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    monkeypatch.setattr(deletion, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     with pytest.raises(StorageUnavailableError, match="too slowly"):
         collect(storage, log, config())
     assert {entry.key for entry in storage.list("chunks/")} == there
@@ -200,13 +199,41 @@ def test_a_log_that_takes_long_to_list_puts_no_deletion_off(
         now[0] += 0.1 * max(1, len(found) / 10)
         return iter(found)
 
-    monkeypatch.setattr(gc, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (deletion, base):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(storage, "list", slow)
     began = now[0]
     log.refresh()
-    assert now[0] - began > gc._KNOWN_S
+    assert now[0] - began > deletion.KNOWN_S
     assert collect(storage, log, config()).deleted == 4
     assert len({entry.key for entry in storage.list("chunks/")}) < len(there)
+
+
+def test_a_storage_that_is_busy_is_asked_again_and_the_log_before_each_time(
+    storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    condemned(storage, log, monkeypatch)
+    calls: list[str] = []
+    check, delete_many, waits = deletion._check_term, storage.delete_many, list[float]()
+    patience, clock = len(deletion._WAITS_S), deletion.time.monotonic
+
+    def busy(keys: Sequence[str], until_s: float) -> Sequence[str]:
+        calls.append("delete")
+        if len(waits) < patience:
+            return keys
+        return [*keys[:1], *delete_many(keys[1:], until_s)]  # and one more is left
+
+    def told(log: RunLog) -> None:
+        calls.append("log")
+        check(log)
+
+    monkeypatch.setattr(storage, "delete_many", busy)
+    monkeypatch.setattr(deletion, "_check_term", told)
+    monkeypatch.setattr(deletion, "time", SimpleNamespace(monotonic=clock, sleep=waits.append))
+    with pytest.raises(StorageUnavailableError, match="takes no deletions"):
+        collect(storage, log, config())
+    assert tuple(waits) == deletion._WAITS_S
+    assert calls == ["log", "delete"] * (len(calls) // 2)
 
 
 def test_what_a_rewind_may_go_back_to_is_kept(log: RunLog) -> None:

@@ -362,7 +362,9 @@ def test_a_save_under_way_postpones_deletion(storage: LocalStorage, log: RunLog,
     settle(storage)
     storage.put("intents/4-1-1-n0.json", b'{"chunks":null}')
     report = collect(storage, log, NOW)
-    assert (report.deleted, report.postponed) == (0, "1 saves are under way")
+    (listed,) = files(storage, "condemned/")
+    told = f"1 saves are under way that began before condemned/{listed.name}"
+    assert (report.deleted, report.postponed) == (0, told)
     storage.delete("intents/4-1-1-n0.json")
     assert collect(storage, log, NOW).deleted == 2
 

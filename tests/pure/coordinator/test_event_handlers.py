@@ -80,20 +80,21 @@ def test_a_member_that_is_gone_from_a_node_that_was_heard_is_a_failure() -> None
 
 
 @pytest.mark.parametrize(
-    ("source", "step", "obeyed"),
-    [
-        (m.Source("commit", 5, gid(1), manifest="m5"), 10, False),
-        (m.Source("slots", 10, gid(1)), 10, False),
-        (m.Source("commit", 10, gid(1), manifest="m10"), 10, True),
-        (m.Source("commit", 10, gid(1), manifest="m10"), None, True),
-    ],
+    ("before", "step", "owed"),
+    [((None,), 10, 10), ((5,), 10, 10), ((10, 5), 10, 10), ((5, 10), 10, None), ((10,), None, None)],
 )
-def test_a_rewind_was_obeyed_by_a_restore_of_that_very_commit(
-    source: m.Source, step: int | None, obeyed: bool
+def test_the_newest_generation_says_whether_a_rewind_was_obeyed(
+    before: tuple[int | None, ...], step: int | None, owed: int | None
 ) -> None:
+    source = m.Source("commit", 10, gid(1), manifest="m10")
+    later = tuple(replace(spec(2 + at, source, ONE), obeyed_step=did) for at, did in enumerate(before))
     world = World(job(checkpoint__resume_step=step))
-    world.begin(("a", 4), term=2, generations=(ONE, spec(2, source, ONE)))
-    assert world.machine.memory.rewind == (None if obeyed else step)
+    commands = world.begin(("a", 4), term=2, generations=(ONE, *later))
+    assert world.machine.memory.rewind == owed
+    told = [c.text for c in of(commands, m.Alert) if c.kind == "resume"]
+    assert [text.partition(":")[0] for text in told] == (
+        ["checkpoint.resume_step=10 was obeyed before"] if step and not owed else []
+    )
 
 
 @pytest.mark.parametrize(("step", "ended"), [(99, False), (100, True), (101, True)])
@@ -185,9 +186,10 @@ def test_a_node_lost_by_silence_comes_back_without_its_workers_and_one_that_ray_
     mine = [member.worker for member in one.members if member.node == "b"]
     world.wait(world.config.elastic.node_timeout_s + 1.0, but=("b",))
     assert world.machine.view.nodes == ("a",)
-    back = world.send(m.Heartbeat("b", None))
+    back = world.send(m.Heartbeat("b", None, {}, (*mine, "stranger")))
     assert [(c.worker, c.reason) for c in of(back, m.KillWorker)] == [
-        (worker, "its node was counted as lost") for worker in mine
+        *((worker, "its node was counted as lost") for worker in mine),
+        ("stranger", "counts as dead, or is not known, and lives"),
     ]
     assert world.machine.memory.roster.nodes["b"].capacity == 2
     world.send(m.NodeLost("b", "gone"))
@@ -241,7 +243,7 @@ def test_what_a_silent_node_holds_pinned_counts_again_or_is_released_once_it_is_
     world.wait(silent_s, but=("b",))
     assert sorted(memory.away["b"]) == [(step, one.id) for step in (6, 7, 8)]
     tracker.void.clear()
-    memory.spec = replace(one, id=gid(9))
+    memory.spec = memory.history = replace(one, id=gid(9))
     world.send(m.Heartbeat("b", None))
     assert tracker.void == {"b": {(step, one.id) for step in (6, 7, 8)}}
     lose_node(memory, "b", "silent", silent=True)
@@ -257,7 +259,7 @@ def test_what_a_node_holds_pinned_and_tells_before_it_joins_counts_or_is_release
     memory = world.machine.memory
     sealed = m.SnapshotSealed("c", one.id, step, (replace(snapshot(one, step)[0], node="c"),))
     if step == 3:  # before the state that the generation came from
-        memory.spec = replace(one, source=m.Source("slots", 5, gid(0)))
+        memory.spec = memory.history = replace(one, source=m.Source("slots", 5, gid(0)))
     assert world.send(sealed) == []
     assert memory.checkpoints.seals == {}
     world.send(m.NodeJoined("c", 2))
@@ -342,6 +344,21 @@ def test_a_stall_is_told_with_its_phase_and_blames_nobody_yet() -> None:
     text = f"worker {one.members[1].worker} has been in phase reduce for 2.0 s"
     assert text in [c.text for c in of(commands, m.Alert)]
     assert failures(commands) == [("hang", one.members[1].worker, False)]
+
+
+def test_an_idle_worker_that_stands_in_a_generation_of_an_earlier_term_is_ended() -> None:
+    """The call of a coordinator of before reached it late, after its node had said that it is idle."""
+    world = World()
+    one = world.up(("a", 2), ("b", 2), term=2)
+    world.send(m.NodeJoined("c", 1, idle=("w1-9",)))
+    old = m.GenerationId(1, 2)
+    assert of(world.send(m.Stalled("w1-9", one.id, "rendezvous", 9.0)), m.KillWorker) == []
+    assert of(world.send(m.Stalled(one.members[0].worker, old, "rendezvous", 9.0)), m.KillWorker) == []
+    told = world.send(m.Stalled("w1-9", old, "rendezvous", 9.0))
+    assert of(told, m.KillWorker) == [m.KillWorker("w1-9", "still in generation 1.2, which is over")]
+    assert world.machine.memory.roster.workers["w1-9"].writing
+    assert of(world.send(m.Stalled("w1-9", old, "rendezvous", 10.0)), m.KillWorker) == [], "it dies"
+    assert world.state is MachineState.RUNNING
 
 
 def test_corrupt_data_explains_itself_and_unknown_names_do_not() -> None:

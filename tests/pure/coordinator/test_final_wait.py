@@ -95,6 +95,22 @@ def test_what_storage_said_is_forgotten_once_it_answers() -> None:
     assert world.machine.memory.storage_problem == ""
 
 
+def test_damage_of_something_that_is_no_slot_of_the_upload_is_waited_for_as_any_failure_of_storage() -> None:
+    world, one = ended()
+    told, end, out = "corrupt:condemned/1-abc.json", world.now + WAIT_S + 60, list[m.Command]()
+    asked = of(world.log, m.Upload)
+    while world.now < end and world.machine.view.result is None:
+        for upload in asked:
+            out += world.send(m.Uploaded("a", one.id, 100, told, upload.slots))
+        new = world.wait(1.0)
+        out, asked = out + new, of(new, m.Upload)
+    (finish,) = of(out, m.Finish)
+    assert finish.status == "storage"
+    assert told in finish.detail
+    assert not of(out, m.Quarantine)
+    assert {c.kind for c in of(out, m.Alert)} >= {"storage", "storage-wait"}
+
+
 def test_storage_that_comes_back_in_time_is_committed_to() -> None:
     world, one = ended()
     fail_for(world, one, WAIT_S - 50)

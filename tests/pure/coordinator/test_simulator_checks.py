@@ -94,9 +94,10 @@ class Bench:
         return self.broken()
 
     def go_on_from(self, step: int) -> None:
-        """The first generation was followed by 1.2, which resumed from ``step``."""
+        """The first generation was followed by 1.2, which resumed from ``step`` and was seen at work."""
         self.shell.newest = replace(START, id=B, source=m.Source("commit", step, A))
         self.checks.specs[B] = self.shell.newest
+        self.checks.histories.handled(self.shell, m.Heartbeat("n1", B, {"w1": step + 1}))
 
 
 @pytest.fixture
@@ -257,6 +258,28 @@ def test_a_stall_is_a_reason_where_it_was_told_of(bench: Bench) -> None:
     assert bench.handled() == ["generation 1.1 was aborted in good health"]
 
 
+def test_a_launch_that_was_given_up_just_as_it_began_is_no_fault(bench: Bench) -> None:
+    """The heartbeat that says so is on its way."""
+    generation = bench.sim.generation(START)
+    bench.memory.transitions = [(MachineState.RUNNING, MachineState.ABORTING)]
+    bench.memory.incident = SimpleNamespace(kind=FailureKind.LATE)
+    generation.made_at = bench.sim.now - 1.0
+    assert bench.handled() == []
+    generation.made_at = bench.sim.now - 2.0
+    assert bench.handled() == ["generation 1.1 was aborted in good health"]
+
+
+def test_a_node_may_be_given_back_with_slots_that_are_not_trusted(bench: Bench) -> None:
+    bench.hold(7)
+    bench.memory.spec = replace(START, source=m.Source("slots", 7, A))
+    bench.memory.roster.nodes.clear()
+    bench.checks.freed(bench.shell, "n1")
+    assert bench.broken() == ["n1 was given back with the only copy of step 7"]
+    bench.memory.distrust_slots = True
+    bench.checks.freed(bench.shell, "n1")
+    assert bench.broken() == []
+
+
 def test_a_page_that_is_read_again_is_a_reason_where_its_node_was_not_heard(bench: Bench) -> None:
     bench.sim.generation(START)
     bench.memory.transitions = [(MachineState.RUNNING, MachineState.ABORTING)]
@@ -374,7 +397,8 @@ def test_a_launch_takes_the_newest_commit_that_is_known(bench: Bench) -> None:
     bench.shell.commits = [m.Commit(5, A, "five", 1), m.Commit(9, A, "nine", 2)]
     assert bench.launch(m.Source("commit", 9, A)) == []
     assert bench.launch(m.Source("commit", 8, A)) == [f"1.3 {missed(8, 9)}"]
-    assert bench.launch(INIT) == [f"1.4 {missed(0, 9)}"]
+    anew = "1.4 begins from initial weights, and there are commits at [5, 9]"
+    assert bench.launch(INIT) == [anew, f"1.4 {missed(0, 9)}"]
     bench.sim.bad_manifests = {"nine"}
     assert bench.launch(m.Source("commit", 5, A)) == []
     bench.sim.bad_manifests = set()
@@ -522,3 +546,34 @@ def test_coverage_counts_by_the_faults_at_work() -> None:
     head, line, *_ = first.table(["kill", "rival"]).splitlines()
     assert head == " " * 24 + "  none  kill rival"
     assert line.split() == [str(pair[0]), ">", str(pair[1]), ".", "2", "."]
+
+
+def test_a_launch_that_came_to_nothing_does_not_count(bench: Bench) -> None:
+    bench.shell.commits = [m.Commit(5, A, "five", 1), m.Commit(9, A, "nine", 2)]
+    bench.shell.newest = bench.checks.specs[B] = replace(START, id=B, source=m.Source("commit", 5, A))
+    assert bench.launch(m.Source("commit", 5, A)) == [f"1.3 {missed(5, 9)}"]
+    assert bench.launch(m.Source("commit", 9, A)) == []
+    bench.sim.generations[B] = SimpleNamespace(step=6)  # type: ignore[assignment]
+    assert bench.launch(m.Source("commit", 5, A)) == [], "it did a step, and nobody has heard of it"
+    assert bench.launch(m.Source("commit", 9, A)) == []
+    bench.checks.histories.handled(bench.shell, m.Heartbeat("n1", B, {"w1": 6}))
+    assert bench.launch(m.Source("commit", 5, A)) == []
+    assert bench.launch(m.Source("commit", 9, A)) == ["1.8 resumes from the void state 9 of 1.1"]
+
+
+def test_a_rewind_that_came_to_nothing_is_done_again(bench: Bench) -> None:
+    bench.shell.commits = [m.Commit(5, A, "five", 1), m.Commit(9, A, "nine", 2)]
+    rewinds = (m.Rewind(5, 12, "spike"),)
+    failed = replace(START, id=B, source=m.Source("commit", 5, A), rewinds=rewinds)
+    bench.shell.newest = bench.checks.specs[B] = failed
+
+    def launched(spec: m.GenerationSpec) -> list[str]:
+        bench.checks.launched(bench.shell, spec)
+        return bench.broken()
+
+    source = m.Source("commit", 9, A)
+    assert launched(replace(START, id=m.GenerationId(1, 3), source=source)) == [
+        "1.3 forgets the rewind for step 12"
+    ]
+    again = replace(failed, id=m.GenerationId(1, 4), source=source, rewinds=(m.Rewind(9, 12, "spike"),))
+    assert launched(again) == []

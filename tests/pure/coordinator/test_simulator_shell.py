@@ -510,3 +510,21 @@ def test_a_survivor_flushes_what_is_clean_and_new(bench: Bench) -> None:
         assert list(bench.sim.nodes["n1"].slots) == ([name] if name else [])
     (held,) = bench.sim.nodes["n1"].slots.values()
     assert (held.info.fragments, held.pinned) == ((m.Fragment(0, 0, 1),), False)
+
+
+def test_an_answer_to_an_earlier_coordinator_counts_for_nothing(bench: Bench) -> None:
+    bench.made.deliver(m.Inventory("n1", 4, ()))
+    bench.made.collect(m.CollectInventory("n1", 1))
+    bench.made.deliver(m.Inventory("n1", 4, ()))
+    assert (bench.made.heard, len(bench.handled)) == (set(), 2)
+    bench.made.deliver(m.Inventory("n1", 1, ()))
+    assert bench.made.heard == {"n1"}
+
+
+def test_a_coordinator_is_judged_from_its_begin_on(bench: Bench) -> None:
+    """Storage may keep it waiting for long; whatever happened before it cannot have timed."""
+    bench.memory.term = 0
+    bench.made._claimed(2)
+    bench.sim.now = 140.0
+    bench.made._begin([])
+    assert bench.made.born_at == 140.0

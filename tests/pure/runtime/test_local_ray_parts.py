@@ -128,6 +128,7 @@ def test_a_ray_starts_in_a_session_of_its_own_with_a_secret(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped: list[tuple[str, float]] = []
+    monkeypatch.delenv(local_ray.NICENESS, raising=False)
     monkeypatch.setattr(local_ray.subprocess, "Popen", Started)
     monkeypatch.setattr(local_ray, "stop", lambda ray, grace_s: stopped.append((ray.mark, grace_s)))
     monkeypatch.setattr(local_ray, "_wait_for_address", lambda process, folder, timeout_s: "a:9")
@@ -154,6 +155,7 @@ def test_a_ray_starts_in_a_session_of_its_own_with_a_secret(
     wanted = {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": found.token, processes.MARK: found.mark,
         local_ray.ENDED: str(folder / "ended"), "RAY_USAGE_STATS_ENABLED": "0",
+        local_ray.NICENESS: "0",
     }  # fmt: skip
     assert {name: environment[name] for name in wanted} == wanted
     assert process.command[3:5] == ["night", str(folder / "ended")]
@@ -169,6 +171,7 @@ def test_a_ray_starts_in_a_session_of_its_own_with_a_secret(
 
 def test_a_start_that_fails_leaves_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[tuple[str, float]] = []
+    monkeypatch.delenv(local_ray.NICENESS, raising=False)
     monkeypatch.setattr(local_ray.subprocess, "Popen", Started)
     monkeypatch.setattr(local_ray, "stop", lambda ray, grace_s: stopped.append((ray.token, grace_s)))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")

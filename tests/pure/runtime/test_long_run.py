@@ -20,7 +20,8 @@ from picotron_ray.data.batch import make_batch
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.driver.storage_commands import list_commits, verify_commits, verify_ledger
 from picotron_ray.runtime.run_storage import data_record
-from picotron_ray.runtime.run_storage.run_store import RunStore, generation_body
+from picotron_ray.runtime.run_storage.generation_entries import generation_body
+from picotron_ray.runtime.run_storage.run_store import RunStore
 
 BATCH, SEQ, EACH = 4, 8, 20
 

@@ -77,8 +77,16 @@ class Run:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
-    hung, woken = threading.Event(), threading.Event()
+def woken() -> threading.Event:
+    """Set once deletions are to end."""
+    return threading.Event()
+
+
+@pytest.fixture
+def made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, woken: threading.Event
+) -> Iterator[Callable[..., Run]]:
+    hung = threading.Event()
     delete = LocalStorage.delete
 
     def hang(self: LocalStorage, key: str) -> None:
@@ -97,6 +105,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     yield make
     woken.set()
     for run in runs:
+        run.store.collector.shutdown()
         run.store.executor.shutdown()
 
 
@@ -142,16 +151,45 @@ def test_nobody_says_where_storage_says_nothing(
     assert run.told == [("closed", 1), "storage"]
 
 
-def test_a_deletion_that_hangs_is_told_and_holds_no_entry_up(made: Callable[..., Run]) -> None:
+def test_entries_do_not_wait_for_a_collection(made: Callable[..., Run]) -> None:
     async def append(run: Run) -> int:
         work = run.executor._loop.run_in_executor(
             run.store.executor, lambda: run.store._log.append("retire", {"manifests": []})
         )
         return await asyncio.wait_for(work, SOON_S)
 
+    assert made(call_timeout_s=600.0).do(append) == 2
+
+
+def test_a_deletion_that_hangs_is_told(made: Callable[..., Run]) -> None:
+    async def told(run: Run) -> None:
+        async with asyncio.timeout(SOON_S):
+            while not run.notes:
+                await asyncio.sleep(0.01)
+
     run = made(call_timeout_s=1.0)
-    assert run.do(append) == 2
+    run.do(told)
     ((level, kind, text),) = run.notes
     assert (level, kind) == ("warning", "garbage")
     assert "garbage collection is put off" in text
     assert "gave no answer at records/000001-000001.json for 1 s" in text
+
+
+def test_collections_that_are_asked_for_meanwhile_are_one(
+    made: Callable[..., Run], woken: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(run: Run) -> int:
+        begun: list[str] = []
+        collect = run.store.collect_garbage
+        monkeypatch.setattr(run.store, "collect_garbage", lambda: begun.append(collect()) or "it is full")
+        asked = [asyncio.ensure_future(run.executor._collect()) for _ in range(5)]
+        await asyncio.sleep(0)
+        woken.set()
+        await asyncio.wait_for(asyncio.gather(*asked), SOON_S)
+        return len(begun)
+
+    run = made(call_timeout_s=600.0)
+    assert run.do(ask) == 1
+    assert [text for _, _, text in run.notes] == [
+        "garbage collection is put off (it is full); it is tried again after each commit"
+    ]

@@ -266,7 +266,7 @@ def test_an_uploads_end_is_told_until_it_is_acknowledged(
     monkeypatch.setattr(agent._uploads, "run", upload)
     hearing = agent._reports._send
     agent._reports._send = away
-    agent.upload(1, (1, 1), 5, ("s",))
+    agent.upload(1, (1, 1), 5, ("s.slot",))
     until = time.monotonic() + 10
     while not told and time.monotonic() < until:
         agent._look(1.0, heartbeat=False)
@@ -274,7 +274,7 @@ def test_an_uploads_end_is_told_until_it_is_acknowledged(
     told.clear()
     for at in (2.0, 3.0, 4.0):
         agent._look(at, heartbeat=False)
-    assert told == [("uploaded", "n1", Ended((1, 1), 5, ("s",), None, text, full))]
+    assert told == [("uploaded", "n1", Ended((1, 1), 5, ("s.slot",), None, text, full))]
 
 
 def test_ends_of_several_uploads_of_a_step_are_all_told(agent: Agent, told: Told) -> None:
@@ -747,6 +747,14 @@ def test_storage_that_is_full_is_collected_before_the_next_try(bench: Bench) -> 
     bench.loop.run_until_complete(hear())
     assert bench.run() == [m.Uploaded("n1", A, 5, "no room", ("s",))]
     assert ("garbage",) in bench.calls.seen
+
+
+def test_the_machine_hears_what_a_collection_has_retired(bench: Bench) -> None:
+    bench.seq, bench.retired = 7, ["manifests/1", "manifests/2"]
+    heard = bench.run(m.AppendCommit(A, 5, ()))
+    assert heard == [m.Appended("commit", A, 5, 7), m.Retired(("manifests/1", "manifests/2"))]
+    bench.retired = []
+    assert bench.run(m.AppendCommit(A, 6, ())) == [m.Appended("commit", A, 6, 7)]
 
 
 def test_an_upload_that_died_with_its_agent_is_asked_for_again(bench: Bench) -> None:

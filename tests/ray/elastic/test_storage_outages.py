@@ -83,3 +83,41 @@ def test_an_outage_while_restoring_from_a_commit_is_no_failure(tmp_path: Path) -
     assert (summary["status"], summary["failures"]) == ("finished", []), second.log()
     assert [entry["start_step"] for entry in summary["generations"]] == [0, stopped["steps"]]
     check_ledger(job)
+
+
+@pytest.mark.parametrize(("steps", "mended"), [(25, True), (40, False)])
+def test_a_relaunch_takes_up_what_an_agent_guards_that_could_not_mark_it(
+    steps: int, mended: bool, tmp_path: Path
+) -> None:
+    """The agent outlives its run then: the next launch greets it, and may train on in its folder."""
+    root = tmp_path / "storage"
+    root.mkdir()
+    patient = {"cluster": {"max_workers": 2, "start_timeout_s": 240.0}, "elastic": {"node_timeout_s": 60.0}}
+    job = tiny_job("unmarked", root, steps=25, **patient)
+    job = job.model_copy(update={"storage": job.storage.model_copy(update={"final_wait_s": 3.0})})
+    first = start(job)
+    first.until(lambda status: (status["committed"] or 0) >= 10)
+    (node,) = run_folder(job.snapshot.folder, job.name).iterdir()
+    spoiled = node / "kept.json.new"
+    spoiled.mkdir()
+    for room in node.glob("reserved.*"):
+        room.unlink()
+    break_storage(root)
+    ended = first.until(lambda status: status["done"])
+    assert (ended["state"], ended["exit_code"]) == ("storage", 4), first.log()
+    assert "its snapshots are not all marked as kept" in ended["detail"]
+    assert kept_step([node.parent]) is None
+    assert list(node.glob("*.slot")), "the agent lives, and guards them"
+    first.finish()
+    mend_storage(root)
+    if mended:
+        spoiled.rmdir()
+    second = start(job.model_copy(update={"steps": steps}))
+    summary = second.finish()
+    assert summary["status"] == "finished", second.log()
+    assert not node.exists()
+    went_on = [entry["start_step"] for entry in summary["generations"][1:]]
+    assert went_on[:1] == ([] if steps == 25 else [25]), "nothing was trained again"
+    assert went_on == sorted(went_on), "it may grow later"
+    assert len(losses(job)) == steps
+    check_ledger(job)

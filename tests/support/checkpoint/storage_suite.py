@@ -65,6 +65,17 @@ class StorageConformance:
             list(threads.map(lambda i: storage.put(f"many/{i:05d}", b""), range(self.many)))
         assert [entry.key for entry in storage.list("many/")] == [f"many/{i:05d}" for i in range(self.many)]
 
+    def test_many_objects_are_deleted_at_once_and_none_begins_too_late(self, storage: Storage) -> None:
+        names = [f"chunks/ab/{i:03d}" for i in range(60)]
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda name: storage.put(name, b"x"), names))
+        storage.put("chunks/abc", b"its neighbour")
+        assert set(storage.delete_many(names[:50], time.monotonic() - 0.001)) == set(names[:50])
+        assert len(list(storage.list("chunks/ab/"))) == 60
+        gone = [*names[:50], "chunks/ab/never-there"]
+        assert list(storage.delete_many(gone, time.monotonic() + 60.0)) == []
+        assert [entry.key for entry in storage.list("chunks/")] == [*names[50:], "chunks/abc"]
+
     def test_conditional_put(self, storage: Storage) -> None:
         storage.put_if_absent("log/1", b"mine")
         storage.put_if_absent("log/1", b"mine")  # a repeated try after a lost reply

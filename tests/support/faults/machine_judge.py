@@ -19,9 +19,10 @@ from functools import partial
 import pytest
 
 from picotron_ray.coordinator.simulator.comeback import simulate_comeback
+from picotron_ray.coordinator.simulator.lost_targets import simulate_lost_target
 from picotron_ray.coordinator.simulator.repetition import simulate_repetition
 from picotron_ray.coordinator.simulator.run import Report, simulate
-from tests.support.faults.machine_mutations import COMEBACK, LISTED, OWN
+from tests.support.faults.machine_mutations import COMEBACK, LISTED, OWN, TARGETS
 from tests.support.faults.planting import Mutation, plant
 from tests.support.faults.store_mutations import KEPT, STORED
 from tests.support.simulation.kept_world import simulate_kept
@@ -32,12 +33,13 @@ TABLES: tuple[tuple[Mapping[str, Mutation], tuple[Simulation, ...]], ...] = (
     (LISTED, (simulate, simulate_repetition)),
     (OWN, (simulate, simulate_repetition)),
     (COMEBACK, (simulate_comeback,)),
+    (TARGETS, (simulate_lost_target,)),
     (STORED, (simulate_store,)),
     (KEPT, (simulate_kept,)),
 )
 """Tables of mutations, each with the simulations that must notice them."""
 ALL = {name: mutation for table, _ in TABLES for name, mutation in table.items()}
-FIRST = {"what_a_silent_node_holds_is_forgotten": 1000}
+FIRST = {"what_a_silent_node_holds_is_forgotten": 1000, "a_launch_that_nobody_begins_may_not_leave": 2000}
 """First seed of mutations that only rare schedules show."""
 RAISED = (AssertionError, KeyError, IndexError, RuntimeError, TypeError)  # by code that is broken
 

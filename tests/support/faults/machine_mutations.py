@@ -2,7 +2,8 @@
 
 ``LISTED`` are those that a reader of the protocol once named, most of which survived then. ``OWN`` are more
 of the kind: a guard left out, an order forgotten, a bound off by one. ``COMEBACK`` need a node that comes
-back with its slots. Each is a row: what is changed where.
+back with its slots, ``TARGETS`` states that are damaged when a run goes back to them. Each is a row: what is
+changed where.
 ``store_mutations`` has those of storage, and of what a run keeps for its next launch.
 """
 
@@ -16,12 +17,12 @@ from picotron_ray.coordinator import (
     checkpoint_tracker,
     drains,
     event_handlers,
-    final_wait,
     generation_stop,
     housekeeping,
     lineage,
     machine,
     recovery,
+    resume_state,
     term_begin,
 )
 from picotron_ray.coordinator import messages as m
@@ -31,6 +32,8 @@ from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.policies import failure, membership, restore_point, scale_up, store_home
 from picotron_ray.coordinator.policies.membership import Roster
 from picotron_ray.coordinator.policies.store_home import StoreHomes, StoreSearch
+from picotron_ray.coordinator.simulator import lost_targets
+from picotron_ray.errors import CorruptError
 from picotron_ray.failures import Remedy
 from tests.support.faults.planting import Mutation, handler, nothing, put, wrap
 
@@ -87,7 +90,7 @@ def _lineage(off: int) -> Mutation:
             return lineage.on_lineage(newest, generation, step)
         return any(link.generation == generation and step <= link.through + off for link in newest.lineage)
 
-    modules = (restore_point, recovery, event_handlers, checkpoint_tracker, final_wait)
+    modules = (restore_point, recovery, resume_state, checkpoint_tracker)
     return put(on_lineage, *((module, "on_lineage") for module in modules))
 
 
@@ -252,7 +255,7 @@ OWN: dict[str, Mutation] = {
     "what_is_superseded_stays_pinned": wrap(_supersede_without_release, (CheckpointTracker, "_supersede")),
     "uploads_are_asked_for_once": put(FOR_EVER, (machine, "REPLY_FACTOR")),
     "seals_of_a_node_that_was_lost_count": nothing(SealedState, "remove"),
-    "a_commit_of_a_void_state_counts": put(lambda *words: True, (event_handlers, "on_lineage")),
+    "a_commit_of_a_void_state_counts": put(lambda *words: True, (event_handlers, "counts")),
     "void_commits_are_still_written": nothing(CheckpointTracker, "rewound"),
     "commits_are_not_awaited_before_resuming": nothing(recovery, "_commit_would_help"),
     "nothing_is_decided_until_all_commits_are_in": put(FOR_EVER, (recovery, "COMMIT_PATIENCE_S")),
@@ -309,6 +312,36 @@ OWN: dict[str, Mutation] = {
         *put(60.0, (store_home, "LEAST_ASKED_S")),
         *put(lambda self, order: None, (StoreSearch, "given_up")),
     ),
+}
+
+
+def _begin_anew_for_want(real: Any, memory: MachineMemory) -> Any:
+    try:
+        return real(memory)
+    except CorruptError:
+        return m.Source("init"), "nothing is left"
+
+
+def _always_owed(job: Any, generations: Any) -> int | None:
+    step: int | None = job.checkpoint.resume_step
+    return step
+
+
+THE_NEWEST_COUNTS = put(lambda memory: memory.spec, (resume_state, "_with_a_state"))
+TARGETS: dict[str, Mutation] = {
+    "a_launch_that_came_to_nothing_counts": THE_NEWEST_COUNTS,
+    "a_run_whose_commits_are_void_begins_anew": (
+        *THE_NEWEST_COUNTS,
+        *wrap(_begin_anew_for_want, (recovery, "newest_state")),
+    ),
+    "a_rewind_that_came_to_nothing_is_forgotten": put(lambda memory: None, (recovery, "owed_rewind")),
+    "each_launch_goes_back_again": put(
+        _always_owed, (lost_targets, "owed_step"), (term_begin, "owed_step"), (resume_state, "owed_step")
+    ),
+    "storage_leaves_out_what_came_after_a_step_that_was_obeyed": put(
+        _always_owed, (lost_targets, "owed_step")
+    ),
+    "a_step_that_could_not_be_gone_back_to_was_obeyed": put(lambda *words: None, (resume_state, "owed_step")),
 }
 
 COMEBACK: dict[str, Mutation] = {

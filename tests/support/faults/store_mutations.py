@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.checkpoint.store import commit, gc
+from picotron_ray.checkpoint.store import commit, deletion, gc
+from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.coordinator import event_handlers, final_wait, machine
@@ -19,10 +22,41 @@ from picotron_ray.runtime.ray_cluster import kept_slots
 from tests.support.faults.planting import Mutation, nothing, put, wrap
 from tests.support.simulation import kept_world
 
+
+def _once(real: Any, storage: Any, log: Any) -> float:
+    if "asked" not in vars(log):
+        vars(log)["asked"] = real(storage, log)
+    return float(deletion.time.monotonic())
+
+
+@contextmanager
+def _knows_nothing(real: Any, self: InUse, keys: Any) -> Iterator[frozenset[str]]:
+    with real(self, keys):
+        yield frozenset()
+
+
+@contextmanager
+def _forget(real: Any, self: InUse, keys: Any) -> Iterator[frozenset[str]]:
+    with real(self, keys) as going:
+        yield going
+    self._lately.clear()
+
+
 STORED: dict[str, Mutation] = {
-    "the_log_is_not_read_before_a_deletion": nothing(gc, "_check_term"),
-    "the_log_is_read_once_before_all_deletions": put(1e9, (gc, "_KNOWN_S")),
-    "a_save_that_has_listed_nothing_holds_nothing_up": put(lambda *words: "", (gc, "_live_unlisted")),
+    "the_log_is_not_read_before_a_deletion": nothing(deletion, "_check_term"),
+    "the_log_is_read_once_before_all_deletions": wrap(
+        lambda real, *words: _once(real, *words), (deletion, "_still_newest")
+    ),
+    "what_the_log_said_counts_for_ever": put(1e9, (deletion, "KNOWN_S")),
+    "a_save_that_has_listed_nothing_holds_nothing_up": put(lambda *words: [], (gc, "_began_before")),
+    "a_collection_spares_nothing_that_a_commit_needs": wrap(
+        lambda real, self, keys: nullcontext(keys), (InUse, "deletion")
+    ),
+    "a_commit_says_what_it_needs_after_its_look": wrap(
+        lambda real, self, keys: nullcontext(frozenset()), (InUse, "needed")
+    ),
+    "a_commit_does_not_know_what_is_being_deleted": wrap(_knows_nothing, (InUse, "needed")),
+    "what_a_commit_needs_is_forgotten_at_its_end": wrap(_forget, (InUse, "needed")),
     "what_a_save_lists_is_not_spared": wrap(
         lambda real, storage, log, intents: real(storage, log, []), (gc, "_marked")
     ),

@@ -83,12 +83,15 @@ class Bench:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.calls, self.events, self.notes = Calls(), [], []
+        self.retired: list[str] = []
         store: Any = SimpleNamespace(
             data="",
             executor=ThreadPoolExecutor(1),
+            collector=ThreadPoolExecutor(1),
             append_generation=lambda spec: m.Appended("generation", spec.id, 0, 1),
             commit=self._commit,
             collect_garbage=lambda: self.calls.seen.append(("garbage",)),
+            take_retired=lambda: tuple(self.retired),
             save_record=lambda record: self.calls.seen.append(("record", record[17:])),
         )
         record: Any = SimpleNamespace(note=lambda *words: self.notes.append(words), memo=lambda: {"seq": 9})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from picotron_ray.checkpoint.storage.base import StoredObject
@@ -14,7 +14,10 @@ T = TypeVar("T")
 DELAYED = 0.4  # share of the calls that take time; all others are over at once
 SWEEPS = ("chunks", "manifests", "condemned", "intents")
 """Folders that a collector lists and empties, which takes long where there are many objects."""
+ANSWER_S = 0.01  # from when the log is read to when that is known
 OUTAGE_POLL_S = 1.0
+BUSY, LATER_S = 0.05, 0.4
+"""Share of a batch's keys that are not deleted, and longest time until the server has deleted the others."""
 
 
 class Objects:
@@ -26,10 +29,17 @@ class Objects:
         self.stored: Callable[[Client, str, bytes], None] = lambda client, key, data: None
         self.deleting: Callable[[Client, str], None] = lambda client, key: None
         self.looked: Callable[[Client, str], None] = lambda client, key: None
+        self.batch: Callable[[Client, str], None] = lambda client, key: None
+        self.told: Callable[[Client, str], None] = lambda client, before: None
 
     def put(self, client: Client, key: str, data: bytes) -> None:
         self.held[key] = data, self.sim.now
         self.stored(client, key, data)
+
+    def delete(self, client: Client, key: str) -> None:
+        if key in self.held:
+            self.deleting(client, key)
+            self.held.pop(key, None)
 
     def get(self, key: str) -> bytes:
         if key not in self.held:
@@ -45,7 +55,7 @@ class Client:
     """Storage as one process sees it.
 
     Only lists and changes take time, or wait for an outage to end: a real reader asks several threads at once
-    for what a list has named. ``latest`` is the kind of the call before this one, with the key's folder.
+    for what a list has named. ``latest`` is the kind of its process's call before this one, with the folder.
 
     Args:
         process: that waits; None: the simulation itself, for which nothing takes time or fails.
@@ -62,11 +72,17 @@ class Client:
         self._objects, self._processes, self._process = objects, processes, process
         self._down_until = down_until
         self.save = ""  # start of the keys of the intents of the save that it is for
-        self.latest = ""
-        self.condemned_s = 0.0  # age of the condemned list that it read last
+        self._latest: dict[Process | None, str] = {}
         self.term = 0  # of the coordinator; 0: it is none
 
     where = "the simulated storage"
+
+    @property
+    def latest(self) -> str:
+        return self._latest.get(self._process_now(), "")
+
+    def _process_now(self) -> Process | None:
+        return self._processes.current() or self._process
 
     def put(self, key: str, data: bytes) -> None:
         self._call(f"put {_folder(key)}", lambda: self._objects.put(self, key, data), changes=True)
@@ -99,17 +115,40 @@ class Client:
         return iter(self._call(f"list {_folder(prefix)}", lambda: self._objects.list(prefix)))
 
     def delete(self, key: str) -> None:
-        def delete() -> None:
-            if key in self._objects.held:
-                self._objects.deleting(self, key)
-                del self._objects.held[key]
+        self._call(f"delete {_folder(key)}", lambda: self._objects.delete(self, key), changes=True)
 
-        self._call(f"delete {_folder(key)}", delete, changes=True)
+    def delete_many(self, keys: Sequence[str], until_s: float) -> Sequence[str]:
+        """Delete as a server does it, once it has the request: some at once, some later, some not at all."""
+        sim, process = self._objects.sim, self._process_now()
+        if process is None or sim.now > until_s:
+            for key in keys if process is None else ():
+                self._objects.delete(self, key)
+            return () if process is None else keys
+        self._objects.batch(self, keys[0])
+        hung = sim.now < sim.storage.hung_until
+        left: list[str] = []
+        longest_s = [0.0]
+
+        def work() -> None:
+            if sim.now > until_s and not hung:
+                left.extend(keys)
+                return
+            for key in keys:
+                if sim.rng.chance(BUSY):
+                    left.append(key)
+                elif sim.now >= sim.storage.mute_until and sim.rng.chance(DELAYED):
+                    later_s = sim.rng.uniform(0.0, LATER_S)
+                    longest_s.append(later_s)
+                    sim.after(later_s, self._objects.delete, self, key)
+                else:
+                    self._objects.delete(self, key)
+
+        self._call(f"delete_many {_folder(keys[0])}", work, changes=True)
+        process.pause(max(longest_s) + 0.001)
+        return left
 
     def _read(self, key: str) -> None:
         self._fail_if_down()
-        if key.startswith("condemned/") and key in self._objects.held:
-            self.condemned_s = self._objects.held[key][1]
 
     def _fail_if_down(self) -> None:
         if self._process is not None and self._objects.sim.now < self._down():
@@ -119,17 +158,22 @@ class Client:
         return max(self._objects.sim.storage.down_until, self._down_until())
 
     def _call(self, what: str, work: Callable[[], T], changes: bool = False) -> T:
-        process = self._processes.current() or self._process
+        process = self._process_now()
         if process is None:
             done = work()
-            self.latest = what
+            self._latest[None] = what
             return done
         if what.startswith("delete"):  # it goes out at once: who is stopped is stopped before or after it
             self._reach(process, what, work, changes)
             self._wait(process, what)
             return None  # type: ignore[return-value]
+        before = self.latest
         self._wait(process, what)
-        return self._reach(process, what, work, changes)
+        found = self._reach(process, what, work, changes)
+        if what == "list log":
+            self._objects.told(self, before)
+            process.pause(ANSWER_S)  # who is stopped now knows what was true before
+        return found
 
     def _wait(self, process: Process, what: str) -> None:
         sim = self._objects.sim
@@ -150,7 +194,7 @@ class Client:
                 process.pause(storage.hung_until - sim.now + 0.01)
             if sim.now >= self._down():
                 found: Any = work()
-                self.latest = what
+                self._latest[process] = what
                 if not (changes and sim.now < storage.mute_until and rng.chance(0.6)):
                     return found
             if sim.now >= until:

@@ -3,7 +3,8 @@
 1. What a commit needs is there when its entry is written, and for as long as nothing retires it.
 2. What a save counts on that began before a condemned list was published is not deleted; a save that has not
    said what it counts on holds the deletion up.
-3. Whoever deletes has read the log just before; the summary is the newest term's.
+3. Whoever deletes has read the log just before, and could not know of a newer term for long; the summary is
+   the newest term's.
 4. The ledger and the bytes of a commit are those of its history.
 5. What nothing needs is gone in the end: chunks, manifests, intents, condemned lists. Retention keeps as many
    commits as asked for.
@@ -12,9 +13,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
-from picotron_ray.checkpoint.store import gc
+from picotron_ray.checkpoint.store import deletion, gc
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit_source import check_shard, fetch_chunk
 from picotron_ray.checkpoint.store.manifest import Manifest, load_manifest
@@ -25,7 +27,7 @@ from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.simulator.checks import Checks
 from picotron_ray.coordinator.simulator.storage import SimLogEntry, SimStorage
 from picotron_ray.errors import CorruptError, StorageError
-from tests.support.simulation.objects import Client, Objects
+from tests.support.simulation.objects import LATER_S, Client, Objects
 from tests.support.simulation.states import content, history_of
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 DEAD_INTENT_S = 60.0
 CALM_S, SETTLED_S = 5.0, 40.0
+LATE_S = deletion.KNOWN_S + LATER_S + 0.1
 JUNK = f"chunks/00/{'0' * 64}"
 
 
@@ -92,7 +95,7 @@ class StoreChecks:
         self.deleted = 0
         self._committed_at: dict[tuple[int, int, int], float] = {}  # by state: term, n, step
         sim.objects.stored, sim.objects.deleting = self._stored, self._deleting
-        sim.objects.looked = self._looked
+        sim.objects.looked, sim.objects.batch, sim.objects.told = self._looked, self._batch, self._told
 
     def _say(self, text: str) -> None:
         self._sim.violation(text)
@@ -134,12 +137,17 @@ class StoreChecks:
             self._say(f"{key} is renewed {self._sim.now - at:.0f} s after its commit")
 
     def _retired(self, given_up: set[str]) -> None:
-        """Check that the newest commits are not given up, as many as are to be kept."""
+        """Check that the newest commits are not given up, as many as are to be kept, void ones apart."""
         there = {e.body["manifest"]: e for e in self._mirror.entries if e.kind == "commit"}
         good = [key for key in there if key not in self._mirror.damaged]
-        for key in good[-self._sim.job.checkpoint.keep_last :]:
-            if key in given_up:
-                self._say(f"the commit of step {there[key].body['step']} is given up, one of the newest")
+        specs = [e.spec for e in self._mirror.log if e.spec is not None]
+        counting = [key for key in good if self._counts(specs[-1], there[key].body)]
+        kept = self._sim.job.checkpoint.keep_last
+        for key in {*good[-kept:], *counting[-kept:]} & given_up:
+            self._say(f"the commit of step {there[key].body['step']} is given up, one of the newest")
+
+    def _counts(self, newest: m.GenerationSpec, body: dict[str, Any]) -> bool:
+        return self._sim.checks.counts(newest, m.GenerationId(body["term"], body["n"]), body["step"])
 
     def _committed(self, entry: Entry) -> None:
         key = entry.body["manifest"]
@@ -168,17 +176,40 @@ class StoreChecks:
             manifest = entry.body["manifest"]
             if key in self._needed.get(manifest, ()) and manifest not in self._mirror.damaged:
                 self._say(f"{key} is deleted, and the commit of step {entry.body['step']} needs it")
-        if client.latest not in ("list log", f"delete {folder}", "delete chunks"):
-            self._say(f"{key} is deleted after a {client.latest}: the log was not read just before")
-        self._spares_saves(client, key)
+        self._spares_saves(key)
+        self._of_the_newest_term(client, key)
         self._sim.usurp(client)
 
-    def _spares_saves(self, client: Client, key: str) -> None:
+    def _told(self, client: Client, before: str) -> None:
+        """Have a collector replaced when it has just been told that it is the newest."""
+        if before.endswith((" chunks", " manifests")):
+            self._sim.usurp(client)
+
+    def _of_the_newest_term(self, client: Client, key: str) -> None:
+        """Check that nobody deletes who could have known for long of a newer term."""
+        claims = zip(self._mirror.entries, self._mirror.times, strict=True)
+        newer = [at for entry, at in claims if entry.kind == "term" and entry.term > client.term]
+        late_s = self._sim.now - min(newer, default=math.inf)
+        if client.term and late_s > LATE_S and self._sim.storage.hung_until < self._sim.now - late_s:
+            self._say(f"{key} is deleted by term {client.term}, {late_s:.1f} s after a newer one was claimed")
+
+    def _batch(self, client: Client, key: str) -> None:
+        if client.latest != "list log":
+            self._say(f"{key} is deleted after a {client.latest}: the log was not read just before")
+
+    def _condemned_s(self, key: str) -> float:
+        """When the first list was published that names an object."""
+        name, held = key.rpartition("/")[2].encode(), self._objects.held
+        lists = [held[entry.key] for entry in self._objects.list("condemned/")]
+        return min((at for data, at in lists if name in data), default=math.inf)
+
+    def _spares_saves(self, key: str) -> None:
+        condemned_s = self._condemned_s(key)
         now, grace_s = self._sim.now, max(DEAD_INTENT_S, self._sim.job.checkpoint.gc_grace_s)
         for intent, (data, written_s) in self._objects.held.items():
             if not intent.startswith("intents/") or now - written_s > grace_s:
                 continue
-            if self._begun[intent] >= client.condemned_s:
+            if self._begun[intent] >= condemned_s:
                 continue  # it began when the list was there to be read
             chunks = json.loads(data)["chunks"]
             if chunks is None:
@@ -204,7 +235,7 @@ class StoreChecks:
             self._say(f"nothing is collected any more: {error}")
             return
         retained = [e for e in self._mirror.retained() if e.body["manifest"] not in self._mirror.damaged]
-        most = job.checkpoint.keep_last + 1
+        most = 2 * job.checkpoint.keep_last + 1  # of those that count, and of all
         if reach := gc.rewind_reach(job):
             most += 2 + reach // job.checkpoint.interval_steps
         if len({entry.body["manifest"] for entry in retained}) > most:

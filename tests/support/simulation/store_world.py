@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from picotron_ray.checkpoint.store import gc, upload
+from picotron_ray.checkpoint.store import condemned, deletion, upload
 from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.config.schema.job import JobConfig
@@ -41,6 +41,7 @@ from tests.support.simulation.states import write_slot
 from tests.support.simulation.store_checks import StoreChecks, StoreMirror
 
 BAD_STEP = 41
+PATIENCE_S = 60.0
 USURPED = 0.03  # share of the deletions amid which a coordinator is replaced
 
 
@@ -65,6 +66,23 @@ def _expect_no_error(result: Any, error: Exception | None) -> None:
 
 class StoreOfRun(RunStore):
     """The coordinator's side of storage; what a ledger's digests say needs data, and is another test's."""
+
+    processes: Processes
+    log_process: Process
+
+    def _in_order(self, work: Callable[[], Any]) -> Any:
+        over, ended = VirtualEvent(self.processes), list[tuple[Any, Exception | None]]()
+
+        def done(result: Any, error: Exception | None) -> None:
+            ended.append((result, error))
+            over.set()
+
+        self.log_process.do(work, done)
+        while not over.wait(PATIENCE_S):
+            pass
+        result, error = ended[0]
+        _expect_no_error(result, error)
+        return result
 
     def _ledger_figures(self) -> dict[str, Any]:
         return {}
@@ -133,7 +151,7 @@ class StoreNode(SimNode):
         if error is not None and not isinstance(error, PicotronError):
             raise error
         gone = sorted(set(command.slots) - {slot.info.slot for slot in self._held(command)})
-        told = f"gone:{gone[0]}" if gone else _told(error)
+        told = f"gone:{gone[0]}" if gone else _told(error, command.slots)
         key = self.name, command.generation, command.step, command.slots
         self.sim.upload_parts[key] = None if told else part
         self.report(m.Uploaded(self.name, command.generation, command.step, told, command.slots))
@@ -150,7 +168,9 @@ class StoreShell(Shell):
         self._asking = Process(sim.processes, lambda: self.alive, lambda: self.paused_until)
         self._client = Client(sim.objects, sim.processes, self._process)
         sim.opening = self._client
+        self._collecting = Process(sim.processes, lambda: self.alive, lambda: self.paused_until)
         self.store = StoreOfRun(sim.job, lambda step: None)
+        self.store.processes, self.store.log_process = sim.processes, self._process
         self._uploads = UploadRequests()
         self._found: tuple[tuple[m.Commit, ...], tuple[m.GenerationSpec, ...]] | None = None
 
@@ -209,8 +229,13 @@ class StoreShell(Shell):
         _expect_no_error(event, error)
         if event.kind == "commit" and event.seq:
             self._uploads.forget(event.step)
-            self._process.do(self.store.collect_garbage, _expect_no_error)
+            self._collecting.do(self.store.collect_garbage, self._collected)
         self.deliver(event)
+
+    def _collected(self, put_off: str, error: Exception | None) -> None:
+        _expect_no_error(put_off, error)
+        if retired := self.store.take_retired():
+            self.deliver(m.Retired(retired))
 
     def ask_newest(self, answer: Callable[[bool | None], None]) -> None:
         self._asking.do(self.store.is_newest, lambda newest, error: answer(newest))
@@ -239,11 +264,19 @@ class StoreSim(Sim):
             mock.patch.object(run_store, "open_storage", self._open),
             mock.patch.object(upload, "SMALL_BYTES", 1),  # each shard is a chunk of its own
             mock.patch.object(upload, "_THREADS", 1),  # calls come in one order
-            mock.patch.object(gc, "time", SimpleNamespace(monotonic=lambda: self.now)),
+            mock.patch.object(
+                deletion, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
+            ),
+            mock.patch.object(deletion, "BATCH", 2),  # so that commits and takeovers come amid a collection
+            mock.patch.object(condemned, "MOST_NAMES", 5),
         ]
         for patch in self._patches:
             patch.start()
         logging.disable(logging.ERROR)  # thousands of refusals are part of it
+
+    def _sleep(self, seconds: float) -> None:
+        if (process := self.processes.current()) is not None:
+            process.pause(seconds)
 
     def _open(self, *_: Any) -> Client | None:
         return self.opening

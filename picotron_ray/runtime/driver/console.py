@@ -116,7 +116,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _outcome_lines(summary: dict[str, Any]) -> list[str]:
-    """How a run ended, and why where that does not say it."""
+    """Lines on a run's end, and why where that does not say it."""
     run, detail = summary["run"], str(summary.get("detail") or "")
     if detail.endswith(BEFORE):
         at = detail.partition(":")[0]

@@ -52,7 +52,7 @@ def awaited(status: dict[str, Any]) -> str:
 
 
 def readiness(status: dict[str, Any]) -> str:
-    """How many workers are ready, and for how long the others are waited for; "": none are."""
+    """Count the workers that are ready, and the time for which others are waited for; "": none are."""
     waits = None if status.get("done") else status.get("waits")
     if not waits:
         return ""
@@ -66,7 +66,7 @@ def readiness(status: dict[str, Any]) -> str:
 
 
 def blocked(status: dict[str, Any]) -> str:
-    """What a run waits for, with figures where there are any; "": it trains, stops or is over."""
+    """Name what a run waits for, with figures where there are any; "": it trains, stops or is over."""
     return "" if status.get("stopping") else ": ".join(filter(None, (awaited(status), readiness(status))))
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -216,7 +218,7 @@ def checkpoint_now(
     with reported(as_json):
         from picotron_ray.runtime.driver import control
 
-        step = control.checkpoint_now(run, timeout_s)
+        step = control.checkpoint_now(run, timeout_s, partial(print, file=sys.stderr, flush=True))
         _emit({"run": run, "step": step}) if as_json else print(f"run {run}: step {step} is committed")
 
 

@@ -7,6 +7,9 @@ message alone, so it survives pickling through Ray unchanged.
 import contextlib
 from collections.abc import Iterator
 
+REMOVED = "was removed while the run was using it"
+"""Words of storage whose folder is gone: it is no use to wait for it."""
+
 
 class PicotronError(Exception):
     """Base of every error that picotron_ray raises on purpose."""

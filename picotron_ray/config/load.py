@@ -26,7 +26,7 @@ from picotron_ray.config.json_schema import key_schemas, schema_key
 from picotron_ray.config.mistake_lines import Place, dotted, mistake_line, shown
 from picotron_ray.config.overrides import apply_overrides
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.service import ChaosFault
+from picotron_ray.config.schema.service import RUN_NAME, ChaosFault
 from picotron_ray.config.validation.check import check
 from picotron_ray.errors import ConfigError
 
@@ -89,7 +89,8 @@ def _read_recipe(name: str) -> str:
     names = recipe_names()
     if name not in names:
         close = difflib.get_close_matches(name, names)
-        hint = f", did you mean {close[0]}?" if close else ""
+        run = f"; where that is a run's name, give its config, or its recipe and name={name}"
+        hint = f", did you mean {close[0]}?" if close else run if re.fullmatch(RUN_NAME, name) else ""
         raise ConfigError(
             f"config: saw {name}, neither a file nor a packaged recipe; recipes are {', '.join(names)}{hint}"
         )

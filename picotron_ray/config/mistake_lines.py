@@ -14,6 +14,9 @@ from picotron_ray.config.storage_urls import redact
 Place = tuple[str | int, ...]
 """Place of a value in a config."""
 
+MEANT = {"gpu": "cuda", "gpus": "cuda", "nvidia": "cuda"}
+"""Words for a value that has another name here, and is not what is spelled most like it."""
+
 
 def dotted(path: Place) -> str:
     """The place as a user writes it: ``chaos.0.step``."""
@@ -45,7 +48,8 @@ def mistake_line(path: Place, detail: ErrorDetails, raw: dict[str, Any]) -> str:
 
 def _value_hint(value: Any, schema: Any) -> str:
     if isinstance(value, str) and "enum" in schema:
-        close = get_close_matches(value, [str(item) for item in schema["enum"]])
+        meant = MEANT.get(value.lower())
+        close = [meant] if meant in schema["enum"] else get_close_matches(value, map(str, schema["enum"]))
         return f", did you mean {close[0]}?" if close else ""
     return ""
 

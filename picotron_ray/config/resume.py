@@ -161,5 +161,5 @@ def markdown() -> str:
 
 def show(value: Any) -> str:
     """A value in a message, cut to 60 characters."""
-    text = repr(value)
+    text = "not set" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

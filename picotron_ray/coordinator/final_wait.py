@@ -26,6 +26,7 @@ from picotron_ray.coordinator.messages import (
 )
 from picotron_ray.coordinator.resume_state import counts, follow
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.errors import REMOVED
 
 KEPT = "its snapshots are kept"
 MOST_NAMED = 4
@@ -50,11 +51,12 @@ def out_of_patience(memory: MachineMemory, state: StateKey) -> bool:
     left_s = memory.failing_until - memory.now
     step, generation = state
     why = memory.storage_problem or "no answer"
+    works = "that is restored, without which they cannot be committed" if REMOVED in why else "storage works"
     if left_s <= 0:
         memory.finish(
             "storage",
             f"step {step} is not committed: storage kept failing for {memory.job.storage.final_wait_s:g} s"
-            f" ({why}); {KEPT}, launch run {memory.job.name} again once storage works"
+            f" ({why}); {KEPT}, launch run {memory.job.name} again once {works}"
             + (f"; it was to be the end: {memory.verdict}" if memory.verdict else ""),
             Source("slots", step, generation),
         )

@@ -181,6 +181,22 @@ class Machine:
         return None if due is None or memory.state is MachineState.DONE else due + memory.slept_s
 
     @property
+    def waits(self) -> dict[str, int | float | None] | None:
+        """Workers that are ``ready``, ``needed`` at least and ``wanted``; ``left_s`` of the wait for them.
+
+        None while none are waited for; without ``left_s`` there is no end to it.
+        """
+        memory = self.memory
+        if memory.state not in (MachineState.STARTING, MachineState.WAITING):
+            return None
+        return {
+            "ready": len(memory.roster.usable()),
+            "needed": memory.job.cluster.min_workers,
+            "wanted": wanted(memory),
+            "left_s": None if memory.deadline is None else max(0.0, memory.deadline - memory.now),
+        }
+
+    @property
     def view(self) -> MachineView:
         memory = self.memory
         return MachineView(

@@ -22,6 +22,9 @@ from picotron_ray.coordinator.resume_state import follow
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 
+BEFORE = "steps were committed before"
+"""End of the words for a run that had finished before this launch."""
+
 
 def begin(memory: MachineMemory, event: m.Begin) -> None:
     """Take over from what the log and the agents say: adopt what runs, else start."""
@@ -43,7 +46,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
         return
     _plan_rewind(memory)
     if commit is not None and commit.step >= memory.job.steps and memory.rewind is None:
-        memory.finish("finished", f"step {commit.step}: all {memory.job.steps} steps were committed before")
+        memory.finish("finished", f"step {commit.step}: all {memory.job.steps} {BEFORE}")
         return
     memory.go(MachineState.STARTING)
     memory.deadline = memory.now + memory.job.cluster.start_timeout_s

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from picotron_ray.checkpoint.storage.base import StoredObject, delete_each
 from picotron_ray.errors import (
+    REMOVED,
     AlreadyExistsError,
     NotFoundError,
     StorageError,
@@ -119,9 +120,10 @@ class LocalStorage:
             try:
                 self._publish(key, data, publish)
             except FileNotFoundError as error:
-                if not first:
-                    raise StorageError(f"{self.where} was removed while the run was using it") from error
-                self._ready = False  # a launch that was refused took its empty folders away in between
+                if not first and not (self._base / "log").is_dir():
+                    raise StorageError(f"{self.where} {REMOVED}; restore it from a copy") from error
+                # a refused launch took its empty folders away in between, or a copy came back without .tmp
+                self._ready = False
                 self._prepare()
                 self._publish(key, data, publish)
 
@@ -129,9 +131,9 @@ class LocalStorage:
 
     def _publish(self, key: str, data: bytes, publish: Callable[[str, str], object]) -> None:
         target, temporary = self._path(key), self._base / _TMP / uuid.uuid4().hex
-        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._write_file(key, temporary, data)
+            self._write_file(key, temporary, data)  # first: it makes no folder where the run's is gone
+            target.parent.mkdir(parents=True, exist_ok=True)
             publish(str(temporary), str(target))
             _sync_folder(target.parent)
         finally:

@@ -97,9 +97,10 @@ def _moe(job: JobConfig) -> Iterator[Problem]:
 def _data(job: JobConfig) -> Iterator[Problem]:
     data, vocabulary = job.data, job.model.vocab_size
     if data.source == "stdlib" and data.path is not None:
-        yield Problem(
-            "data.path", "saw a path with data.source=stdlib, which reads none; drop it", ("data.source",)
+        text = (
+            "saw a path with data.source=stdlib, which reads none; say data.source=text (jsonl, memmap), or"
         )
+        yield Problem("data.path", f"{text} drop it", ("data.source",))
     if data.source != "stdlib" and not data.path:
         what = "a file or folder of token ids" if data.source == "memmap" else "a file, folder or glob"
         text = f"saw nothing, expected {what} for data.source={data.source}; say data.path=..."

@@ -317,6 +317,7 @@ class Coordinator:
 
     async def _tick(self) -> None:
         self._dispatch(m.Tick())
+        self._record.waits = self._machine.waits
 
     async def _watch_nodes(self, going: Callable[[], bool]) -> None:
         room = RoomRequest()

@@ -33,14 +33,14 @@ class Evidence:
     Args:
         ask: asks all nodes (`RunActors.evidence`).
         storage: opens the run's storage.
-        keep: told the name of what was found, and of which generation.
+        keep: told the name of what was found, of which generation, and whether it is news.
     """
 
     def __init__(
         self,
         ask: Ask,
         storage: Callable[[], Storage],
-        keep: Callable[[str, str], None],
+        keep: Callable[[str, str, bool], None],
     ) -> None:
         self._ask, self._storage, self._keep = ask, storage, keep
         self._taken: dict[GenerationId, asyncio.Task[None]] = {}
@@ -48,13 +48,13 @@ class Evidence:
         self._term, self._folder = 0, Path()
 
     def begin(self, term: int, folder: Path) -> None:
-        """Begin a term; what earlier ones kept in ``folder`` is told anew."""
+        """Begin a term; what earlier ones kept in ``folder`` is known, and no news."""
         self._term, self._folder = term, folder
         for path in sorted((folder / "evidence").glob("*.json")):
             if term == 1:  # another run had this name once
                 path.unlink()
                 continue
-            self._keep(f"evidence/{path.name}", ".".join(path.name.split("-")[:2]))
+            self._keep(f"evidence/{path.name}", ".".join(path.name.split("-")[:2]), False)
 
     async def heard(
         self, event: Stalled, spec: GenerationSpec | None, pass_on: Callable[[Stalled], None]
@@ -89,7 +89,7 @@ class Evidence:
         self._kept += 1
         name = f"evidence/{generation.term}-{generation.n}-{self._term}.{self._kept}.json"
         value = {"generation": str(generation), "why": why, "at_s": time.time(), "ranks": list(found)}
-        self._keep(name, str(generation))
+        self._keep(name, str(generation), True)
         asyncio.get_running_loop().run_in_executor(None, self._store, name, json.dumps(value).encode())
 
     def _store(self, name: str, data: bytes) -> None:

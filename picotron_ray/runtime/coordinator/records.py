@@ -200,6 +200,11 @@ class Facts:
             plans=self.plans.copy(),
         )
 
+    @property
+    def newest(self) -> GenerationRecord | None:
+        """Newest generation, of whichever launch."""
+        return self.generations[-1] if self.generations else None
+
     def newest_eval(self) -> dict[str, Any]:
         """Return the newest held-out loss with its step, of whichever launch; empty while there is none."""
         known = [{"eval_step": step, "eval_loss": loss} for step, loss in self.evaluations.items()]
@@ -269,6 +274,16 @@ def goodput(facts: Facts, lived_s: float) -> float | None:
     """
     steps = facts.generations[-1].end_step - facts.generations[0].start_step if facts.generations else 0
     return min(1.0, steps * median_step_s(facts) / lived_s) if lived_s else None
+
+
+def gone_back(generations: list[GenerationRecord], spec: m.GenerationSpec) -> str:
+    """Say how many steps a generation from a commit goes back behind those before it; "": none."""
+    ran = max((record.end_step for record in generations[-1:]), default=0)
+    if spec.source.kind != "commit" or ran <= spec.resume_step:
+        return ""
+    return (
+        f"goes back {ran - spec.resume_step} steps, from step {ran} to the commit of step {spec.resume_step}"
+    )
 
 
 def strike_of(alert: m.Alert) -> tuple[m.Strike, ...]:

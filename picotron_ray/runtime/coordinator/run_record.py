@@ -33,6 +33,7 @@ from picotron_ray.runtime.coordinator.records import (
     bounded,
     failure_ages_s,
     failure_entry,
+    gone_back,
     goodput,
     newest_step,
     places,
@@ -72,6 +73,7 @@ class RunRecord:
         self._continues = False  # events are numbered on from where an earlier term was
         self._trouble, self._bad_steps = StorageTrouble(), BadSteps()  # the first: with storage
         self._lost: set[str] = set()  # nodes, until they join again
+        self.waits: dict[str, Any] | None = None  # `Machine.waits`
 
     def begin(self, term: int, commit_figures: CommitFigures, newest: Newest | None = None) -> None:
         """Take over as the coordinator of ``term``; ``commit_figures`` grows with the commits."""
@@ -120,7 +122,7 @@ class RunRecord:
                 self._follow(page)
 
     def _follow(self, page: dict[str, Any]) -> None:
-        record = self._facts.generations[-1] if self._facts.generations else None
+        record = self._facts.newest
         if record is None or (page["term"], page["n"]) != (record.id.term, record.id.n):
             return
         record.end_step = max(record.end_step, page["step"])
@@ -183,8 +185,8 @@ class RunRecord:
                 "paused_s": (paused_s := self._lived.paused_s),
             }
         wall_s = time.time() - self._began
-        share = goodput(facts, wall_s - paused_s)
         # outside of the lock: the coordinator's loop must not wait for a record of thousands of workers
+        share = goodput(facts, wall_s - paused_s)
         return {**memo, "goodput": share, "wall_s": wall_s, "facts": plain_facts(facts)}
 
     def failed_s_ago(self) -> tuple[float, ...]:
@@ -223,7 +225,7 @@ class RunRecord:
             self._owed.observe(self._launch, event, commands)
             for command in commands:
                 if isinstance(command, m.RunGeneration):
-                    self._generation(command.spec)
+                    self._generation(command.spec, at_s)
                 elif isinstance(command, m.Alert) and command.kind == "failure":
                     self._judged(command.data, at_s)
                 elif isinstance(command, m.Alert):
@@ -245,7 +247,7 @@ class RunRecord:
             self._facts.committed_at_s = at_s
         if isinstance(event, m.Planned) and not event.error:
             self._facts.planned_s.append(event.planned_s)
-        record = self._facts.generations[-1] if self._facts.generations else None
+        record = self._facts.newest
         if record is None:
             return
         if isinstance(event, m.Outcome):
@@ -289,7 +291,7 @@ class RunRecord:
         elif last is not None and explains(kind, last.kind) and target in self._facts.struck_by(last):
             last.kind, last.target = kind, target
 
-    def _generation(self, spec: m.GenerationSpec) -> None:
+    def _generation(self, spec: m.GenerationSpec, at_s: float) -> None:
         self._running = True
         generations = self._facts.generations
         if generations and generations[-1].id == spec.id:
@@ -300,6 +302,8 @@ class RunRecord:
                 failure.step = generations[-1].end_step
                 failure.lost_steps = max(0, generations[-1].end_step - spec.resume_step)
                 failure.restored_from = spec.source.kind
+        if text := gone_back(generations, spec):
+            self.note("info", "gone-back", text, at_s=at_s)
         if generations:
             generations[-1].end_step = max(spec.resume_step, generations[-1].start_step)
         self._facts.enter(GenerationRecord.of(spec))
@@ -314,12 +318,13 @@ class RunRecord:
         self._facts.checkpoints.append({"step": event.step, "stall_s": stall_s, **(figures or {})})
         del self._facts.checkpoints[:-CHECKPOINTS_KEPT]
 
-    def evidence(self, name: str, generation: str) -> None:
-        """Note what tells where the ranks of a generation were, by its name in storage."""
+    def evidence(self, name: str, generation: str, news: bool = True) -> None:
+        """Note what tells where the ranks of a generation were, by its name in storage; tell it where new."""
         with self._lock:
             if name not in self._facts.evidence.values():
                 self._facts.evidence.setdefault(generation, name)  # the first is of all ranks
-                self.note("info", "evidence", f"stacks of generation {generation} are in {name}")
+                if news:
+                    self.note("info", "evidence", f"stacks of generation {generation} are in {name}")
 
     def serves(self, endpoints: dict[str, str], file: str) -> None:
         """Note metrics endpoints (``host:port`` by node or ``coordinator``) and the file that lists them."""
@@ -335,20 +340,19 @@ class RunRecord:
             most_pages: where there are more pages of workers, rank 0's alone is shown; None: all are.
         """
         with self._lock:
-            record = self._facts.generations[-1] if self._facts.generations else None
+            record = self._facts.newest
             page = self._facts.leader(record)
             pages = self._facts.pages
             if most_pages is not None and len(pages) > most_pages:
                 pages = {page["worker"]: page} if page else {}
             newest_eval = self._facts.newest_eval()
-            state = "running" if self._running else "starting"
             step = page.get("step", record.end_step if record else 0)
             step_time = page.get("step_time_s") or 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
             return {
                 "run": self._job.name,
                 "submissions": list(self._facts.submissions),
-                "state": self._finish.status if self._finish else state,
+                "state": self._finish.status if self._finish else "running" if self._running else "starting",
                 "term": self._term,
                 "continues": self._continues,
                 "recalled": self._recalled,
@@ -359,6 +363,7 @@ class RunRecord:
                 "precision": self._job.precision,
                 "members": record.names if record else [],
                 "resume_step": record.start_step if record else 0,
+                "waits": self.waits,
                 "step": step,
                 "steps": self._job.steps,
                 "loss": page.get("loss") or None,
@@ -381,8 +386,7 @@ class RunRecord:
     def measured(self) -> Measured:
         """Return the facts that are served as metrics, beyond ``status``."""
         with self._lock:
-            generations = self._facts.generations
-            return self._facts.measured(dict(self._facts.leader(generations[-1] if generations else None)))
+            return self._facts.measured(dict(self._facts.leader(self._facts.newest)))
 
     def summary(self, finish: m.Finish) -> dict[str, Any]:
         """Return the content of summary.json, without the ledger's part, which is added when it is stored."""
@@ -393,7 +397,5 @@ class RunRecord:
     def done(self, finish: m.Finish, summary: dict[str, Any]) -> None:
         with self._lock:
             level = "info" if finish.status in ("finished", "stopped") else "error"
-            self.note(
-                level, finish.status, f"run {finish.status}" + (f": {finish.detail}" if finish.detail else "")
-            )
+            self.note(level, finish.status, ": ".join(filter(None, (f"run {finish.status}", finish.detail))))
             self._finish, self._summary = finish, summary

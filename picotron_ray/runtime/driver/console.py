@@ -13,8 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from picotron_ray.coordinator.term_begin import BEFORE
 from picotron_ray.failures import FailureKind
-from picotron_ray.runtime.driver.waiting import WaitLines
+from picotron_ray.runtime.driver.waiting import WaitLines, readiness
 
 PLAIN_INTERVAL_S = 5.0
 """Without a terminal, a progress line at most this often."""
@@ -47,6 +48,7 @@ def progress_line(status: dict[str, Any]) -> str:
     parts.append(f"{number(status['tokens_per_s'], ',.0f')} tokens/s")
     where = f"{status['layout'] or '-'} on {len(status['members'])} workers"
     parts.append(f"{where} in {status['precision']}" if status.get("precision") else where)
+    parts += filter(None, [readiness(status)])
     return f"[{status['state']}] " + "  ".join(parts)
 
 
@@ -84,14 +86,7 @@ def submission_lines(seen: dict[str, Any]) -> list[str]:
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The end of a run in a few lines."""
-    again = len({record["term"] for record in summary.get("generations", ())}) > 1
-    lines = [
-        f"run {summary['run']} {ENDS.get(summary['status'], summary['status'])} at step {summary['steps']}"
-        + (f", {summary['wall_s']:.1f} s after it first began" if again else f" in {summary['wall_s']:.1f} s")
-    ]
-    if summary.get("detail") not in (None, "", f"step {summary['steps']}"):
-        lines.append(f"because: {summary['detail']}")
-    lines += submission_lines(summary)
+    lines = [*_outcome_lines(summary), *submission_lines(summary)]
     lines.append(
         f"eval_loss {number(summary.get('eval_loss'))}  baseline_loss {number(summary.get('baseline_loss'))}"
         f" (bigram entropy of the same data)  {number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
@@ -118,6 +113,18 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
             + (f"; {ledger['passed_over']} passed over" if ledger.get("passed_over") else "")
         )
     return lines
+
+
+def _outcome_lines(summary: dict[str, Any]) -> list[str]:
+    """Lines on a run's end, and why where that does not say it."""
+    run, detail = summary["run"], str(summary.get("detail") or "")
+    if detail.endswith(BEFORE):
+        at = detail.partition(":")[0]
+        return [f"run {run} had finished at {at} before; nothing to do (a larger `steps` goes on)"]
+    again = len({record["term"] for record in summary.get("generations", ())}) > 1
+    took = f", {summary['wall_s']:.1f} s after it first began" if again else f" in {summary['wall_s']:.1f} s"
+    line = f"run {run} {ENDS.get(summary['status'], summary['status'])} at step {summary['steps']}{took}"
+    return [line] if detail in ("", f"step {summary['steps']}") else [line, f"because: {detail}"]
 
 
 def table(status: dict[str, Any]) -> Table:
@@ -165,6 +172,12 @@ def end_line(end: dict[str, Any]) -> str:
     return f"run {end['run']} has ended already: {end['detail']}; another launch {again}"
 
 
+def _over_before(status: dict[str, Any]) -> bool:
+    """Whether a launch finds all its steps committed: it makes no progress that a line could show."""
+    step, steps = status["step"], status["steps"]
+    return bool(step > steps or (status["state"] == "starting" and step == steps))
+
+
 class ProgressView:
     """Display of statuses as they come: a live table on a terminal, plain lines elsewhere."""
 
@@ -205,6 +218,7 @@ class ProgressView:
             return
         now = time.monotonic()
         due = (status["generation"] and now - self._shown_at_s >= PLAIN_INTERVAL_S) or status["done"]
+        due = due and not _over_before(status)
         if due and status["step"] != self._shown_step:
             self._shown_step, self._shown_at_s = status["step"], now
             self.say(progress_line(status))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from picotron_ray.config.schema.service import RUN_NAME, SnapshotConfig
 from picotron_ray.errors import ConfigError, StorageError
-from picotron_ray.runtime.driver import ended_run, follow_run, launch_mark
+from picotron_ray.runtime.driver import ended_run, follow_run, launch_mark, waiting
 from picotron_ray.runtime.driver.console import ProgressView, end_line
 from picotron_ray.runtime.ray_cluster import connect, kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.kept_slots import MARKED_ALONE
@@ -133,9 +134,11 @@ def stop(run: str, now: bool, console: Console, discard: bool = False) -> tuple[
     now = now or discard
     if now and not discard:
         _refuse_uncommitted(run)
+    lived = now and _has_ray(run)
     if _is_local_and_dead_or_unwanted(run, now, discard):
+        what = "ended, without a commit" if lived else "ended what was left of it"
         deleted = ", and deleted what storage had not taken" if discard else ""
-        console.print(f"run {run}: ended what was left of it{deleted}", markup=False)
+        console.print(f"run {run}: {what}{deleted}", markup=False)
         return 0, None
     try:
         coordinator, local = connect_to_run(run)
@@ -290,9 +293,11 @@ def _default_folder(run: str) -> Path:
 
 
 def _keeps(run: str, step: int) -> StorageError:
+    emptied = ended_run.emptied_storage(run)
+    first = f"{emptied} holds nothing of it any more: restore that from a copy and then " if emptied else ""
     return StorageError(
         f"run: {run!r} has ended (exit code 4) and keeps step {step} in memory, which storage could not take;"
-        f" launch it again to commit that, or delete it with `picotron-ray stop {run} --discard`"
+        f" {first}launch it again to commit that, or delete it with `picotron-ray stop {run} --discard`"
     )
 
 
@@ -352,15 +357,19 @@ def _kill(name: str) -> None:
         return  # it ended by itself in between
 
 
-def checkpoint_now(run: str, timeout_s: float) -> int:
+def checkpoint_now(run: str, timeout_s: float, say: Callable[[str], object] = lambda line: None) -> int:
     """Ask for a commit and wait until one newer than the present one is there; returns its step.
 
     A rewind meanwhile makes an older one the present one.
+
+    Args:
+        say: takes a line on what keeps the commit waiting, at once and then each ``WAIT_LINE_S``.
     """
     coordinator, _ = connect_to_run(run)
     before = int(status(run)["committed"] or 0)
     coordinator.request.remote("checkpoint")
-    deadline = time.monotonic() + timeout_s
+    deadline, told_s = time.monotonic() + timeout_s, -WAIT_LINE_S
+    what = ""
     while time.monotonic() < deadline:
         seen = follow_run.poll(coordinator, 0)
         if seen is not None and (seen["committed"] or 0) > before:
@@ -369,7 +378,12 @@ def checkpoint_now(run: str, timeout_s: float) -> int:
             before = min(before, int(seen["committed"] or 0))
         if seen is not None and seen["done"]:
             break
+        what = "" if seen is None else waiting.blocked(seen)
+        if what and time.monotonic() - told_s >= WAIT_LINE_S:
+            told_s = time.monotonic()
+            say(f"run {run} commits once it trains: waiting for {what}")
         time.sleep(follow_run.POLL_S)
+    why = f", waiting for {what}" if what else ""
     raise follow_run.LostRunError(
-        f"run {run} made no new commit within {timeout_s:g} s; see `picotron-ray status {run}`"
+        f"run {run} made no new commit within {timeout_s:g} s{why}; see `picotron-ray status {run}`"
     )

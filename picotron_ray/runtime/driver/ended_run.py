@@ -85,6 +85,19 @@ def _last_launch(run: str) -> tuple[int, JobConfig | None] | None:
         return term, None
 
 
+def emptied_storage(run: str) -> str:
+    """Return where a run's last launch here had its storage, where that holds no log any more; else ""."""
+    found = _last_launch(run)
+    if found is None or found[1] is None:
+        return ""
+    try:
+        storage = open_storage(found[1].storage, run)
+        return "" if any(storage.list("log/")) else storage.where
+    except PicotronError as error:
+        log.debug("the storage of run %s does not tell: %s", run, error)
+        return ""
+
+
 def _committed(storage: Storage) -> int | None:
     entries = RunLog(storage)
     entries.refresh()

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
-from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded, get_json
+from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded
 from picotron_ray.checkpoint.store.run_log import RunLog, decode_entry, entry_key
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
@@ -40,6 +39,10 @@ from picotron_ray.runtime.ray_cluster.placement import (
     worker_needs,
 )
 from picotron_ray.runtime.run_storage.generation_entries import read_generations
+from picotron_ray.runtime.run_storage.run_json import newest_config
+
+NO_RUN = "none yet"
+"""Identity of the run in storage that was emptied, or is another one: kept slots are of none there."""
 
 
 def check_services(job: JobConfig) -> None:
@@ -84,10 +87,18 @@ def _check_kept_slots(job: JobConfig, storage: Storage) -> None:
     try:
         first = decode_entry(1, get_bounded(storage, entry_key(1), JSON_BYTES)).nonce
     except NotFoundError:
-        first = "none yet"  # storage that was emptied, or is another one
+        first = NO_RUN
     except CorruptError:
         return  # not known
     step = foreign_step(folders, first)
+    if step is not None and first == NO_RUN:
+        raise ConfigError(
+            f"storage.url: saw nothing of run {job.name!r} in {storage.where}, but this machine keeps step"
+            f" {step} of a run of that name, which is not committed; where the folder was emptied or removed,"
+            " restore it from a copy and launch again, else give the storage.url that run had, choose another"
+            " name, or"
+            f" `picotron-ray stop {job.name} --discard`"
+        )
     if step is not None:
         raise ConfigError(f"name: {foreign_text(step, job.name)}")
 
@@ -104,7 +115,7 @@ def check_kept_elsewhere(job: JobConfig, storage: Storage, own_ray: bool) -> Non
     """
     log = RunLog(storage)
     log.refresh()
-    identity = log.identity or "none yet"
+    identity = log.identity or NO_RUN
     bases = [base for base in (job.snapshot.folder, job.snapshot.overflow_folder) if base]
     kept = [found] if (found := kept_elsewhere(job.name, bases, identity)) else []
     if not own_ray and connected():
@@ -121,11 +132,8 @@ def check_kept_elsewhere(job: JobConfig, storage: Storage, own_ray: bool) -> Non
 def check_same_run(job: JobConfig, storage: Storage) -> list[str]:
     """Compare with the run of that name in storage: one line per changed key; ConfigError where refused."""
     _check_kept_slots(job, storage)
-    try:
-        saved: dict[str, Any] = get_json(storage, "run.json")["config"]
-    except NotFoundError:
-        return []
-    return check_resume(saved, job)
+    saved = newest_config(storage)
+    return [] if saved is None else check_resume(saved, job)
 
 
 def check_nodes(job: JobConfig, relative_url: str = "") -> None:

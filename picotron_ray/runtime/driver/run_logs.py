@@ -21,7 +21,10 @@ def log_lines(run: str, follow: bool = False) -> Iterator[tuple[str, str]]:
     refuse_no_name(run)
     folder = local_ray.log_folder(run)
     if not folder.is_dir():
-        raise ConfigError(f"run: saw {run!r}, which has no logs on this machine (on a cluster: `ray logs`)")
+        raise ConfigError(
+            f"run: saw {run!r}, which had no Ray of its own on this machine; what a cluster's processes"
+            " print, `ray logs` shows, and session_latest/logs in the folder of that Ray (/tmp/ray)"
+        )
     offsets: dict[Path, int] = {}
     while True:
         for path in sorted(folder.glob("worker-*.err")) + sorted(folder.glob("worker-*.out")):

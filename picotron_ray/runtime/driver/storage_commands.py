@@ -6,7 +6,7 @@ import os
 import socket
 from typing import Any
 
-from picotron_ray.checkpoint.storage.base import Storage, decode_json, get_or_none
+from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.gc import collect, rewind_reach
 from picotron_ray.checkpoint.store.manifest import committed_manifest
@@ -20,6 +20,7 @@ from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.errors import ConfigError, CorruptError, DataError, naming
 from picotron_ray.runtime.driver.follow_run import find_coordinator
+from picotron_ray.runtime.driver.preflight import check_resume_step
 from picotron_ray.runtime.driver.resolve_job import (
     INIT_FROM,
     PATHS,
@@ -31,6 +32,7 @@ from picotron_ray.runtime.driver.resolve_job import (
 from picotron_ray.runtime.ray_cluster import local_ray
 from picotron_ray.runtime.ray_cluster.names import cache_folder
 from picotron_ray.runtime.run_storage.data_record import check_data
+from picotron_ray.runtime.run_storage.run_json import newest_config
 
 
 def _open(job: JobConfig, blocks: bool = True) -> tuple[Storage, RunLog]:
@@ -79,18 +81,23 @@ def _generation(body: dict[str, Any]) -> str:
 
 
 def changed_keys(job: JobConfig) -> list[str]:
-    """One line per key in which the stored run of that name differs; none where there is no such run.
+    """One line per key in which the stored run of that name differs, as its newest launch had it, or one that
+    says that there is no such run.
 
     Raises:
-        ConfigError: one line for each key that may not change.
+        ConfigError: one line for each key that may not change, or ``checkpoint.resume_step`` is no commit.
         DataError: the files hold other samples than the run began with.
     """
     with naming(STORAGE.name):
         storage = open_storage(job.storage, job.name)
-        stored = get_or_none(storage, "run.json")
-    if stored is None:
-        return []
-    saved = decode_json("run.json", stored)["config"]
+        saved = newest_config(storage)
+    with naming(SAME_RUN.name):
+        check_resume_step(job, storage)
+    if saved is None:
+        return [
+            f"no run {job.name!r} is in {storage.where}: a launch begins it; check name and storage.url if it"
+            " is to go on"
+        ]
     here = resolve(ResolvedJob(job, storage=storage), (PATHS, INIT_FROM)).job
     if not os.path.isabs((saved.get("data") or {}).get("path") or "/"):  # of a Ray job's working_dir
         here = here.model_copy(update={"data": job.data})

@@ -42,11 +42,32 @@ def awaited(status: dict[str, Any]) -> str:
         return ""
     if status.get("stopping"):
         return "the run to stop"
+    if status["state"] != "starting" and status.get("waits"):
+        return "workers to go on"
     if status["state"] == "starting":
         return "workers to start" if status["term"] else "storage and nodes to answer"
     if status["loss"] is None and status["step"] <= status.get("resume_step", 0):
         return f"the first step of generation {status['generation']}"
     return ""
+
+
+def readiness(status: dict[str, Any]) -> str:
+    """Count the workers that are ready, and the time for which others are waited for; "": none are."""
+    waits = None if status.get("done") else status.get("waits")
+    if not waits:
+        return ""
+    ready, left_s = waits["ready"], waits["left_s"]
+    if ready < waits["needed"]:
+        end = "" if left_s is None else f"; the run ends in {left_s:.0f} s without them"
+        end = end if status["generation"] is None else ""  # one that trained before goes on waiting
+        return f"{ready} of {waits['needed']} workers ready (cluster.min_workers){end}"
+    end = "" if left_s is None else f"; it begins with fewer in {left_s:.0f} s"
+    return f"{ready} of {waits['wanted']} workers ready{end}"
+
+
+def blocked(status: dict[str, Any]) -> str:
+    """Name what a run waits for, with figures where there are any; "": it trains, stops or is over."""
+    return "" if status.get("stopping") else ": ".join(filter(None, (awaited(status), readiness(status))))
 
 
 class WaitLines:
@@ -67,4 +88,4 @@ class WaitLines:
         if not what or now - max(self._line_s, line_s) < LINE_S:
             return ""
         self._line_s = now
-        return line(what, self._since_s)
+        return ": ".join(filter(None, (line(what, self._since_s), readiness(status))))

@@ -207,11 +207,11 @@ def kept_elsewhere(run: str, bases: Collection[str], identity: str) -> tuple[int
 
 
 def foreign_text(step: int, run: str) -> str:
-    """Words for slots that are another run's."""
+    """Words for slots of a run that is not the one in storage: another, or one whose folder was emptied."""
     return (
-        f"saw step {step} of another run of the name {run!r} kept in memory, which its storage could not"
-        f" take; launch that again with its own storage.url, choose another name, or `picotron-ray stop {run}"
-        " --discard`"
+        f"saw step {step} kept in memory of a run {run!r} that is not the one in storage.url; launch with the"
+        " storage.url it had (restored from a copy where it was emptied or removed) to commit it, choose"
+        f" another name, or `picotron-ray stop {run} --discard`"
     )
 
 

@@ -1,11 +1,26 @@
-"""run.json: the config of a run without its secrets, and the code that wrote it."""
+"""run.json and launch.json: configs of a run's first and newest launch without secrets, and the code."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, get_json, get_or_none
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import NotFoundError
+
+NEWEST = "launch.json"
+"""Key of the newest launch's config, in the form of run.json; storage of an earlier version has none."""
+
+
+def newest_config(storage: Storage) -> dict[str, Any] | None:
+    """Return the config of the run's newest launch; None where there is no run."""
+    try:
+        first: dict[str, Any] = get_json(storage, "run.json")["config"]
+    except NotFoundError:
+        return None
+    newest = get_or_none(storage, NEWEST)
+    return first if newest is None else dict(decode_json(NEWEST, newest)["config"])
 
 
 def saved_config(job: JobConfig) -> dict[str, Any]:

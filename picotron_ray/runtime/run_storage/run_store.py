@@ -51,7 +51,7 @@ from picotron_ray.runtime.run_storage.data_record import ledger_figures, settle_
 from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
-from picotron_ray.runtime.run_storage.run_json import saved_config
+from picotron_ray.runtime.run_storage.run_json import NEWEST, saved_config
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,13 +94,15 @@ class RunStore:
         self.news: list[str] = []
 
     def claim(self) -> int:
-        """Write run.json where there is none, and claim the next term."""
+        """Write run.json where there is none and launch.json, and claim the next term."""
+        config = saved_config(self._job)
         try:
-            saved = {**saved_config(self._job), "origin": self._origin}
+            saved = {**config, "origin": self._origin}
             self._storage.put_if_absent("run.json", json.dumps(saved, indent=1).encode())
         except AlreadyExistsError:
             log.debug("run.json is there already")
         self.data = settle_data(self._storage, self._job.name, self.data)
+        self._storage.put(NEWEST, json.dumps(config, indent=1).encode())
         return self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}")
 
     @property

@@ -158,8 +158,13 @@ def test_folder_removed_under_a_run(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path), "r1")
     storage.put("a", b"1")
     (tmp_path / "r1").rename(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match="was removed while"):
-        storage.put("a", b"2")
+    for key in ("a", "intents/b"):
+        with pytest.raises(StorageError, match=r"r1 was removed while .*; restore it from a copy"):
+            storage.put(key, b"2")
+    assert not (tmp_path / "r1").exists(), "below an unmounted disk nothing is made"
+    (tmp_path / "r1" / "log").mkdir(parents=True)  # a copy, without what is hidden in it
+    storage.put("a", b"3")
+    assert storage.get("a") == b"3"
 
 
 def test_many_writers_start_at_once(memory_path: Path) -> None:

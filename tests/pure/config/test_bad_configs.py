@@ -53,6 +53,12 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.schedule.kind",
         "one of constant, cosine, wsd, did you mean cosine?",
     ),
+    "choice by another name": ("cluster: {device: gpu}", "cluster.device", "did you mean cuda?"),
+    "path for the packaged text": (
+        "data: {path: corpus}",
+        "data.path",
+        "say data.source=text (jsonl, memmap)",
+    ),
     "precision": ("precision: fp4", "precision", "one of fp64, fp32, tf32, bf16, fp16, fp8, auto"),
     "fp8 on a CPU": (
         "precision: fp8\ncluster: {device: cpu}",

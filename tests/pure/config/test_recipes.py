@@ -78,3 +78,12 @@ def test_the_fewest_workers_that_it_names_hold_it(name: str) -> None:
     layout = Layout(dp=fewest, zero=3 if fewest > 1 else 0, micro_batch=1)
     assert cheapest_recompute(job, layout, budget_bytes(job, GPU.memory_bytes)) is not None
     assert layout_problems(job, layout) == []
+
+
+def test_the_name_of_a_run_in_a_configs_place_is_told_what_to_give() -> None:
+    with pytest.raises(
+        ConfigError, match=r"saw night-7, neither .*where that is a run's name, give its config"
+    ):
+        load_job("night-7")
+    with pytest.raises(ConfigError, match=r"did you mean quickstart\?$"):
+        load_job("quickstrat")

@@ -103,4 +103,4 @@ def test_slot_folders_that_launch_exchanged_are_no_change() -> None:
     told = check_resume(public_dict(folders("/disk", "/memory")), folders("/memory", "/other"))
     assert [line.split(":")[0] for line in told] == ["snapshot.folder", "snapshot.overflow_folder"]
     told = check_resume(public_dict(folders("/memory", "/disk")), folders("/memory"))
-    assert told == ["snapshot.overflow_folder: was '/disk', now None; accepted"]
+    assert told == ["snapshot.overflow_folder: was '/disk', now not set; accepted"]

@@ -11,6 +11,7 @@ from picotron_ray.coordinator.codec import decode, encode
 from picotron_ray.coordinator.final_wait import unkept
 from picotron_ray.coordinator.lineage import ancestors, on_lineage
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.errors import REMOVED
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from tests.support.runs.coordinator_world import Choice, World, gid, job, of, outcomes, snapshot, spec
@@ -70,6 +71,13 @@ def test_the_end_keeps_the_slots_of_the_state_that_is_not_committed() -> None:
     assert "node 3-of-a-l: full and 2 more), launch run" in told
     other = unkept(m.Finish("failed", "why", m.Source("slots")), {"a": "full"})
     assert other.detail == "why; its snapshots are not all marked as kept (node a: full)"
+
+
+def test_an_end_for_want_of_a_removed_folder_says_that_it_has_to_be_restored() -> None:
+    world, one = ended()
+    world.send(m.Uploaded("a", one.id, 100, f"/runs/r {REMOVED}; restore it from a copy"))
+    (end,) = of(world.wait(WAIT_S + 60), m.Finish)
+    assert "again once that is restored, without which they cannot be committed" in end.detail
 
 
 def test_what_storage_said_is_forgotten_once_it_answers() -> None:

@@ -95,8 +95,10 @@ def shell() -> Any:
 
 def test_a_shell_notes_what_it_hears(shell: Any) -> None:
     commit = m.Appended("commit", A, 7, 4, "manifests/7-1.1")
+    shell._asked = {"n1": 1, "n2": 2}
     for event in (
         m.Inventory("n1", 1, ()),
+        m.Inventory("n2", 1, ()),  # of an earlier question
         commit,
         m.Appended("commit", A, 8),
         m.Appended("generation", A, 0, 3),
@@ -104,7 +106,7 @@ def test_a_shell_notes_what_it_hears(shell: Any) -> None:
         shell.deliver(event)
     assert shell.heard == {"n1"}
     assert shell.commits == [m.Commit(7, A, "manifests/7-1.1", 4)]
-    assert (len(shell.machine.handled), shell.sim.events) == (4, 4)
+    assert (len(shell.machine.handled), shell.sim.events) == (5, 5)
 
 
 def test_a_shell_hears_nothing_before_it_began_or_after_its_death(shell: Any) -> None:

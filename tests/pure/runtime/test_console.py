@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from picotron_ray.coordinator.term_begin import BEFORE
 from picotron_ray.runtime.driver import console as module
 from picotron_ray.runtime.driver.console import (
     PLAIN_INTERVAL_S,
@@ -92,8 +93,19 @@ def test_the_end_of_a_run_in_a_few_lines() -> None:
     figures = "eval_loss -  baseline_loss - (bigram entropy of the same data)  - tokens/s"
     assert summary_lines(SUMMARY) == ["run night finished at step 9 in 2.0 s", figures]
     assert summary_lines({**SUMMARY, "status": "failed", "detail": ""})[1:] == [figures]
-    before = {**SUMMARY, "detail": "step 9: all 5 steps were committed before"}
-    assert summary_lines(before)[1] == "because: step 9: all 5 steps were committed before"
+    before = {**SUMMARY, "detail": f"step 9: all 5 {BEFORE}", "wall_s": 1729.7}
+    first, second = summary_lines(before)[:2]
+    assert first == "run night had finished at step 9 before; nothing to do (a larger `steps` goes on)"
+    assert not second.startswith("because")
+    out = io.StringIO()
+    with ProgressView(Console(file=out)) as view:
+        for more in (
+            {"state": "starting", "step": 100, "term": 2},
+            {"step": 150},
+            {"step": 150, "done": True},
+        ):
+            view.show({**STATUS, **more})
+    assert out.getvalue() == "", "it makes no progress"
     again = {**SUMMARY, "generations": [{"term": 1}, {"term": 1}, {"term": 2}]}
     assert summary_lines(again)[0] == "run night finished at step 9, 2.0 s after it first began"
     assert (

@@ -120,7 +120,8 @@ def connected(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> list[dict[str
 
 
 def seen(committed: int | None, done: bool = False) -> dict[str, Any]:
-    return {"committed": committed, "done": done}
+    there = {"state": "running", "step": 9, "loss": 2.0, "generation": "1.1", "waits": None}
+    return {"committed": committed, "done": done, **there}
 
 
 def test_a_status_is_asked_for_until_it_comes(connected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +152,23 @@ def test_a_checkpoint_is_awaited(connected: list[Any], told: list[str]) -> None:
     connected[:] = [seen(5)]
     with pytest.raises(follow_run.LostRunError, match="within 0 s"):
         control.checkpoint_now("night", 0.0)
+
+
+def test_a_checkpoint_of_a_run_that_does_not_train_says_what_it_waits_for(
+    connected: list[Any], told: list[str]
+) -> None:
+    waits = {"ready": 3, "needed": 100, "wanted": 100, "left_s": 87.4}
+    starting = {**seen(None), "state": "starting", "term": 1, "generation": None, "waits": waits}
+    connected += [starting, starting, starting, seen(5)]
+    said: list[str] = []
+    assert control.checkpoint_now("night", 5.0, said.append) == 5
+    missing = (
+        "workers to start: 3 of 100 workers ready (cluster.min_workers); the run ends in 87 s without them"
+    )
+    assert said == [f"run night commits once it trains: waiting for {missing}"]
+    connected[:] = [starting, starting, {**starting, "done": True}]
+    with pytest.raises(follow_run.LostRunError, match="within 5 s, waiting for workers to start: 3 of 100"):
+        control.checkpoint_now("night", 5.0)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +268,7 @@ def test_a_stop_follows_the_run_to_its_end(
     told.clear()
     assert control.stop("night", True, console) == (0, None)
     assert told == ["attach to night", "shutdown", "stop night"]
+    assert console.file.getvalue().endswith("run night: ended, without a commit\n")  # type: ignore[attr-defined]
 
 
 def test_what_storage_has_not_taken_is_not_deleted_unless_told(

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import make_batch
 from picotron_ray.data.dataset import DataSplits, build_dataset
-from picotron_ray.errors import DataError
+from picotron_ray.errors import ConfigError, DataError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.driver import storage_commands
+from picotron_ray.runtime.driver.preflight import check_same_run
 from picotron_ray.runtime.driver.resolve_job import DATA, SAME_RUN, ResolvedJob, resolve
 from picotron_ray.runtime.driver.storage_commands import changed_keys, verify_ledger
 from picotron_ray.runtime.run_storage import data_record
@@ -162,3 +164,28 @@ def test_other_files_are_named_before_the_ledger_or_the_config_is_judged(
     for path in (tmp_path / "text").iterdir():
         path.unlink()
     assert changed_keys(job)[1].startswith("data: not compared here: ")
+
+
+def test_a_launch_is_compared_with_the_one_before_it(job: JobConfig) -> None:
+    def launched(steps: int) -> JobConfig:
+        return job.model_copy(update={"steps": steps})
+
+    for steps in (120, 60):
+        RunStore(launched(steps), lambda step: None).claim()
+    [line] = check_same_run(launched(70), open_storage(job.storage, job.name))
+    assert line.startswith("steps: was 60, now 70;")
+    assert changed_keys(launched(70))[0] == line
+
+
+def test_a_comparison_says_where_there_is_no_such_run_and_refuses_a_step_that_is_no_commit(
+    job: JobConfig,
+) -> None:
+    [line] = changed_keys(job)
+    assert line.startswith(f"no run {job.name!r} is in ")
+    assert line.endswith("a launch begins it; check name and storage.url if it is to go on")
+    RunStore(job, lambda step: None).claim()
+    wrong = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume_step": 50})})
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.resume_step: saw 50, expected a committed step of run"
+    ):
+        changed_keys(wrong)

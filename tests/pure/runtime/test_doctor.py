@@ -22,6 +22,7 @@ from picotron_ray.runtime.doctor.finding import Finding, lines, timed
 from picotron_ray.runtime.doctor.gpu_health import GpuHealth
 from picotron_ray.runtime.doctor.judgement import judge, judge_store_clock, judge_together
 from picotron_ray.runtime.doctor.machine_report import MachineReport, Question, look
+from picotron_ray.runtime.doctor.state_folder import judge_state_folder
 from picotron_ray.runtime.driver import preflight
 from picotron_ray.runtime.ray_cluster import connect
 from picotron_ray.runtime.worker.nccl_settings import ASYNC_ERRORS, MOST_RECORDED, RECORDED, prepare_nccl
@@ -355,3 +356,29 @@ def test_the_drill_waits_until_the_rest_is_well(monkeypatch: pytest.MonkeyPatch,
     assert [f.status for f in list(examine.examine(job, True, False))[2]] == ["skipped"]
     monkeypatch.setattr(examine, "look", lambda question: replace(WELL, free_bytes=0))
     assert [f.seen for f in list(examine.examine(job, False, True))[2]] == ["failed before: snapshot folder"]
+
+
+def test_a_home_that_cannot_take_a_launchs_record_is_told_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+import os
+os.environ["XDG_STATE_HOME"] = str(folder / "not" / "yet")
+from picotron_ray.runtime.doctor.state_folder import judge_state_folder
+print(judge_state_folder(True).status, [*folder.iterdir()])
+fill(folder)
+print("; ".join(judge_state_folder(True).plain().values()))
+"""
+    free, full = run_on_small_disk(tmp_path, code).splitlines()
+    assert free == "ok []"
+    assert full.startswith(
+        f"state folder; failed; {tmp_path}/not/yet/picotron_ray: {tmp_path} does not take 1"
+    )
+    assert "(No space left on device); make room there, or set XDG_STATE_HOME" in full
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    assert [judge_state_folder(local).status for local in (True, False)] == ["failed", "warning"]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    words = [f"storage.url={tmp_path}", "cluster.device=cpu"]
+    machine, _, (skipped,) = examine.examine(load_job("tiny", words), True, True)
+    assert "state folder" in [each.check for each in machine if each.status == "failed"]
+    assert "state folder" in skipped.seen

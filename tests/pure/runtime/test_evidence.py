@@ -15,6 +15,8 @@ from picotron_ray.coordinator.messages import GenerationId
 from picotron_ray.errors import StorageUnavailableError
 from picotron_ray.runtime.coordinator import evidence
 from picotron_ray.runtime.coordinator.evidence import Evidence
+from picotron_ray.runtime.coordinator.run_record import RunRecord
+from tests.support.runs.coordinator_world import job
 
 ONE, TWO = GenerationId(1, 1), GenerationId(1, 2)
 
@@ -24,7 +26,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.asked: list[tuple[GenerationId, int, int]] = []
-        self.kept: list[tuple[str, str]] = []
+        self.kept: list[tuple[str, str, bool]] = []
         self.storage: Storage = LocalStorage(str(folder / "runs"), "r")
         self.folder = folder
         self.evidence = Evidence(self.ask, lambda: self.storage, lambda *found: self.kept.append(found))
@@ -53,12 +55,16 @@ def test_stacks_are_kept_here_and_in_storage_under_one_name(cluster: Cluster) ->
     cluster.run(*stalls)
     assert cluster.asked == [(ONE, (16 << 20) // 2048, 3)], "once, however many stalls are reported"
     name = "evidence/1-1-3.1.json"
-    assert cluster.kept == [(name, "1.1")]
+    assert cluster.kept == [(name, "1.1", True)]
     found = json.loads((cluster.folder / name).read_text())
     assert found == json.loads(cluster.storage.get(name))
     assert (found["generation"], found["why"], len(found["ranks"])) == ("1.1", "w0 in forward", 2)
     again = Cluster(cluster.folder)
-    assert again.kept == [(name, "1.1")], "a restarted coordinator knows of it"
+    assert again.kept == [(name, "1.1", False)], "a restarted coordinator knows of it"
+    (cluster.folder / "evidence" / "1-1-3.2.json").write_text("{}")  # of the members that were killed then
+    record = RunRecord(job())
+    Evidence(cluster.ask, lambda: cluster.storage, record.evidence).begin(4, cluster.folder)
+    assert record.status(0)["events"] == [], "and tells none of it as news"
 
 
 def test_one_worker_may_say_at_most_64_kib(cluster: Cluster) -> None:

@@ -195,11 +195,13 @@ def test_a_launch_in_other_storage_is_refused_while_slots_of_that_name_are_kept(
     assert check_same_run(job, storage) == []
     elsewhere = open_storage(job.storage.model_copy(update={"url": str(tmp_path / "two")}), job.name)
     with pytest.raises(
-        ConfigError, match=r"name: saw step 40 of another run of the name .*stop .* --discard"
+        ConfigError, match=r"storage.url: saw nothing of run .*two.* step 40 .*restore it.*stop .* --discard"
     ):
         check_same_run(job, elsewhere)
     RunLog(elsewhere).claim_term("a run of its own")
-    with pytest.raises(ConfigError, match="saw step 40"):
+    with pytest.raises(
+        ConfigError, match=r"name: saw step 40 kept in memory of a run .* not the one in storage"
+    ):
         check_same_run(job, elsewhere)
     kept_slots.discard([folder.parent])
     assert check_same_run(job, elsewhere) == []

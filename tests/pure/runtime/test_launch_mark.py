@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,13 +18,15 @@ import pytest
 from rich.console import Console
 
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.replay import header_line, seal
 from picotron_ray.errors import ConfigError, StorageError
 from picotron_ray.runtime.coordinator.event_log import files
 from picotron_ray.runtime.driver import control, ended_run, follow_run, launch_mark
 from picotron_ray.runtime.driver.console import status_lines
-from picotron_ray.runtime.ray_cluster.names import event_folder
+from picotron_ray.runtime.ray_cluster import kept_slots
+from picotron_ray.runtime.ray_cluster.names import event_folder, run_folder
 from tests.support.faults.full_folder import run_on_small_disk
 from tests.support.runs.coordinator_world import job
 
@@ -211,3 +214,19 @@ def test_an_unknown_name_stays_a_mistake() -> None:
     for ask in (lambda: control.status("nobody"), lambda: control.stop("nobody", False, Console())):
         with pytest.raises(ConfigError, match="saw 'nobody', which does not run on this machine"):
             ask()
+
+
+def test_a_run_whose_storage_was_emptied_is_not_told_to_be_launched_alone(tmp_path: Path) -> None:
+    found = ended(tmp_path, 1, None)
+    storage = open_storage(found.storage, "night")
+    RunLog(storage).claim_term("here")
+    kept = run_folder(str(tmp_path / "slots"), "night") / "n1"
+    kept.mkdir(parents=True)
+    kept_slots.mark(kept, {"w1.0.slot": 40}, None)
+    with pytest.raises(StorageError, match="could not take; launch it again to commit that"):
+        control.status("night")
+    shutil.rmtree(tmp_path / "night")
+    with pytest.raises(StorageError, match=r"take; \S*night holds nothing of it any more: restore") as told:
+        control.status("night")
+    assert "from a copy and then launch it again to commit that" in str(told.value)
+    assert not (tmp_path / "night").exists()

@@ -101,6 +101,20 @@ def test_a_failure_names_the_evidence_of_its_generation_after_a_restart_too(run:
     assert [failure["evidence"] for failure in again.status(0)["failures"]] == expected
 
 
+def test_a_generation_from_a_commit_says_how_many_steps_that_costs(run: Run) -> None:
+    def told() -> list[tuple[str, float]]:
+        events = run.record.status(0)["events"]
+        return [(each["text"], each["t"] - BEGAN) for each in events if each["kind"] == "gone-back"]
+
+    run.generation(1, "ab", 0, 1.0, "init")
+    run.tell(2.0, m.Heartbeat("node", run.spec.id, {"a": 489}))
+    run.generation(2, "ab", 450, 3.0, "commit")
+    assert told() == [("goes back 39 steps, from step 489 to the commit of step 450", 3.0)]
+    run.generation(3, "a", 449, 4.0)
+    run.generation(4, "a", 449, 5.0, "commit")
+    assert len(told()) == 1, "neither from memory nor without a loss"
+
+
 def test_a_fault_in_the_recovery_is_a_failure_of_its_own(run: Run) -> None:
     run.generation(1, "abc", 0, 1.0, "init")
     run.tell(2.0, m.WorkerExited("a", "process died"), run.outcome("b", 7, 1.5), run.outcome("c", 7, 1.5))

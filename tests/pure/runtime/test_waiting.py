@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.driver import console, waiting
 from picotron_ray.runtime.driver.console import ProgressView
+from tests.support.runs.coordinator_world import World, job
 
 
 def test_what_is_quick_is_not_told() -> None:
@@ -92,3 +94,33 @@ def test_a_follower_tells_at_most_one_line_each_ten_seconds(monkeypatch: pytest.
         "waiting for workers to start (22 s)",
         "waiting for workers to start (32 s)",
     ]
+
+
+def test_workers_that_are_missing_are_counted_in_each_line_and_in_the_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(job(cluster__min_workers=3, cluster__max_workers=4, cluster__start_timeout_s=120.0))
+    world.begin(("a", 4))
+    world.wait(20.0)
+    record = RunRecord(job(cluster__min_workers=3))
+    record.begin(1, {})
+    record.waits = world.machine.waits
+    told = record.status(0)
+    text = "0 of 3 workers ready (cluster.min_workers); the run ends in 100 s without them"
+    assert console.progress_line(told).endswith(f"on 0 workers in fp32  {text}")
+    clock = SimpleNamespace(now=0.0)
+    times = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr(waiting, "time", times)
+    lines = waiting.WaitLines()
+    assert lines.due(told, 0.0) == ""
+    clock.now = 12.0
+    assert lines.due(told, 0.0) == f"waiting for workers to start (12 s): {text}"
+
+
+def test_a_run_that_lost_its_workers_counts_those_that_it_waits_for() -> None:
+    waits = {"ready": 1, "needed": 3, "wanted": 4, "left_s": None}
+    lost = status(**BEGUN, step=7, loss=2.0, waits=waits)
+    assert waiting.blocked(lost) == "workers to go on: 1 of 3 workers ready (cluster.min_workers)"
+    enough = status(term=1, waits={**waits, "ready": 3, "left_s": 9.0})
+    assert waiting.readiness(enough) == "3 of 4 workers ready; it begins with fewer in 9 s"
+    assert waiting.readiness(status(done=True, waits=waits)) == ""

@@ -410,7 +410,7 @@ def test_what_another_run_of_the_name_kept_is_neither_told_nor_deleted(agent: Ag
     said = agent.hello(1, "this run")
     assert (said["kept"], said["foreign"]) == ((), 7)
     why = objection(agent._job, said, said["versions"], "cpu", 0, 1)
-    assert why.startswith("name: saw step 7 of another run of the name")
+    assert why.startswith("name: saw step 7 kept in memory of a run")
     agent.release(1, (1, 9), 99, committed=99)
     agent.keep(1, (1, 1, 7))
     assert path.exists()

@@ -107,6 +107,10 @@ class SlotUnreachableError(SlotError):
         self.where = where
 
 
+class ServiceBusyError(SlotUnreachableError):
+    """A shard service serves as many readers as it can: another node, or this one later, will do."""
+
+
 class SlotReusedError(SlotError):
     """A snapshot slot holds another state than the one asked for, or is being overwritten.
 

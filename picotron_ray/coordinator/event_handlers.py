@@ -196,11 +196,11 @@ def _quarantine(memory: MachineMemory, worker: str, name: str) -> None:
     """Set aside data that failed its digest; the next rung of the ladder is used instead."""
     assert memory.spec is not None
     source = memory.spec.source
-    named = [slot for slot in source.slots if slot.slot == name]
-    for slot in named:
-        if slot.identity not in memory.bad_slots:
-            memory.bad_slots.add(slot.identity)
-            memory.emit(m.Quarantine(*slot.identity))
+    named = [identity for identity in source.identities if identity[1] == name]
+    for identity in named:
+        if identity not in memory.bad_slots:
+            memory.bad_slots.add(identity)
+            memory.emit(m.Quarantine(*identity))
     known = bool(named)
     if name == source.manifest:
         memory.bad_manifests.add(name)
@@ -210,20 +210,25 @@ def _quarantine(memory: MachineMemory, worker: str, name: str) -> None:
     blame(memory, kind, worker, culprit=True, text=text)
 
 
-def _pass_over(memory: MachineMemory, worker: str, name: str) -> None:
-    """Do without the slots of a node that a member cannot reach: another copy or a commit is used instead.
+def _pass_over(memory: MachineMemory, worker: str, names: str) -> None:
+    """Do without the slots of nodes that a member cannot reach: another copy or a commit is used instead.
 
-    They may be sound, and stay where they are. Its slots of other states are not in question: a member that
+    They may be sound, and stay where they are. Slots of other states there are not in question: a member that
     cannot reach those either says so then.
+
+    Args:
+        names: files with a comma between them, one of each node.
     """
     assert memory.spec is not None
     source = memory.spec.source
-    away = {slot.node for slot in source.slots if slot.slot == name}
-    held = (slot for node in away for slot in (*source.slots, *memory.inventory.get(node, ())))
+    read = source.identities
+    away = {node for node, name, _, _ in read if name in names.split(",")}
+    held = (slot for node in away for slot in memory.inventory.get(node, ()))
     state = source.generation, source.step
-    memory.bad_slots.update(s.identity for s in held if s.node in away and (s.generation, s.step) == state)
+    memory.bad_slots.update(slot.identity for slot in held if (slot.generation, slot.step) == state)
+    memory.bad_slots.update(identity for identity in read if identity[0] in away)
     where = ", ".join(sorted(away))
-    text = f"worker {worker} cannot read {name} on node {where}: its snapshots of this step are passed over"
+    text = f"worker {worker} cannot read {names} on node {where}: its snapshots of this step are passed over"
     blame(memory, FailureKind.PEER_LOST, worker, culprit=False, text=text, cause="unreachable")
 
 

@@ -27,9 +27,11 @@ from picotron_ray.coordinator.policies.membership import choose_members
 from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.placement import spread
 from picotron_ray.coordinator.policies.restore_point import newest_commit
+from picotron_ray.coordinator.policies.state_copies import with_copies
 from picotron_ray.coordinator.resume_state import (
     drop_taken_back,
     follow,
+    held_slots,
     lineage_from,
     newest_state,
     obeyed_step,
@@ -212,6 +214,7 @@ def _launch(
 ) -> None:
     """Start the next generation; its log entry is written meanwhile."""
     memory.generations += 1
+    point = with_copies(point, held_slots(memory))
     spec = GenerationSpec(
         GenerationId(memory.term, memory.generations),
         members,

@@ -95,6 +95,13 @@ NODE = (
         "Free space where the snapshot slots are (snapshot.folder).",
         "agent",
     ),
+    Metric(
+        "picotron_node_served_snapshot_bytes_total",
+        "counter",
+        "bytes",
+        "Snapshot bytes that members on other nodes have read from this one.",
+        "agent",
+    ),
 )
 
 GPU = (

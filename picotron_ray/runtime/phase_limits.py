@@ -30,7 +30,7 @@ UNSURE = 2.0
 """Further patience where a limit is estimated from another layout."""
 FIRST_FLOORS = 10.0
 """x ``hang_floor_s``: floor of a first step's phases, and of the time in which nothing is built or read."""
-JOINING = ("rendezvous", "storage")
+JOINING = ("rendezvous", "storage", "queue")
 MOVING = ("build", "restore", "grow")
 """Phases that are judged by progress."""
 OUTSIDE = ("idle", "compile", "flush", *JOINING, *MOVING)

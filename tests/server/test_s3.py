@@ -18,6 +18,7 @@ from botocore.exceptions import ConnectionClosedError
 from picotron_ray.checkpoint.storage.base import Storage, StoredObject, probe
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.storage.s3 import S3Storage
+from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.gc import collect
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
@@ -90,7 +91,7 @@ def test_a_thousand_and_more_chunks_go_in_few_requests(
 ) -> None:
     save(storage, log, tmp_path / "5", make_state(5), (1, 1, 5))
     with ThreadPoolExecutor(16) as threads:
-        list(threads.map(lambda n: storage.put(f"chunks/{n % 256:02x}/{n:064x}", b"x"), range(1200)))
+        list(threads.map(lambda n: storage.put(chunk_key(f"{n:064x}"), b"x"), range(1200)))
     time.sleep(1.1)  # the store's times may have whole seconds only
     asked: list[int] = []
     real = S3Storage.delete_many

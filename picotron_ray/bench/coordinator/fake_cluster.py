@@ -259,7 +259,7 @@ class FakeCluster(Cluster):
                 self._obey(worker, what, (term, *rest))
         if method == "upload":
             _, generation, step, slots = arguments
-            self.on_uploaded(node, Ended(generation, step, slots, {}))
+            self.on_uploaded(node, Ended(generation, step, slots, b""))
         if method == "inventory":
             return tuple(slot for name in self.workers_on(node) for slot in self.workers[name].slots)
         return {}
@@ -281,7 +281,7 @@ class FakeCluster(Cluster):
 class FakeStore(RunStore):
     """A run's log in a real folder; commits are noted without a manifest, as no node has uploaded bytes."""
 
-    def commit(self, generation: GenerationId, step: int, parts: list[dict[str, Any]]) -> Appended:
+    def commit(self, generation: GenerationId, step: int, parts: list[bytes]) -> Appended:
         return Appended("commit", generation, step, step + 1, f"manifests/{step}", digest="none")
 
     def collect_garbage(self) -> str:

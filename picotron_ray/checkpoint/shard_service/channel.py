@@ -20,17 +20,20 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
 
-from picotron_ray.errors import SlotUnreachableError
+from picotron_ray.errors import ServiceBusyError, SlotUnreachableError
 
 MOST_BYTES = 16 << 20
 """Most bytes of a frame's payload."""
 MESSAGE, REFUSAL = range(2)
 MAGIC = b"PRSHARD1"
+BUSY = b"PRSHBUSY"
+"""Greeting of a service that takes no more connections for now; it closes this one."""
 NONCE_BYTES = 32
 POLL_S = 0.1
 _FRAME = struct.Struct("<BI32s")
@@ -74,6 +77,14 @@ class Channel:
 
     # --- handshake -----------------------------------------------------------------------------------
 
+    @staticmethod
+    def refuse(connection: socket.socket) -> None:
+        """Tell a client that it has to come again, without waiting for it, and close the connection."""
+        with connection:
+            connection.setblocking(False)
+            with suppress(OSError):  # it is gone, or takes no byte: nothing is owed to it
+                connection.send(BUSY + bytes(NONCE_BYTES))
+
     @classmethod
     def accept(cls, connection: socket.socket, token: str, timeout_s: float) -> Channel:
         """Take a client in; raises SlotUnreachableError where it does not hold the token."""
@@ -94,11 +105,14 @@ class Channel:
         """Connect to a service.
 
         Raises:
+            ServiceBusyError: it serves as many as it can.
             SlotUnreachableError: it does not answer in time, or does not hold the token.
         """
         channel = cls(_connected(endpoint, timeout_s, meanwhile), timeout_s, meanwhile)
         try:
             greeting = channel._receive_exactly(len(MAGIC) + NONCE_BYTES)
+            if bytes(greeting[: len(MAGIC)]) == BUSY:
+                raise ServiceBusyError(f"the shard service of {endpoint.host} is busy")
             if bytes(greeting[: len(MAGIC)]) != MAGIC:
                 raise SlotUnreachableError(f"{endpoint.host}:{endpoint.port} is no shard service")
             theirs, ours = bytes(greeting[len(MAGIC) :]), os.urandom(NONCE_BYTES)

@@ -23,7 +23,7 @@ from picotron_ray.checkpoint.shard_service.channel import (
 )
 from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_reader import SlotHead, SlotShard
-from picotron_ray.errors import CorruptError, SlotUnreachableError
+from picotron_ray.errors import CorruptError, ServiceBusyError, SlotUnreachableError
 from picotron_ray.layout.shards import Array, Box, Shard, element_type
 
 Data = TypeVar("Data")
@@ -45,17 +45,31 @@ class ShardClient:
             meanwhile: called again and again while it waits; what it raises ends the wait.
         """
         self._find, self._timeout_s, self._meanwhile = find, timeout_s, meanwhile
+        self._busy_at: Endpoint | None = None  # where it was found and could not take one more
         self.channel: Channel | None = None
         """Connection that there is. The service knows only the slots that were opened on it."""
         self.answered = False
         """Whether this connection has worked: one that breaks later is worth another."""
 
     def ask(self, **request: Any) -> Channel:
-        """Send a request; the answer comes from the channel."""
+        """Send a request; the answer comes from the channel.
+
+        Raises:
+            ServiceBusyError: there is no connection, and the service cannot take one more.
+            SlotUnreachableError: it does not answer.
+        """
         if self.channel is None:
-            self.channel = Channel.connect(self._find(), self._timeout_s, self._meanwhile)
+            self.channel = self._connected()
         self.channel.send_json(MESSAGE, request)
         return self.channel
+
+    def _connected(self) -> Channel:
+        found, self._busy_at = self._busy_at or self._find(), None
+        try:
+            return Channel.connect(found, self._timeout_s, self._meanwhile)
+        except ServiceBusyError:
+            self._busy_at = found
+            raise
 
     def close(self) -> None:
         if self.channel is not None:
@@ -187,7 +201,7 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except SlotUnreachableError as error:
-        raise error if error.where else SlotUnreachableError(f"slot {name}: {error}", name) from error
+        raise error if error.where else type(error)(f"slot {name}: {error}", name) from error
 
 
 def frames(box: Box, shard: Shard, most_bytes: int = MOST_BYTES) -> Iterator[Box]:

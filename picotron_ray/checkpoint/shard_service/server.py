@@ -4,7 +4,8 @@ A member on another node opens a slot (its table of shards, header and ledger co
 boxes of shards that it needs, one frame each. Contiguous boxes are sent from the mapped slot itself. The
 server looks at a shard's digest before it sends the first box of it, as its reader cannot where it does not
 read all of it. Each answer is of one seal: a slot that was overwritten is refused. One pace holds for all
-connections together. Connections hold a slot's memory, so an idle one is closed.
+connections together. Connections hold a slot's memory, so an idle one is closed, and there are no more than
+``MOST_CONNECTIONS``: who comes then hears that the service is busy, and comes again.
 """
 
 from __future__ import annotations
@@ -52,12 +53,15 @@ class Pacer:
         self._bytes_per_s = bytes_per_s or math.inf
         self._lock = threading.Lock()
         self._free_at = 0.0
+        self.taken_bytes = 0
+        """Bytes that were sent so far, or are about to be."""
 
     def take(self, count: int) -> None:
         """Wait until ``count`` bytes may be sent."""
         with self._lock:
             now = time.monotonic()
             begin = max(now, self._free_at)
+            self.taken_bytes += count
             self._free_at = begin + count / self._bytes_per_s
         time.sleep(max(0.0, begin - now))
 
@@ -93,6 +97,11 @@ class ShardServer:
         self.endpoint = Endpoint(host, self._listener.getsockname()[1], secrets.token_hex(32))
         threading.Thread(target=self._accept, name="shard-service", daemon=True).start()
 
+    @property
+    def served_bytes(self) -> int:
+        """Bytes of shards that were handed out so far."""
+        return self._pacer.taken_bytes
+
     def close(self) -> None:
         """Take no more connections; those that are open end by themselves."""
         self._closing.set()
@@ -117,7 +126,7 @@ class ShardServer:
     def _accept_one(self) -> None:
         connection, _ = self._listener.accept()
         if not self._slots.acquire(blocking=False):
-            connection.close()
+            Channel.refuse(connection)
             return
         client = threading.Thread(target=self._serve, args=(connection,), name="shard-client", daemon=True)
         try:

@@ -112,6 +112,13 @@ def probe(storage: Storage) -> None:
         storage.delete(key)
 
 
+def clock_s(storage: Storage) -> float:
+    """The storage's clock, from an object just written."""
+    key = "clock/now"
+    storage.put(key, b"")
+    return next(entry.mtime_s for entry in storage.list(key))
+
+
 def delete_each(delete: Callable[[str], None], keys: Sequence[str], until_s: float) -> list[str]:
     """``Storage.delete_many`` by a few threads, for a storage that removes one object at a time.
 

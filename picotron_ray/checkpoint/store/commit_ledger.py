@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.base import Storage, get_bounded
 from picotron_ray.checkpoint.store.manifest import Segment
-from picotron_ray.checkpoint.store.upload import UploadPart
+from picotron_ray.checkpoint.store.upload_part import UploadPart
 from picotron_ray.errors import CorruptError, NotFoundError, PartsGoneError, StorageError
 
 

@@ -53,14 +53,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from picotron_ray.checkpoint.storage.base import Storage, StoredObject, get_json
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject, clock_s, get_json
 from picotron_ray.checkpoint.store import condemned as condemned_lists
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.condemned import CondemnedList
 from picotron_ray.checkpoint.store.deletion import Deleted, delete_listed
 from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.lineage import commits_on
-from picotron_ray.checkpoint.store.manifest import committed_manifest
+from picotron_ray.checkpoint.store.outline import Outlines
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import CheckpointConfig
@@ -155,6 +155,7 @@ def collect(
     reach_steps: int = 0,
     in_use: InUse | None = None,
     in_order: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+    outlines: Outlines | None = None,
 ) -> GcReport:
     """Retire commits, delete what was condemned long enough ago, condemn what is not needed any more.
 
@@ -165,22 +166,23 @@ def collect(
         in_use: shared with the commits that another thread may make; None: there are none.
         in_order: does a short piece of work with the log where its writer does all of it, and returns its
             result; everything that takes long is done by a reader of its own, in the calling thread.
+        outlines: of manifests that are known already; others are added.
 
     Raises:
         FencedError: a newer term was claimed.
         StorageError: the storage refused, or no manifest at all can be read (nothing is deleted).
     """
-    sharing = in_use or InUse()
+    sharing, known = in_use or InUse(), outlines or Outlines()
     with sharing.collection():
         reader: RunLog = in_order(log.witness)
         reader.refresh()
-        damaged = damaged_commits(storage, reader)
+        damaged = damaged_commits(storage, reader, known)
         retired: tuple[str, ...] = in_order(partial(_retire, log, config, damaged, reach_steps))
         reader.read_on()
-        swept = _delete_due(storage, reader, config.gc_grace_s, sharing)
-        condemned = _condemn(storage, reader, config.gc_grace_s)
+        swept = _delete_due(storage, reader, config.gc_grace_s, sharing, known)
+        condemned = _condemn(storage, reader, config.gc_grace_s, known)
         if condemned and not config.gc_grace_s:
-            swept = swept.followed_by(_delete_due(storage, reader, config.gc_grace_s, sharing))
+            swept = swept.followed_by(_delete_due(storage, reader, config.gc_grace_s, sharing, known))
     if swept.hung:
         raise StorageUnavailableError(
             f"{storage.where}: a deletion of {swept.hung} hangs, another is not tried;"
@@ -190,7 +192,7 @@ def collect(
     return GcReport(*counts, swept.postponed, tuple(damaged.values()), swept.overdue)
 
 
-def damaged_commits(storage: Storage, log: RunLog) -> dict[int, str]:
+def damaged_commits(storage: Storage, log: RunLog, outlines: Outlines) -> dict[int, str]:
     """Commits that no state can be restored from, as their manifest is missing or damaged: number → why.
 
     Raises:
@@ -199,16 +201,17 @@ def damaged_commits(storage: Storage, log: RunLog) -> dict[int, str]:
     found: dict[int, str] = {}
     commits = log.commits()
     for entry in commits:
-        if _unreadable(storage, entry) and (problem := _unreadable(storage, entry)):  # also the second time
+        look = partial(_unreadable, storage, entry, outlines)
+        if look() and (problem := look()):  # also the second time
             found[entry.seq] = problem
     if found and len(found) == len(commits):
         raise CorruptError(f"{found[commits[-1].seq]}; no commit is readable, nothing was collected")
     return found
 
 
-def _unreadable(storage: Storage, entry: Entry) -> str:
+def _unreadable(storage: Storage, entry: Entry, outlines: Outlines) -> str:
     try:
-        committed_manifest(storage, entry.body)
+        outlines.read(storage, entry.body)
     except CorruptError as error:
         return str(error)
     return ""
@@ -226,31 +229,30 @@ def _retire(
     return tuple(sorted(manifests))
 
 
-def _marked(storage: Storage, log: RunLog, intents: Iterable[dict[str, Any]]) -> set[str]:
+def _marked(storage: Storage, log: RunLog, intents: Iterable[dict[str, Any]], outlines: Outlines) -> set[str]:
     """Keys that are needed: of retained commits and of live intents."""
     keys: set[str] = set()
     for entry in log.commits():
         keys.add(entry.body["manifest"])
-        manifest = committed_manifest(storage, entry.body)
-        keys.update(chunk_key(address) for address in manifest.chunks)
+        keys.update(outlines.committed(storage, entry.body).chunk_keys())
     for intent in intents:
         keys.update(chunk_key(address) for address in intent["chunks"] or ())
     return keys
 
 
-def _condemn(storage: Storage, log: RunLog, grace_s: float) -> int:
+def _condemn(storage: Storage, log: RunLog, grace_s: float, outlines: Outlines) -> int:
     """Publish what nothing needs, unless some of it waits for its time; returns how many objects that is."""
     now = _now(storage)
     listed = list(storage.list(condemned_lists.PREFIX))
     if any(now - entry.mtime_s < grace_s for entry in listed):
         return 0
     known = {key for each in condemned_lists.read_lists(storage, listed)[0] for key in each.keys}
-    known |= _marked(storage, log, _live_intents(storage, now, grace_s))
+    known |= _marked(storage, log, _live_intents(storage, now, grace_s), outlines)
     unused = (e for p in ("chunks/", "manifests/") for e in storage.list(p) if e.key not in known)
     return condemned_lists.publish(storage, log.term, unused)
 
 
-def _delete_due(storage: Storage, log: RunLog, grace_s: float, in_use: InUse) -> Swept:
+def _delete_due(storage: Storage, log: RunLog, grace_s: float, in_use: InUse, outlines: Outlines) -> Swept:
     """Delete what lists name that were published long enough ago, but for what is needed, and those lists."""
     now = _now(storage)
     _drop_dead_intents(storage, now, grace_s)
@@ -266,7 +268,7 @@ def _delete_due(storage: Storage, log: RunLog, grace_s: float, in_use: InUse) ->
     due = [each for each in lists if each not in waiting]
     done = Deleted()
     if due:
-        marked = _marked(storage, log, intents)
+        marked = _marked(storage, log, intents, outlines)
         published: dict[str, float] = {}
         for each in sorted(due, key=lambda each: each.mtime_s):
             published.update(dict.fromkeys(each.keys - marked, each.mtime_s))
@@ -321,7 +323,5 @@ def _drop_dead_intents(storage: Storage, now: float, grace_s: float) -> None:
 
 
 def _now(storage: Storage) -> float:
-    """The storage's clock, from an object just written."""
-    key = "clock/now"
-    storage.put(key, b"")
-    return next(entry.mtime_s for entry in storage.list(key))
+    """The storage's clock."""
+    return clock_s(storage)

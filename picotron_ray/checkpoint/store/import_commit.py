@@ -16,8 +16,8 @@ from typing import Any
 from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.store.assembly import put_fresh
 from picotron_ray.checkpoint.store.chunks import chunk_key, decode
-from picotron_ray.checkpoint.store.commit import put_fresh
 from picotron_ray.checkpoint.store.commit_source import check_shard
 from picotron_ray.checkpoint.store.manifest import (
     UPDATES,

@@ -14,8 +14,8 @@ import numpy as np
 from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.store.assembly import put_fresh
 from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, cells
-from picotron_ray.checkpoint.store.commit import put_fresh
 from picotron_ray.checkpoint.store.import_commit import ORIGIN, WEIGHTS_ONLY
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, Manifest, StoredShard, check
 from picotron_ray.checkpoint.store.run_log import RunLog

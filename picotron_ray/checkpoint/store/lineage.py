@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from picotron_ray.checkpoint.store.run_log import Entry
+from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 
 Id = tuple[int, int]
 
@@ -48,3 +48,19 @@ def commits_on(entries: Sequence[Entry], commits: Sequence[Entry], generation: I
         return at in limits and (limit is None or commit.body["step"] <= limit)
 
     return [commit for commit in commits if counts(commit)]
+
+
+def newest_generation(log: RunLog) -> Id | None:
+    """Newest generation that the log has; None before the first."""
+    found = (entry.body for entry in log.entries() if entry.kind == "generation")
+    return max(((body["term"], body["n"]) for body in found), default=None)
+
+
+def newest_commit(log: RunLog) -> Entry | None:
+    """Newest commit of the history that ends in the log's newest generation; None before one.
+
+    After a rewind that is not the last one in the log, which the rewind has made void.
+    """
+    newest = newest_generation(log)
+    found = [] if newest is None else commits_on(log.entries(), log.commits(), newest)
+    return max(found, key=lambda entry: (entry.body["step"], entry.seq), default=None)

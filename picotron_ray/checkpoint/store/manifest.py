@@ -8,15 +8,16 @@ is unpickled, and an unknown schema version is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_bounded
 from picotron_ray.errors import CorruptError, NotFoundError
-from picotron_ray.layout.shards import DTYPE_BYTES, Box, Shard, uncovered, whole
+from picotron_ray.layout.cover import missing
+from picotron_ray.layout.shards import DTYPE_BYTES, Box, Shard, whole
 
 SCHEMA = 1
 UPDATES = "update_policy"
@@ -27,6 +28,7 @@ the run began with weights from elsewhere."""
 LINE_BYTES = 4 << 20  # most, of a ledger's line: one step
 MANIFEST_BYTES = 1 << 30  # most; a model of 70 billion parameters takes some 50 MiB
 _ADDRESS = re.compile(r"[0-9a-f]{64}")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +175,9 @@ def check(manifest: Manifest) -> list[str]:
     problems = []
     for name, stored in manifest.tensors().items():
         shape = stored[0].shard.global_shape
-        missing = uncovered(whole(shape), [part.shard.box for part in stored])
-        if missing:
-            problems.append(f"{name}: {missing[0].size} at {missing[0].offset} is missing of {list(shape)}")
+        gaps = missing(whole(shape), [part.shard.box for part in stored])
+        if gaps:
+            problems.append(f"{name}: {gaps[0].size} at {gaps[0].offset} is missing of {list(shape)}")
     for part in manifest.shards:
         info = manifest.chunks.get(part.chunk)
         if info is None or part.start < 0 or part.start + part.shard.nbytes > info.raw_size:
@@ -201,6 +203,19 @@ class Identity(NamedTuple):
     n: int
 
 
+class Identified(Protocol):
+    """Manifest, or what is known of one."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def term(self) -> int: ...
+
+    @property
+    def n(self) -> int: ...
+
+
 def load_manifest(storage: Storage, key: str, digest: str = "", identity: Identity | None = None) -> Manifest:
     """Read a manifest and check it against its commit entry.
 
@@ -211,31 +226,41 @@ def load_manifest(storage: Storage, key: str, digest: str = "", identity: Identi
     Raises:
         CorruptError: it is missing, damaged, or another one lies in its place; names the manifest.
     """
+    manifest = read_manifest(storage, key, digest, decode_manifest)
+    if identity is not None:
+        check_identity(key, manifest, identity)
+    return manifest
+
+
+def read_manifest(storage: Storage, key: str, digest: str, decode: Callable[[str, bytes], T]) -> T:
+    """Read a manifest's bytes, compare their digest ("" skips that) and decode them.
+
+    Raises:
+        CorruptError: it is missing, or does not match its digest, or ``decode`` says so.
+    """
     try:
-        manifest = _digested(storage, key, digest)
+        data = get_bounded(storage, key, MANIFEST_BYTES)
     except NotFoundError as error:
         raise CorruptError(f"manifest {key} is missing from {storage.where}", where=key) from error
-    found = Identity(manifest.step, manifest.term, manifest.n)
-    if identity is not None and found != identity:
+    if digest and blake3(data).hexdigest() != digest:
+        raise CorruptError(f"manifest {key} does not match the digest in the log", where=key)
+    return decode(key, data)
+
+
+def check_identity(key: str, found: Identified, identity: Identity) -> None:
+    """Raise CorruptError where a manifest holds another state than its commit entry promises."""
+    if Identity(found.step, found.term, found.n) != identity:
         raise CorruptError(
             f"manifest {key} is of step {found.step}, generation {found.term}.{found.n}; the log says step"
             f" {identity.step}, generation {identity.term}.{identity.n}",
             where=key,
         )
-    return manifest
 
 
 def committed_manifest(storage: Storage, body: Mapping[str, Any]) -> Manifest:
     """The manifest of a commit entry's body; raises as `load_manifest`."""
     identity = Identity(body["step"], body["term"], body["n"])
     return load_manifest(storage, body["manifest"], body["digest"], identity)
-
-
-def _digested(storage: Storage, key: str, digest: str) -> Manifest:
-    data = get_bounded(storage, key, MANIFEST_BYTES)
-    if digest and blake3(data).hexdigest() != digest:
-        raise CorruptError(f"manifest {key} does not match the digest in the log", where=key)
-    return decode_manifest(key, data)
 
 
 def _stored(tensor: dict[str, Any], part: dict[str, Any]) -> StoredShard:

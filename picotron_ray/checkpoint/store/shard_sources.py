@@ -70,11 +70,11 @@ def without_repeats(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 class SlotSource:
-    """Sealed slots of one step: ``(name, path, bytes or slot of another node)``, the nearest first."""
+    """Sealed slots of one step: ``(name, path, bytes or opened slot)``, the nearest first."""
 
     def __init__(
         self,
-        slots: Sequence[tuple[str, str | PathLike[str] | bytes | memoryview | RemoteSlot]],
+        slots: Sequence[tuple[str, str | PathLike[str] | bytes | memoryview | SlotView | RemoteSlot]],
         key: SlotKey | None = None,
     ) -> None:
         """Open the slots.
@@ -87,7 +87,8 @@ class SlotSource:
             SlotError: a file does not exist.
         """
         self.views: list[SlotView | RemoteSlot] = [
-            source if isinstance(source, RemoteSlot) else open_slot(source, name) for name, source in slots
+            source if isinstance(source, SlotView | RemoteSlot) else open_slot(source, name)
+            for name, source in slots
         ]
         key = key or self.views[0].header.key
         for view in self.views:

@@ -13,9 +13,9 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -29,56 +29,12 @@ from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, addres
 from picotron_ray.checkpoint.store.intents import Intents, StateKey
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, Segment, StoredShard
 from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
+from picotron_ray.checkpoint.store.upload_part import UploadPart
 from picotron_ray.errors import CorruptError, PicotronError, SlotReusedError
-from picotron_ray.layout.shards import Box, Shard, as_elements, copy_common, element_type, uncovered
+from picotron_ray.layout.shards import Shard, as_elements, copy_common, element_type, uncovered
 
 log = logging.getLogger(__name__)
 _THREADS = 4
-
-
-@dataclass(frozen=True)
-class UploadPart:
-    """One node's part of a checkpoint; turns into JSON and back."""
-
-    intent: str
-    term: int
-    n: int
-    step: int
-    cursor: int
-    layout: dict[str, Any]
-    fragments: tuple[tuple[int, int, int], ...]
-    shards: tuple[StoredShard, ...]
-    chunks: dict[str, ChunkInfo]
-    ledger: tuple[str, ...]
-    extra: dict[str, Any]
-    written_bytes: int = 0  # of new chunks; the others were in the store already
-    reused: tuple[str, ...] = field(default=())
-    segments: tuple[Segment, ...] = ()  # of the ledger before ``ledger``, stored already; oldest first
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> UploadPart:
-        def stored(part: dict[str, Any]) -> StoredShard:
-            shard = part["shard"]
-            box = Box(tuple(shard["box"]["offset"]), tuple(shard["box"]["size"]))
-            shape = tuple(shard["global_shape"])
-            return StoredShard(
-                Shard(shard["name"], shard["dtype"], shape, box), part["chunk"], part["start"], part["digest"]
-            )
-
-        return cls(
-            **{
-                **value,
-                "fragments": tuple(tuple(fragment) for fragment in value["fragments"]),
-                "shards": tuple(stored(part) for part in value["shards"]),
-                "chunks": {address: ChunkInfo(**info) for address, info in value["chunks"].items()},
-                "ledger": tuple(value["ledger"]),
-                "reused": tuple(value["reused"]),
-                "segments": tuple(Segment(**segment) for segment in value.get("segments", ())),
-            }
-        )
 
 
 def upload_slots(
@@ -144,8 +100,10 @@ def _upload(
     source = SlotSource([(os.path.basename(path), path) for path in paths])
     promised = [entry.key for entry in storage.list(condemned.PREFIX)]
     intents.put(intent, state, None, obeyed=promised)  # in one go, so that no collection sees less
+    begun_s = next((entry.mtime_s for entry in storage.list(intent)), 0.0)
     absent, obeyed = unusable_chunks(storage)
     if not obeyed.issuperset(promised):  # one of them cannot be read
+        begun_s = 0.0
         intents.put(intent, state, None, obeyed=obeyed)
     with ThreadPoolExecutor(max_workers=_THREADS) as threads:
         packs = threads.map(lambda pack: store_pack(storage, source, pack, codec, absent), _packs(source))
@@ -168,6 +126,8 @@ def _upload(
         extra=head.extra,
         written_bytes=sum(info.size for _, info, _, fresh in stored if fresh),
         reused=tuple(sorted(address for address, _, _, fresh in stored if not fresh)),
+        again=tuple(sorted(address for address, _, _, fresh in stored if fresh and address in absent)),
+        begun_s=begun_s,
     )
 
 

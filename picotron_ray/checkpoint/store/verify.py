@@ -23,6 +23,7 @@ from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_bound
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit_source import check_shard, fetch_chunk
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, Manifest, Segment, committed_manifest
+from picotron_ray.checkpoint.store.outline import Outline
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.errors import CorruptError, NotFoundError, StorageError
 
@@ -195,12 +196,12 @@ def quarantine_chunk(storage: Storage, key: str, step: int) -> None:
     storage.put(f"{QUARANTINE}{_address(key)}", why)
 
 
-def read_ledger(storage: Storage, manifest: Manifest, after: int = 0) -> list[str]:
+def read_ledger(storage: Storage, manifest: Manifest | Outline, after: int = 0) -> list[str]:
     """All lines of `stream_ledger` in memory: of a long run ask for its last steps alone."""
     return list(stream_ledger(storage, manifest, after))
 
 
-def stream_ledger(storage: Storage, manifest: Manifest, after: int = 0) -> Iterator[str]:
+def stream_ledger(storage: Storage, manifest: Manifest | Outline, after: int = 0) -> Iterator[str]:
     """Read the ledger lines of the manifest's lineage of steps above ``after``, in order.
 
     No more than some segments are held at a time: a week of steps has gigabytes of lines.

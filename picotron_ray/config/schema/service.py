@@ -388,4 +388,5 @@ PHASES = (
     "flush",  # writing the clean live state to a slot on the way out
     "commit",  # coordinator only: between the manifest and its log entry
     "grow",  # waiting until the slots are large enough for a checkpoint
+    "queue",  # waiting for nodes that serve others first, and for members that read slots of other nodes
 )

@@ -67,6 +67,7 @@ from picotron_ray.coordinator.messages.values import (
     SlotIdentity,
     SlotInfo,
     Source,
+    StateCopy,
     StateId,
     Strike,
 )
@@ -116,6 +117,7 @@ __all__ = [
     "Source",
     "Stalled",
     "StartWorker",
+    "StateCopy",
     "StateId",
     "StopWorker",
     "Strike",

@@ -56,6 +56,20 @@ class SlotInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCopy:
+    """Shares of a state that one node holds whole, and others too.
+
+    Fields:
+        groups: state groups of the writers' layout that are whole there.
+        slots: files in the node's folder that make them up.
+    """
+
+    node: str
+    groups: tuple[int, ...]
+    slots: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """Source of a generation's state; exactly one of the three kinds."""
 
@@ -66,6 +80,16 @@ class Source:
     manifest: str = ""  # commit: key of the manifest
     layout: Layout | None = None  # slots: the layout of the writers
     digest: str = ""  # commit: blake3 of the manifest; "" where an older version wrote the log
+    copies: tuple[StateCopy, ...] = ()  # slots: of shares that several nodes hold
+
+    @property
+    def identities(self) -> tuple[SlotIdentity, ...]:
+        """All slots that members may read, each once."""
+        named = [(slot.node, slot.slot, slot.generation, slot.step) for slot in self.slots]
+        if self.generation is not None:
+            state = self.generation, self.step
+            named += [(copy.node, name, *state) for copy in self.copies for name in copy.slots]
+        return tuple(dict.fromkeys(named))
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,7 +320,7 @@ class Checks:
     def deleted(self, info: m.SlotInfo) -> None:
         """Check that no generation has to take its state from a slot that is deleted or written over."""
         newest = None if self.sim.shell is None else self.sim.shell.newest
-        if newest is None or info.identity not in {slot.identity for slot in newest.source.slots}:
+        if newest is None or info.identity not in newest.source.identities:
             return
         generation = self.sim.generations.get(newest.id)
         if generation is None or generation.step <= newest.resume_step:

@@ -310,7 +310,7 @@ class SimNode:
         launch kept until its step is ``committed``.
         """
         older = self.spec is not None and generation < self.spec.id
-        needed = {info.slot for info in self.spec.source.slots} if self.spec is not None and older else set()
+        needed = {name for _, name, _, _ in self.spec.source.identities} if self.spec and older else set()
         living = {worker.name for worker in self.workers.values() if worker.paged}
         for held in list(self.slots.values()):
             key = (held.info.generation, held.info.step)

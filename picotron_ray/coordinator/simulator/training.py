@@ -193,7 +193,7 @@ class SimGeneration:
         states = {
             name: (slot.info.generation, slot.info.step) for name, slot in held.items() if slot is not None
         }
-        source = {slot.identity for slot in self.spec.source.slots}
+        source = set(self.spec.source.identities)
         same = [name for name, state in states.items() if state == (self.spec.id, step)]
         empty = [name for name in names if name not in states]
         needless = [

@@ -163,8 +163,7 @@ class Coordinator:
 
         Returns the node whose agent is to carry the caller's heartbeats from now on; empty: none, it calls.
         """
-        events = [self._heartbeat(node, figures) for node, figures in beats.items()]
-        self._loop.call_soon_threadsafe(self._beaten, events)
+        self._loop.call_soon_threadsafe(self._beaten, [self._heartbeat(*each) for each in beats.items()])
         return self._cluster.groups.called(caller, len(beats) - 1, time.monotonic())
 
     def _heartbeat(self, node: str, figures: list[dict[str, Any]]) -> m.Heartbeat:
@@ -287,7 +286,7 @@ class Coordinator:
         term, record, store = self._executor.term, self._record, self._store
         known = (self._job, self._options, planner, term, record, stored, self._supervisor)
         self._event_log = await open_event_log(*known)
-        record.begin(term, store.commit_figures)
+        record.begin(term, store.commit_figures, lambda: self._machine.memory.checkpoints.committed)
         self._evidence.begin(term, folder)
         tell_beginning(record, self._options, store)
         self._tracking = Tracking(self._job, store, record, folder)
@@ -373,6 +372,7 @@ class Coordinator:
         if finish.status not in ("fenced", "storage"):
             summary = await self._summed_up(summary)
         self._record.done(finish, summary)
+        self._store.close()
         if self._begun:
             await asyncio.to_thread(self._event_log.close)
         await self._leave(finish)

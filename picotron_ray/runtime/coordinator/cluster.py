@@ -291,7 +291,8 @@ class Cluster(RunActors):
     async def _join(self, term: int, view: NodeView) -> list[NodeEvent]:
         """Put an agent on a node; nothing where it has no room, is not reached, or is refused again."""
         assert self._needs is not None
-        if self._room(view) < 1:
+        has_agent = view.id in self._agents or (view.id in self._heard and not self.is_silent(view.id))
+        if self._room(view) < 1 and not has_agent:  # one with an agent may be full of our own workers
             return []
         handle = start_agent(self._job, view.id, view.host)
         try:

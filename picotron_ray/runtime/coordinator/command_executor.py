@@ -254,14 +254,16 @@ class CommandExecutor:
             self._upload(replace(asked))
 
     def _append_generation(self, command: m.AppendGeneration) -> None:
-        self.spawn(self._appended(partial(self._store.append_generation, command.spec)))
+        work = partial(self._store.append_generation, command.spec)
+        self.spawn(self._appended(work, self._store.executor))
 
     def _append_commit(self, command: m.AppendCommit) -> None:
         chosen = self._uploads.parts(command)
-        self.spawn(self._appended(partial(self._store.commit, command.generation, command.step, chosen)))
+        work = partial(self._store.commit, command.generation, command.step, chosen)
+        self.spawn(self._appended(work, self._store.committer))
 
-    async def _appended(self, work: Callable[[], m.Appended]) -> None:
-        event = await self._loop.run_in_executor(self._store.executor, work)
+    async def _appended(self, work: Callable[[], m.Appended], threads: ThreadPoolExecutor) -> None:
+        event = await self._loop.run_in_executor(threads, work)
         committed = event.kind == "commit" and event.seq > 0
         if committed:
             self._uploads.forget(event.step)

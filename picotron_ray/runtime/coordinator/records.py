@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import isfinite
@@ -361,3 +361,20 @@ def failure_entry(failure: FailureRecord, evidence: Mapping[str, str]) -> dict[s
         "restored_from": failure.restored_from,
         "evidence": evidence.get(failure.struck),
     }
+
+
+CommitFigures = Mapping[int, dict[str, Any]]
+"""Sizes and times of commits by step."""
+Newest = Callable[[], int]
+"""Tells the step of the machine's newest commit, 0 before one."""
+
+
+def newest_step(facts: Facts, machine: Newest | None) -> int | None:
+    """Step of the newest commit on which the run stands, which is not the largest after a rewind.
+
+    Args:
+        machine: None: it has not begun; then it is the last one that was heard of.
+    """
+    if machine is not None:
+        return machine() or None
+    return facts.checkpoints[-1]["step"] if facts.checkpoints else None

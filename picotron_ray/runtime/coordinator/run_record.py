@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
@@ -24,15 +24,18 @@ from picotron_ray.runtime.coordinator.lived_time import LivedTime
 from picotron_ray.runtime.coordinator.obligations import Obligations
 from picotron_ray.runtime.coordinator.records import (
     CHECKPOINTS_KEPT,
+    CommitFigures,
     Facts,
     FailureRecord,
     GenerationRecord,
     Measured,
+    Newest,
     bounded,
     failure_ages_s,
     failure_entry,
     gone_back,
     goodput,
+    newest_step,
     places,
     sign_of,
     strike_of,
@@ -51,6 +54,7 @@ class RunRecord:
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
+        self._newest_commit: Newest | None = None  # of the machine, once it has begun
         self._lock = threading.RLock()
         self._facts = Facts()
         self._term = 0
@@ -58,7 +62,7 @@ class RunRecord:
         self._seq = 0
         self._finish: m.Finish | None = None
         self._summary: dict[str, Any] | None = None
-        self._commit_figures: Mapping[int, dict[str, Any]] = {}  # sizes and times by step
+        self._commit_figures: CommitFigures = {}
         self._running = False  # a generation of this term, or one that it adopted
         self._open: list[FailureRecord] = []  # no step has gone on since
         self._metrics: dict[str, Any] | None = None
@@ -71,14 +75,11 @@ class RunRecord:
         self._lost: set[str] = set()  # nodes, until they join again
         self.waits: dict[str, Any] | None = None  # `Machine.waits`
 
-    def begin(self, term: int, commit_figures: Mapping[int, dict[str, Any]]) -> None:
-        """Take over as the coordinator of ``term``.
-
-        Args:
-            commit_figures: sizes and times by step; it grows with the commits.
-        """
+    def begin(self, term: int, commit_figures: CommitFigures, newest: Newest | None = None) -> None:
+        """Take over as the coordinator of ``term``; ``commit_figures`` grows with the commits."""
         with self._lock:
             self._term, self._commit_figures = term, commit_figures
+            self._newest_commit = newest
             self._running = False  # generations so far were recalled
             self._trouble.begun()
             self.note("info", "term", f"coordinator of term {term}")
@@ -259,8 +260,7 @@ class RunRecord:
             record.end_step = max(record.end_step, *event.steps.values(), 0)
             if record.end_step > record.start_step:
                 self._went_on(record, at_s)
-        sign = sign_of(event)
-        if sign is not None:
+        if (sign := sign_of(event)) is not None:
             self._failed(*sign, record, at_s)
             bad = event.bad_step if isinstance(event, m.Outcome) and self._open else 0
             if bad and self._open[-1].kind is FailureKind.NUMERICS:
@@ -371,7 +371,7 @@ class RunRecord:
                 "eval_step": newest_eval.get("eval_step"),
                 "baseline_loss": self._facts.baseline_loss,
                 "uncommitted": bool(self._trouble),
-                "committed": max((entry["step"] for entry in self._facts.checkpoints), default=None),
+                "committed": newest_step(self._facts, self._newest_commit),
                 "pages": dict(pages),
                 "metrics": self._metrics,
                 "failures": [failure_entry(each, self._facts.evidence) for each in self._facts.failures],

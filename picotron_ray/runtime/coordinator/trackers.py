@@ -78,7 +78,7 @@ class Tracking:
         evaluations = self._record.measured().evaluations
         for index, config in enumerate(self._job.trackers):
             tracker = self._trackers.get(index) or self._open(index, config)
-            reading = self._store.executor.submit(self._store.ledger_lines, tracker.last_step)
+            reading = self._store.committer.submit(self._store.ledger_lines, tracker.last_step)
             rows = [row_of(line) for line in reading.result()]
             reached = max([tracker.last_step, *(row["step"] for row in rows)])
             held_out: list[Row] = [

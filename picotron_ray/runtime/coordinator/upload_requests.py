@@ -6,8 +6,6 @@ node was lost. The part that counts is that of the set that was asked for last.
 
 from __future__ import annotations
 
-from typing import Any
-
 from picotron_ray.coordinator import messages as m
 
 State = tuple[m.GenerationId, int]
@@ -21,7 +19,7 @@ class UploadRequests:
     def __init__(self) -> None:
         self._open: dict[str, m.Upload] = {}  # by node: what was asked for last and has not ended
         self._newest: dict[State, dict[str, tuple[str, ...]]] = {}  # by node: the slots asked for last
-        self._parts: dict[State, dict[Request, dict[str, Any]]] = {}
+        self._parts: dict[State, dict[Request, bytes]] = {}
 
     def ask(self, command: m.Upload) -> None:
         """Note a request, in the place of an earlier one of its node."""
@@ -33,7 +31,7 @@ class UploadRequests:
         """Return what a node was asked for last, unless it has ended."""
         return self._open.get(node)
 
-    def ended(self, event: m.Uploaded, part: dict[str, Any] | None) -> None:
+    def ended(self, event: m.Uploaded, part: bytes | None) -> None:
         """Note how a request ended; ``part``: what it gives to the manifest, None where it failed."""
         asked = self._open.get(event.node)
         state = (event.generation, event.step)
@@ -42,7 +40,7 @@ class UploadRequests:
         if part is not None:
             self._parts.setdefault(state, {})[event.node, event.slots] = part
 
-    def parts(self, command: m.AppendCommit) -> list[dict[str, Any]]:
+    def parts(self, command: m.AppendCommit) -> list[bytes]:
         """Return the parts of a commit, as far as they are here."""
         state = (command.generation, command.step)
         newest, parts = self._newest.get(state, {}), self._parts.get(state, {})

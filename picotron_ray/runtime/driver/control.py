@@ -360,18 +360,22 @@ def _kill(name: str) -> None:
 def checkpoint_now(run: str, timeout_s: float, say: Callable[[str], object] = lambda line: None) -> int:
     """Ask for a commit and wait until one newer than the present one is there; returns its step.
 
+    A rewind meanwhile makes an older one the present one.
+
     Args:
         say: takes a line on what keeps the commit waiting, at once and then each ``WAIT_LINE_S``.
     """
     coordinator, _ = connect_to_run(run)
-    before = status(run)
+    before = int(status(run)["committed"] or 0)
     coordinator.request.remote("checkpoint")
     deadline, told_s = time.monotonic() + timeout_s, -WAIT_LINE_S
     what = ""
     while time.monotonic() < deadline:
         seen = follow_run.poll(coordinator, 0)
-        if seen is not None and (seen["committed"] or 0) > (before["committed"] or 0):
+        if seen is not None and (seen["committed"] or 0) > before:
             return int(seen["committed"])
+        if seen is not None:
+            before = min(before, int(seen["committed"] or 0))
         if seen is not None and seen["done"]:
             break
         what = "" if seen is None else waiting.blocked(seen)

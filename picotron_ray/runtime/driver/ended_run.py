@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from picotron_ray.checkpoint.storage.base import Storage, get_json
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.lineage import newest_commit
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError, StorageError
@@ -100,8 +101,8 @@ def emptied_storage(run: str) -> str:
 def _committed(storage: Storage) -> int | None:
     entries = RunLog(storage)
     entries.refresh()
-    commits = entries.commits()
-    return int(commits[-1].body["step"]) if commits else None
+    newest = newest_commit(entries)
+    return int(newest.body["step"]) if newest else None
 
 
 def find_end(run: str) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ from picotron_ray.runtime.node_agent.oom_watch import OomWatch
 from picotron_ray.runtime.node_agent.rendezvous import RendezvousServer
 from picotron_ray.runtime.node_agent.reports import AWAY, Reports
 from picotron_ray.runtime.node_agent.seal_watch import SealWatch, slot_info
-from picotron_ray.runtime.node_agent.slot_release import release_slots
+from picotron_ray.runtime.node_agent.slot_release import release_slots, still_read
 from picotron_ray.runtime.node_agent.specs import newest_spec
 from picotron_ray.runtime.node_agent.stall_watch import StallWatch
 from picotron_ray.runtime.node_agent.term_file import TermFile
@@ -100,7 +100,8 @@ class Agent:
             lambda name, key: self._quarantined.get(name) == key,
             ledger_folder(self._job.name),
         )
-        self._metrics = serve_metrics(self._job, node, self._host, AgentFigures(self._folder, self._living))
+        figures = AgentFigures(self._folder, self._living, self._shards)
+        self._metrics = serve_metrics(self._job, node, self._host, figures)
         to_agent = partial(call_agent, self._job.name)
         self._beats = Beats(node, self._job.elastic.heartbeat_s, self._tell, to_agent)
         self._guard = FolderGuard(self._folder, claim)
@@ -206,9 +207,7 @@ class Agent:
             committed: step of the newest commit; the state itself may be void.
         """
         self._accept(term)
-        newest = self._newest_spec()
-        older = newest is not None and generation < (newest.id.term, newest.id.n)
-        needed = {info.slot for info in newest.source.slots} if newest is not None and older else set()
+        needed = still_read(self._newest_spec(), GenerationId(*generation))
         self._uploads.settle((*generation, step), keep)
         release_slots(
             self._folder,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from picotron_ray.checkpoint.shard_service.server import ShardServer
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.observability.exporter import Distribution, Exporter, PortTakenError, Sample, address
@@ -39,9 +40,9 @@ def serve_metrics(
 class AgentFigures:
     """Figures of a node: its workers, by their pages, its memory, its GPUs."""
 
-    def __init__(self, folder: Path, living: Callable[[], list[PageView]]) -> None:
+    def __init__(self, folder: Path, living: Callable[[], list[PageView]], shards: ShardServer) -> None:
         """``living``: the pages of the node's living workers, as of now."""
-        self._folder, self._living = folder, living
+        self._folder, self._living, self._shards = folder, living, shards
         self._gpus = Gpus()
 
     def __call__(self) -> list[Sample]:
@@ -55,6 +56,7 @@ class AgentFigures:
             Sample("picotron_node_workers", len(pages)),
             Sample("picotron_node_slot_bytes", slots),
             Sample("picotron_node_memory_file_system_free_bytes", free),
+            Sample("picotron_node_served_snapshot_bytes_total", self._shards.served_bytes),
             *self._gpus.samples(),
         ]
 

@@ -10,7 +10,7 @@ from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.checkpoint.snapshot.slot_reader import set_pinned
 from picotron_ray.checkpoint.snapshot.slot_sweep import owner
-from picotron_ray.coordinator.messages import SlotInfo
+from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, SlotInfo
 from picotron_ray.runtime.ray_cluster import kept_slots
 
 
@@ -33,7 +33,7 @@ def release_slots(
     Args:
         kept: slots that an earlier launch kept.
         living: workers that may still write.
-        needed: slots that the newest generation came from, and may have to be started again from.
+        needed: slots that the newest generation came from (`still_read`).
         keep: states that are still to be committed: nothing of them changes.
         committed: step of the newest commit.
     """
@@ -56,6 +56,16 @@ def release_slots(
             continue
         with suppress(FileNotFoundError):  # of a dead worker, and removed since the listing
             set_pinned(path, False)
+
+
+def still_read(newest: GenerationSpec | None, released: GenerationId) -> frozenset[str]:
+    """Slots that generation ``newest`` came from, and may have to be started again from.
+
+    They are needed until a state of its own is ``released``.
+    """
+    if newest is None or released >= newest.id:
+        return frozenset()
+    return frozenset(name for _, name, _, _ in newest.source.identities)
 
 
 def _key(info: SlotInfo) -> SlotKey:

@@ -34,7 +34,7 @@ Key = tuple[tuple[int, int], int, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """End of an upload: ``part`` of the manifest, or the ``error`` as ``messages.Uploaded`` has it.
+    """End of an upload: ``part`` of the manifest, encoded, or the ``error`` as ``messages.Uploaded`` has it.
 
     Fields:
         full: storage has no room.
@@ -43,7 +43,7 @@ class Ended:
     generation: tuple[int, int]
     step: int
     slots: tuple[str, ...]
-    part: dict[str, Any] | None
+    part: bytes | None
     error: str = ""
     full: bool = False
 
@@ -59,7 +59,7 @@ class Uploads:
         self._job, self._owner, self._folder = job, node[:16], folder
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(MOST_UPLOADS, thread_name_prefix="upload")
-        self._under_way: dict[Key, Future[dict[str, Any]]] = {}
+        self._under_way: dict[Key, Future[bytes]] = {}
         self._ended: SimpleQueue[Ended] = SimpleQueue()
         self._opened: tuple[Storage, Intents] | None = None
 
@@ -72,7 +72,7 @@ class Uploads:
             self._under_way[key] = running = self._threads.submit(self.run, *key)
         running.add_done_callback(lambda done: self._end(key, done))
 
-    def _end(self, key: Key, done: Future[dict[str, Any]]) -> None:
+    def _end(self, key: Key, done: Future[bytes]) -> None:
         with self._lock:
             del self._under_way[key]
         with contextlib.suppress(CancelledError):  # the run ends
@@ -85,7 +85,7 @@ class Uploads:
         """Return the uploads that ended since the last call."""
         return [self._ended.get() for _ in range(self._ended.qsize())]
 
-    def run(self, generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> dict[str, Any]:
+    def run(self, generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> bytes:
         """Put slots into storage, in the calling thread."""
         storage, intents = self._storage()
         paths = [self._folder / name for name in slots]
@@ -101,7 +101,7 @@ class Uploads:
         except PicotronError:
             self._let_go(held, (generation, step, slots))
             raise
-        return part.to_dict()
+        return part.encode()
 
     def _let_go(self, held: list[Path], key: Key) -> None:
         """Let newer checkpoints take a failed upload's slots until it is asked for again.

@@ -20,6 +20,7 @@ from ray.train.v2.api.result import Result
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.lineage import newest_commit
 from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.verify import stream_ledger
@@ -94,7 +95,8 @@ def result_of(job: JobConfig, summary: dict[str, Any]) -> Result:
     log = RunLog(storage)
     log.refresh()
     commits = log.commits()
-    rows = _rows(storage, commits)
+    newest = newest_commit(log)
+    rows = _rows(storage, commits, newest)
     found: list[tuple[Checkpoint, dict[str, Any]]] = [
         (CommitCheckpoint(job.storage, job.name, entry.body), row)
         for entry, row in zip(commits, rows, strict=True)
@@ -102,7 +104,7 @@ def result_of(job: JobConfig, summary: dict[str, Any]) -> Result:
     filesystem, path = filesystem_of(job.storage)
     return Result(
         metrics={**summary, "loss": summary.get("final_loss"), "step": summary["steps"]},
-        checkpoint=found[-1][0] if found else None,
+        checkpoint=CommitCheckpoint(job.storage, job.name, newest.body) if newest else None,
         error=_error(summary),
         path=f"{path}/{job.name}",
         metrics_dataframe=pandas.DataFrame(rows) if rows else None,
@@ -111,14 +113,11 @@ def result_of(job: JobConfig, summary: dict[str, Any]) -> Result:
     )
 
 
-def _rows(storage: Storage, commits: list[Entry]) -> list[dict[str, Any]]:
-    """Figures of each commit's step, from the ledger of the newest one."""
-    if not commits:
-        return []
-    newest = commits[-1].body
-    manifest = committed_manifest(storage, newest)
+def _rows(storage: Storage, commits: list[Entry], newest: Entry | None) -> list[dict[str, Any]]:
+    """Figures of each commit's step, from the ledger of the one on which the run stands."""
+    manifest = committed_manifest(storage, newest.body) if newest else None
     steps = [int(entry.body["step"]) for entry in commits]
-    every = map(json.loads, stream_ledger(storage, manifest))
+    every = map(json.loads, stream_ledger(storage, manifest) if manifest else ())
     wanted = frozenset(steps)
     lines = {line["step"]: line for line in every if line["step"] in wanted}
     absent: dict[str, Any] = {}  # of a commit that a later one, resumed from before it, left behind

@@ -2,8 +2,9 @@
 
 All methods block. What concerns the log runs on one thread (``executor``), which keeps its entries in order;
 the run's record is saved by another one (``record_keeper``). A third asks for the newest term, as the first
-may wait for storage that hangs. A fourth (``collector``) collects garbage, for as long as that takes; the
-entries of that are written by the first one.
+may wait for storage that hangs. A fourth (``collector``) collects garbage and a fifth (``committer``) makes
+commits, for as long as that takes; the entries of both are written by the first one, so a generation's need
+not wait.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded, get_json
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
-from picotron_ray.checkpoint.store.commit import Committed, commit, parent_of
+from picotron_ray.checkpoint.store.commit import Committed, commit_assembled, parent_of
 from picotron_ray.checkpoint.store.import_commit import copy_commit
 from picotron_ray.checkpoint.store.in_use import InUse
-from picotron_ray.checkpoint.store.manifest import Manifest, load_manifest
+from picotron_ray.checkpoint.store.lineage import newest_commit, newest_generation
+from picotron_ray.checkpoint.store.manifest import load_manifest
+from picotron_ray.checkpoint.store.outline import Outline, Outlines
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
-from picotron_ray.checkpoint.store.upload import UploadPart
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, stream_ledger
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode_spec
@@ -43,6 +46,7 @@ from picotron_ray.errors import (
 )
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
+from picotron_ray.runtime.run_storage.assembly_process import AssemblyProcess
 from picotron_ray.runtime.run_storage.data_record import ledger_figures, settle_data
 from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
@@ -78,7 +82,10 @@ class RunStore:
         self._storage: Storage = open_storage(job.storage, job.name)
         self._log = RunLog(self._storage)
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="run-store")
+        self.committer = ThreadPoolExecutor(1, thread_name_prefix="run-commit")
         self.collector = ThreadPoolExecutor(1, thread_name_prefix="run-garbage")
+        self._assembly = AssemblyProcess(job)
+        self._outlines = Outlines(self._assembly.outline)
         self._in_use = InUse()
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self._records = 0  # saved in this term
@@ -159,21 +166,21 @@ class RunStore:
         event = Appended("generation", spec.id, spec.resume_step)
         return self._settle(event, lambda: self._log.append("generation", generation_body(spec)))
 
-    def commit(self, generation: GenerationId, step: int, parts: list[dict[str, Any]]) -> Appended:
-        """Assemble the manifest from the nodes' parts and append the commit entry."""
-        known = self._known_commit(generation, step)
+    def commit(self, generation: GenerationId, step: int, parts: list[bytes]) -> Appended:
+        """Assemble the manifest from the nodes' parts and append the commit entry.
+
+        Not for ``executor``'s thread, which it waits for.
+        """
+        known: Appended | None = self._in_order(partial(self._known_commit, generation, step))
         if known is not None:  # asked again, because the reply was lost
             return known
         began = time.monotonic()
         done: list[Committed] = []
 
         def work() -> int:
-            decoded = [UploadPart.from_dict(part) for part in parts]
-            if not decoded:
+            if not parts:
                 raise PartsGoneError(f"no upload of step {step} is known here any more; upload it again")
-            done.append(
-                commit(self._storage, self._log, decoded, lambda _: self._on_commit(step), self._in_use)
-            )
+            done.append(self._commit(generation, step, parts))
             return done[0].seq
 
         event = self._settle(Appended("commit", generation, step), work)
@@ -185,6 +192,27 @@ class RunStore:
             }
             return replace(event, manifest=done[0].manifest, digest=done[0].digest)
         return event
+
+    def _commit(self, generation: GenerationId, step: int, parts: list[bytes]) -> Committed:
+        assembling = self._assembly.assembling(self._storage, parts, self._job.checkpoint.gc_grace_s)
+        return commit_assembled(
+            self._storage,
+            self._log,
+            (generation.term, generation.n),
+            assembling,
+            self._outlines,
+            lambda _: self._on_commit(step),
+            self._in_use,
+            self._in_order,
+        )
+
+    def _in_order(self, work: Callable[[], T]) -> T:
+        """Do a piece of work with the log on the thread that does all of it."""
+        return self.executor.submit(work).result()
+
+    def close(self) -> None:
+        """End the assembler's process: nothing is committed any more."""
+        self._assembly.close()
 
     def _known_commit(self, generation: GenerationId, step: int) -> Appended | None:
         for entry in self._log.commits():
@@ -269,7 +297,13 @@ class RunStore:
                 self._storage.delete(key)
             reach = gc.rewind_reach(self._job)
             report = gc.collect(
-                self._storage, self._log, self._job.checkpoint, reach, self._in_use, self._in_order
+                self._storage,
+                self._log,
+                self._job.checkpoint,
+                reach,
+                self._in_use,
+                self._in_order,
+                self._outlines,
             )
             for line in report.damaged:
                 log.warning("garbage collection gave up a commit: %s", line)
@@ -283,10 +317,6 @@ class RunStore:
         finally:
             self._retired += before - self._in_order(self._manifests)
         return report.overdue
-
-    def _in_order(self, work: Callable[[], T]) -> T:
-        """Do a piece of work with the log on the thread that does all of it."""
-        return self.executor.submit(work).result()
 
     def _manifests(self) -> set[str]:
         return {entry.body["manifest"] for entry in self._log.commits()}
@@ -314,25 +344,26 @@ class RunStore:
         return ledger_figures(self._job, lines, steps, self.data, self._passed())
 
     def _passed(self) -> list[range]:
-        """Steps that rewinds of the newest commit's history pass over."""
-        newest = self._log.commits()[-1:]
-        writer = (newest[0].body["term"], newest[0].body["n"]) if newest else None
+        """Steps that rewinds of the history on which the run stands pass over."""
+        newest = newest_commit(self._log)
+        writer = (newest.body["term"], newest.body["n"]) if newest else None
         bodies = [entry.body for entry in self._log.entries() if entry.kind == "generation"]
         found = [decode_spec(b["spec"]) for b in bodies if (b["term"], b["n"]) == writer]
         return [rewind.passed for spec in found for rewind in spec.rewinds]
 
     def ledger_lines(self, after: int = 0) -> list[dict[str, Any]]:
-        """Lines of the newest commit's ledger of steps above ``after``, in order; none before a commit."""
+        """Lines of steps above ``after`` of the ledger of `newest_commit`, in order; none before one.
+
+        Not for ``executor``'s thread, which it waits for.
+        """
         manifest = self._newest_ledger()
         return [json.loads(line) for line in read_ledger(self._storage, manifest, after)] if manifest else []
 
-    def _newest_ledger(self) -> Manifest | None:
-        """Manifest with the newest commit's ledger; None before a commit."""
-        commits = self._log.commits()
-        if not commits:
-            return None
-        newest = commits[-1].body
-        return parent_of(self._storage, self._log, newest["term"], newest["n"])
+    def _newest_ledger(self) -> Outline | None:
+        """Outline with the ledger of the newest commit of the history on which the run stands."""
+        reader: RunLog = self._in_order(self._log.witness)
+        newest = newest_generation(reader)
+        return None if newest is None else parent_of(self._storage, reader, *newest, self._outlines)
 
 
 def _record_number(key: str) -> tuple[int, ...]:

@@ -13,12 +13,10 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from picotron_ray.checkpoint.shard_service.client import RemoteSlot
 from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX, SlotPool
@@ -31,7 +29,7 @@ from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.store.verify import quarantine_chunk
 from picotron_ray.checkpoint.torch_state import StateTensor, restore
 from picotron_ray.comm.process_groups import ProcessGroups
-from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind, SlotInfo
+from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.errors import (
     CorruptError,
@@ -48,6 +46,7 @@ from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.runtime.worker.outcomes import judge
 from picotron_ray.runtime.worker.remote_slots import RemoteSlots, fetch_spilled
 from picotron_ray.runtime.worker.resources import WorkerResources
+from picotron_ray.runtime.worker.slot_restore import SlotRestore
 from picotron_ray.runtime.worker.storage_wait import StorageWait
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
@@ -236,22 +235,26 @@ class GenerationRun:
         engine.set_step(source.step, self._updates.skipped)
 
     def _restore_slots(self, engine: Engine) -> None:
-        """Read the state from slots: those of this node are mapped, of others the boxes are asked for."""
-        resources = self._resources
-        config, leave = resources.job.snapshot, self._leave_if_asked
-        others = RemoteSlots(resources.page, config, resources.find_service, leave)
-        with closing(others):
-            found = [(info.slot, self._slot(info, others)) for info in self.spec.source.slots]
-            source = SlotSource(found, self._protected())
-            restore(engine.state(), source, resources.page.moved)
-            fetch_spilled(source.views[0], resources.ledger)
-        self._tail.restore(source.views[0].header.ledger)
-        self._take_over(source.views[0].header.extra)
-        resources.page.phase("restore")
+        """Read the state from slots, of this node where it can be."""
+        resources, state = self._resources, engine.state()
+        others = RemoteSlots(
+            resources.page, resources.job.snapshot, resources.find_service, self._leave_if_asked
+        )
 
-    def _slot(self, info: SlotInfo, others: RemoteSlots) -> Path | RemoteSlot:
-        resources = self._resources
-        return resources.folder / info.slot if info.node == resources.node else others.open(info)
+        def read(source: SlotSource) -> None:
+            restore(state, source, resources.page.moved)
+            fetch_spilled(source.views[0], resources.ledger)
+
+        with closing(others):
+            slots = SlotRestore(
+                self.spec, self.rank, resources.folder, self._protected(), others.open, others.pause
+            )
+            header = slots.read([tensor.shard for tensor in state], read).views[0].header
+        self._tail.restore(header.ledger)
+        self._take_over(header.extra)
+        if slots.reads_far:  # else a first step would take as long as the slowest member's reading
+            self._groups.wait_for_all("restored", others.wait)
+        resources.page.phase("restore")
 
     def _restore_commit(self, engine: Engine) -> None:
         storage = self._resources.storage()

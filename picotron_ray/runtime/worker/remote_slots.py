@@ -1,7 +1,7 @@
 """Slots of other nodes, as one generation's restore reads them: through the shard services of their agents.
 
 Whatever waits here can be left: an interrupt ends it within a tenth of a second. A node that is frozen or cut
-off is given up after ``snapshot.fetch_timeout_s``, and the coordinator chooses another source.
+off is given up after ``snapshot.fetch_timeout_s``: another one is read, or the coordinator chooses anew.
 """
 
 from __future__ import annotations
@@ -57,6 +57,19 @@ class RemoteSlots:
     def _go_on(self) -> None:
         self._leave_if_asked()
         self._page.phase("restore", LIMIT_WAITS * self._timeout_s)
+
+    def wait(self) -> None:
+        """Say that this worker lives and waits for others; raises where it is to leave."""
+        self._leave_if_asked()
+        self._page.phase("queue", LIMIT_WAITS * self._timeout_s)
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long for nodes that are busy."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.wait()
+            time.sleep(min(POLL_S, left))
+        self._go_on()
 
     def close(self) -> None:
         for client in self._clients.values():

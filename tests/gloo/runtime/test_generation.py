@@ -387,8 +387,16 @@ def test_a_part_that_cannot_be_closed_keeps_no_other_open_and_no_one_waiting(ben
     assert bench.outcome(bench.make()).kind is FailureKind.PEER_LOST, "that explains more"
 
 
-def no() -> None:
-    """Nothing is to be closed."""
+class FakeRestore:
+    """Reads from one view; ``reads_far`` as it is told."""
+
+    def __init__(self, view: Any, reads_far: bool, *words: Any) -> None:
+        self.view, self.reads_far = view, reads_far
+
+    def read(self, wanted: Any, work: Any) -> Any:
+        source = SimpleNamespace(views=[self.view])
+        work(source)
+        return source
 
 
 def test_each_source_is_restored_in_its_own_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,17 +404,17 @@ def test_each_source_is_restored_in_its_own_way(bench: Bench, monkeypatch: pytes
         SimpleNamespace(ledger=['{"step": 4}'], extra={UPDATES: {"skipped": 2}}),
         SimpleNamespace(extra={}),
     )
-    views = [SimpleNamespace(header=kept), None]
-    bench.set("SlotSource", lambda slots, key: SimpleNamespace(views=views, slots=slots))
     bench.set("CommitSource", lambda storage, manifest: (storage, manifest))
-    bench.set("RemoteSlots", lambda *words: SimpleNamespace(open=lambda info: f"from {info.node}", close=no))
-    infos = tuple(SlotInfo(node, f"{node}.slot", OTHER, 4, 0, ()) for node in ("n1", "n0"))
-    run = bench.make(replace(SPEC, source=Source("slots", 4, OTHER, infos)))
-    run._restore(bench.engine)  # type: ignore[arg-type]
-    (_, state, source, _), phase, step = bench.told
-    assert (state, phase, step) == ([], ("phase", "restore"), ("set step", 4, 2))
-    assert source.slots == [("n1.slot", bench.resources.folder / "n1.slot"), ("n0.slot", "from n0")]
-    assert run._tail.lines() == ('{"step": 4}',)
+    for far in (False, True):  # where all read their own node's, nobody waits for anybody
+        bench.told.clear()
+        bench.set("SlotRestore", partial(FakeRestore, SimpleNamespace(header=kept), far))
+        run = bench.make(replace(SPEC, source=Source("slots", 4, OTHER)))
+        run._restore(bench.engine)  # type: ignore[arg-type]
+        waits = [("wait for all", "restored"), ("phase", "queue")] if far else []
+        (_, state, source, _), *rest = bench.told
+        assert (state, source.views[0].header) == ([], kept)
+        assert rest == [*waits, ("phase", "restore"), ("set step", 4, 2)]
+        assert run._tail.lines() == ('{"step": 4}',)
     monkeypatch.setattr(GenerationRun, "_manifest", lambda self, storage: manifest)
     seed = bench.resources.job.seed
     for only, before, what in ((True, [("initialise", seed, bench.page.moved)], "weights"), (False, [], [])):
@@ -487,7 +495,7 @@ def test_whoever_reads_slots_of_another_node_lives_and_can_be_called_away(bench:
 
     class Slots:
         def __init__(self, page: Page, config: Any, find: Any, leave_if_asked: Any) -> None:
-            self.leave_if_asked = leave_if_asked
+            self.leave_if_asked, self.pause = leave_if_asked, None
 
         def open(self, info: SlotInfo) -> str:
             self.leave_if_asked()

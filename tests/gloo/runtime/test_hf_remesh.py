@@ -103,7 +103,7 @@ def commit_of(run: Run, store: RunStore) -> None:
     last = run.specs[-1].id
     paths = [path for path, header in list_slots(run.folder) if header.key == (last.term, last.n, STEPS)]
     part = upload_slots(paths, storage, last.term, last.n, STEPS, owner="node")
-    done = store.commit(GenerationId(last.term, last.n), STEPS, [part.to_dict()])
+    done = store.commit(GenerationId(last.term, last.n), STEPS, [part.encode()])
     assert not done.error, done
 
 
@@ -133,6 +133,7 @@ def test_in_through_two_layouts_and_out(pool: Pool, tmp_path: Path, kind: str) -
     assert run.specs[1].resume_step >= 1
     commit_of(run, store)
     store.executor.shutdown()
+    store.committer.shutdown()
 
     assert export_hf(job, tmp_path / "back", None, "float32", 20_000)["step"] == STEPS
     back = transformers.AutoModelForCausalLM.from_pretrained(

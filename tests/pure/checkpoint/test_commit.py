@@ -17,8 +17,9 @@ from blake3 import blake3
 from picotron_ray.checkpoint.storage.base import get_json
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store import commit_source
+from picotron_ray.checkpoint.store.assembly import _without_repeats, assemble, missing_chunks, put_fresh
 from picotron_ray.checkpoint.store.chunks import chunk_key
-from picotron_ray.checkpoint.store.commit import _without_repeats, assemble, commit, missing_chunks, put_fresh
+from picotron_ray.checkpoint.store.commit import commit
 from picotron_ray.checkpoint.store.commit_source import CommitSource
 from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.manifest import (

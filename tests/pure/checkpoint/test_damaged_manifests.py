@@ -135,7 +135,7 @@ def test_where_nothing_can_be_read_nothing_is_collected(run: Run) -> None:
     assert len(run.bodies()) == len(STEPS)
     parent = parent_of(run.storage, run.log, 1, 1)
     assert parent is not None
-    assert (parent.step, len(parent.ledger), parent.shards) == (20, len(STEPS), ()), (
+    assert (parent.step, len(parent.ledger), parent.addresses) == (20, len(STEPS), b""), (
         "the log tells the ledger"
     )
 

@@ -19,7 +19,8 @@ from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.commit import commit
 from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.checkpoint.store.upload import UploadPart, upload_slots
+from picotron_ray.checkpoint.store.upload import upload_slots
+from picotron_ray.checkpoint.store.upload_part import UploadPart
 from picotron_ray.checkpoint.store.verify import Verifier, read_ledger
 from picotron_ray.errors import CorruptError, PartsGoneError, StorageError
 from picotron_ray.layout.layout import Layout

@@ -22,7 +22,7 @@ from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_reader import open_slot
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
-from picotron_ray.errors import CorruptError, SlotUnreachableError
+from picotron_ray.errors import CorruptError, ServiceBusyError, SlotUnreachableError
 from picotron_ray.layout.shards import Box, Shard, as_elements, region, whole
 from tests.support.checkpoint.open_files import no_open_files
 
@@ -385,10 +385,20 @@ def test_a_closed_service_ends_its_thread(tmp_path: Path) -> None:
     assert not thread.is_alive()
 
 
-def test_no_more_than_so_many_connections_are_taken(
+def test_no_more_than_so_many_connections_are_taken_and_the_others_hear_so(
     service: ShardServer,
 ) -> None:
+    """They were closed without a word, as by a node that is lost."""
     service._slots = threading.BoundedSemaphore(1)
-    first = Channel.connect(service.endpoint, 1.0)
-    with closing(first), pytest.raises(SlotUnreachableError, match=GONE):
-        Channel.connect(service.endpoint, 1.0)
+    found: list[None] = []
+
+    def find() -> Endpoint:
+        found.append(None)
+        return service.endpoint
+
+    with closing(Channel.connect(service.endpoint, 1.0)), closing(ShardClient(find, 1.0)) as peer:
+        for _ in range(3):
+            with pytest.raises(ServiceBusyError, match="busy") as caught:
+                RemoteSlot(peer, "w.0.slot", KEY)
+            assert caught.value.where == "w.0.slot"
+        assert len(found) == 1, "its address is known"

@@ -13,11 +13,13 @@ import pytest
 
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store import chunks
-from picotron_ray.checkpoint.store.commit import assemble, commit, parent_of
+from picotron_ray.checkpoint.store.assembly import assemble
+from picotron_ray.checkpoint.store.commit import commit, parent_of
 from picotron_ray.checkpoint.store.gc import collect
 from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.checkpoint.store.upload import UploadPart, upload_slots
+from picotron_ray.checkpoint.store.upload import upload_slots
+from picotron_ray.checkpoint.store.upload_part import UploadPart
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import CorruptError, FencedError, StorageError

@@ -54,7 +54,7 @@ def test_every_message_is_known_to_the_codec() -> None:
     }
     values = {
         "GenerationId", "Fragment", "SlotInfo", "Source", "Member", "Link", "GenerationSpec", "Commit",
-        "BusyWorker", "LayoutQuestion", "NodeTraits", "Strike", "Rewind", "StateId",
+        "BusyWorker", "LayoutQuestion", "NodeTraits", "Strike", "Rewind", "StateId", "StateCopy",
     }  # fmt: skip
     assert set(MESSAGES) == defined - values
 

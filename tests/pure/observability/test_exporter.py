@@ -40,6 +40,7 @@ from tests.support.runs.coordinator_world import job
 
 RUN = {"run": "r"}
 NODE = {"run": "r", "node": "n"}
+SERVICE: Any = SimpleNamespace(served_bytes=77)
 SPEC = m.GenerationSpec(m.GenerationId(1, 2), (m.Member("a", "n"),), Layout(), m.Source("slots", 5), "test")
 
 
@@ -142,13 +143,14 @@ def test_ray_is_given_the_plain_figures(tmp_path: Path, page: Page) -> None:
 
 def test_an_agent_measures_all_but_gpus(tmp_path: Path, page: Page) -> None:
     (tmp_path / "a.0.slot").write_bytes(bytes(300))
-    figures = AgentFigures(tmp_path, lambda: living(tmp_path))
+    figures = AgentFigures(tmp_path, lambda: living(tmp_path), SERVICE)
     wanted = {name for name, metric in CATALOGUE.items() if metric.server == "agent"}
     optional = {name for name in wanted if CATALOGUE[name].needs_gpu}
     assert wanted - optional <= {sample.name for sample in figures()} <= wanted
     values = exposed("agent", NODE, figures)
     assert values["picotron_node_slot_bytes"] == 300
     assert values["picotron_node_workers"] == 1
+    assert values["picotron_node_served_snapshot_bytes_total"] == 77
     assert values["picotron_worker_resident_bytes a"] > 1e6
     assert values["picotron_worker_snapshot_wait_seconds_total a"] == 0.125
     page.put(cuda_allocated_bytes=7, cuda_reserved_bytes=9)
@@ -157,7 +159,7 @@ def test_an_agent_measures_all_but_gpus(tmp_path: Path, page: Page) -> None:
 
 def test_steps_are_counted_each_with_their_exact_time(tmp_path: Path, page: Page) -> None:
     del page
-    values = exposed("agent", NODE, AgentFigures(tmp_path, lambda: living(tmp_path)))
+    values = exposed("agent", NODE, AgentFigures(tmp_path, lambda: living(tmp_path), SERVICE))
     name = "picotron_worker_step_seconds"
     assert values[f"{name}_sum a"] == 0.25 + 0.015 + 130.0 + 0.25
     assert values[f"{name}_count a"] == 4

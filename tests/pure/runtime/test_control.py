@@ -143,6 +143,8 @@ def test_a_checkpoint_is_awaited(connected: list[Any], told: list[str]) -> None:
     assert told == ["request checkpoint"]
     connected[:] = [seen(5), seen(5), seen(6, done=True)]
     assert control.checkpoint_now("night", 5.0) == 6
+    connected[:] = [seen(40), seen(40), seen(25), seen(30)]
+    assert control.checkpoint_now("night", 5.0) == 30, "a rewind meanwhile"
     for answers in ([seen(5), seen(5, done=True)], [seen(0), seen(None, done=True)]):
         connected[:] = answers
         with pytest.raises(follow_run.LostRunError, match="no new commit within 5 s"):

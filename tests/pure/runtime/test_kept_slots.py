@@ -21,7 +21,7 @@ from picotron_ray.runtime.driver import control, snapshot_folder
 from picotron_ray.runtime.driver.preflight import check_kept_elsewhere, check_same_run
 from picotron_ray.runtime.driver.resolve_job import SAME_RUN, ResolvedJob, resolve
 from picotron_ray.runtime.heartbeat import Page, process_start_ticks
-from picotron_ray.runtime.node_agent.slot_release import release_slots
+from picotron_ray.runtime.node_agent.slot_release import release_slots, still_read
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import kept_index, node_folder, run_folder
@@ -78,6 +78,22 @@ def test_a_release_spares_kept_steps_that_are_not_done_again(tmp_path: Path) -> 
     release_slots(tmp_path, (3, 1, 40), kept, living=(), committed=40)
     assert there(tmp_path) == {"w1.1.slot", kept_slots.MARKER}
     release_slots(tmp_path, (3, 1, 50), kept[1:], living=(), committed=50)
+    assert there(tmp_path) == set()
+
+
+def test_a_release_spares_all_copies_that_the_newest_generation_reads(tmp_path: Path) -> None:
+    """Each of its members reads those of its own node, until a state of its own is released."""
+    one, two = m.GenerationId(1, 1), m.GenerationId(1, 2)
+    for name, step in {"w1": 30, "w2": 40, "w3": 40}.items():
+        info = m.SlotInfo("b", f"{name}.slot", one, step, 0, (m.Fragment(0),))
+        write_slot(tmp_path / info.slot, SimSlot(info, ((one, 0, step),)), Layout(dp=1))
+    anchor = m.SlotInfo("a", "w9.slot", one, 40, 0, (m.Fragment(0),))
+    copies = (m.StateCopy("a", (0,), ("w9.slot",)), m.StateCopy("b", (0,), ("w2.slot", "w3.slot")))
+    source = m.Source("slots", 40, one, (anchor,), layout=Layout(dp=1), copies=copies)
+    newest = m.GenerationSpec(two, (m.Member("w4", "b"),), Layout(dp=1), source, "test")
+    release_slots(tmp_path, (1, 1, 50), (), living=(), needed=still_read(newest, one), committed=50)
+    assert there(tmp_path) == {"w2.slot", "w3.slot"}
+    release_slots(tmp_path, (1, 2, 60), (), living=(), needed=still_read(newest, two), committed=60)
     assert there(tmp_path) == set()
 
 

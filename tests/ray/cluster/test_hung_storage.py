@@ -68,6 +68,7 @@ class Run:
         ended = Coordinator.__new__(Coordinator)
         ended._job, ended._executor, ended._begun = self.job, self.executor, False
         ended._options = {"owns_ray": True, "event_folder": str(self.folder)}
+        ended._store = self.store
         ended._planner = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
         ended._cluster = SimpleNamespace(figures=figures, close=close)  # type: ignore[assignment]
         ended._record = SimpleNamespace(  # type: ignore[assignment]
@@ -107,6 +108,7 @@ def made(
     for run in runs:
         run.store.collector.shutdown()
         run.store.executor.shutdown()
+        run.store.committer.shutdown()
 
 
 def test_the_newest_term_is_known_whatever_hangs_on_the_thread_of_the_log(made: Callable[..., Run]) -> None:

@@ -223,10 +223,10 @@ def test_no_call_waits_for_an_upload_and_one_that_is_asked_for_again_is_joined(
     """Storage may hang for hours: each call that waited would hold one of the agent's threads."""
     may_end, calls = threading.Event(), []
 
-    def upload(generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> dict[str, Any]:
+    def upload(generation: tuple[int, int], step: int, slots: tuple[str, ...]) -> bytes:
         calls.append(step)
         assert may_end.wait(10)
-        return {"step": step}
+        return str(step).encode()
 
     monkeypatch.setattr(agent._uploads, "run", upload)
     for step in (5, 5, 6):
@@ -240,7 +240,7 @@ def test_no_call_waits_for_an_upload_and_one_that_is_asked_for_again_is_joined(
     assert sorted(calls) == [5, 6]
     agent.upload(1, (1, 1), 5, ("s",))
     (end,) = await_ends(agent, 1)
-    assert end == Ended((1, 1), 5, ("s",), {"step": 5})
+    assert end == Ended((1, 1), 5, ("s",), b"5")
     assert sorted(calls) == [5, 5, 6], "nothing is remembered"
 
 
@@ -256,7 +256,7 @@ def test_no_call_waits_for_an_upload_and_one_that_is_asked_for_again_is_joined(
 def test_an_uploads_end_is_told_until_it_is_acknowledged(
     agent: Agent, told: Told, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str, full: bool
 ) -> None:
-    def upload(*what: Any) -> dict[str, Any]:
+    def upload(*what: Any) -> bytes:
         raise error
 
     def away(*words: Any) -> Future[None]:
@@ -699,8 +699,8 @@ def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
     assert bench.calls.seen == [asked] * 3, "silence is asked again"
     bench.run(m.Upload("n2", A, 6, ("t",)))
     bench.executor.uploaded("n1", Ended((1, 1), 5, ("s",), None, "gone:s.slot"))
-    bench.executor.uploaded("n1", Ended((1, 1), 5, ("s",), {"part": 1}))
-    bench.executor.uploaded("n2", Ended((1, 1), 6, ("t",), {"part": 2}))
+    bench.executor.uploaded("n1", Ended((1, 1), 5, ("s",), b"1"))
+    bench.executor.uploaded("n2", Ended((1, 1), 6, ("t",), b"2"))
     assert bench.run() == [
         m.Uploaded("n1", A, 5, "gone:s.slot", ("s",)),
         m.Uploaded("n1", A, 5, "", ("s",)),
@@ -715,7 +715,7 @@ def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
     assert sorted(bench.calls.seen) == after, "only after a commit that was made"
     bench.run(m.AppendCommit(A, 5, ("n1",)), m.AppendCommit(A, 6, ("n2",)))
     assert bench.committed == [
-        (A, 5, [{"part": 1}]), (A, 5, [{"part": 1}]), (A, 5, []), (A, 6, [{"part": 2}])
+        (A, 5, [b"1"]), (A, 5, [b"1"]), (A, 5, []), (A, 6, [b"2"])
     ]  # fmt: skip
     assert bench.run(m.AppendGeneration(SPEC)) == [m.Appended("generation", A, 0, 1)]
 
@@ -727,7 +727,7 @@ def test_of_two_uploads_of_a_state_the_part_of_the_newest_is_committed(
     """Whichever ends first: the state was planned anew when another node was lost."""
     for slots in (("b1",), ("b1", "b2")):
         bench.run(m.Upload("b", A, 5, slots))
-    ends = [Ended((1, 1), 5, slots, {"slots": slots}) for slots in (("b1",), ("b1", "b2"))]
+    ends = [Ended((1, 1), 5, slots, repr(slots).encode()) for slots in (("b1",), ("b1", "b2"))]
     for at in order:
         assert (bench.executor._uploads.open("b") is None) == (at == 0 and order[0] == 1)
         bench.executor.uploaded("b", ends[at])
@@ -735,7 +735,7 @@ def test_of_two_uploads_of_a_state_the_part_of_the_newest_is_committed(
         ends[at].slots for at in order
     ]
     bench.run(m.AppendCommit(A, 5, ("b",)))
-    assert bench.committed == [(A, 5, [{"slots": ("b1", "b2")}])]
+    assert bench.committed == [(A, 5, [repr(("b1", "b2")).encode()])]
 
 
 def test_storage_that_is_full_is_collected_before_the_next_try(bench: Bench) -> None:
@@ -760,7 +760,7 @@ def test_the_machine_hears_what_a_collection_has_retired(bench: Bench) -> None:
 def test_an_upload_that_died_with_its_agent_is_asked_for_again(bench: Bench) -> None:
     """Nobody else would for ten times the deadline of storage."""
     bench.run(m.Upload("n1", A, 5, ("s",)), m.Upload("n2", A, 5, ("t",)))
-    bench.executor.uploaded("n2", Ended((1, 1), 5, ("t",), {}))
+    bench.executor.uploaded("n2", Ended((1, 1), 5, ("t",), b""))
     bench.calls.seen.clear()
 
     async def back() -> None:
@@ -1106,6 +1106,37 @@ def test_room_that_others_take_and_give_is_told(nodes: Nodes) -> None:
     assert nodes.changes() == [m.NodeJoined("a", 3)]
     nodes.cluster.gone("w1")
     assert nodes.changes() == [m.NodeJoined("a", 2)]
+
+
+def test_a_node_full_of_workers_that_were_forgotten_is_greeted_once_its_agent_is_heard(nodes: Nodes) -> None:
+    """They held all its GPUs, so it had no room, and was locked out until the run ended."""
+    nodes.views = [view("a"), view("b"), view("others", free=0.0)]
+    nodes.changes()
+    names = [f"w{number}" for number in range(4)]
+    nodes.cluster.adopt_workers(tuple(m.Member(name, "a") for name in names))
+    nodes.views[0] = view("a", free=0.0)
+    nodes.hello["a"] = {"workers": names}
+    nodes.cluster.agent_died("a")  # its store did not start, or its agent raised what nobody expects
+    assert nodes.changes() == [], "nothing says that anything of ours lives there"
+    nodes.cluster.heard("a")
+    assert nodes.changes() == [m.NodeJoined("a", 4, idle=tuple(names))]
+    assert asked_to_join(nodes) == 3, "a node that others fill is asked nothing"
+    nodes.cluster.agent_died("a")
+    nodes.cluster.heard("a")
+    nodes.now += 60.0
+    assert nodes.changes() == [], "it was heard long ago"
+
+
+def test_a_full_node_whose_agent_was_silent_at_the_beginning_is_greeted_later(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "HELLO_S", 0.05)
+    monkeypatch.setattr(cluster_module.ray, "get_actor", lambda name, namespace: nodes._agent(name[-1]))
+    nodes.views, nodes.frozen = [view("a", free=0.0), view("b")], {"a"}
+    nodes.hello["a"] = {"workers": ["w0"]}
+    assert set(asyncio.run(nodes.cluster.hello(1))) == {"b"}
+    nodes.frozen.clear()
+    assert nodes.changes() == [m.NodeJoined("a", 1, idle=("w0",)), m.NodeJoined("b", 4)]
 
 
 def test_only_silent_agents_are_asked_whether_they_live(nodes: Nodes) -> None:

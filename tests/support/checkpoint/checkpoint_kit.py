@@ -19,7 +19,8 @@ from picotron_ray.checkpoint.store.commit import Committed, commit
 from picotron_ray.checkpoint.store.commit_source import CommitSource
 from picotron_ray.checkpoint.store.manifest import Manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.checkpoint.store.upload import UploadPart, upload_slots
+from picotron_ray.checkpoint.store.upload import upload_slots
+from picotron_ray.checkpoint.store.upload_part import UploadPart
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard, region, whole
 

@@ -39,7 +39,11 @@ TABLES: tuple[tuple[Mapping[str, Mutation], tuple[Simulation, ...]], ...] = (
 )
 """Tables of mutations, each with the simulations that must notice them."""
 ALL = {name: mutation for table, _ in TABLES for name, mutation in table.items()}
-FIRST = {"what_a_silent_node_holds_is_forgotten": 1000, "a_launch_that_nobody_begins_may_not_leave": 2000}
+FIRST = {
+    "what_a_silent_node_holds_is_forgotten": 1000,
+    "a_launch_that_nobody_begins_may_not_leave": 2000,
+    "one_damaged_commit_ends_later_ones": 60,
+}
 """First seed of mutations that only rare schedules show."""
 RAISED = (AssertionError, KeyError, IndexError, RuntimeError, TypeError)  # by code that is broken
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.checkpoint.store import commit, deletion, gc
+from picotron_ray.checkpoint.store import assembly, commit, deletion, gc
 from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.run_log import RunLog
@@ -35,13 +35,6 @@ def _knows_nothing(real: Any, self: InUse, keys: Any) -> Iterator[frozenset[str]
         yield frozenset()
 
 
-@contextmanager
-def _forget(real: Any, self: InUse, keys: Any) -> Iterator[frozenset[str]]:
-    with real(self, keys) as going:
-        yield going
-    self._lately.clear()
-
-
 STORED: dict[str, Mutation] = {
     "the_log_is_not_read_before_a_deletion": nothing(deletion, "_check_term"),
     "the_log_is_read_once_before_all_deletions": wrap(
@@ -56,9 +49,8 @@ STORED: dict[str, Mutation] = {
         lambda real, self, keys: nullcontext(frozenset()), (InUse, "needed")
     ),
     "a_commit_does_not_know_what_is_being_deleted": wrap(_knows_nothing, (InUse, "needed")),
-    "what_a_commit_needs_is_forgotten_at_its_end": wrap(_forget, (InUse, "needed")),
     "what_a_save_lists_is_not_spared": wrap(
-        lambda real, storage, log, intents: real(storage, log, []), (gc, "_marked")
+        lambda real, storage, log, intents, outlines: real(storage, log, [], outlines), (gc, "_marked")
     ),
     "a_rewind_finds_what_was_given_up": put(lambda job: 0, (gc, "rewind_reach")),
     "no_commit_is_retired": put(lambda *words: (), (gc, "_retire")),
@@ -71,7 +63,7 @@ STORED: dict[str, Mutation] = {
         lambda real, manifest, entries, problem: _continued(real, manifest, entries, problem),
         (commit, "_continued"),
     ),
-    "chunks_are_not_looked_for_before_a_commit": put(lambda *words: [], (commit, "missing_chunks")),
+    "chunks_are_not_looked_for_before_a_commit": put(lambda *words: [], (assembly, "missing_chunks")),
     "a_save_looks_before_its_intent_is_put": wrap(
         lambda real, self, key, state, chunks: None if chunks is None else real(self, key, state, chunks),
         (Intents, "put"),

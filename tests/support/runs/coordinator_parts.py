@@ -87,6 +87,7 @@ class Bench:
         store: Any = SimpleNamespace(
             data="",
             executor=ThreadPoolExecutor(1),
+            committer=ThreadPoolExecutor(1),
             collector=ThreadPoolExecutor(1),
             append_generation=lambda spec: m.Appended("generation", spec.id, 0, 1),
             commit=self._commit,

@@ -54,6 +54,6 @@ def _committed(store: RunStore, job: JobConfig, spec: m.GenerationSpec, folder: 
     store.append_generation(spec)
     slots = write_slots(folder, make_state(0), spec.layout, key, lines)
     part = upload_slots(slots, open_storage(job.storage, job.name), *key, owner="node")
-    event = store.commit(spec.id, STEPS, [part.to_dict()])
+    event = store.commit(spec.id, STEPS, [part.encode()])
     assert event.seq, event.error
     return event

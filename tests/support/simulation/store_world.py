@@ -134,7 +134,7 @@ class StoreNode(SimNode):
         found = [self.slots[name] for name in command.slots if name in self.slots]
         return [slot for slot in found if (slot.info.generation, slot.info.step) == state]
 
-    def _put(self, process: Process, command: m.Upload) -> dict[str, Any]:
+    def _put(self, process: Process, command: m.Upload) -> bytes:
         held = self._held(command)
         layout = self.sim.checks.specs[command.generation].layout
         folder = Path(tempfile.mkdtemp(dir=self._folder))
@@ -144,9 +144,9 @@ class StoreNode(SimNode):
         client = Client(self.sim.objects, self.sim.processes, process, lambda: self.storage_down_until)
         client.save = f"intents/{command.step}-{state[0]}-{state[1]}-{self.name}-"
         paths = [folder / name for name in command.slots]
-        return upload.upload_slots(paths, client, *state, owner=self.name, intents=self.intents).to_dict()
+        return upload.upload_slots(paths, client, *state, owner=self.name, intents=self.intents).encode()
 
-    def _ended(self, command: m.Upload, part: dict[str, Any] | None, error: Exception | None) -> None:
+    def _ended(self, command: m.Upload, part: bytes | None, error: Exception | None) -> None:
         self._asked.discard(command)
         if error is not None and not isinstance(error, PicotronError):
             raise error
@@ -169,6 +169,7 @@ class StoreShell(Shell):
         self._client = Client(sim.objects, sim.processes, self._process)
         sim.opening = self._client
         self._collecting = Process(sim.processes, lambda: self.alive, lambda: self.paused_until)
+        self._committing = Process(sim.processes, lambda: self.alive, lambda: self.paused_until)
         self.store = StoreOfRun(sim.job, lambda step: None)
         self.store.processes, self.store.log_process = sim.processes, self._process
         self._uploads = UploadRequests()
@@ -219,11 +220,11 @@ class StoreShell(Shell):
 
     def append(self, command: m.AppendGeneration | m.AppendCommit) -> None:
         if isinstance(command, m.AppendGeneration):
-            work = partial(self.store.append_generation, command.spec)
+            self._process.do(partial(self.store.append_generation, command.spec), self._appended)
         else:
             parts = self._uploads.parts(command)
             work = partial(self.store.commit, command.generation, command.step, parts)
-        self._process.do(work, self._appended)
+            self._committing.do(work, self._appended)
 
     def _appended(self, event: m.Appended, error: Exception | None) -> None:
         _expect_no_error(event, error)
@@ -258,7 +259,7 @@ class StoreSim(Sim):
         self.processes, self.objects = Processes(self), Objects(self)
         self.storage: StoreMirror = StoreMirror(self.objects)
         self.store_checks = StoreChecks(self, self.storage)
-        self.upload_parts: dict[tuple[str, m.GenerationId, int, tuple[str, ...]], dict[str, Any] | None] = {}
+        self.upload_parts: dict[tuple[str, m.GenerationId, int, tuple[str, ...]], bytes | None] = {}
         self.opening: Client | None = None  # storage of the coordinator that is being made
         self._patches = [
             mock.patch.object(run_store, "open_storage", self._open),

@@ -1,0 +1,184 @@
+"""Restore of one member from slots: those of its node are mapped, of others the boxes are asked for.
+
+It reads one copy of each share of the state (`coordinator.policies.state_copies` has their order), and opens
+no more slots than its own boxes need. Where a node is lost on the way, this member begins anew with the next
+copy, and the generation goes on. A node that serves as many as it can is left for another; where all do, this
+member waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from picotron_ray.checkpoint.shard_service.client import RemoteSlot
+from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
+from picotron_ray.checkpoint.snapshot.slot_reader import SlotShard, SlotView, open_slot
+from picotron_ray.checkpoint.store.shard_sources import SlotSource
+from picotron_ray.coordinator.messages import GenerationSpec, SlotInfo
+from picotron_ray.coordinator.policies.state_copies import ReadingOrder
+from picotron_ray.errors import ServiceBusyError, SlotError, SlotUnreachableError
+from picotron_ray.layout.shards import Box, Shard, subtract
+
+log = logging.getLogger(__name__)
+View = SlotView | RemoteSlot
+MOST_LOST = 3
+"""Nodes whose loss a member makes good by itself: whoever cannot reach more is cut off itself, as a rule."""
+PAUSES_S = (0.25, 8.0)
+"""Pause before busy nodes are asked again, the first and the longest; half as much to half as much again."""
+MOST_BUSY_S = 1800.0
+"""Longest wait for busy nodes."""
+
+
+class SlotRestore:
+    """Restore of one member."""
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        rank: int,
+        folder: Path,
+        key: SlotKey,
+        open_remote: Callable[[SlotInfo], RemoteSlot],
+        pause: Callable[[float], None],
+    ) -> None:
+        """
+        Args:
+            folder: of this node's slots.
+            key: ``(term, n, step)`` of the state.
+            open_remote: opens a slot of another node; raises SlotUnreachableError.
+            pause: waits so many seconds for nodes that are busy; raises where this member is to leave.
+        """
+        self._order, self._node = ReadingOrder(spec, rank), spec.members[rank].node
+        self._folder, self._key, self._open_remote, self._pause = folder, key, open_remote, pause
+        self._node_of = {name: node for node, name, _, _ in spec.source.identities}
+        self._views: dict[str, View] = {}
+        self._lost: dict[str, str] = {}  # node: a slot of it that was asked for
+        self._busy: dict[str, str] = {}
+        self._pauses = 0
+        self._give_up_at: float | None = None
+        self._over = False
+        self.reads_far = self._order.reads_far
+
+    def read(self, wanted: Sequence[Shard], work: Callable[[SlotSource], None]) -> SlotSource:
+        """Have ``work`` read what is ``wanted`` of the state; it begins anew where a node is lost or busy.
+
+        Raises:
+            CorruptError: a slot is damaged, or another state's.
+            SlotUnreachableError: no node that can be reached holds a part of the state any more.
+        """
+        while True:
+            try:
+                source = SlotSource([(view.name, view) for view in self._opened(wanted)], self._key)
+                self._pauses, self._give_up_at = 0, None
+                work(source)
+                return source
+            except ServiceBusyError as error:
+                self._busy[self._node_of[error.where]] = error.where
+                self._forget(self._node_of[error.where])
+            except SlotUnreachableError as error:
+                if self._over:
+                    raise
+                self._lose(error)
+
+    def _opened(self, wanted: Sequence[Shard]) -> list[View]:
+        """Open slots until they hold all that is wanted, or all there are."""
+        missing, opened = MissingBoxes(wanted), dict[str, View]()
+        for group in self._order.groups():
+            for info in self._chosen(group):
+                view = self._view(info)
+                if _holds(view, group):
+                    opened[view.name] = view
+                    missing.take(view.shards)
+            if not missing:
+                break
+        return list(opened.values())
+
+    def _chosen(self, group: int) -> tuple[SlotInfo, ...]:
+        """The slots of a group to read now: none is of a node that is lost, or busy while another is not."""
+        for attempt in (1, 2):
+            whole = [c for c in self._order.candidates(group) if not any(i.node in self._lost for i in c)]
+            if not whole:
+                raise self._gone("no other node holds what is needed of the state", self._lost)
+            free = [c for c in whole if not any(i.node in self._busy for i in c)]
+            if free or attempt == 2:
+                return (free or whole)[0]
+            self._wait()
+        raise AssertionError("one of two attempts finds something")
+
+    def _wait(self) -> None:
+        """Wait until busy nodes may be asked again."""
+        now = time.monotonic()
+        self._give_up_at = self._give_up_at or now + MOST_BUSY_S
+        if now > self._give_up_at:
+            raise self._gone(f"all nodes that hold it were busy for {MOST_BUSY_S:g} s", self._busy)
+        first_s, longest_s = PAUSES_S
+        log.info("snapshots: waiting for %s, which serve others", ", ".join(sorted(self._busy)))
+        self._pause(random.uniform(0.5, 1.5) * min(longest_s, first_s * 2 ** min(self._pauses, 30)))
+        self._pauses += 1
+        self._busy.clear()
+
+    def _view(self, info: SlotInfo) -> View:
+        if info.slot not in self._views:
+            self._views[info.slot] = self._open(info)
+        return self._views[info.slot]
+
+    def _open(self, info: SlotInfo) -> View:
+        if info.node != self._node:
+            return self._open_remote(info)
+        try:
+            return open_slot(self._folder / info.slot, info.slot)
+        except SlotError as error:  # it was removed
+            raise SlotUnreachableError(str(error), info.slot) from error
+
+    def _lose(self, error: SlotUnreachableError) -> None:
+        """Do without a node from now on; raises ``error`` where that is one too many."""
+        node = self._node_of.get(error.where)
+        if node is None:
+            raise error
+        self._lost[node] = error.where
+        if len(self._lost) > MOST_LOST:
+            raise self._gone(str(error), self._lost) from error
+        log.warning("snapshots: another copy is read instead of node %s's: %s", node[:8], error)
+        self._forget(node)
+
+    def _gone(self, why: str, nodes: Mapping[str, str]) -> SlotUnreachableError:
+        """Give up; a slot of each of these nodes is named, and the next source is chosen without them."""
+        self._over = True
+        return SlotUnreachableError(why, ",".join(nodes.values()))
+
+    def _forget(self, node: str) -> None:
+        self._views = {name: view for name, view in self._views.items() if self._node_of[name] != node}
+
+
+class MissingBoxes:
+    """Boxes of a member's state that no slot opened so far holds; false once there is none."""
+
+    def __init__(self, wanted: Iterable[Shard]) -> None:
+        self._boxes: dict[str, list[Box]] = {}
+        for shard in wanted:
+            if shard.box.numel:
+                self._boxes.setdefault(shard.name, []).append(shard.box)
+
+    def take(self, held: Iterable[SlotShard]) -> None:
+        """Take away what a slot holds."""
+        for entry in held:
+            boxes = self._boxes.get(entry.shard.name)
+            if boxes is None:
+                continue
+            boxes = [part for box in boxes for part in subtract(box, entry.shard.box)]
+            if boxes:
+                self._boxes[entry.shard.name] = boxes
+            else:
+                del self._boxes[entry.shard.name]
+
+    def __bool__(self) -> bool:
+        return bool(self._boxes)
+
+
+def _holds(view: View, group: int) -> bool:
+    fragments = view.header.fragments
+    return not fragments or any(part[0] == group for part in fragments)

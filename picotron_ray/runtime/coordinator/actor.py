@@ -163,8 +163,7 @@ class Coordinator:
 
         Returns the node whose agent is to carry the caller's heartbeats from now on; empty: none, it calls.
         """
-        events = [self._heartbeat(node, figures) for node, figures in beats.items()]
-        self._loop.call_soon_threadsafe(self._beaten, events)
+        self._loop.call_soon_threadsafe(self._beaten, [self._heartbeat(*each) for each in beats.items()])
         return self._cluster.groups.called(caller, len(beats) - 1, time.monotonic())
 
     def _heartbeat(self, node: str, figures: list[dict[str, Any]]) -> m.Heartbeat:

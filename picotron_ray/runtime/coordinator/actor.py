@@ -31,7 +31,6 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.final_wait import unkept
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
@@ -44,6 +43,7 @@ from picotron_ray.runtime.coordinator.beginning import (
     open_event_log,
     tell_beginning,
 )
+from picotron_ray.runtime.coordinator.closing import close_nodes
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
 from picotron_ray.runtime.coordinator.event_log.files import decode_record
@@ -356,18 +356,14 @@ class Coordinator:
         finish = replace(finish, detail=redact_words(finish.detail))
         self._executor.ending = True
         self._planner.close()
-        if finish.status != "fenced" and self._executor.term and await self._executor.is_newest() is False:
+        term = self._executor.term
+        if finish.status != "fenced" and term and await self._executor.is_newest() is False:
             finish = m.Finish("fenced", "a newer coordinator has taken over; this one does not end its run")
-        if finish.status == "fenced" and not await is_this_process(coordinator_name(self._job.name)):
-            log.warning("fenced (%s): this process leaves everything as it is", finish.detail)
+        doubtful = finish.status == "fenced" or not term
+        if doubtful and not await is_this_process(coordinator_name(self._job.name)):
+            log.warning("%s (%s): this process leaves everything as it is", finish.status, finish.detail)
             os._exit(0)
-        for node, figures in (await self._cluster.figures()).items():
-            self._record.figures(node, figures)  # the last evaluation may be younger than a heartbeat
-        try:
-            closed = self._cluster.close(self._executor.term, finish.keep, finish.status == "finished")
-            finish = unkept(finish, await closed)
-        except FencedError as error:
-            finish = m.Finish("fenced", str(error))
+        finish = await close_nodes(self._cluster, self._record, term, finish)
         summary = self._record.summary(finish)
         if finish.status not in ("fenced", "storage"):
             summary = await self._summed_up(summary)

@@ -51,7 +51,7 @@ from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
-from picotron_ray.runtime.coordinator.owner_watch import end_with
+from picotron_ray.runtime.coordinator.owner_watch import OwnerWatch
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
@@ -61,6 +61,7 @@ from picotron_ray.runtime.planning.process import PlannerProcess
 from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
+from picotron_ray.runtime.ray_cluster.owner_process import POLL_S
 from picotron_ray.runtime.ray_cluster.ray_calls import is_this_process
 from picotron_ray.runtime.ray_cluster.supervisor import LINGER_S
 from picotron_ray.runtime.run_storage.run_store import RunStore
@@ -124,7 +125,9 @@ class Coordinator:
         asyncio.set_event_loop(self._loop)
         self._executor.spawn(self._supervisor.or_exit("the begin of a term", self._begin))
         if self._options.get("tied_to"):
-            self._executor.spawn(end_with(self._options["tied_to"], self._record, self._dispatch))
+            look = OwnerWatch(self._options["tied_to"], self._record, self._dispatch).look
+            keep = partial(self._supervisor.keep, "the watch of the owner", look)
+            self._executor.spawn(keep(lambda: not self._executor.ending, POLL_S))
         self._loop.run_forever()
 
     # --- called through Ray ------------------------------------------------------------------------------
@@ -297,7 +300,9 @@ class Coordinator:
             return
         kept = {} if running else await self._cluster.keeping(specs)
         traits, ages, strikes = self._cluster.traits, self._record.failed_s_ago(), self._record.strikes
-        begin = begin_event(term, commits, specs, found, traits, ages, kept, strikes, store.data)
+        begin = begin_event(
+            term, commits, specs, found, traits, ages, kept, strikes, store.data, record.deaths
+        )
         self._cluster.adopt_workers(begin.workers)
         self._begun = True
         for event in (begin, *self._early.take(), *self._record.owed):

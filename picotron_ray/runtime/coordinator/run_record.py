@@ -23,7 +23,6 @@ from picotron_ray.runtime.coordinator.event_log.memo import observations, plain_
 from picotron_ray.runtime.coordinator.lived_time import LivedTime
 from picotron_ray.runtime.coordinator.obligations import Obligations
 from picotron_ray.runtime.coordinator.records import (
-    CHECKPOINTS_KEPT,
     Facts,
     FailureRecord,
     GenerationRecord,
@@ -209,6 +208,11 @@ class RunRecord:
         with self._lock:
             return self._owed.end(self._launch)
 
+    @property
+    def deaths(self) -> int:
+        """Workers that this launch has lost and does not replace."""
+        return self._owed.deaths(self._launch)
+
     def observe(self, event: m.Event, commands: list[m.Command], at_s: float, line: int = 0) -> None:
         """Follow the machine: note failures, and which generation came of each.
 
@@ -308,10 +312,7 @@ class RunRecord:
         if generations and generations[-1].id == event.generation:
             # a killed worker tells no outcome
             generations[-1].end_step = max(generations[-1].end_step, event.step)
-        figures = self._commit_figures.get(event.step)
-        stall_s = max((page["pinned_wait_s"] for page in self._facts.pages.values()), default=0.0)
-        self._facts.checkpoints.append({"step": event.step, "stall_s": stall_s, **(figures or {})})
-        del self._facts.checkpoints[:-CHECKPOINTS_KEPT]
+        self._facts.committed(event.step, self._commit_figures.get(event.step, {}))
 
     def evidence(self, name: str, generation: str) -> None:
         """Note what tells where the ranks of a generation were, by its name in storage."""
@@ -392,7 +393,6 @@ class RunRecord:
     def done(self, finish: m.Finish, summary: dict[str, Any]) -> None:
         with self._lock:
             level = "info" if finish.status in ("finished", "stopped") else "error"
-            self.note(
-                level, finish.status, f"run {finish.status}" + (f": {finish.detail}" if finish.detail else "")
-            )
+            why = f": {finish.detail}" if finish.detail else ""
+            self.note(level, finish.status, f"run {finish.status}{why}")
             self._finish, self._summary = finish, summary

@@ -139,6 +139,7 @@ def test_silent_agents_are_pinged_and_not_greeted(nodes: Nodes) -> None:
     nodes.changes()
     before = len(nodes.seen)
     nodes.now += 10 * job().elastic.heartbeat_s
+    nodes.errors["hello"] = RayActorError()
     assert nodes.changes() == []
     assert nodes.seen[before:] == [(1,)] * 3, "a term, and nothing of the run"
     assert nodes.asked_for_specs == []

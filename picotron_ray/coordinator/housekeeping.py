@@ -16,6 +16,7 @@ from picotron_ray.coordinator.unseen_members import end_unseen
 from picotron_ray.failures import FailureKind
 
 REPLACE_AFTER_S = 2.0  # replacements wait for the survivors' first step, which they would slow down
+NOT_REPLACED = "not-replaced"  # kind of the alerts that tell how many workers were lost for good
 
 
 def lose_node(memory: MachineMemory, node: str, reason: str, *, silent: bool = False) -> None:
@@ -56,7 +57,7 @@ def worker_gone(memory: MachineMemory, worker: RosterWorker, cause: str) -> None
     """Judge the exit of a worker that has just been taken off the roster."""
     if worker.state == "dying":
         return
-    memory.deaths += 1
+    count_death(memory)
     text = f"worker {worker.name} on {worker.node} exited: {cause}"
     if worker.state == "starting":
         start_failed(memory, worker.node, text)
@@ -65,6 +66,14 @@ def worker_gone(memory: MachineMemory, worker: RosterWorker, cause: str) -> None
         blame(memory, kind, worker.name, culprit=True, text=text, cause=cause)
     else:
         memory.alert("warning", "failure", text, cause=cause, target=worker.name, step=memory.seen_step)
+
+
+def count_death(memory: MachineMemory) -> None:
+    """Count a worker that was lost without its node; where none is replaced, a later term has to know."""
+    memory.deaths += 1
+    if not memory.job.elastic.replace_workers:
+        text = f"{memory.deaths} lost and not replaced (elastic.replace_workers): {wanted(memory)} are wanted"
+        memory.alert("info", NOT_REPLACED, text, deaths=memory.deaths)
 
 
 def start_failed(memory: MachineMemory, node: str, text: str) -> None:

@@ -11,6 +11,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.checkpoint_tracker import known_layouts
 from picotron_ray.coordinator.final_wait import enter, expect_kept
 from picotron_ray.coordinator.generation_stop import blame, kill
+from picotron_ray.coordinator.housekeeping import count_death
 from picotron_ray.coordinator.lineage import ancestors
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.policies.memory_limit import together
@@ -32,6 +33,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
         return
     specs = [*event.generations, *([event.running] if event.running else [])]
     memory.term, memory.commits = event.term, list(event.commits)
+    memory.deaths = event.deaths
     memory.breaker.times.extend(memory.now - ago_s for ago_s in event.failed_s_ago)
     _follow_all(memory, specs)
     memory.layouts.update(known_layouts(specs))
@@ -119,6 +121,7 @@ def _adopt(memory: MachineMemory, spec: m.GenerationSpec, step_s: float) -> None
         memory.roster.workers[name] = RosterWorker(name, node, "busy", memory.now)
     for name, node in ((each.worker, each.node) for each in missing if each.node in heard):
         text = f"worker {name} on {node} was gone when the coordinator came back"
+        count_death(memory)
         blame(memory, FailureKind.WORKER_EXITED, name, culprit=True, text=text, cause="killed")
         memory.emit(m.KillWorker(name, "counts as gone"))  # its page may be all that is
 

@@ -18,6 +18,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,9 +82,9 @@ class LocalStorage:
             return None
 
     def list(self, prefix: str) -> Iterator[StoredObject]:
-        folder = self._base / prefix.rpartition("/")[0]
-        found = self._guarded(prefix, lambda: sorted(self._walk(folder, prefix)))
-        yield from found
+        """Walk folder by folder: who takes some objects at a time waits for those alone."""
+        inside = prefix.rpartition("/")[0]
+        yield from self._walk(f"{inside}/" if inside else "", prefix)
 
     def delete(self, key: str) -> None:
         self._guarded(key, lambda: self._path(key).unlink(missing_ok=True))
@@ -92,20 +93,21 @@ class LocalStorage:
     def delete_many(self, keys: Sequence[str], until_s: float) -> Sequence[str]:
         return delete_each(self.delete, keys, until_s)
 
-    def _walk(self, folder: Path, prefix: str) -> Iterator[StoredObject]:
-        for parent, folders, files in os.walk(folder):
-            folders[:] = [name for name in folders if name != _TMP]
-            inside = Path(parent).relative_to(self._base).as_posix()
-            start = "" if inside == "." else f"{inside}/"
-            for name in files:
-                key = start + name
-                if not key.startswith(prefix):
-                    continue
-                try:
-                    stat = os.stat(os.path.join(parent, name))
-                except FileNotFoundError:  # deleted since the listing began
-                    continue
-                yield StoredObject(key, stat.st_size, stat.st_mtime)
+    def _walk(self, inside: str, prefix: str) -> Iterator[StoredObject]:
+        """Yield the objects below a folder in the order of their keys, one file's size after the other.
+
+        Args:
+            inside: key of the folder, with a slash at its end; "" for the run's own.
+        """
+        for name in self._guarded(prefix, lambda: _names(self._base / inside)):
+            key = inside + name
+            if name.endswith("/"):
+                if key.startswith(prefix) or prefix.startswith(key):
+                    yield from self._walk(key, prefix)
+            elif key.startswith(prefix):
+                stat = self._guarded(key, partial(_stat, self._base / key))
+                if stat is not None:
+                    yield StoredObject(key, stat.st_size, stat.st_mtime)
 
     def _path(self, key: str) -> Path:
         parts = key.split("/")
@@ -184,6 +186,25 @@ class LocalStorage:
             raise NotFoundError(f"{key} does not exist in {self.where}") from error
         except OSError as error:
             raise _explained(self.where, key, error) from error
+
+
+def _names(folder: Path) -> list[str]:
+    """Names in a folder, as keys are sorted: those of folders end in a slash. None where there is none."""
+    found = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:  # deleted meanwhile
+        for entry in entries:
+            if not entry.is_dir():
+                found.append(entry.name)
+            elif entry.name != _TMP and not entry.is_symlink():
+                found.append(f"{entry.name}/")
+    return sorted(found)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """Stat a file; None where it was deleted since it was listed."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(path)
+    return None
 
 
 def folders_to_make(url: str, run: str) -> list[Path]:

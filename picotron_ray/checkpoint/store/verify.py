@@ -20,6 +20,7 @@ from functools import partial
 from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_bounded
+from picotron_ray.checkpoint.store.chunk_sizes import ChunkSizes
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit_source import check_shard, fetch_chunk
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, Manifest, Segment, committed_manifest
@@ -100,7 +101,7 @@ class SizeCheck:
     """
 
     storage: Storage
-    _sizes: dict[str, int] | None = None  # of all chunks, by address
+    _sizes: ChunkSizes | None = None
     _damaged: frozenset[str] = frozenset()
 
     def check(self, entry: Entry) -> CommitReport:
@@ -110,17 +111,16 @@ class SizeCheck:
         except CorruptError as error:
             return CommitReport(entry, None, (str(error),))
         if self._sizes is None:
-            self._sizes = {_address(found.key): found.size for found in self.storage.list("chunks/")}
+            self._sizes = ChunkSizes(self.storage)
             self._damaged = frozenset(_address(found.key) for found in self.storage.list(QUARANTINE))
-        problems = {a: line for a, info in manifest.chunks.items() if (line := self._problem(a, info))}
+        sizes, chunks = self._sizes.of(manifest.chunks), manifest.chunks.items()
+        problems = {a: line for a, info in chunks if (line := self._problem(a, info, sizes.get(a)))}
         return CommitReport(entry, manifest, tuple(problems.values()), tuple(problems))
 
-    def _problem(self, address: str, info: ChunkInfo) -> str:
-        assert self._sizes is not None
+    def _problem(self, address: str, info: ChunkInfo, size: int | None) -> str:
         key = chunk_key(address)
         if address in self._damaged:
             return f"chunk {key} was found damaged when it was read"
-        size = self._sizes.get(address)
         if size is None:
             return f"chunk {key} is missing from {self.storage.where}"
         return "" if size == info.size else f"chunk {key} has {size} bytes, expected {info.size} (truncated)"

@@ -40,6 +40,7 @@ class Begin:
     failed_s_ago: tuple[float, ...] = ()  # failures of earlier terms within the last day, oldest first
     keeping: dict[str, int] = field(default_factory=dict)  # nodes that keep slots, and their newest steps
     struck: tuple[Strike, ...] = ()  # of earlier terms, also what no generation has followed yet
+    deaths: int = 0  # workers that earlier terms of this launch lost and did not replace
     step_s: float = 0.0  # longest time of a last step in what is running, as pages say; 0.0: they do not
 
 

@@ -31,7 +31,6 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.final_wait import unkept
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
@@ -44,6 +43,7 @@ from picotron_ray.runtime.coordinator.beginning import (
     open_event_log,
     tell_beginning,
 )
+from picotron_ray.runtime.coordinator.closing import close_nodes
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
 from picotron_ray.runtime.coordinator.event_log.files import decode_record
@@ -51,7 +51,7 @@ from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
-from picotron_ray.runtime.coordinator.owner_watch import end_with
+from picotron_ray.runtime.coordinator.owner_watch import OwnerWatch
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
@@ -61,6 +61,7 @@ from picotron_ray.runtime.planning.process import PlannerProcess
 from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
+from picotron_ray.runtime.ray_cluster.owner_process import POLL_S
 from picotron_ray.runtime.ray_cluster.ray_calls import is_this_process
 from picotron_ray.runtime.ray_cluster.supervisor import LINGER_S
 from picotron_ray.runtime.run_storage.run_store import RunStore
@@ -124,7 +125,9 @@ class Coordinator:
         asyncio.set_event_loop(self._loop)
         self._executor.spawn(self._supervisor.or_exit("the begin of a term", self._begin))
         if self._options.get("tied_to"):
-            self._executor.spawn(end_with(self._options["tied_to"], self._record, self._dispatch))
+            look = OwnerWatch(self._options["tied_to"], self._record, self._dispatch).look
+            keep = partial(self._supervisor.keep, "the watch of the owner", look)
+            self._executor.spawn(keep(lambda: not self._executor.ending, POLL_S))
         self._loop.run_forever()
 
     # --- called through Ray ------------------------------------------------------------------------------
@@ -295,8 +298,8 @@ class Coordinator:
             await self._end(record.ended)
             return
         kept = {} if running else await self._cluster.keeping(specs)
-        traits, ages, strikes = self._cluster.traits, self._record.failed_s_ago(), self._record.strikes
-        begin = begin_event(term, commits, specs, found, traits, ages, kept, strikes, store.data)
+        past = self._cluster.traits, record.failed_s_ago(), kept, record.strikes, store.data, record.deaths
+        begin = begin_event(term, commits, specs, found, *past)
         self._cluster.adopt_workers(begin.workers)
         self._begun = True
         for event in (begin, *self._early.take(), *self._record.owed):
@@ -356,18 +359,14 @@ class Coordinator:
         finish = replace(finish, detail=redact_words(finish.detail))
         self._executor.ending = True
         self._planner.close()
-        if finish.status != "fenced" and self._executor.term and await self._executor.is_newest() is False:
+        term = self._executor.term
+        if finish.status != "fenced" and term and await self._executor.is_newest() is False:
             finish = m.Finish("fenced", "a newer coordinator has taken over; this one does not end its run")
-        if finish.status == "fenced" and not await is_this_process(coordinator_name(self._job.name)):
-            log.warning("fenced (%s): this process leaves everything as it is", finish.detail)
+        doubtful = finish.status == "fenced" or not term
+        if doubtful and not await is_this_process(coordinator_name(self._job.name)):
+            log.warning("%s (%s): this process leaves everything as it is", finish.status, finish.detail)
             os._exit(0)
-        for node, figures in (await self._cluster.figures()).items():
-            self._record.figures(node, figures)  # the last evaluation may be younger than a heartbeat
-        try:
-            closed = self._cluster.close(self._executor.term, finish.keep, finish.status == "finished")
-            finish = unkept(finish, await closed)
-        except FencedError as error:
-            finish = m.Finish("fenced", str(error))
+        finish = await close_nodes(self._cluster, self._record, term, finish)
         summary = self._record.summary(finish)
         if finish.status not in ("fenced", "storage"):
             summary = await self._summed_up(summary)

@@ -57,6 +57,7 @@ def begin_event(
     keeping: Mapping[str, int] | None = None,
     struck: tuple[m.Strike, ...] = (),
     data: str = "",
+    deaths: int = 0,
 ) -> m.Begin:
     """Return the first event of a term.
 
@@ -68,6 +69,7 @@ def begin_event(
         keeping: nodes that keep slots of an earlier launch, and their newest steps.
         struck: layouts that ran out of memory in earlier terms.
         data: fingerprint of the run's data; idle workers that see other data are left out.
+        deaths: workers that earlier terms of this launch lost and did not replace.
     """
     kept_by = [agent["kept_by"] for agent in found.values() if agent.get("kept_by")]
     specs = [agent["spec"] for agent in found.values() if agent["spec"]]
@@ -94,6 +96,7 @@ def begin_event(
         failed_s_ago=failed_s_ago,
         keeping=dict(keeping or {}),
         struck=struck,
+        deaths=deaths,
         step_s=max((agent.get("step_s", 0.0) for agent in found.values()), default=0.0),
     )
 

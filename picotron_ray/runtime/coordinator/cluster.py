@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import (
     AgentRestarting,
     DrainNotice,
     Fenced,
-    GenerationId,
     GenerationSpec,
     Member,
     NodeJoined,
@@ -29,44 +24,34 @@ from picotron_ray.coordinator.messages import (
     WorkerReady,
 )
 from picotron_ray.coordinator.policies.store_home import SILENT_BEATS
+from picotron_ray.errors import FencedError
 from picotron_ray.runtime.coordinator.admission import idle_workers, joined, objection, traits_of
 from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
-from picotron_ray.runtime.coordinator.run_actors import IsNewest, RunActors
+from picotron_ray.runtime.coordinator.greetings import LOOK_S, Greetings
+from picotron_ray.runtime.coordinator.run_actors import IsNewest
 from picotron_ray.runtime.coordinator.start_actors import start_agent, start_worker
-from picotron_ray.runtime.coordinator.storage_patience import Activity
 from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name
 from picotron_ray.runtime.ray_cluster.placement import (
     NodeView,
     WorkerNeeds,
     draining_nodes,
     keeping_nodes,
     living_nodes,
-    restarting,
     worker_needs,
 )
 from picotron_ray.runtime.ray_cluster.ray_calls import (
-    NO_ANSWER,
-    UNAVAILABLE_RETRY_S,
     answer,
-    is_dead,
     refusal,
 )
 
 log = logging.getLogger(__name__)
-HELLO_S = 10.0  # longest wait for an agent that lives already when a term begins; a later one joins
-ALL_SILENT_S = 60.0  # longest wait for agents that may be training, where no other says what is running
-MOST_NAMED = 4  # silent agents in an event
 JOIN_S = 60.0  # longest wait for a fresh agent
-LOOK_S = 1.0  # how long one look at the nodes waits for those that join
 ASK_AGAIN_S = 60.0  # between questions to a node that was refused: what spoke against it may be mended
 MOST_ASKED = 4  # such nodes at a time
-MOST_ERRORS = 3  # errors of an agent in a row, after which it counts as dead
-Tell = Callable[[str, str, str], None]
 NodeEvent = NodeJoined | NodeLost | AgentRestarting | WorkerReady | Fenced
 
 
-class Cluster(RunActors):
+class Cluster(Greetings):
     """Agents, workers and nodes of a run.
 
     All methods run on the coordinator's loop; each may be called again after a lost reply.
@@ -76,87 +61,18 @@ class Cluster(RunActors):
         """``slot_bytes``: of one snapshot slot of one worker, as the driver planned it; 0: not known."""
         super().__init__(job)
         self._slot_bytes = slot_bytes
-        self.run_identity = ""  # told to every agent
         self.data = ""  # fingerprint of the run's; "": nobody knows it
         self._heard: dict[str, float] = {}  # node: when its agent last spoke, by the monotonic clock
-        self._order: list[str] = []  # nodes in the order in which they joined
-        self._errors: Counter[str] = Counter()  # by node: errors of its agent in a row
         self._news: list[NodeEvent] = []  # not handed out yet
         self._home = ray.get_runtime_context().get_node_id()
         self._needs: WorkerNeeds | None = None
         self._joining: dict[str, asyncio.Task[list[NodeEvent]]] = {}  # nodes whose agent is coming up
-        self.metrics: dict[str, dict[str, str]] = {}  # what each agent says of its metrics endpoint
         self._refused: dict[str, float] = {}  # node that may not take part: when it is asked again
         self._capacity: dict[str, int] = {}  # as last told, of the nodes that may take part
-        self._traits: dict[str, NodeTraits] = {}
         self._versions = node_versions(job)
         self.groups = BeatGroups(job.elastic.heartbeat_s)
 
     # --- nodes -------------------------------------------------------------------------------------------
-
-    async def hello(
-        self, term: int, tell: Tell = lambda *words: None, newest: GenerationId | None = None
-    ) -> dict[str, dict[str, Any]]:
-        """Greet the agents that live already, all at once; returns what each says, by node.
-
-        One that does not answer in time is not in it, which says nothing of what it has: it is greeted again
-        by ``changes``. Where none that answers knows of the newest generation, all are greeted again for up
-        to ``ALL_SILENT_S``: the silent ones may be training it. The term would begin as if nothing were
-        running, and end their workers when they come to light later.
-
-        Args:
-            tell: told (level, kind, text) that the silent agents are waited for.
-            newest: newest generation of the log.
-
-        Raises:
-            FencedError: an agent knows a newer term.
-        """
-        until, told = time.monotonic() + ALL_SILENT_S, False
-        while True:
-            found, silent = await self._greet_living(term)
-            heard = [said["spec"].id for said in found.values() if said["spec"] is not None]
-            known = bool(found) if newest is None else bool(heard) and max(heard) >= newest
-            if known or not silent or time.monotonic() >= until:
-                break
-            if not told:
-                who = ", ".join(sorted(node[:8] for node in silent)[:MOST_NAMED])
-                count = f"{len(silent)} of {len(silent) + len(found)} agents"
-                text = f"{count} do not answer ({who}): they may be training, and are waited for"
-                tell("warning", "agents", text)
-                told = True
-            await asyncio.sleep(UNAVAILABLE_RETRY_S)
-        for node, error in silent.items():
-            log.warning("node %s is not heard at the beginning: %r", node[:8], error)
-        return found
-
-    async def _greet_living(self, term: int) -> tuple[dict[str, dict[str, Any]], dict[str, BaseException]]:
-        """Greet the living agents once; returns what each says, and the errors of those that said nothing."""
-        views = {view.id: view for view in await asyncio.to_thread(living_nodes)}
-        handles = await asyncio.to_thread(self._find_agents, views)
-        needs = worker_needs(self._job.cluster, list(views.values()))
-        found: dict[str, dict[str, Any]] = {}
-        silent: dict[str, BaseException] = {}
-        self._agents.update(handles)  # also of the silent: what is asked of them meanwhile may be answered
-        for node, said in (await self._ask_all(handles, "hello", HELLO_S, term, self.run_identity)).items():
-            if isinstance(said, dict):
-                found[node] = said
-                self._traits[node] = traits_of(self._job, views[node], said, needs)
-                self.metrics[node] = said["metrics"]
-            elif (refused := refusal(said)) is not None:
-                raise refused
-            elif is_dead(said):
-                del self._agents[node]
-            else:
-                silent[node] = said
-        return found, silent
-
-    def _find_agents(self, nodes: Iterable[str]) -> dict[str, ActorHandle]:
-        """Ask Ray for the agents of nodes, one after the other: not on the loop."""
-        handles: dict[str, ActorHandle] = {}
-        for node in nodes:
-            with suppress(ValueError):  # no agent there
-                handles[node] = ray.get_actor(agent_name(self._job.name, node), NAMESPACE)
-        return handles
 
     async def keeping(self, generations: tuple[GenerationSpec, ...]) -> dict[str, int]:
         """Newest step that each node keeps from an earlier launch; a run without one has none."""
@@ -240,29 +156,6 @@ class Cluster(RunActors):
         self.heard(node)
         self.metrics[node] = metrics
 
-    async def _silent_agents(self, term: int) -> list[NodeEvent]:
-        """Ask silent agents, of nodes that Ray holds to be alive, whether they live.
-
-        One that does not answer is not dead; one that fails is asked again before it counts as dead.
-        """
-        silent = [node for node in self._order if self.is_silent(node)]
-        handles = {node: self._agents[node] for node in silent}
-        found: list[NodeEvent] = []
-        for node, said in (await self._ask_all(handles, "hello", LOOK_S, term)).items():
-            if not isinstance(said, BaseException):
-                self._errors.pop(node, None)
-            elif isinstance(said, NO_ANSWER):
-                self._errors.pop(node, None)
-                if await asyncio.to_thread(restarting, handles[node]):
-                    found.append(AgentRestarting(node))
-            elif (refused := refusal(said)) is not None:
-                found.append(Fenced(str(refused)))
-            else:
-                self._errors[node] += 1
-                if is_dead(said) or self._errors[node] >= MOST_ERRORS:
-                    found.append(NodeLost(node, "its agent died"))
-        return found
-
     def agent_died(self, node: str) -> None:
         """Forget a node, so that it gets a fresh agent where Ray holds it to be alive."""
         if node in self._order:
@@ -294,12 +187,16 @@ class Cluster(RunActors):
         has_agent = view.id in self._agents or (view.id in self._heard and not self.is_silent(view.id))
         if self._room(view) < 1 and not has_agent:  # one with an agent may be full of our own workers
             return []
-        handle = start_agent(self._job, view.id, view.host)
+        handle = await self._start(start_agent, self._job, view.id, view.host)
         try:
             hello = await answer(handle.hello.remote(term, self.run_identity), JOIN_S)
             self._agents[view.id] = handle
             self.metrics[view.id] = hello["metrics"]
-        except (RayError, TimeoutError) as error:
+            said = {view.id: hello}
+            for error in (await self._read_specs(term, said, ("kept_by",))).values():
+                raise error
+            hello = said[view.id]
+        except (RayError, TimeoutError, FencedError) as error:
             if (refused := refusal(error)) is not None:
                 return [Fenced(str(refused))]
             log.warning("node %s has no agent yet: %s", view.id[:8], error)
@@ -373,8 +270,11 @@ class Cluster(RunActors):
         """
         assert self._needs is not None
         await self._starts.take()
-        self._node_of[worker] = node
-        handle = start_worker(self._job, worker, node, self._needs, self._slot_bytes)
+        self._node_of[worker], self._workers[worker] = node, None
+        handle = await self._start(start_worker, self._job, worker, node, self._needs, self._slot_bytes)
+        if worker not in self._workers or self._closed:  # it was ended before there was anything to end
+            ray.kill(handle)
+            raise RayActorError(error_msg=f"worker {worker} was ended while it was being started")
         self._workers[worker] = handle
         ready: Any = handle.ready.remote()
         try:
@@ -386,12 +286,3 @@ class Cluster(RunActors):
         if worker in self._workers:  # else it was ended meanwhile
             self._placed[worker] = node
         return fingerprint
-
-    async def activity(self) -> Activity:
-        """Say whether the run has agents, and whether a worker is in a generation; needs no term."""
-        nodes = [view.id for view in await asyncio.to_thread(living_nodes)]
-        self._agents.update(await asyncio.to_thread(self._find_agents, nodes))
-        if not self._agents:
-            return "none"
-        pages = [page for pages in (await self.figures()).values() for page in pages]
-        return "training" if any(page["phase"] != "idle" for page in pages) else "idle"

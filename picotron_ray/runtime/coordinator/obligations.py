@@ -1,7 +1,10 @@
-"""Obligations of a launch over restarts of its coordinator: requests that are not done, and a decided end.
+"""Obligations of a launch over restarts of its coordinator: requests, losses for good, a decided end.
 
 A stop is done with the end of the launch that was asked, a checkpoint with the next commit, as whoever asked
 waits for a newer one. What another launch was asked does not count.
+
+A launch that replaces no dead worker (``elastic.replace_workers``) goes on with those that it has left; the
+next launch begins with all of them.
 
 Between the decision that a run is over and the end of the coordinator's process lie minutes: workers are
 ended, the ledger is checked, drivers are told. Ray starts a coordinator that dies meanwhile again, and that
@@ -15,6 +18,7 @@ from typing import Any
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode, encode
+from picotron_ray.coordinator.housekeeping import NOT_REPLACED
 
 
 class Obligations:
@@ -23,6 +27,7 @@ class Obligations:
     def __init__(self) -> None:
         self._asked: dict[str, str] = {}
         self._end: tuple[str, m.Finish] | None = None
+        self._deaths = ("", 0)
 
     def recall(self, memo: Mapping[str, Any]) -> None:
         """Learn what an earlier term's ``memo`` says; that of an earlier version knows of stops alone."""
@@ -30,12 +35,15 @@ class Obligations:
         self._asked = {what: launch for what, launch in said.items() if launch is not None}
         end = memo.get("end")
         self._end = None if end is None else (memo["end_of"], decode(end))
+        self._deaths = (memo.get("deaths_of", ""), memo.get("deaths", 0))
 
     def memo(self) -> dict[str, Any]:
         """Return what a later term has to know, as JSON values."""
         asked = {f"{what}_of": self._asked.get(what) for what in ("checkpoint", "stop")}
         end_of, end = self._end or (None, None)
-        return {**asked, "end_of": end_of, "end": None if end is None else encode(end)}
+        deaths_of, deaths = self._deaths
+        ended = {"end_of": end_of, "end": None if end is None else encode(end)}
+        return {**asked, **ended, "deaths_of": deaths_of, "deaths": deaths}
 
     def observe(self, launch: str, event: m.Event, commands: Sequence[m.Command]) -> None:
         """Follow what ``launch`` is asked, and does.
@@ -49,13 +57,19 @@ class Obligations:
         elif isinstance(event, m.Begin):
             self._end = None
         for command in commands:
-            if isinstance(command, m.Finish):
+            if isinstance(command, m.Alert) and command.kind == NOT_REPLACED:
+                self._deaths = (launch, command.data["deaths"])
+            elif isinstance(command, m.Finish):
                 self._asked.clear()
                 self._end = None if command.status == "fenced" else (launch, command)
 
     def requests(self, launch: str) -> tuple[m.UserRequest, ...]:
         """Return what this launch was asked for and has not done."""
         return tuple(m.UserRequest(what) for what, of in sorted(self._asked.items()) if of == launch)  # type: ignore[arg-type]
+
+    def deaths(self, launch: str) -> int:
+        """Return how many workers this launch has lost and does not replace."""
+        return self._deaths[1] if self._deaths[0] == launch else 0
 
     def end(self, launch: str) -> m.Finish | None:
         """Return how this launch decided to end the run; None: it has not."""

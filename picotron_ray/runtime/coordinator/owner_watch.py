@@ -11,11 +11,21 @@ from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.ray_cluster import owner_process
 
 
-async def end_with(process: dict[str, Any], record: RunRecord, dispatch: Callable[[m.Event], None]) -> None:
-    """Wait for the end of the process that a run is tied to; then stop the run with a commit."""
-    while not await asyncio.to_thread(owner_process.is_gone, process):
-        await asyncio.sleep(owner_process.POLL_S)
-    record.note("warning", "orphaned", "the process that asked for this run is gone: stopping it")
-    while not record.status(0)["done"]:
-        dispatch(m.UserRequest("stop"))
-        await asyncio.sleep(owner_process.POLL_S)
+class OwnerWatch:
+    """Watch of one run. An error in it says nothing of the owner: it is told, and the watch goes on."""
+
+    def __init__(
+        self, process: dict[str, Any], record: RunRecord, dispatch: Callable[[m.Event], None]
+    ) -> None:
+        self._process, self._record, self._dispatch = process, record, dispatch
+        self._orphaned = False
+
+    async def look(self) -> None:
+        """Stop the run with a commit once that process has ended."""
+        if not self._orphaned and await asyncio.to_thread(owner_process.is_gone, self._process):
+            self._orphaned = True
+            self._record.note(
+                "warning", "orphaned", "the process that asked for this run is gone: stopping it"
+            )
+        if self._orphaned:
+            self._dispatch(m.UserRequest("stop"))

@@ -180,6 +180,12 @@ class Facts:
         """Drop the page of a worker that is gone."""
         self.pages.pop(worker, None)
 
+    def committed(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Note a commit with its sizes and times."""
+        stall_s = max((page["pinned_wait_s"] for page in self.pages.values()), default=0.0)
+        self.checkpoints.append({"step": step, "stall_s": stall_s, **figures})
+        del self.checkpoints[:-CHECKPOINTS_KEPT]
+
     def copied(self) -> Facts:
         """Copy what later events change; what is over is shared, since nothing changes it."""
         last = [replace(one) for one in self.generations[-1:]]

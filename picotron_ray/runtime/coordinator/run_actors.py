@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -38,6 +40,7 @@ FEW = 64  # workers that are each called; more of them are told by way of their 
 CALLS_A_TURN = 16
 STARTS_A_TURN = 2  # Ray is asked for a name before the call returns
 LOOKUPS = 4  # of names at a time, each in a thread
+STARTS = 4  # of actors at a time, likewise
 IsNewest = Callable[[], Awaitable[bool | None]]
 
 
@@ -47,13 +50,23 @@ class RunActors:
     def __init__(self, job: JobConfig) -> None:
         self._job = job
         self._agents: dict[str, ActorHandle] = {}
-        self._workers: dict[str, ActorHandle | None] = {}  # None: adopted, and not called yet
+        self._workers: dict[str, ActorHandle | None] = {}  # None: not called yet, or being started
         self._lookups = asyncio.Semaphore(LOOKUPS)
         self._node_of = ByNode()  # of workers that have a handle, or whose page was heard of last
         self._late: set[str] = set()  # workers that did not start in time, and may yet
         self._placed = ByNode()  # ready workers: they hold resources of their node
         self._stores = StoreHomes()
         self._calls, self._starts = CallTurns(CALLS_A_TURN), CallTurns(STARTS_A_TURN)
+        self._starters = ThreadPoolExecutor(STARTS, thread_name_prefix="actor-start")
+        self._closed = False
+
+    async def _start(self, start: Callable[..., ActorHandle], *arguments: Any) -> ActorHandle:
+        """Have an actor started off the loop, by threads that nothing else waits for.
+
+        Ray's head is asked before the call returns: where it stands still, nothing else may.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._starters, partial(start, *arguments))
 
     def store_home(self, spec: GenerationSpec) -> str:
         """Return the node whose rendezvous store a generation is to use (`StoreHomes.home`)."""
@@ -238,6 +251,12 @@ class RunActors:
                 log.debug("no figures from node %s: %s", node[:8], error)
         return {node: pages for node, pages in said.items() if not isinstance(pages, BaseException)}
 
+    async def heard_term(self) -> int:
+        """Return the newest term that the run's agents have heard of; 0: none says one."""
+        limit_s = CLOSE_TIMEOUT_S
+        said = await self._ask_all(self._agents, "newest_term", limit_s, patience_s=limit_s)
+        return max((term for term in said.values() if isinstance(term, int)), default=0)
+
     async def evidence(self, generation: GenerationId, most_bytes: int, term: int) -> list[dict[str, Any]]:
         """Ask all nodes where the members of a generation are; an entry for each, or for a silent node."""
         which = (generation.term, generation.n)
@@ -265,6 +284,7 @@ class RunActors:
         Raises:
             FencedError: an agent knows a newer term: it and its workers were left alone.
         """
+        self._closed = True
         key = kept_slots.key_of(keep, finished)
         workers = {node: self._workers_of(node) for node in self._agents}
         errors = await self._close_nodes(term, key, self._agents, workers)

@@ -23,7 +23,6 @@ from picotron_ray.runtime.coordinator.event_log.memo import observations, plain_
 from picotron_ray.runtime.coordinator.lived_time import LivedTime
 from picotron_ray.runtime.coordinator.obligations import Obligations
 from picotron_ray.runtime.coordinator.records import (
-    CHECKPOINTS_KEPT,
     CommitFigures,
     Facts,
     FailureRecord,
@@ -165,9 +164,8 @@ class RunRecord:
         self._open = [self._facts.failures[index] for index in memo["open"]]
         self._began, self._trouble = memo["began_s"], StorageTrouble.read(memo["uncommitted"])
         self._owed.recall(memo)
-        self._seq = memo["seq"] + SEQ_GAP
         self._lived.recall(memo)
-        self._continues = True
+        self._seq, self._continues = memo["seq"] + SEQ_GAP, True
 
     def memo(self) -> dict[str, Any]:
         """Return the record as of the last line that was observed, as JSON values; ``recall`` reads it."""
@@ -211,6 +209,11 @@ class RunRecord:
         """End of the run that an earlier term of this launch decided on; None: none has."""
         with self._lock:
             return self._owed.end(self._launch)
+
+    @property
+    def deaths(self) -> int:
+        """Workers that this launch has lost and does not replace."""
+        return self._owed.deaths(self._launch)
 
     def observe(self, event: m.Event, commands: list[m.Command], at_s: float, line: int = 0) -> None:
         """Follow the machine: note failures, and which generation came of each.
@@ -312,10 +315,7 @@ class RunRecord:
         if generations and generations[-1].id == event.generation:
             # a killed worker tells no outcome
             generations[-1].end_step = max(generations[-1].end_step, event.step)
-        figures = self._commit_figures.get(event.step)
-        stall_s = max((page["pinned_wait_s"] for page in self._facts.pages.values()), default=0.0)
-        self._facts.checkpoints.append({"step": event.step, "stall_s": stall_s, **(figures or {})})
-        del self._facts.checkpoints[:-CHECKPOINTS_KEPT]
+        self._facts.committed(event.step, self._commit_figures.get(event.step, {}))
 
     def evidence(self, name: str, generation: str, news: bool = True) -> None:
         """Note what tells where the ranks of a generation were, by its name in storage; tell it where new."""

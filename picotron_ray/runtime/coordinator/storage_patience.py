@@ -2,6 +2,9 @@
 
 While workers train it tries for ever. Once nobody trains, it tries for ``storage.final_wait_s`` more, as the
 machine does at the end of a run. A first launch, which has no agent and nothing to lose, fails at once.
+
+An object that reads torn is no better ground for an end than storage that does not answer: on a mount it may
+be whole a second later, or be mended by a person, and workers train on meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Literal, TypeVar
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.append_queue import backoff
 from picotron_ray.coordinator.final_wait import TELL_S
-from picotron_ray.errors import CorruptError, StorageError
+from picotron_ray.errors import StorageError
 
 Activity = Literal["none", "idle", "training"]
 T = TypeVar("T")
@@ -45,8 +48,6 @@ class StoragePatience:
         while True:
             try:
                 return await asyncio.to_thread(work)
-            except CorruptError:
-                raise
             except StorageError as error:
                 await self._wait(attempt, error)
                 attempt += 1

@@ -32,9 +32,9 @@ from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, SlotInfo
-from picotron_ray.errors import FencedError, UnmarkedError
+from picotron_ray.errors import UnmarkedError
 from picotron_ray.observability.nvml import Gpus
-from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
+from picotron_ray.runtime.heartbeat import PageView, read_page
 from picotron_ray.runtime.node_agent.beats import Beats, Figures
 from picotron_ray.runtime.node_agent.burial import Burials
 from picotron_ray.runtime.node_agent.calls import call_agent, call_coordinator
@@ -43,11 +43,12 @@ from picotron_ray.runtime.node_agent.kept_state import KeptState
 from picotron_ray.runtime.node_agent.member_calls import MemberCalls
 from picotron_ray.runtime.node_agent.metrics import AgentFigures, serve_metrics
 from picotron_ray.runtime.node_agent.oom_watch import OomWatch
+from picotron_ray.runtime.node_agent.pages import is_alive, kill_worker, read_pages
 from picotron_ray.runtime.node_agent.rendezvous import RendezvousServer
 from picotron_ray.runtime.node_agent.reports import AWAY, Reports
 from picotron_ray.runtime.node_agent.seal_watch import SealWatch, slot_info
 from picotron_ray.runtime.node_agent.slot_release import release_slots, still_read
-from picotron_ray.runtime.node_agent.specs import newest_spec
+from picotron_ray.runtime.node_agent.specs import ToldSpecs, newest_spec
 from picotron_ray.runtime.node_agent.stall_watch import StallWatch
 from picotron_ray.runtime.node_agent.term_file import TermFile
 from picotron_ray.runtime.node_agent.uploads import Uploads
@@ -105,6 +106,7 @@ class Agent:
         to_agent = partial(call_agent, self._job.name)
         self._beats = Beats(node, self._job.elastic.heartbeat_s, self._tell, to_agent)
         self._guard = FolderGuard(self._folder, claim)
+        self._newest_spec, self._specs = partial(newest_spec, self._folder), ToldSpecs()
         self._burials = Burials(self._folder, self._unburied, self._newest_spec)
         self._closing = threading.Event()
         self._watcher = self._begin_watch()
@@ -112,7 +114,7 @@ class Agent:
     # --- about this node -----------------------------------------------------------------------------
 
     def hello(self, term: int, run: str = "") -> dict[str, Any]:
-        """Return what the node is and what runs on it; a newer term fences older coordinators off.
+        """Return what the node is and what runs on it, specs by name; a newer term fences older ones off.
 
         Args:
             run: identity of the run (`RunLog.identity`), which slots are kept with.
@@ -122,8 +124,7 @@ class Agent:
         self._rendezvous.start()  # now, so that it listens by the time the workers have imported torch
         self._stalls.forget()  # what an earlier coordinator was told, this one has not heard
         self._seal_watch.forget()
-        spec = self._newest_spec()
-        living = self._living()
+        kept, living = self._kept.told(self._terms.run), self._living()
         return {
             "node": self._node,
             "pid": os.getpid(),
@@ -133,8 +134,9 @@ class Agent:
             "data": read_notes(self._folder, [page.worker for page in living]),
             "busy": [(page.worker, page.term, page.n) for page in living if page.phase != "idle"],
             "step_s": max((page.step_time_s for page in living if page.phase != "idle"), default=0.0),
-            "spec": spec,
-            **self._kept.told(self._terms.run),
+            "spec": self._specs.name(self._newest_spec()),
+            **kept,
+            "kept_by": self._specs.name(kept["kept_by"]),
             "metrics": self._metrics,
             "facts": look(self._job.snapshot.folder, self._job.name, gpus=self._gpus),
         }
@@ -147,8 +149,14 @@ class Agent:
         self._sees = self._sees if why else run
         return why
 
-    def _newest_spec(self) -> GenerationSpec | None:
-        return newest_spec(self._folder)
+    def spec(self, term: int, digest: str) -> GenerationSpec | None:
+        """Return the spec that was named so at ``hello``; None where this process has not named it."""
+        self._accept(term)
+        return self._specs.get(digest)
+
+    def newest_term(self, term: int = 0) -> int:
+        """Return the newest term heard of, ``term`` included (0: the caller has none); as a ping."""
+        return self._accept(term) if term else self._terms.newest(0)
 
     def store_address(self) -> tuple[str, int, int]:
         """Return host and port of the rendezvous store once it listens, and how many were replaced."""
@@ -230,9 +238,9 @@ class Agent:
         """Kill a worker of this node by SIGKILL to its pid; True where it was alive."""
         self._accept(term)
         page = read_page(self._folder / f"{worker}.page")
-        if page is not None and page.phase != "idle" and process_alive(page.pid, page.start_ticks):
+        if page is not None and page.phase != "idle" and is_alive(page):
             self._stalls.before_kill(page)
-        return self._kill_page(page)
+        return kill_worker(page)
 
     def order(self, term: int, workers: list[str], method: str, arguments: list[Any]) -> None:
         """Pass an order on to workers of this node, which needs no answer: one call brings it for all."""
@@ -261,9 +269,8 @@ class Agent:
         """Handle of a worker; ValueError where it has ended. Names are never used again."""
         handle = self._handles.get(worker)
         if handle is None:
-            handle = self._handles[worker] = ray.get_actor(
-                worker_actor_name(self._job.name, worker), NAMESPACE
-            )
+            name = worker_actor_name(self._job.name, worker)
+            handle = self._handles[worker] = ray.get_actor(name, NAMESPACE)
         return handle
 
     def evidence(self, term: int, generation: tuple[int, int], most_bytes: int) -> list[dict[str, Any]]:
@@ -272,17 +279,11 @@ class Agent:
         members = [p for p in self._living() if (p.term, p.n) == tuple(generation) and p.phase != "idle"]
         return self._stalls.testimony(members, most_bytes)
 
-    def _kill_page(self, page: PageView | None) -> bool:
-        if page is None or not process_alive(page.pid, page.start_ticks):
-            return False
-        os.kill(page.pid, signal.SIGKILL)
-        return True
-
     def die(self) -> None:
         """Take the whole node away, as if unplugged: workers, slots, Ray's raylet, this agent."""
         self._closing.set()
         for page in self._pages():
-            self._kill_page(page)
+            kill_worker(page)
         cleanup.release(self._folder)
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -305,7 +306,7 @@ class Agent:
         self._watcher.join(timeout=2)
         self._burials.settle(timeout_s=2)
         for page in self._pages():
-            self._kill_page(page)
+            kill_worker(page)
         foreign = term is not None and "foreign" in self._kept.told(self._terms.run)
         try:
             keeps = foreign or (keep is not None and self._kept.mark(keep, self._terms.run, last=True))
@@ -324,16 +325,14 @@ class Agent:
 
     # --- watching --------------------------------------------------------------------------------------
 
-    def _accept(self, term: int) -> None:
-        newest = self._terms.newest(term)
-        if term < newest:
-            raise FencedError(f"refused: term {term} is older than {newest}; another coordinator took over")
+    def _accept(self, term: int) -> int:
+        return self._terms.accept(term)
 
     def _pages(self) -> list[PageView]:
-        return [page for path in sorted(self._folder.glob("*.page")) if (page := read_page(path)) is not None]
+        return read_pages(self._folder)
 
     def _living(self) -> list[PageView]:
-        return [page for page in self._pages() if process_alive(page.pid, page.start_ticks)]
+        return list(filter(is_alive, self._pages()))
 
     def _begin_watch(self) -> threading.Thread:
         watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -367,7 +366,7 @@ class Agent:
         self._oom_watch.look()
         living = []
         for page in pages:
-            if process_alive(page.pid, page.start_ticks):
+            if is_alive(page):
                 living.append(page)
             elif page.worker not in self._gone:
                 cause = self._oom_watch.cause()

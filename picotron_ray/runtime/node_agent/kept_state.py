@@ -6,6 +6,7 @@ in a folder that was emptied, has another one, and must never commit these slots
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any
 
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
-from picotron_ray.coordinator.codec import decode_spec, plain
+from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.messages import SlotInfo
 from picotron_ray.errors import UnmarkedError
-from picotron_ray.runtime.node_agent.specs import newest_spec
+from picotron_ray.runtime.node_agent.specs import newest_spec, read_text
 from picotron_ray.runtime.ray_cluster import kept_slots
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class KeptState:
             return {"kept": (), "kept_by": None, "foreign": max(marker["slots"].values(), default=0)}
         listed = list_slots(self._folder)
         kept = tuple(self._info(path, header) for path, header in listed if path.name in marker["slots"])
-        return {"kept": kept, "kept_by": decode_spec(marker["spec"]) if marker["spec"] else None}
+        return {"kept": kept, "kept_by": read_text(json.dumps(marker["spec"])) if marker["spec"] else None}
 
     def mark(self, key: tuple[int, ...], run: str, *, last: bool = False) -> bool:
         """Mark the slots of a state beside those that are marked already; False where there are none.

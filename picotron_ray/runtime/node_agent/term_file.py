@@ -11,6 +11,7 @@ import logging
 import threading
 from pathlib import Path
 
+from picotron_ray.errors import FencedError
 from picotron_ray.runtime.ray_cluster.private_folder import write_text
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,13 @@ class TermFile:
                 self._term = term
                 self._write()
             return self._term
+
+    def accept(self, term: int) -> int:
+        """Return the newest term, which ``term`` is; raises FencedError where it is older."""
+        newest = self.newest(term)
+        if term < newest:
+            raise FencedError(f"refused: term {term} is older than {newest}; another coordinator took over")
+        return newest
 
     def learn(self, run: str) -> None:
         """Remember the identity of the run; "": the caller does not know it."""

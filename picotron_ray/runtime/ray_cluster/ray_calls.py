@@ -59,9 +59,14 @@ async def answer_when_back(call: Callable[[], Any], timeout_s: float | None, pat
 
 
 def refusal(error: BaseException) -> FencedError | None:
-    """Return the refusal that an error of a call stands for, where a newer term is why."""
-    cause = error if isinstance(error, FencedError) else getattr(error, "cause", None)
-    return cause if isinstance(cause, FencedError) else None
+    """Return the refusal that an error of a call stands for, where a newer term is why.
+
+    Ray raises an error that is a FencedError too, and whose text is a traceback: its cause says why.
+    """
+    for refused in (getattr(error, "cause", None), error):
+        if isinstance(refused, FencedError):
+            return refused
+    return None
 
 
 def unmarked(error: BaseException) -> UnmarkedError | None:

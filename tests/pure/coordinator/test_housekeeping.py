@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.housekeeping import REPLACE_AFTER_S
+from picotron_ray.coordinator.housekeeping import NOT_REPLACED, REPLACE_AFTER_S
 from picotron_ray.coordinator.policies.membership import START_BACKOFF_S
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import LayoutError
@@ -250,3 +250,28 @@ def test_a_generation_that_goes_on_is_not_watched_for_its_launch() -> None:
         world.now += 1.0
         world.send(beat, m.Tick())
     assert world.state is MachineState.RUNNING
+
+
+def deaths_told(commands: list[m.Command]) -> list[int]:
+    return [c.data["deaths"] for c in of(commands, m.Alert) if c.kind == NOT_REPLACED]
+
+
+def test_what_is_not_replaced_is_not_replaced_by_a_restarted_coordinator_either() -> None:
+    config = job(elastic__replace_workers=False)
+    world = World(config)
+    one = world.up(("a", 4))
+    assert deaths_told(killed(world, one.members[0].worker)) == [1]
+    assert world.spec is not None
+    left = tuple(member for member in world.spec.members)
+    again = World(config)
+    commands = again.send(m.Begin(2, running=world.spec, workers=left[:2], deaths=1))
+    assert deaths_told(commands) == [2], "one more was gone when it came back"
+    fresh = World(config)
+    commands = fresh.send(m.Begin(2, deaths=1), m.NodeJoined("a", 4)) + fresh.wait(5.0)
+    assert len(of(commands, m.StartWorker)) == 3
+
+
+def test_losses_that_are_replaced_are_told_to_nobody() -> None:
+    world = World()
+    one = world.up(("a", 4))
+    assert deaths_told(killed(world, one.members[0].worker)) == []

@@ -15,6 +15,7 @@ import pytest
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import plain
+from picotron_ray.coordinator.housekeeping import NOT_REPLACED
 from picotron_ray.coordinator.replay import event_line
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
@@ -787,3 +788,19 @@ def test_the_newest_event_of_earlier_terms_is_known(run: Run) -> None:
     fresh.note("info", "submission", "early")
     fresh.recall(None, [])
     assert fresh.status(0)["recalled"] == 0, "its own early events are no earlier term's"
+
+
+def test_what_was_lost_for_good_is_so_for_the_launch_that_lost_it(run: Run) -> None:
+    assert run.record.deaths == 0
+    for count in (1, 2):
+        run.record.observe(m.Tick(), [m.Alert("info", "x", NOT_REPLACED, {"deaths": count})], BEGAN)
+    run.record.observe(m.Begin(2), [], BEGAN)
+    memo = json.loads(json.dumps(run.record.memo()))
+    for launch, deaths in ((run.record._launch, 2), ("another", 0)):
+        later = RunRecord(job())
+        later.recall(memo, [], launch)
+        assert later.deaths == deaths
+    older = {key: value for key, value in memo.items() if not key.startswith("deaths")}
+    later = RunRecord(job())
+    later.recall(older, [], "another")
+    assert later.deaths == 0

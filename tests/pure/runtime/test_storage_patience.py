@@ -75,18 +75,29 @@ def test_once_nobody_trains_the_patience_ends(bench: Bench) -> None:
     assert 1550 <= bench.now <= 1600
 
 
-def test_a_first_launch_and_a_damaged_run_fail_at_once(bench: Bench) -> None:
+def test_a_first_launch_fails_at_once(bench: Bench) -> None:
     bench.failures, bench.agents = 1, False
     with pytest.raises(StorageError, match="down"):
         bench.call()
-    bench.agents = True
-
-    def damaged() -> str:
-        raise CorruptError("bad")
-
     with pytest.raises(CorruptError):
-        bench.call(work=damaged)
+        bench.call(work=lambda: torn())
     assert bench.now == 1000
+
+
+def torn() -> str:
+    raise CorruptError("bad")
+
+
+def test_an_object_that_reads_torn_is_waited_for_as_an_outage_is(bench: Bench) -> None:
+    bench.trains_until = 1500.0
+
+    def mended_at_last() -> str:
+        return "term" if bench.now >= 1400 else torn()
+
+    assert bench.call(work=mended_at_last) == "term"
+    with pytest.raises(CorruptError, match="bad"):
+        bench.call(work=torn)
+    assert 1550 <= bench.now <= 1600, "once nobody trains the patience ends"
 
 
 def test_the_wait_at_the_end_is_all_that_is_told_of_an_outage() -> None:

@@ -231,6 +231,7 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ended=None,
         failed_s_ago=tuple,
         strikes=(),
+        deaths=0,
         figures=lambda node, figures: note("figures", node, len(figures)),
         attached=lambda submission: note("attached", submission),
         status=lambda since, most_pages: {"since": since, "done": since > 5},
@@ -584,21 +585,28 @@ def test_an_end_survives_that_its_summary_is_not_kept(whole: Any) -> None:
     ]  # fmt: skip
 
 
-def test_an_orphan_is_stopped_until_it_is_done(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_orphan_is_stopped_until_it_is_done_whatever_fails_in_between(
+    whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin(whole)
     whole.told.clear()
-    gone, done = iter([False, False, True]), iter([False, False, True])
-    asked: list[Any] = []
-    monkeypatch.setattr(
-        owner_watch.owner_process, "is_gone", lambda process: asked.append(process) or next(gone)
-    )
-    monkeypatch.setattr(owner_watch.owner_process, "POLL_S", 0.0)
-    whole._record.status = lambda since: asked.append(since) or {"done": next(done)}
-    asyncio.run(owner_watch.end_with({"pid": 7}, whole._record, whole._dispatch))
-    assert asked == [{"pid": 7}] * 3 + [0] * 3
-    reason = "the process that asked for this run is gone: stopping it"
-    assert whole.told[0] == ("note", "warning", "orphaned", reason)
-    assert events(whole) == [m.UserRequest("stop")] * 2
+    answers: list[Any] = [False, RuntimeError("the head is away"), False, True]
+    going = iter([True] * 6 + [False])
+
+    def is_gone(process: dict[str, int]) -> bool:
+        assert process == {"pid": 7}
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return bool(answer)
+
+    monkeypatch.setattr(owner_watch.owner_process, "is_gone", is_gone)
+    watch = owner_watch.OwnerWatch({"pid": 7}, whole._record, whole._dispatch)
+    asyncio.run(whole._supervisor.keep("the watch of the owner", watch.look, lambda: next(going), 0.0))
+    assert answers == []
+    notes = [words[1:3] for words in whole.told if words[0] == "note"]
+    assert notes == [("error", "internal"), ("warning", "orphaned")]
+    assert events(whole) == [m.UserRequest("stop")] * 3, "told until it is done"
 
 
 def test_time_and_nodes_become_events_until_the_end(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:

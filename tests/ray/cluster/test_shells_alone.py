@@ -49,7 +49,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.observability.nvml import Card
 from picotron_ray.runtime.coordinator import cluster as cluster_module
-from picotron_ray.runtime.coordinator import command_executor, room_request, worker_orders
+from picotron_ray.runtime.coordinator import command_executor, greetings, room_request, worker_orders
 from picotron_ray.runtime.coordinator.admission import joined, objection, traits_of
 from picotron_ray.runtime.coordinator.records import sign_of
 from picotron_ray.runtime.coordinator.room_request import PATIENCE_S, RoomRequest
@@ -1519,7 +1519,7 @@ def test_an_agent_that_fails_to_answer_is_asked_again_before_it_counts_as_dead(n
     nodes.changes()
     nodes.hello = {"a": RayError("too many open files"), "b": TimeoutError()}
     nodes.now += cluster_module.SILENT_BEATS * job().elastic.heartbeat_s
-    for _ in range(cluster_module.MOST_ERRORS - 1):
+    for _ in range(greetings.MOST_ERRORS - 1):
         assert nodes.changes() == []
     assert nodes.changes()[0] == m.NodeLost("a", "its agent died")
 
@@ -1528,7 +1528,7 @@ def test_a_look_at_frozen_agents_takes_no_longer_than_one_at_others(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All nodes wait for it: a loss elsewhere would be found as late as the frozen one answers."""
-    monkeypatch.setattr(cluster_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(greetings, "LOOK_S", 0.05)
     nodes.views = [view(name) for name in "abc"]
     nodes.changes()
     nodes.changes()
@@ -1573,8 +1573,8 @@ def test_one_frozen_agent_keeps_no_other_from_being_heard(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the beginning of a term, and when nodes join."""
-    for name in ("HELLO_S", "JOIN_S", "LOOK_S"):
-        monkeypatch.setattr(cluster_module, name, 0.05)
+    for module, name in ((greetings, "HELLO_S"), (cluster_module, "JOIN_S"), (cluster_module, "LOOK_S")):
+        monkeypatch.setattr(module, name, 0.05)
     frozen = nodes.frozen = {"a"}
     nodes.views = [view(name) for name in "abc"]
     monkeypatch.setattr(cluster_module.ray, "get_actor", lambda name, _: nodes._agent(name[-1]))
@@ -1595,14 +1595,14 @@ def test_a_term_in_which_no_agent_answers_does_not_begin_as_if_there_were_none(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
     """All were stopped for a moment: their workers would come to light as strangers, and be killed."""
-    monkeypatch.setattr(cluster_module, "HELLO_S", 0.05)
+    monkeypatch.setattr(greetings, "HELLO_S", 0.05)
     frozen = nodes.frozen = {"a", "b"}
     nodes.views = [view(name) for name in "ab"]
     monkeypatch.setattr(cluster_module.ray, "get_actor", lambda name, _: nodes._agent(name[-1]))
     told: list[tuple[str, ...]] = []
 
     async def begin() -> dict[str, Any]:
-        later = partial(setattr, nodes, "now", nodes.now + cluster_module.ALL_SILENT_S)
+        later = partial(setattr, nodes, "now", nodes.now + greetings.ALL_SILENT_S)
         asyncio.get_running_loop().call_later(0.3, frozen.clear if goes_on else later)
         return await nodes.cluster.hello(1, lambda *words: told.append(words))
 
@@ -1618,7 +1618,7 @@ def test_a_term_waits_for_those_who_may_train_the_newest_generation(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, says: m.GenerationId | None, waits: bool
 ) -> None:
     """A spare node that answers does not speak for the silent ones: they would be taken for strangers."""
-    monkeypatch.setattr(cluster_module, "HELLO_S", 0.05)
+    monkeypatch.setattr(greetings, "HELLO_S", 0.05)
     nodes.frozen = {"b", "c"}
     nodes.views = [view(name) for name in "abc"]
     nodes.hello = {"a": {"spec": None if says is None else replace(SPEC, id=says)}, "b": {"spec": SPEC_OF_B}}

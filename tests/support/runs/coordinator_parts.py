@@ -13,9 +13,10 @@ from ray.exceptions import ActorUnavailableError
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.runtime.coordinator import cluster as cluster_module
-from picotron_ray.runtime.coordinator import run_actors
+from picotron_ray.runtime.coordinator import greetings, run_actors
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
+from picotron_ray.runtime.node_agent.specs import name_of
 from picotron_ray.runtime.ray_cluster import ray_calls
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView
@@ -141,23 +142,30 @@ class Nodes:
         self.seen: list[Any] = []  # arguments of the agents' methods
         self.restarting = False  # whether Ray says so of any agent
         self.away = 0  # calls that find no agent yet
+        self.specs: dict[str, m.GenerationSpec] = {}  # by digest, once an agent has named them
+        self.asked_for_specs: list[str] = []  # nodes
         self.now = 100.0
         runtime = SimpleNamespace(get_node_id=lambda: "home")
         monkeypatch.setattr(cluster_module.ray, "get_runtime_context", lambda: runtime)
         monkeypatch.setattr(cluster_module.ray, "kill", self.killed.append)
         monkeypatch.setattr(cluster_module.ray, "get_actor", self._actor)
         monkeypatch.setattr(cluster_module, "node_versions", lambda job: {"torch": "1"})
-        monkeypatch.setattr(cluster_module, "living_nodes", lambda: self.views)
+        for module in (cluster_module, greetings):
+            monkeypatch.setattr(module, "living_nodes", lambda: self.views)
         monkeypatch.setattr(cluster_module, "draining_nodes", lambda: self.drains)
-        monkeypatch.setattr(cluster_module, "restarting", lambda handle: self.restarting)
+        monkeypatch.setattr(greetings, "restarting", lambda handle: self.restarting)
         monkeypatch.setattr(ray_calls, "UNAVAILABLE_RETRY_S", 0.0)
         monkeypatch.setattr(cluster_module, "start_agent", lambda job, node, host: self._agent(node))
         for module in (cluster_module, ray_calls, run_actors):
             monkeypatch.setattr(module, "answer", self._answer)
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: 1000.0)
-        for module in (cluster_module, ray_calls):
+        for module in (cluster_module, greetings, ray_calls):
             monkeypatch.setattr(module, "time", clock)
         self.cluster = Cluster(job())
+        self.cluster._start = self._start_at_once  # type: ignore[method-assign]  # threads are late at times
+
+    async def _start_at_once(self, start: Callable[..., Any], *arguments: Any) -> Any:
+        return start(*arguments)
 
     def _actor(self, name: str, namespace: str) -> Any:
         if "ghost" in name:
@@ -168,12 +176,15 @@ class Nodes:
         def method(name: str) -> Any:
             return SimpleNamespace(remote=lambda *arguments: self.seen.append(arguments) or (node, name))
 
-        return SimpleNamespace(
-            **{name: method(name) for name in ("hello", "close", "figures", "die", "kill")}
-        )
+        def spec(term: int, digest: str) -> Any:
+            self.asked_for_specs.append(node)
+            return (node, "spec", self.specs.get(digest))
+
+        methods = ("hello", "newest_term", "close", "figures", "die", "kill")
+        return SimpleNamespace(**{name: method(name) for name in methods}, spec=SimpleNamespace(remote=spec))
 
     async def _answer(self, reference: Any, timeout_s: float | None = None) -> Any:
-        node, name = reference
+        node, name, *spec = reference
         if self.away and name != "hello":
             self.away -= 1
             self.now += 1.0
@@ -192,10 +203,21 @@ class Nodes:
             "versions": {"torch": "1"},
             "facts": NodeFacts(),
         }
-        found = self.hello.get(node, plain) if name == "hello" else [node]
+        found = self.hello.get(node, plain) if name in ("hello", "newest_term") else [node]
         if isinstance(found, Exception):
             raise found
-        return plain | found if name == "hello" else found
+        if name == "spec":
+            return spec[0]
+        return self._named(plain | found) if name == "hello" else found
+
+    def _named(self, hello: dict[str, Any]) -> dict[str, Any]:
+        """Put names in the place of specs, as an agent does."""
+        for part in greetings.SPECS:
+            spec = hello.get(part)
+            if spec is not None:
+                hello[part] = name_of(spec)
+                self.specs[name_of(spec).digest] = spec
+        return hello
 
     def changes(self) -> list[Any]:
         return asyncio.run(self.cluster.changes(1))

@@ -38,7 +38,9 @@ MOST_CANDIDATES = 16  # without a commit in between: the oldest one and the newe
 
 def follow(memory: MachineMemory, spec: GenerationSpec | None) -> None:
     """Make a generation the newest one; what follows goes by its lineage."""
-    older = [_slim(each) for each in memory.candidates if spec is not None and each.id < spec.id]
+    was = memory.spec if memory.held else None  # seen at work: it counts, and none before it is returned to
+    known = [each for each in memory.candidates if was is None or each.id >= was.id]
+    older = [_slim(each) for each in known if spec is not None and each.id < spec.id]
     if len(older) >= MOST_CANDIDATES:
         del older[1]
     memory.candidates = older if spec is None else [*older, spec]

@@ -25,6 +25,7 @@ from picotron_ray.coordinator import (
     machine,
     machine_memory,
     recovery,
+    resume_state,
 )
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.policies import membership, restore_point
@@ -212,13 +213,13 @@ def the_oldest_state_is_taken(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def commits_are_preferred_to_memory(patch: pytest.MonkeyPatch) -> None:
-    real = recovery.restore_point
-    patch.setattr(recovery, "restore_point", lambda *a, **k: real(*a, **{**k, "use_slots": False}))
+    real = resume_state.restore_point
+    patch.setattr(resume_state, "restore_point", lambda *a, **k: real(*a, **{**k, "use_slots": False}))
 
 
 @mutation
 def lineage_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery, "descend", lambda parent, source: ())
+    patch.setattr(resume_state, "descend", lambda parent, source: ())
 
 
 @mutation

@@ -370,6 +370,9 @@ class Store:
     def is_newest(self) -> bool | None:
         return self.newest
 
+    def close(self) -> None:
+        """It has no process."""
+
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         if self.error is not None:
             raise self.error
@@ -398,8 +401,9 @@ def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     coordinator._store = Store(told)
     coordinator._executor.term = 0
     coordinator._begun = False
-    for name, answer in {"summary": {"status": "s"}, "recall": None, "begin": None, "done": None}.items():
+    for name, answer in {"summary": {"status": "s"}, "recall": None, "done": None}.items():
         setattr(coordinator._record, name, note(name, answer))
+    coordinator._record.begin = lambda term, figures, newest: note("begin")(term, figures)
     coordinator._record.note = note("note")
     coordinator._record.memo = lambda: {"term": 2, "line": 0}
     coordinator._cluster.activity = note_async("activity", "none")

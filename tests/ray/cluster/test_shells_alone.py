@@ -1130,7 +1130,7 @@ def test_a_node_full_of_workers_that_were_forgotten_is_greeted_once_its_agent_is
 def test_a_full_node_whose_agent_was_silent_at_the_beginning_is_greeted_later(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "HELLO_S", 0.05)
+    monkeypatch.setattr(greetings, "HELLO_S", 0.05)
     monkeypatch.setattr(cluster_module.ray, "get_actor", lambda name, namespace: nodes._agent(name[-1]))
     nodes.views, nodes.frozen = [view("a", free=0.0), view("b")], {"a"}
     nodes.hello["a"] = {"workers": ["w0"]}

@@ -43,7 +43,7 @@ def lone_agent(base: Path, reserved: bool = True) -> Agent:
         slot.write(SlotHeader(1, 1, 10 + index, 0, ((0, 0, 1),)), (), (), pinned=True)
         slot.close()
     DeadPage(agent._folder)
-    agent._terms = SimpleNamespace(newest=lambda term: term, run="R")
+    agent._terms = SimpleNamespace(newest=lambda term: term, accept=lambda term: term, run="R")
     agent._closing, agent._node, agent._job = threading.Event(), "n1", SimpleNamespace(name="r")
     for part in ("_guard", "_burials", "_uploads", "_shards", "_members", "_rendezvous"):
         ended = SimpleNamespace(close=lambda: None, stop=lambda: None, settle=lambda timeout_s: None)

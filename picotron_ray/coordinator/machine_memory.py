@@ -104,6 +104,7 @@ class MachineMemory:
     history: GenerationSpec | None = None  # whose lineage counts: ``spec``, or an earlier one (resume_state)
     candidates: list[GenerationSpec] = field(default_factory=list)  # for that: oldest first, ``spec`` is last
     held: bool = False  # a member of ``spec`` is known to have had its state
+    worked: GenerationId | None = None  # newest generation before this one that was seen at work
     writers: dict[GenerationId, GenerationSpec] = field(default_factory=dict)
     """Who wrote the commits of ``checkpoint.resume_step``, void ones included."""
     layouts: dict[GenerationId, Layout] = field(default_factory=dict)

@@ -29,7 +29,6 @@ from picotron_ray.coordinator.policies.placement import spread
 from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.state_copies import with_copies
 from picotron_ray.coordinator.resume_state import (
-    drop_taken_back,
     follow,
     held_slots,
     lineage_from,
@@ -232,7 +231,6 @@ def _launch(
         memory.roster.workers[member.worker].state = "busy"
     _report(memory, spec, why)
     _report_plan(memory, choice)
-    drop_taken_back(memory)
     follow(memory, spec)
     memory.layouts[spec.id] = spec.layout
     memory.outcomes.clear()

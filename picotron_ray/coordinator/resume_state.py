@@ -38,9 +38,9 @@ MOST_CANDIDATES = 16  # without a commit in between: the oldest one and the newe
 
 def follow(memory: MachineMemory, spec: GenerationSpec | None) -> None:
     """Make a generation the newest one; what follows goes by its lineage."""
-    was = memory.spec if memory.held else None  # seen at work: it counts, and none before it is returned to
-    known = [each for each in memory.candidates if was is None or each.id >= was.id]
-    older = [_slim(each) for each in known if spec is not None and each.id < spec.id]
+    if memory.held and memory.spec is not None:
+        memory.worked = memory.spec.id
+    older = [_slim(each) for each in memory.candidates if spec is not None and each.id < spec.id]
     if len(older) >= MOST_CANDIDATES:
         del older[1]
     memory.candidates = older if spec is None else [*older, spec]
@@ -59,20 +59,21 @@ def forget_older(memory: MachineMemory, commit: Commit) -> None:
         memory.candidates = [each for each in memory.candidates if each.id >= commit.generation]
 
 
-def drop_taken_back(memory: MachineMemory) -> None:
-    """Forget launches that were taken back: the next one follows the history that counts."""
-    if memory.history is not None:
-        memory.candidates = [each for each in memory.candidates if each.id <= memory.history.id]
-
-
 def settle_history(memory: MachineMemory) -> None:
     """Find the generation whose lineage counts: the newest one that was seen at work, or left a state."""
     if memory.spec is None or memory.held:
         _turn_to(memory, memory.spec)
     else:
-        _turn_to(memory, _with_a_state(memory))
-        if memory.spec.obeyed_step is not None and memory.rewind is None and _taken_back(memory):
-            memory.rewind = owed_step(memory.job, () if memory.history is None else (memory.history,))
+        _turn_to(memory, _with_a_state(memory, memory.worked))
+        _owe_again(memory)
+
+
+def _owe_again(memory: MachineMemory) -> None:
+    """Take back with a launch that it went to ``checkpoint.resume_step``."""
+    if memory.spec is None or memory.spec.obeyed_step is None or memory.rewind is not None:
+        return
+    if _taken_back(memory):
+        memory.rewind = owed_step(memory.job, () if memory.history is None else (memory.history,))
 
 
 def counts(memory: MachineMemory, generation: GenerationId, step: int) -> bool:
@@ -92,12 +93,15 @@ def _turn_to(memory: MachineMemory, spec: GenerationSpec | None) -> None:
     memory.checkpoints.committed = 0 if commit is None else commit.step
 
 
-def _with_a_state(memory: MachineMemory) -> GenerationSpec:
+def _with_a_state(memory: MachineMemory, worked: GenerationId | None = None) -> GenerationSpec:
+    """Return the newest generation that left a state; ``worked`` counts though nothing of it is left."""
     committed = {each.generation for each in memory.commits if each.manifest not in memory.bad_manifests}
     slots = held_slots(memory)
     for spec in reversed(memory.candidates):
         own = [slot for slot in slots if slot.generation == spec.id]
         if spec.id in committed or next(complete_states(own, memory.layouts, spec), None) is not None:
+            return spec
+        if worked is not None and spec.id <= worked:
             return spec
     return memory.candidates[0]
 
@@ -128,8 +132,11 @@ def newest_state(memory: MachineMemory) -> tuple[Source, str]:
     if memory.rewind is not None:
         return _state_asked_for(memory, memory.rewind)
     point, why = _newest_on_history(memory)
-    if point.kind == "init" and memory.commits and memory.held:
+    if point.kind == "init" and memory.commits:
         _turn_to(memory, _with_a_state(memory))  # nothing is left of what it did
+        _owe_again(memory)
+        if memory.rewind is not None:
+            return _state_asked_for(memory, memory.rewind)
         point, why = _newest_on_history(memory)
     if point.kind == "init" and memory.commits:  # to train anew, unasked, would throw away what was committed
         raise _nothing_left(memory)

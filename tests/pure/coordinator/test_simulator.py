@@ -80,6 +80,12 @@ def test_invariants_hold_for_every_seed(swept: tuple[list[Report], Coverage]) ->
     assert min(len(report.faults) for report in reports) >= 3
 
 
+@pytest.mark.parametrize("seed", [1858, 2002, 8574, 9120])
+def test_seeds_that_found_something_stay_well(seed: int) -> None:
+    """Of a generation that was seen at work nothing is left, and an older one's states come back."""
+    assert simulate(seed).failures == ()
+
+
 @pytest.mark.deep
 @pytest.mark.timeout(3000)  # ten minutes on two cores of their own
 def test_invariants_hold_for_ten_thousand_seeds() -> None:

@@ -9,6 +9,7 @@ a call is measured apart, on a real actor (``ray_calls``), and added for the num
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 import threading
 import time
@@ -106,6 +107,7 @@ class WatchedCoordinator(Coordinator):
         settings = {"event_folder": str(event_folder), "owns_ray": True}
         self._answered_s = self.slowest_answer_s = 0.0
         super().__init__(job.model_dump(mode="json"), settings)
+        logging.getLogger("picotron_ray").setLevel(logging.ERROR)  # its events are thousands of lines
         self._handle = self._machine.handle
         self._machine.handle = self._timed  # type: ignore[method-assign]
 

@@ -77,13 +77,16 @@ def judge_data(job: JobConfig, reports: Iterable[tuple[str, DataReport]]) -> Ite
 
 
 def _judged(job: JobConfig, report: DataReport) -> Finding:
+    compared = ""
     try:
         check_data(open_storage(job.storage, job.name), job.name, report.fingerprint)
     except DataError as error:
         return Finding("data", "failed", str(error))
     except (StorageError, ConfigError):
-        pass  # the checks of storage tell
-    text = f"{report.samples} samples for training, {report.held_out} held out, {report.fingerprint}"
+        compared = "; not compared with the run's record, as storage did not answer"
+    text = (
+        f"{report.samples} samples for training, {report.held_out} held out, {report.fingerprint}{compared}"
+    )
     if report.samples < job.data.global_batch:
         mend = "give more data, or lower data.global_batch"
         return Finding("data", "warning", f"{text}: fewer than the {job.data.global_batch} of a step", mend)

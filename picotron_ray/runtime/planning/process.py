@@ -23,6 +23,7 @@ from dataclasses import asdict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import LayoutQuestion, Planned
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime import child_process
 
 log = logging.getLogger(__name__)
 ANSWER_LIMIT_S = 120.0
@@ -159,11 +160,5 @@ class PlannerProcess:
     def _end(self) -> None:
         """Kill the process, and reap it."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):  # what was not written yet cannot be
-                pipe.close()
-        process.wait()
+        if process is not None:
+            child_process.end(process)

@@ -10,7 +10,6 @@ commit fails as in an outage, and the machine tries it again later. It ends with
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -29,6 +28,7 @@ from picotron_ray.checkpoint.store.outline import Outline, decode_outline
 from picotron_ray.checkpoint.store.upload_part import decode_part
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import StorageUnavailableError
+from picotron_ray.runtime import child_process
 from picotron_ray.runtime.run_storage.assembly_frames import (
     decode_frames,
     encode_frame,
@@ -168,14 +168,8 @@ class AssemblyProcess:
     def _end(self) -> None:
         """Kill the process, and reap it."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):  # what was not written yet cannot be
-                pipe.close()
-        process.wait()
+        if process is not None:
+            child_process.end(process)
 
 
 class _Remote:

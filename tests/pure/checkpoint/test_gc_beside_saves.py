@@ -123,14 +123,21 @@ def test_a_list_that_waits_keeps_no_other_from_being_made(
 # --- commits beside a collection -------------------------------------------------------------------
 
 
+def old_save_of_what_is_condemned(
+    storage: LocalStorage, log: RunLog, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    parts = upload(storage, folder / "4", make_state(1), (1, 1, 4))
+    condemned(storage, log, monkeypatch)
+    age(storage, 999.0, "intents/")
+    age(storage, 300.0, "chunks/")
+    return parts
+
+
 def test_no_deletion_begins_of_what_a_commit_looks_for(
     storage: LocalStorage, log: RunLog, memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its node is dead, so no intent speaks for it; the commit is made between the marks and the deletion."""
-    parts = upload(storage, memory_path / "4", make_state(1), (1, 1, 4))
-    condemned(storage, log, monkeypatch)
-    age(storage, 999.0, "intents/")
-    age(storage, 300.0, "chunks/")
+    parts = old_save_of_what_is_condemned(storage, log, memory_path, monkeypatch)
     in_use = InUse()
     monkeypatch.setattr(gc, "_marked", amid(gc._marked, lambda: commit(storage, log, parts, in_use=in_use)))
     assert collect(storage, log, config(), in_use=in_use).deleted >= 1, "the others"
@@ -155,10 +162,7 @@ def amid(real: Callable[..., Any], work: Callable[[], object]) -> Callable[..., 
 def test_a_commit_is_not_made_of_what_is_being_deleted(
     storage: LocalStorage, log: RunLog, memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = upload(storage, memory_path / "4", make_state(1), (1, 1, 4))
-    condemned(storage, log, monkeypatch)
-    age(storage, 999.0, "intents/")
-    age(storage, 300.0, "chunks/")
+    parts = old_save_of_what_is_condemned(storage, log, memory_path, monkeypatch)
     in_use, delete_many = InUse(), storage.delete_many
     told: list[str] = []
 

@@ -9,12 +9,13 @@ a call is measured apart, on a real actor (``ray_calls``), and added for the num
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,6 @@ class WatchedCoordinator(Coordinator):
         settings = {"event_folder": str(event_folder), "owns_ray": True}
         self._answered_s = self.slowest_answer_s = 0.0
         super().__init__(job.model_dump(mode="json"), settings)
-        logging.getLogger("picotron_ray").setLevel(logging.ERROR)  # its events are thousands of lines
         self._handle = self._machine.handle
         self._machine.handle = self._timed  # type: ignore[method-assign]
 
@@ -199,18 +199,31 @@ def bench(
         cluster.on_exit, cluster.on_uploaded = coordinator.worker_exited, coordinator.uploaded
         load = Load(coordinator, cluster, CHECKPOINT_S)
         try:
-            load.start()
-            _wait(
-                coordinator,
-                lambda: coordinator.state is MachineState.RUNNING and cluster.step() > 1,
-                "no first step",
-            )
-            say(f"{nodes} nodes x {workers_each} workers train; measuring for {seconds:g} s")
-            found = _measured(coordinator, cluster, load, seconds, say)
+            with _errors_alone():
+                load.start()
+                _wait(
+                    coordinator,
+                    lambda: coordinator.state is MachineState.RUNNING and cluster.step() > 1,
+                    "no first step",
+                )
+                say(f"{nodes} nodes x {workers_each} workers train; measuring for {seconds:g} s")
+                found = _measured(coordinator, cluster, load, seconds, say)
         finally:
             load.end()
             coordinator.end()
     return {"machine": {**machine(), **versions()}, **found, "calls": calls}
+
+
+@contextlib.contextmanager
+def _errors_alone() -> Iterator[None]:
+    """Keep the package's log to errors: the coordinator's events would be thousands of lines."""
+    package = logging.getLogger("picotron_ray")
+    level = package.level
+    package.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        package.setLevel(level)
 
 
 def _real_calls(folder: Path, workers_each: int) -> dict[str, float]:

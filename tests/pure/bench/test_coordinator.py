@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ def test_an_error_of_the_coordinator_itself_ends_the_benchmark_with_exit_code_1(
     with pytest.raises(bench.CoordinatorError, match="the machine: AssertionError") as caught:
         bench.bench(4, 2, 1.0, lambda line: None, with_calls=False)
     assert caught.value.exit_code == 1
+    assert logging.getLogger("picotron_ray").isEnabledFor(logging.WARNING), "its quiet ends with it"
 
 
 def test_checkpoints_are_committed_and_losses_survived_before_the_fake_cluster(

@@ -238,10 +238,8 @@ class Soak:
 
     def struck(self, victims: list[int], number: signal.Signals, target: str) -> bool:
         """Whether what was struck has its successor, or goes on."""
-        if target == "agent":
-            return bool(self.agents()) and (number is STOP or self.agents()[0] not in victims)
-        if target == "coordinator":
-            found = self.coordinators()
+        if target in ("agent", "coordinator"):
+            found = self.agents() if target == "agent" else self.coordinators()  # looked at once: it may go
             return bool(found) and (number is STOP or found[0] not in victims)
         return target != "worker" or not set(victims) & set(self.workers().values())
 

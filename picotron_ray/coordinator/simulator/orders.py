@@ -190,8 +190,10 @@ class Orders:
     ) -> None:
         known = shell.machine.memory.roster.workers
         told = {command.worker for command in commands if isinstance(command, m.KillWorker)}
+        freed = {command.node for command in commands if isinstance(command, m.FreeNode)}  # ends all there
         for name in names:
-            if name not in known and name not in told:
+            worker = self.checks.sim.worker(name)
+            if name not in known and name not in told and not (worker and worker.node.name in freed):
                 self._say(f"{name} lives, is not known, and is not told to die")
 
     def _counted_as_dead(self, shell: CoordinatorProtocol, given: Given) -> None:

@@ -80,7 +80,7 @@ class Promptness:
         if memory.spec.id not in sim.checks.specs:  # the order is about to be given
             return
         limit_s = sim.job.elastic.first_step_timeout_s + LATE_S
-        since = max(sim.checks.launched_at, shell.paused_until)
+        since = max(sim.checks.launched_at, shell.paused_until, shell.born_at)
         if memory.spec.id not in sim.generations and sim.now - since > limit_s:
             sim.violation(f"nobody was called for {memory.spec.id} in {sim.now - since:.0f} s")
 

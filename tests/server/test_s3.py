@@ -86,6 +86,7 @@ def test_save_damage_fall_back_and_collect(storage: Storage, log: RunLog, tmp_pa
     assert same(load(storage, good.manifest), make_state(15))
 
 
+@pytest.mark.deep
 def test_a_thousand_and_more_chunks_go_in_few_requests(
     storage: Storage, log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

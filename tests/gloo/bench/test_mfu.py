@@ -47,6 +47,7 @@ def test_switches_and_the_plain_loop(tmp_path: Path) -> None:
     assert "measured: the fastest 1024 x 1024 fp32 matrix product" in done.stdout
 
 
+@pytest.mark.deep
 def test_two_workers_by_the_engine_and_the_plain_loop(pool: Pool) -> None:
     for ours, plain, phases in pool.run(2, bench_jobs.segments, ["layout.zero=3"]):
         assert [len(found["steps_s"]) for found in (ours, plain)] == [2, 2]

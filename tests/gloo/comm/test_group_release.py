@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.gloo.parallel_jobs.leaving_jobs import WAYS, closing, stay
 from tests.support.gloo.pool import Job, Pool
 
@@ -22,6 +24,7 @@ def test_closing_does_not_wait_for_an_operation_that_still_runs(pool: Pool) -> N
     assert seen["more"] == 0, f"{seen['more']} threads of gloo outlived the operation's timeout"
 
 
+@pytest.mark.deep
 def test_a_process_ends_although_an_operation_still_runs(pool: Pool, tmp_path: Path) -> None:
     members = pool.need(len(WAYS))
     processes = {}

@@ -193,6 +193,7 @@ def test_an_export_needs_an_empty_folder_and_a_commit(tmp_path: Path) -> None:
     assert half.dtype == torch.bfloat16
 
 
+@pytest.mark.deep
 def test_the_command_line_takes_a_checkpoint_in_and_out(tmp_path: Path) -> None:
     make("llama", tmp_path / "hf")
 

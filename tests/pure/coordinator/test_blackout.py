@@ -16,7 +16,7 @@ from picotron_ray.coordinator.simulator.blackout import simulate_blackout
 
 pytestmark = pytest.mark.timeout(400)  # seconds of work, but a busy machine may stretch them
 
-SEEDS = max(1, int(os.environ.get("PICOTRON_SIMULATOR_SEEDS", "1000")) // 4)
+SEEDS = max(1, int(os.environ.get("PICOTRON_SIMULATOR_SEEDS", "1000")) // 8)
 FEW = 60  # seeds within which a planted mutation must be caught
 
 
@@ -80,6 +80,7 @@ MUTATIONS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("plant", MUTATIONS, ids=lambda plant: plant.__name__)
 def test_a_planted_mutation_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ def test_nothing_committed_is_given_up_for_a_state_that_is_lost_for_any_seed() -
     assert reports[7] == simulate_lost_target(7), "a seed replays"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", list(TARGETS))
 def test_a_planted_mutation_is_noticed(name: str) -> None:
     _, seed, _ = judge(60, name)

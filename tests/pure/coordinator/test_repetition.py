@@ -23,6 +23,7 @@ def test_a_rung_of_the_ladder_keeps_what_the_one_below_it_changed() -> None:
     assert simulate_repetition(127).failures == ()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "name", ["the_breaker_never_resets", "the_breaker_never_gives_up", "the_breaker_always_says_retry"]
 )

@@ -359,6 +359,7 @@ def test_enough_mutations_are_planted() -> None:
     assert len(MUTATIONS) >= 10
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_planted_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTATIONS[name](monkeypatch)

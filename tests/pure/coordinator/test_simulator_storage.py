@@ -19,7 +19,7 @@ from tests.support.simulation.sweep import broken, sweep
 
 pytestmark = pytest.mark.timeout(400)  # seconds of work, but a busy machine may stretch them
 
-SEEDS = max(1, int(os.environ.get("PICOTRON_SIMULATOR_SEEDS", "1000")) // 5)
+SEEDS = max(1, int(os.environ.get("PICOTRON_SIMULATOR_SEEDS", "1000")) // 10)
 SIMULATIONS = (simulate_store, simulate_kept)
 
 
@@ -54,6 +54,7 @@ def test_seeds_that_found_something_stay_well(seed: int) -> None:
     assert simulate_store(seed).failures == ()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "name",
     [

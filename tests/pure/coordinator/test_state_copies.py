@@ -15,6 +15,7 @@ from picotron_ray.coordinator.policies.state_copies import ReadingOrder, find_co
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from tests.support.runs.coordinator_world import World, flush, gid, job, of
+from tests.support.selection import also_deep
 
 EACH = 8
 
@@ -74,10 +75,14 @@ def test_where_each_node_holds_all_each_member_reads_its_own() -> None:
         assert len(found) == EACH, "the replicas of a node share the copying"
 
 
-CASES = [(Layout(dp=130 * EACH), 1), (Layout(dp=130 * EACH), 20), (Layout(dp=130, tp=EACH), 65)]
+CASES = [
+    (Layout(dp=130 * EACH), 1),
+    (Layout(dp=130 * EACH), 20),
+    *also_deep((Layout(dp=130, tp=EACH), 65), (Layout(dp=65, tp=EACH, pp=2), 20)),
+]
 
 
-@pytest.mark.parametrize(("layout", "new"), [*CASES, (Layout(dp=65, tp=EACH, pp=2), 20)])
+@pytest.mark.parametrize(("layout", "new"), CASES)
 def test_members_of_new_nodes_are_spread_over_all_copies(layout: Layout, new: int) -> None:
     two = resumed(layout, 130, lost=new, new=new)
     readers: Counter[str] = Counter()

@@ -34,6 +34,7 @@ def test_faults_are_drawn_by_seed_from_the_packages_that_are_asked_for() -> None
     assert {fault.path for fault in drawn} == {"picotron_ray/launch.py", "picotron_ray/config/resume.py"}
 
 
+@pytest.mark.deep
 def test_a_fault_is_noticed_by_the_first_test_that_fails_with_it_alone(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text(SOURCE)
     tests = {"test_weak": TEST.format(0, 0), "test_broken": TEST.format(1, 1), "test_good": TEST.format(2, 1)}

@@ -39,6 +39,7 @@ from picotron_ray.runtime.run_storage.assembly_frames import (
 from picotron_ray.runtime.run_storage.assembly_process import INLINE_BYTES, AssemblyProcess
 from picotron_ray.runtime.run_storage.run_store import RunStore
 from tests.support.checkpoint.large_parts import large_part
+from tests.support.selection import also_deep
 
 LARGE = 2000  # chunks; of 8 rows of 16 bytes
 A = GenerationId(1, 1)
@@ -116,7 +117,7 @@ def test_errors_are_those_of_the_commit(store: RunStore) -> None:
     assert store.commit(A, 1, upload(store, LARGE, 1)).error == ""
 
 
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("by", [*also_deep(signal.SIGKILL), signal.SIGSTOP])
 def test_a_process_that_dies_or_freezes_is_replaced(
     store: RunStore, monkeypatch: pytest.MonkeyPatch, by: signal.Signals
 ) -> None:

@@ -22,6 +22,7 @@ from picotron_ray.runtime.coordinator import generation_calls
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
 from picotron_ray.runtime.coordinator.run_actors import FEW, RunActors
 from tests.support.runs.coordinator_world import choose_dp, job
+from tests.support.selection import also_deep
 
 BEAT_S = 0.1
 NODE_TIMEOUT_S = 3.0
@@ -134,7 +135,7 @@ class Run:
         self.store.executor.shutdown()
 
 
-@pytest.mark.parametrize("workers_each", [2, FEW // 2 + 1])
+@pytest.mark.parametrize("workers_each", [*also_deep(2), FEW // 2 + 1])
 def test_an_agent_that_freezes_as_its_store_is_asked_for_costs_no_other_nodes_worker(
     workers_each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

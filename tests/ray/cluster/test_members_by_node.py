@@ -16,6 +16,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from tests.support.runs.ray_runs import tiny_job
+from tests.support.selection import also_deep
 
 pytestmark = pytest.mark.timeout(120)
 WORKERS = ("w1", "w2")
@@ -120,7 +121,7 @@ def test_a_workers_death_and_the_others_outcomes_come_by_way_of_the_agent(run: R
     assert m.WorkerExited("w1", "process died") in run.events
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, *also_deep(signal.SIGSTOP)])
 def test_a_generation_outlasts_the_agent_that_began_it(run: Run, how: signal.Signals) -> None:
     """Its steps go on, and a worker's death right after the agent's is heard all the same."""
 
@@ -180,7 +181,7 @@ def test_a_later_term_adopts_a_generation_without_a_look_at_its_workers_names(
     assert {type(event) for event in run.events} == {m.Outcome}
 
 
-@pytest.mark.parametrize("adopted", [False, True])
+@pytest.mark.parametrize("adopted", [*also_deep(False), True])
 def test_a_worker_without_a_page_is_ended_by_ray(run: Run, adopted: bool) -> None:
     """Its agent finds no process to kill, and a later term has no handle of it before it asks for one."""
     from picotron_ray.runtime.coordinator.run_actors import RunActors

@@ -52,6 +52,7 @@ def served(status: dict[str, Any]) -> list[float]:
     return found
 
 
+@pytest.mark.deep
 def test_replicas_restore_from_their_own_nodes(cluster: Any, tmp_path: Path) -> None:
     """One of the three workers is killed; its replacement's node has slept through the newest state."""
     job = tiny_job(

@@ -134,6 +134,7 @@ def test_a_connected_cluster_is_asked_for_its_room_and_not_this_machine(
         check_cluster(job)
 
 
+@pytest.mark.deep
 def test_a_run_on_cpus_keeps_fp32_and_says_so(connected: None, tmp_path: Path) -> None:
     job = tiny_job("auto-run", tmp_path, precision="auto", steps=10, cluster={"max_workers": 1})
     for steps in (10, 15):

@@ -13,6 +13,7 @@ from tests.support.runs.ray_runs import check_ledger, start, tiny_job
 pytestmark = pytest.mark.usefixtures("connected")
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_a_run_goes_on_from_the_snapshots_of_a_folder_that_was_deleted(tmp_path: Path) -> None:
     """Seen: nothing was told, recovered or committed any more, while workers trained on unseen."""

@@ -31,6 +31,7 @@ def of_next_process(watched: Watched, killed: int, timeout_s: float = 60) -> dic
     raise AssertionError("no coordinator comes back")
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_a_run_whose_coordinator_restarts_in_an_outage_ends_with_all_that_it_keeps(tmp_path: Path) -> None:
     """It gets no term: its agents know a newer one than none, and obey it all the same."""
@@ -64,6 +65,7 @@ def test_a_run_whose_coordinator_restarts_in_an_outage_ends_with_all_that_it_kee
     assert len(losses(job)) == 60
 
 
+@pytest.mark.deep
 def test_a_run_that_trains_outlives_a_restart_amid_an_object_that_reads_torn(tmp_path: Path) -> None:
     job = tiny_job("torn", tmp_path, steps=100_000, cluster={"max_workers": 2})
     watched, torn = start(job), tmp_path / "torn" / "data.json"

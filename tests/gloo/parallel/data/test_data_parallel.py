@@ -45,6 +45,7 @@ def test_sums_set_off_while_the_backward_pass_goes_on(pool: Pool) -> None:
         assert started == [0] * MICRO_BATCHES + [buckets], "with the last micro-batch, and before its end"
 
 
+@pytest.mark.deep
 def test_an_overflow_repeats_the_step_with_half_the_scale(pool: Pool) -> None:
     """Every rank decides alike, nothing is skipped, and the gradient is the one of fp32 but for rounding."""
     job = make_job("sgd", 12, precision="fp16")

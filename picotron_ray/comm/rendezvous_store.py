@@ -45,7 +45,9 @@ def wait_for_exit(pid: int, wanted: Callable[[], bool] = lambda: True) -> None:
         while os.path.exists(f"/proc/{pid}") and wanted():
             time.sleep(POLL_S)
         return
-    while wanted() and not select.select([handle], [], [], POLL_S)[0]:
+    gone = select.poll()  # not select(), which knows no more than 1,024 files
+    gone.register(handle, select.POLLIN)
+    while wanted() and not gone.poll(POLL_S * 1000):
         pass
     os.close(handle)
 

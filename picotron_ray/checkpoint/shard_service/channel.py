@@ -224,9 +224,11 @@ def _connected(endpoint: Endpoint, timeout_s: float, meanwhile: Callable[[], Non
         connection.setblocking(False)
         problem = connection.connect_ex((endpoint.host, endpoint.port))
         deadline = time.monotonic() + timeout_s
+        answer = select.poll()  # select() refuses what is open beside a thousand other files
+        answer.register(connection, select.POLLOUT)
         while problem == errno.EINPROGRESS and time.monotonic() < deadline:
             meanwhile()
-            if select.select([], [connection], [], POLL_S)[1]:
+            if answer.poll(POLL_S * 1000):
                 problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
             why = "no answer" if problem == errno.EINPROGRESS else os.strerror(problem)

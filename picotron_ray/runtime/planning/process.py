@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -148,7 +147,7 @@ class PlannerProcess:
         until = time.monotonic() + self._limit_s
         while b"\n" not in self._unread:
             left_s = until - time.monotonic()
-            if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
+            if left_s <= 0 or not child_process.readable(process.stdout.fileno(), left_s):
                 raise PlannerGoneError(f"no answer within {self._limit_s:g} s")
             found = os.read(process.stdout.fileno(), 1 << 16)
             if not found:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -131,7 +130,7 @@ class AssemblyProcess:
         for piece in frame:
             left = memoryview(piece)
             while left:
-                if not select.select([], [pipe], [], self._silent_s)[1]:
+                if not child_process.writable(pipe, self._silent_s):
                     raise AssemblerGoneError(f"it took nothing for {self._silent_s:g} s")
                 left = left[os.write(pipe, left) :]
 
@@ -144,7 +143,7 @@ class AssemblyProcess:
                 if "beat" not in answer:
                     return answer, blobs
             left_s = until - time.monotonic()
-            if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
+            if left_s <= 0 or not child_process.readable(process.stdout.fileno(), left_s):
                 raise AssemblerGoneError(f"it said nothing for {self._silent_s:g} s")
             found = os.read(process.stdout.fileno(), 1 << 20)
             if not found:

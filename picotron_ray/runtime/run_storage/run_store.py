@@ -230,6 +230,9 @@ class RunStore:
         except StorageError as error:
             log.warning("%s of step %d: %s", event.kind, event.step, error)
             return replace(event, error=str(error), parts_gone=isinstance(error, PartsGoneError))
+        except Exception as error:  # an entry that is never answered keeps all later ones waiting
+            log.exception("%s of step %d: an error of the program", event.kind, event.step)
+            return replace(event, error=f"an error of the program: {error!r}")
 
     def is_newest(self) -> bool | None:
         """Whether this term is the newest that the log holds now; None: storage does not answer.

@@ -24,7 +24,7 @@ from picotron_ray.checkpoint.snapshot.slot_reader import open_slot
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.errors import CorruptError, ServiceBusyError, SlotUnreachableError
 from picotron_ray.layout.shards import Box, Shard, as_elements, region, whole
-from tests.support.checkpoint.open_files import no_open_files
+from tests.support.checkpoint.open_files import a_thousand_open_files, no_open_files
 
 SHARDS = (
     Shard("embed", "float32", (40, 6), Box((8, 0), (24, 6))),
@@ -77,6 +77,13 @@ def test_a_reader_gets_the_boxes_that_it_asks_for_and_no_others(
         assert np.array_equal(elements, mine[region(wanted, piece.shard.box)])
     assert sent == [7 * 3 * 4, 8, 12]
     far.finish()
+
+
+def test_a_reader_beside_a_thousand_open_files_is_served(peer: ShardClient) -> None:
+    with a_thousand_open_files():
+        far = SlotSource([("w", RemoteSlot(peer, "w.0.slot", KEY))])
+        assert far.views[0].header.step == KEY[2]
+        far.finish()
 
 
 def test_a_connection_that_breaks_after_it_worked_is_made_again(tmp_path: Path, slot: SlotFile) -> None:

@@ -39,6 +39,7 @@ from picotron_ray.runtime.run_storage.assembly_frames import (
 from picotron_ray.runtime.run_storage.assembly_process import INLINE_BYTES, AssemblyProcess
 from picotron_ray.runtime.run_storage.run_store import RunStore
 from tests.support.checkpoint.large_parts import large_part
+from tests.support.checkpoint.open_files import a_thousand_open_files
 from tests.support.selection import also_deep
 
 LARGE = 2000  # chunks; of 8 rows of 16 bytes
@@ -101,6 +102,30 @@ def test_a_large_state_is_committed_by_the_process_and_a_small_one_here(store: R
     assert store.commit_figures[2]["written_bytes"] == 0
     assert store.commit(A, 2, [b"junk"]) == second, "asked again, as the reply was lost"
     assert store.collect_garbage() == ""
+
+
+def test_a_coordinator_of_many_nodes_commits_large_states_too(store: RunStore) -> None:
+    """Each agent has a connection or two; the process is first asked when they all have theirs."""
+    with a_thousand_open_files():
+        assert store.commit(A, 1, upload(store, LARGE, 1)).error == ""
+        assert pid(store) not in (None, os.getpid())
+
+
+def test_an_error_that_nobody_thought_of_is_an_answer_too(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without one, the entries behind it wait for ever."""
+    parts = upload(store, 40, 1)
+
+    def broken(*words: Any) -> None:
+        raise KeyError("no such thing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._assembly, "assembling", broken)
+        event = store.commit(A, 1, parts)
+    assert (event.error, event.fenced) == ("an error of the program: KeyError('no such thing')", False)
+    assert "in broken" in caplog.text, "where it was is told"
+    assert store.commit(A, 1, parts).error == ""
 
 
 def test_errors_are_those_of_the_commit(store: RunStore) -> None:

@@ -18,6 +18,7 @@ from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.planning import process
 from picotron_ray.runtime.planning.process import MOST_TRIES, PlannerProcess
 from picotron_ray.runtime.planning.server import serve
+from tests.support.checkpoint.open_files import a_thousand_open_files
 
 JOB = parse_job({"data": {"global_batch": 8}})
 FOUR = LayoutQuestion(4, (4,))
@@ -68,6 +69,14 @@ def test_answers_come_in_the_order_of_the_questions(made: list[Ears]) -> None:
     made.append(ears)
     ears.process.ask([FOUR, LayoutQuestion(3)])
     assert [ears.heard.get(timeout=20).question for _ in range(2)] == [FOUR, LayoutQuestion(3)]
+
+
+def test_a_planner_that_is_started_beside_a_thousand_connections_answers(made: list[Ears]) -> None:
+    with a_thousand_open_files():
+        ears = Ears(ONE_BY_ONE)
+        made.append(ears)
+        ears.process.ask([FOUR])
+        assert ears.heard.get(timeout=20).layout == Layout(dp=2)
 
 
 def test_a_process_that_was_killed_is_replaced_and_the_question_put_again(made: list[Ears]) -> None:

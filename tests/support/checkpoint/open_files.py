@@ -1,4 +1,4 @@
-"""Want of open files, as a process at its limit meets it."""
+"""Want of open files, as a process at its limit meets it; and many, as a coordinator of many nodes has."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+FD_SETSIZE = 1024
 
 
 @contextmanager
@@ -21,5 +23,18 @@ def no_open_files() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+
+
+@contextmanager
+def a_thousand_open_files() -> Iterator[None]:
+    """Hold every file descriptor that select() takes, meanwhile."""
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while held[-1] < FD_SETSIZE:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
         for descriptor in held:
             os.close(descriptor)

@@ -69,8 +69,7 @@ def claim(folder: Path, marker_bytes: int = 0) -> None:
         marker_bytes: room to reserve for a marker, before slots take it all.
     """
     private_folder.make(folder)
-    signature = f"{os.getpid()} {process_start_ticks(os.getpid())}"
-    private_folder.write_text(folder / SIGNATURE, signature)
+    _sign(folder / SIGNATURE, f"{os.getpid()} {process_start_ticks(os.getpid())}")
     if marker_bytes:
         try:
             reserved_room.reserve(folder, marker_bytes)
@@ -86,6 +85,17 @@ def claim(folder: Path, marker_bytes: int = 0) -> None:
             kept_slots.take_over(folder, other)
         elif not keeps and not _in_use(other):
             private_folder.remove_tree(other)
+
+
+def _sign(path: Path, signature: str) -> None:
+    """Replace an agent's signature, in its own room where the file system is full."""
+    try:
+        private_folder.write_text(path, signature)
+    except OSError:
+        if not path.exists():  # no agent was here before
+            raise
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as file:
+            file.write(signature.encode().ljust(path.stat().st_size))
 
 
 def release(folder: Path) -> None:

@@ -99,3 +99,23 @@ print(left())
     assert first.startswith(f"step 12 in {tmp_path / 'disk'}")
     assert "cannot be marked as kept: " in first
     assert rest == ["False True 1", "([12], [12])"]
+
+
+def test_an_agent_that_dies_on_a_full_file_system_has_a_successor(tmp_path: Path) -> None:
+    """Its constructor raised; Ray gave up, and eight healthy workers were forgotten with their node."""
+    code = """
+from types import SimpleNamespace
+import ray
+ray.get_runtime_context = lambda: SimpleNamespace(get_actor_id=lambda: "a")
+from picotron_ray.runtime.node_agent.agent import Agent
+from tests.support.runs.ray_runs import tiny_job
+job = tiny_job("r", folder.parent / "storage", snapshot={"folder": str(folder)}).model_dump(mode="json")
+first = Agent(job, "n1", "127.0.0.1")
+first.hello(3, "R")
+others = fill(folder)
+second = Agent(job, "n1", "127.0.0.1")
+print(second.hello(4, "R")["pid"] == int((second._folder / "agent").read_text().split()[0]), flush=True)
+second._rendezvous.stop()
+os._exit(0)
+"""
+    assert said(tmp_path, code) == ["True"]

@@ -91,17 +91,23 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases run, its id our run's name; later coordinators go on with it."""
+    """Weights & Biases run; its id, our run's name and identity, is kept in a file for later coordinators."""
 
-    def __init__(self, config: TrackerConfig, run: str, settings: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self, config: TrackerConfig, run: str, settings: dict[str, Any], folder: Path, run_id: str
+    ) -> None:
         import wandb
+
+        kept = folder / "wandb-run"
+        if not kept.exists():
+            kept.write_text(run_id)
 
         # the coordinator's own output is none of its business
         options = wandb.Settings(console="off", **({"base_url": config.url} if config.url else {}))
         project = config.project or DEFAULT_PROJECT
         self._run = wandb.init(
             project=project,
-            id=run,
+            id=kept.read_text(),
             name=run,
             resume="allow",
             config=settings,
@@ -155,15 +161,24 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-def open_tracker(config: TrackerConfig, run: str, settings: dict[str, Any], default_folder: Path) -> Tracker:
+def folder_of(config: TrackerConfig, default_folder: Path) -> Path:
+    """Return a tracker's folder, which is made where it is not there."""
+    folder = Path(config.folder) if config.folder else default_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def open_tracker(
+    config: TrackerConfig, run: str, settings: dict[str, Any], default_folder: Path, identity: str = ""
+) -> Tracker:
     """Open a tracker, which goes on where an earlier one of this run ended.
 
     Args:
         settings: the run's config by dotted key, for those that show one.
         default_folder: taken where the config names none.
+        identity: tells the run from another one of its name.
     """
-    folder = Path(config.folder) if config.folder else default_folder
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_of(config, default_folder)
     if config.kind == "csv":
         return CsvTracker(folder)
     if config.kind == "jsonl":
@@ -171,5 +186,8 @@ def open_tracker(config: TrackerConfig, run: str, settings: dict[str, Any], defa
     progress = TrackerProgress(folder / f"{config.kind}.progress")
     if config.kind == "tensorboard":
         return RemoteTracker(TensorBoard(folder, progress.last_step), progress)
-    sink = WandB if config.kind == "wandb" else MLflow
-    return RemoteTracker(sink(config, run, settings, folder), progress)
+    if config.kind == "mlflow":
+        return RemoteTracker(MLflow(config, run, settings, folder), progress)
+    named_alone = progress.begun or not identity  # before ids held more than a name
+    run_id = run if named_alone else f"{run}-{identity[:8]}"
+    return RemoteTracker(WandB(config, run, settings, folder, run_id), progress)

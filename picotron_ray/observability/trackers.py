@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.observability.tracker_owner import foreign_owner
 
 Row = dict[str, Any]
 """``step`` and figures by name."""
@@ -56,13 +57,20 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def check_trackers(configs: Sequence[TrackerConfig]) -> None:
-    """Check that the trackers' packages are installed; ConfigError with a line for each that is not."""
+def check_trackers(configs: Sequence[TrackerConfig], run: str = "") -> None:
+    """Check that the trackers' packages are installed, and that no folder seen from here holds the curve of
+    another run; ConfigError with a line for each that is not, or does.
+    """
     problems = [
         f"trackers.{index}.kind: {config.kind} is not installed; pip install 'picotron-ray[{config.kind}]',"
         " or leave this tracker out"
         for index, config in enumerate(configs)
         if config.kind in _EXTRAS and find_spec(config.kind) is None
+    ]
+    problems += [
+        f"trackers.{index}.folder: {why}"
+        for index, config in enumerate(configs)
+        if config.folder and run and (why := foreign_owner(Path(config.folder), run))
     ]
     seen: set[tuple[str, str | None]] = set()
     for index, config in enumerate(configs):
@@ -173,7 +181,8 @@ class TrackerProgress:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.last_step = self.last_eval_step = 0
-        if path.exists():
+        self.begun = path.exists()
+        if self.begun:
             self.last_step, self.last_eval_step = json.loads(path.read_text())
 
     def reach(self, step: int, eval_step: int) -> None:

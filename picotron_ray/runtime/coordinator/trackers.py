@@ -17,7 +17,8 @@ from picotron_ray.config.export import flatten, public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import TrackerConfig
 from picotron_ray.coordinator import messages as m
-from picotron_ray.observability.remote_trackers import open_tracker
+from picotron_ray.observability.remote_trackers import folder_of, open_tracker
+from picotron_ray.observability.tracker_owner import take_folder
 from picotron_ray.observability.trackers import Row, Tracker, row_of
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.run_storage.run_store import RunStore
@@ -91,8 +92,16 @@ class Tracking:
 
     def _open(self, index: int, config: TrackerConfig) -> Tracker:
         settings = flatten(public_dict(self._job))
-        self._trackers[index] = open_tracker(config, self._job.name, settings, self._folder)
+        identity = self._taken(config)
+        self._trackers[index] = open_tracker(config, self._job.name, settings, self._folder, identity)
         return self._trackers[index]
+
+    def _taken(self, config: TrackerConfig) -> str:
+        """Take the tracker's folder for this run, whose identity it returns; says what was there before."""
+        folder, identity = folder_of(config, self._folder), self._store.identity
+        if line := take_folder(folder, self._job.name, identity):
+            self._record.note("info", "tracker", line)
+        return identity
 
     def _rewind(self, step: int) -> None:
         for tracker in self._trackers.values():

@@ -56,7 +56,7 @@ def check_services(job: JobConfig) -> None:
     if local and (why := interface_problem(job.cluster.interface, os.uname().nodename)):
         raise ConfigError(why)
     check_ports(job.metrics, local)
-    check_trackers(job.trackers)
+    check_trackers(job.trackers, job.name)
 
 
 def check_resume_step(job: JobConfig, storage: Storage) -> None:

@@ -13,7 +13,7 @@ from picotron_ray.coordinator.drains import notice, save
 from picotron_ray.coordinator.final_wait import refuse, take_up
 from picotron_ray.coordinator.generation_stop import blame, fenced, kill, note_bad_step
 from picotron_ray.coordinator.housekeeping import bar, lose_node, take_in, worker_gone
-from picotron_ray.coordinator.machine_memory import MachineMemory
+from picotron_ray.coordinator.machine_memory import MachineMemory, ReadSlots
 from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_layout
 from picotron_ray.coordinator.planning import planned
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
@@ -196,7 +196,7 @@ def _quarantine(memory: MachineMemory, worker: str, name: str) -> None:
     """Set aside data that failed its digest; the next rung of the ladder is used instead."""
     assert memory.spec is not None
     source = memory.spec.source
-    named = [identity for identity in source.identities if identity[1] == name]
+    named = _read_slots(memory).by_name.get(name, ())
     for identity in named:
         if identity not in memory.bad_slots:
             memory.bad_slots.add(identity)
@@ -210,6 +210,13 @@ def _quarantine(memory: MachineMemory, worker: str, name: str) -> None:
     blame(memory, kind, worker, culprit=True, text=text)
 
 
+def _read_slots(memory: MachineMemory) -> ReadSlots:
+    assert memory.spec is not None
+    if memory.read_slots is None or memory.read_slots.generation != memory.spec.id:
+        memory.read_slots = ReadSlots.of(memory.spec)
+    return memory.read_slots
+
+
 def _pass_over(memory: MachineMemory, worker: str, names: str) -> None:
     """Do without the slots of nodes that a member cannot reach: another copy or a commit is used instead.
 
@@ -221,12 +228,14 @@ def _pass_over(memory: MachineMemory, worker: str, names: str) -> None:
     """
     assert memory.spec is not None
     source = memory.spec.source
-    read = source.identities
-    away = {node for node, name, _, _ in read if name in names.split(",")}
-    held = (slot for node in away for slot in memory.inventory.get(node, ()))
-    state = source.generation, source.step
-    memory.bad_slots.update(slot.identity for slot in held if (slot.generation, slot.step) == state)
-    memory.bad_slots.update(identity for identity in read if identity[0] in away)
+    read = _read_slots(memory)
+    away = {node for name in names.split(",") for node, *_ in read.by_name.get(name, ())}
+    if new := away - read.away:  # all members may miss the same node
+        held = (slot for node in new for slot in memory.inventory.get(node, ()))
+        state = source.generation, source.step
+        memory.bad_slots.update(slot.identity for slot in held if (slot.generation, slot.step) == state)
+        memory.bad_slots.update(each for found in read.by_name.values() for each in found if each[0] in new)
+        read.away |= new
     where = ", ".join(sorted(away))
     text = f"worker {worker} cannot read {names} on node {where}: its snapshots of this step are passed over"
     blame(memory, FailureKind.PEER_LOST, worker, culprit=False, text=text, cause="unreachable")

@@ -63,6 +63,22 @@ class Incident:
 
 
 @dataclass
+class ReadSlots:
+    """What the members of a generation may read: asked for by each of them that cannot."""
+
+    generation: GenerationId
+    by_name: dict[str, list[SlotIdentity]]
+    away: set[str] = field(default_factory=set)  # nodes whose slots are passed over
+
+    @classmethod
+    def of(cls, spec: GenerationSpec) -> ReadSlots:
+        found = cls(spec.id, {})
+        for identity in spec.source.identities:
+            found.by_name.setdefault(identity[1], []).append(identity)
+        return found
+
+
+@dataclass
 class MachineMemory:
     """Memory of the machine. Times are seconds on its clock, which skips the coordinator's own sleep."""
 
@@ -135,6 +151,7 @@ class MachineMemory:
     # storage
     commits: list[Commit] = field(default_factory=list)
     bad_slots: set[SlotIdentity] = field(default_factory=set)
+    read_slots: ReadSlots | None = None  # of the generation whose members told of slots last
     bad_manifests: set[str] = field(default_factory=set)
     logged: set[GenerationId] = field(default_factory=set)  # generations that the log held at the beginning
     kept: StateKey | None = None  # newest state that an earlier launch left in slots, until it is committed

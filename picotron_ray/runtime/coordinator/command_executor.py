@@ -266,7 +266,7 @@ class CommandExecutor:
         event = await self._loop.run_in_executor(threads, work)
         committed = event.kind == "commit" and event.seq > 0
         if committed:
-            self._uploads.forget(event.step)
+            self._uploads.forget(event.generation, event.step)
         self._report(event)
         if committed:
             self.keeper.keep()

@@ -229,7 +229,7 @@ class StoreShell(Shell):
     def _appended(self, event: m.Appended, error: Exception | None) -> None:
         _expect_no_error(event, error)
         if event.kind == "commit" and event.seq:
-            self._uploads.forget(event.step)
+            self._uploads.forget(event.generation, event.step)
             self._collecting.do(self.store.collect_garbage, self._collected)
         self.deliver(event)
 

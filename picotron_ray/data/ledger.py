@@ -8,7 +8,8 @@ Each step of a generation leaves one JSON line::
 
 A step whose update was left out says why in one key more, ``skipped``: its samples were fed, and moved
 nothing. Loss and norm are null where they were not finite. A step that a rewind passed over says
-``passed_over``: it has no rows, and the run's log must know of the rewind.
+``passed_over``: it has no rows, and the run's log must know of the rewind. One whose own line was lost before
+it was committed says ``unproven``: its samples count as lost.
 
 ``rows`` has one entry per DP replica: the half-open range of global sample numbers, and the digest of the
 tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. Of many replicas,
@@ -182,6 +183,7 @@ def check(
     """
     audit = _Audit(dataset, seed, global_batch)
     present, skipped, void = Lines(), set[int](), 0
+    unproven: list[int] = []
     unreadable: list[str] = []
     findings: list[tuple[int, int, str]] = []  # step, rank within it, text
     beyond: dict[int, str] = {}
@@ -193,6 +195,9 @@ def check(
             void += 1
         elif last_step is not None and line.step > last_step:
             beyond.setdefault(line.step, f"{line.name} lies beyond the last step {last_step}")
+        elif line.unproven:
+            present.add(line.step, line.generation)
+            unproven.append(line.step)
         else:
             present.add(line.step, line.generation)
             if line.skipped:
@@ -202,6 +207,7 @@ def check(
             findings += [(line.step, 1, text) for text in audit.wrong]
             audit.wrong.clear()
     findings += [(step, 1, text) for step, text in beyond.items()]
+    findings += [(each[0], 1, _unproven(each)) for each in _runs(unproven)]
     findings += [(step, 0, _fed_again(step, generations)) for step, generations in present.repeated()]
     findings.sort(key=lambda finding: finding[:2])
     steps = present.last() if last_step is None else last_step
@@ -227,6 +233,26 @@ def _fed_again(step: int, generations: Sequence[tuple[int, int]]) -> str:
 
 def _void(line: LedgerLine, resumes: Sequence[tuple[int, int, int]]) -> bool:
     return any(line.generation < (term, n) and line.step > resume for term, n, resume in resumes)
+
+
+def _runs(steps: Iterable[int]) -> list[range]:
+    """Join steps that follow each other.
+
+    >>> _runs([3, 1, 2, 7])
+    [range(1, 4), range(7, 8)]
+    """
+    found: list[range] = []
+    for step in sorted(set(steps)):
+        if found and found[-1].stop == step:
+            found[-1] = range(found[-1].start, step + 1)
+        else:
+            found.append(range(step, step + 1))
+    return found
+
+
+def _unproven(steps: range) -> str:
+    name = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    return f"{name}: the ledger lines were lost before they were committed, nothing proves what was fed"
 
 
 def _missing(steps: range) -> str:

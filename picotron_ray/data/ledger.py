@@ -88,12 +88,16 @@ class _Audit:
     global_batch: int
     wrong: list[str] = field(default_factory=list)  # findings on the line at hand
     fed: Feedings = field(default_factory=Feedings)
+    unproven: list[int] = field(default_factory=list)  # steps
 
     def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
         assert self.dataset is not None
         return self.dataset.rows(samples_between(self.seed, first, last, self.dataset.samples))
 
     def line(self, line: LedgerLine) -> None:
+        if line.unproven:
+            self.unproven.append(line.step)
+            return
         base = (line.step - 1) * self.global_batch
         wanted = (base, base + self.global_batch)
         if line.samples != wanted:
@@ -124,6 +128,8 @@ class _Audit:
         """Check that a step was passed over where a rewind says so, and there alone."""
         if not asked:
             self.wrong.append(f"{line.name} was passed over, and the log knows of no rewind")
+        elif line.unproven:
+            self.unproven.append(line.step)
         elif not line.passed_over or line.rows or line.tokens:
             self.wrong.append(f"{line.name} was fed, though a rewind passes over it")
 
@@ -183,7 +189,6 @@ def check(
     """
     audit = _Audit(dataset, seed, global_batch)
     present, skipped, void = Lines(), set[int](), 0
-    unproven: list[int] = []
     unreadable: list[str] = []
     findings: list[tuple[int, int, str]] = []  # step, rank within it, text
     beyond: dict[int, str] = {}
@@ -195,9 +200,6 @@ def check(
             void += 1
         elif last_step is not None and line.step > last_step:
             beyond.setdefault(line.step, f"{line.name} lies beyond the last step {last_step}")
-        elif line.unproven:
-            present.add(line.step, line.generation)
-            unproven.append(line.step)
         else:
             present.add(line.step, line.generation)
             if line.skipped:
@@ -207,11 +209,10 @@ def check(
             findings += [(line.step, 1, text) for text in audit.wrong]
             audit.wrong.clear()
     findings += [(step, 1, text) for step, text in beyond.items()]
-    findings += [(each[0], 1, _unproven(each)) for each in _runs(unproven)]
+    findings += [(each[0], 1, _unproven(each)) for each in _runs(audit.unproven)]
     findings += [(step, 0, _fed_again(step, generations)) for step, generations in present.repeated()]
     findings.sort(key=lambda finding: finding[:2])
     steps = present.last() if last_step is None else last_step
-    missing = [_missing(each) for each in present.missing(steps)]
     passed_over = global_batch * len({step for each in passed for step in each if step <= steps})
     samples, feedings = audit.fed.totals(steps * global_batch)
     return LedgerReport(
@@ -220,7 +221,7 @@ def check(
         lost=steps * global_batch - samples - passed_over,
         repeated=feedings - samples,
         void=void,
-        wrong=(*unreadable, *missing, *(text for *_, text in findings)),
+        wrong=(*unreadable, *map(_missing, present.missing(steps)), *(text for *_, text in findings)),
         skipped=global_batch * len(skipped),
         passed_over=passed_over,
     )

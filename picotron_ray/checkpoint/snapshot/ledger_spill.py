@@ -46,7 +46,7 @@ def marker(spilled: Spilled) -> str:
 
 
 def split_marker(ledger: Sequence[str]) -> tuple[Spilled, Sequence[str]]:
-    """What was spilled of a slot's ledger, and the lines after it."""
+    """The spilled part of a slot's ledger, and the lines after it."""
     head = json.loads(ledger[0]) if ledger else {}
     if head.get("spilled"):
         return Spilled(Path(str(head["spilled"])).name, int(head.get("first", 1))), ledger[1:]

@@ -40,7 +40,7 @@ def joined(lines: Sequence[str]) -> bytes:
     return "".join(line + "\n" for line in lines).encode()
 
 
-class _Lines:
+class _Carried:
     """Lines by step: those that slots carried, and those of segments of which a part is needed."""
 
     def __init__(self, parts: Sequence[UploadPart], read: Read) -> None:
@@ -83,7 +83,7 @@ def new_ledger(
         LedgerGoneError: a line is missing.
     """
     end = parts[0].step
-    lines = _Lines(parts, read)
+    lines = _Carried(parts, read)
     whole: dict[int, Segment] = {}
     for segment in (segment for part in parts for segment in part.segments if segment.last <= end):
         whole.setdefault(segment.first, segment)

@@ -23,12 +23,13 @@ Lines = list[tuple[int, str]]
 class LedgerTail:
     """Lines of steps that are not in storage yet, oldest first; any thread may call it."""
 
-    def __init__(self, folder: Path | None = None, spill_lines: int = SPILL_LINES) -> None:
+    def __init__(self, folder: Path | None = None, spill_lines: int = 0) -> None:
         """
         Args:
             folder: for what is spilled; None: all is kept here.
+            spill_lines: of a file; 0: ``SPILL_LINES``.
         """
-        self._folder, self._most = folder, spill_lines
+        self._folder, self._spill_lines = folder, spill_lines
         self._lock = threading.Lock()
         self._lines: Lines = []  # step, JSON
         self._spilled = Spilled()  # the lines before
@@ -36,11 +37,12 @@ class LedgerTail:
 
     def add(self, step: int, line: str) -> None:
         """Add the line of a step."""
+        most = self._spill_lines or SPILL_LINES
         with self._lock:
             self._lines.append((step, line))
-            if self._folder is None or self._spilling is not None or len(self._lines) < 2 * self._most:
+            if self._folder is None or self._spilling is not None or len(self._lines) < 2 * most:
                 return
-            work = (self._folder, self._lines[: self._most], self._spilled.name)
+            work = (self._folder, self._lines[:most], self._spilled.name)
             self._spilling = threading.Thread(target=self._spill, args=work, name="ledger-spill", daemon=True)
             self._spilling.start()
 

@@ -304,7 +304,7 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
         memory.storage_problem = event.error
         memory.alert("warning", "storage", f"log entry ({event.kind}) failed: {event.error}")
         state = (event.step, event.generation)
-        if event.parts_gone and memory.checkpoints.parts_gone(state, memory.now):
+        if event.parts_gone and memory.checkpoints.parts_gone(state, memory.now, bool(event.unproven)):
             memory.appends.settle(event, memory.now)  # no longer on its way ...
             memory.appends.drop_commits()  # ... and made anew once all is uploaded again
             return
@@ -328,6 +328,16 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
         return
     memory.checkpoints.committed = max(memory.checkpoints.committed, event.step)
     memory.alert("info", "commit", f"step {event.step} committed", step=event.step, manifest=event.manifest)
+    if event.unproven:
+        memory.alert(
+            "error",
+            "ledger",
+            f"step {event.step} is committed without the ledger lines of steps {event.unproven}: no node and"
+            " no storage has them, so nothing proves what those steps fed, and `ledger verify` counts their"
+            " samples as lost. The state is whole; to have the steps proven, train them again: launch with"
+            " checkpoint.resume_step at a commit before them",
+            step=event.step,
+        )
     memory.emit(*memory.checkpoints.settled((event.step, event.generation), list(memory.roster.nodes)))
 
 

@@ -9,7 +9,6 @@ checks that every chunk is there, and commits (``commit.py``).
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,19 +20,19 @@ import numpy as np
 import xxhash
 from blake3 import blake3
 
-from picotron_ray.checkpoint.snapshot.ledger_spill import chain, split_marker, steps_of
+from picotron_ray.checkpoint.snapshot.ledger_spill import split_marker
 from picotron_ray.checkpoint.snapshot.slot_reader import holds
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store import condemned
 from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, address_of, cells, chunk_key, encode
 from picotron_ray.checkpoint.store.intents import Intents, StateKey
-from picotron_ray.checkpoint.store.manifest import ChunkInfo, Segment, StoredShard
+from picotron_ray.checkpoint.store.manifest import ChunkInfo, StoredShard
 from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
+from picotron_ray.checkpoint.store.spilled_segments import stored_segments
 from picotron_ray.checkpoint.store.upload_part import UploadPart
 from picotron_ray.errors import CorruptError, PicotronError, SlotReusedError
 from picotron_ray.layout.shards import Shard, as_elements, copy_common, element_type, uncovered
 
-log = logging.getLogger(__name__)
 _THREADS = 4
 
 
@@ -132,21 +131,10 @@ def _upload(
 
 
 def _with_spilled(storage: Storage, part: UploadPart, folder: Path | None) -> UploadPart:
-    """Store what was spilled of a part's ledger, as far back as it is here."""
-    newest, lines = split_marker(part.ledger)
-    if not newest or folder is None:
-        return part
-    segments: list[Segment] = []
-    try:
-        for name, text in chain(folder, newest):
-            digest = blake3(text).hexdigest()
-            segment = Segment(f"ledger/spilled/{digest}.jsonl", *steps_of(name), digest)
-            if storage.size(segment.key) != len(text):
-                storage.put(segment.key, text)
-            segments.append(segment)
-    except CorruptError as error:  # another node may have it sound; if not, the commit says what is missing
-        log.warning("%s", error)
-    return replace(part, ledger=tuple(lines), segments=tuple(segments[::-1]))
+    """Store what was spilled of a part's ledger, as far back as it is needed and can be had."""
+    spilled, lines = split_marker(part.ledger)
+    segments = stored_segments(storage, spilled, folder)
+    return replace(part, ledger=tuple(lines), segments=tuple(segments))
 
 
 def unusable_chunks(storage: Storage) -> tuple[set[str], set[str]]:

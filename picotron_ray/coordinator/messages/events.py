@@ -211,6 +211,7 @@ class Appended:
     fenced: bool = False
     digest: str = ""  # commit: blake3 of the manifest
     parts_gone: bool = False  # commit: what was uploaded is not there any more; trying again needs it anew
+    unproven: str = ""  # commit: steps that it has no ledger lines of; with an error: what is missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ class CommandExecutor:
 
     def _append_commit(self, command: m.AppendCommit) -> None:
         chosen = self._uploads.parts(command)
-        work = partial(self._store.commit, command.generation, command.step, chosen)
+        work = partial(self._store.commit, command.generation, command.step, chosen, command.unproven)
         self.spawn(self._appended(work, self._store.committer))
 
     async def _appended(self, work: Callable[[], m.Appended], threads: ThreadPoolExecutor) -> None:

@@ -58,7 +58,6 @@ from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.interfaces import listen_address_or_problem
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, ledger_folder, node_folder, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import look
-from picotron_ray.runtime.ray_cluster.private_folder import remove_tree
 from picotron_ray.runtime.run_storage.shared_folder import unseen_problem
 from picotron_ray.runtime.worker.member_call import MemberEnd
 
@@ -99,7 +98,7 @@ class Agent:
             self._job.snapshot.fetch_timeout_s,
             self._job.snapshot.serve_bytes_per_s,
             lambda name, key: self._quarantined.get(name) == key,
-            ledger_folder(self._job.name),
+            ledger_folder(self._folder),
         )
         figures = AgentFigures(self._folder, self._living, self._shards)
         self._metrics = serve_metrics(self._job, node, self._host, figures)
@@ -321,7 +320,6 @@ class Agent:
             kept_slots.strip(self._folder)
         else:
             cleanup.release(self._folder)
-            remove_tree(ledger_folder(self._job.name))
 
     # --- watching --------------------------------------------------------------------------------------
 

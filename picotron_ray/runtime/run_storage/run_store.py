@@ -40,6 +40,7 @@ from picotron_ray.errors import (
     AlreadyExistsError,
     CorruptError,
     FencedError,
+    LedgerGoneError,
     NotFoundError,
     PartsGoneError,
     StorageError,
@@ -166,10 +167,15 @@ class RunStore:
         event = Appended("generation", spec.id, spec.resume_step)
         return self._settle(event, lambda: self._log.append("generation", generation_body(spec)))
 
-    def commit(self, generation: GenerationId, step: int, parts: list[bytes]) -> Appended:
+    def commit(
+        self, generation: GenerationId, step: int, parts: list[bytes], unproven: bool = False
+    ) -> Appended:
         """Assemble the manifest from the nodes' parts and append the commit entry.
 
         Not for ``executor``'s thread, which it waits for.
+
+        Args:
+            unproven: ledger lines that nobody has are left out.
         """
         known: Appended | None = self._in_order(partial(self._known_commit, generation, step))
         if known is not None:  # asked again, because the reply was lost
@@ -180,7 +186,7 @@ class RunStore:
         def work() -> int:
             if not parts:
                 raise PartsGoneError(f"no upload of step {step} is known here any more; upload it again")
-            done.append(self._commit(generation, step, parts))
+            done.append(self._commit(generation, step, parts, unproven))
             return done[0].seq
 
         event = self._settle(Appended("commit", generation, step), work)
@@ -190,11 +196,13 @@ class RunStore:
                 "written_bytes": done[0].written_bytes,
                 "commit_s": time.monotonic() - began,
             }
-            return replace(event, manifest=done[0].manifest, digest=done[0].digest)
+            made = done[0]
+            return replace(event, manifest=made.manifest, digest=made.digest, unproven=made.unproven)
         return event
 
-    def _commit(self, generation: GenerationId, step: int, parts: list[bytes]) -> Committed:
-        assembling = self._assembly.assembling(self._storage, parts, self._job.checkpoint.gc_grace_s)
+    def _commit(self, generation: GenerationId, step: int, parts: list[bytes], unproven: bool) -> Committed:
+        grace_s = self._job.checkpoint.gc_grace_s
+        assembling = self._assembly.assembling(self._storage, parts, grace_s, unproven)
         return commit_assembled(
             self._storage,
             self._log,
@@ -219,7 +227,7 @@ class RunStore:
             body = entry.body
             if (body["term"], body["n"], body["step"]) == (generation.term, generation.n, step):
                 found = {"seq": entry.seq, "manifest": body["manifest"], "digest": body["digest"]}
-                return Appended("commit", generation, step, **found)
+                return Appended("commit", generation, step, **found, unproven=body.get("unproven", ""))
         return None
 
     def _settle(self, event: Appended, work: Callable[[], int]) -> Appended:
@@ -229,7 +237,9 @@ class RunStore:
             return replace(event, error=str(error), fenced=True)
         except StorageError as error:
             log.warning("%s of step %d: %s", event.kind, event.step, error)
-            return replace(event, error=str(error), parts_gone=isinstance(error, PartsGoneError))
+            gone, unproven = isinstance(error, PartsGoneError), isinstance(error, LedgerGoneError)
+            told = str(error)
+            return replace(event, error=told, parts_gone=gone, unproven=told if unproven else "")
         except Exception as error:  # an entry that is never answered keeps all later ones waiting
             log.exception("%s of step %d: an error of the program", event.kind, event.step)
             return replace(event, error=f"an error of the program: {error!r}")

@@ -107,7 +107,9 @@ class Bench:
         self.on_commit: Callable[[], object] = lambda: None
         self.seq = 7
 
-    def _commit(self, generation: m.GenerationId, step: int, parts: list[Any]) -> m.Appended:
+    def _commit(
+        self, generation: m.GenerationId, step: int, parts: list[Any], unproven: bool = False
+    ) -> m.Appended:
         self.on_commit()
         self.committed.append((generation, step, parts))
         return m.Appended("commit", generation, step, self.seq)

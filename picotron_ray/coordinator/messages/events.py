@@ -54,7 +54,7 @@ class NodeJoined:
     it does not know.
 
     ``kept`` are slots that an earlier launch could not commit and left there, and ``kept_by`` the newest
-    generation that their node knew of then; its log entry may be missing.
+    generation that their node knew of then, without its members; its log entry may be missing.
     """
 
     node: str

@@ -21,6 +21,7 @@ from picotron_ray.coordinator.codec import decode, encode, plain
 from picotron_ray.coordinator.lineage import descend, slim, trimmed
 from picotron_ray.coordinator.replay import event_line
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.coordinator.admission import joined
 from picotron_ray.runtime.coordinator.beginning import begin_event
 from picotron_ray.runtime.run_storage import run_store
 from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations, spec_of
@@ -226,6 +227,16 @@ def test_what_is_logged_of_a_generation_is_slim(storage: LocalStorage) -> None:
         entry = Entry(2, "generation", 1, "w", "n", generation_body(spec))
         assert read_generations([entry]) == (spec,)
         assert decode(encode(m.Begin(2, generations=(spec,)))).generations == (spec,)
+
+
+def test_a_node_that_kept_slots_joins_without_the_members_of_their_generation() -> None:
+    """Each of 2,048 nodes names that generation, and each that joins has a line in the event log."""
+    (_, spec) = remeshes(2, 256)
+    hello = {"spec": None, "workers": (), "busy": (), "kept_by": spec}
+    one = joined(m.NodeTraits("a"), EACH, hello=hello)
+    assert one.kept_by == slim(spec)
+    assert begin_event(1, (), (), {"a": hello}).kept_by == slim(spec)
+    assert len(event_line(1.0, one, [])) < 2 * KB, "it was 560 KB, and 4.5 MB at 2,048 nodes"
 
 
 @pytest.fixture

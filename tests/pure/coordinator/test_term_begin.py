@@ -14,7 +14,7 @@ from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.resume_state import MOST_CANDIDATES
 from picotron_ray.layout.layout import Layout
-from tests.support.runs.coordinator_world import job
+from tests.support.runs.coordinator_world import World, job, of
 
 LAYOUT = Layout(dp=2)
 MEMBERS = (m.Member("w0", "a"), m.Member("w1", "b"))
@@ -115,3 +115,15 @@ def test_a_begin_makes_no_stand_ins_of_what_is_older_than_the_newest_commits_gen
     assert [spec.id.n for spec in memory.candidates] == [297, 298, 299, 300]
     assert made <= 10
     assert sum(len(spec.lineage) for spec in told) < 5 * 300
+
+
+def test_a_run_begins_from_a_generation_that_names_no_members() -> None:
+    """Nobody of it failed: ``init_from`` writes such a one, and the coordinator died of that."""
+    world = World(job())
+    spec = m.GenerationSpec(m.GenerationId(1, 0), (), Layout(), m.Source("init"), "initial state")
+    commit = m.Commit(0, spec.id, "m0", 3, "d")
+    commands = world.begin(("a", 4), term=1, commits=(commit,), generations=(spec,))
+    commands += world.ready(commands)
+    commands += world.answer(commands)
+    (order,) = of(commands, m.RunGeneration)
+    assert order.spec.source == m.Source("commit", 0, spec.id, manifest="m0", digest="d")

@@ -96,6 +96,8 @@ def note_unsaved(memory: MachineMemory, held: int) -> None:
     ends = [memory.outcomes.get(member.worker) for member in members]
     if memory.spec is None or memory.incident is not None or memory.distrust_slots:
         return
+    if not members:  # of an earlier launch, which its nodes kept slots of, or what a run was begun from
+        return
     done = min(end.step if end is not None and end.kind == "finished" else -1 for end in ends)
     if done <= held or any(member.node not in memory.roster.nodes for member in members):
         return

@@ -57,10 +57,13 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
 
 def _follow_all(memory: MachineMemory, specs: list[m.GenerationSpec]) -> None:
     """Follow the newest generation, and know those that may count in its place: back to one with a commit."""
-    found = {older.id: older for spec in specs for older in ancestors(spec)}  # the log may lack them
-    found |= {spec.id: spec for spec in specs}
-    known = [found[generation] for generation in sorted(found)]
     committed = {commit.generation for commit in memory.commits}
+    since = max((spec.id for spec in specs if spec.id in committed), default=None)
+    counting = [spec for spec in specs if since is None or spec.id >= since]
+    # the log may lack them
+    found = {older.id: older for spec in counting for older in ancestors(spec, since)}
+    found |= {spec.id: spec for spec in counting}
+    known = [found[generation] for generation in sorted(found)]
     first = max((at for at, spec in enumerate(known) if spec.id in committed), default=0)
     for spec in known[first:]:
         follow(memory, spec)

@@ -25,7 +25,8 @@ class Begin:
     """First event of every term: what the log and the cluster held when the term was claimed.
 
     ``running`` is the newest generation that any agent knows of (None on a first start); ``generations``
-    are all generation specs known from the log, oldest first, for judging which states are void.
+    are all generation specs known from the log, oldest first, for judging which states are void. Only the
+    last one has its members (``lineage.trimmed``).
     """
 
     term: int
@@ -53,7 +54,7 @@ class NodeJoined:
     it does not know.
 
     ``kept`` are slots that an earlier launch could not commit and left there, and ``kept_by`` the newest
-    generation that their node knew of then; its log entry may be missing.
+    generation that their node knew of then, without its members; its log entry may be missing.
     """
 
     node: str

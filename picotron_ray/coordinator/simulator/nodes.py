@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.lineage import slim
 from picotron_ray.coordinator.simulator.protocols import GenerationProtocol, World
 from picotron_ray.coordinator.simulator.slots import SimSlot
 from picotron_ray.failures import FailureKind
@@ -216,9 +217,9 @@ class SimNode:
     def joined(self) -> m.NodeJoined:
         """Return what a coordinator hears when it meets this node."""
         kept = tuple(held.info for name, held in self.slots.items() if name in self.kept)
-        return m.NodeJoined(
-            self.name, self.capacity, kept=kept, kept_by=(self.kept_by or self.spec) if kept else None
-        )
+        kept_by = (self.kept_by or self.spec) if kept else None
+        kept_by = None if kept_by is None else slim(kept_by)
+        return m.NodeJoined(self.name, self.capacity, kept=kept, kept_by=kept_by)
 
     def keep(self, held: SimSlot) -> None:
         """Keep a sealed slot; there is one file per name, and none where there is no room."""

@@ -33,7 +33,6 @@ from picotron_ray.checkpoint.store.outline import Outline, Outlines
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, stream_ledger
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
 from picotron_ray.coordinator.policies.rewind import owed_step
 from picotron_ray.errors import (
@@ -49,7 +48,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.run_storage.assembly_process import AssemblyProcess
 from picotron_ray.runtime.run_storage.data_record import ledger_figures, settle_data
-from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations
+from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations, spec_of
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import NEWEST, saved_config
@@ -128,7 +127,7 @@ class RunStore:
         """
         self._import_origin()
         entries = self._log.commits()
-        generations = read_generations(self._log.entries())
+        generations = read_generations(self._log.entries(), entries)
         if verify:
             step = owed_step(self._job, generations)
             good = latest_good(self._storage, self._log, step, read_chunks=False)
@@ -361,7 +360,7 @@ class RunStore:
         newest = newest_commit(self._log)
         writer = (newest.body["term"], newest.body["n"]) if newest else None
         bodies = [entry.body for entry in self._log.entries() if entry.kind == "generation"]
-        found = [decode_spec(b["spec"]) for b in bodies if (b["term"], b["n"]) == writer]
+        found = [spec_of(b, with_lineage=False) for b in bodies if (b["term"], b["n"]) == writer]
         return [rewind.passed for spec in found for rewind in spec.rewinds]
 
     def ledger_lines(self, after: int = 0) -> list[dict[str, Any]]:

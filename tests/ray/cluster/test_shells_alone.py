@@ -34,6 +34,7 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import plain
+from picotron_ray.coordinator.lineage import slim
 from picotron_ray.coordinator.out_of_memory import STRUCK
 from picotron_ray.errors import (
     CorruptError,
@@ -1354,7 +1355,7 @@ def test_slots_that_a_node_kept_are_told_when_it_joins(nodes: Nodes) -> None:
     nodes.views = [view("a")]
     info = m.SlotInfo("a", "s", A, 3, 0, ())
     nodes.hello["a"] = {"kept": (info,), "kept_by": SPEC}
-    assert nodes.changes() == [m.NodeJoined("a", 4, kept=(info,), kept_by=SPEC)]
+    assert nodes.changes() == [m.NodeJoined("a", 4, kept=(info,), kept_by=slim(SPEC))]
 
 
 def test_a_node_that_is_gone_is_forgotten_as_a_whole(nodes: Nodes) -> None:

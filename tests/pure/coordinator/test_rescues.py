@@ -150,6 +150,24 @@ def test_what_was_saved_on_a_node_that_is_lost_is_not_awaited() -> None:
     assert world.machine.memory.rescued == {}, "told late"
 
 
+def test_what_is_saved_on_a_node_that_is_given_back_is_not_awaited() -> None:
+    """Found by the simulator: the run waited for it for ever."""
+    world = Robbed(job(cluster__max_workers=2))
+    world.up(("a", 2), ("b", 2))
+    world.wait(2.0, steps=3)
+    world.send(m.Heartbeat("b", None, {}, (), ("nobody",)))
+    assert world.machine.memory.rescued == {"nobody": "b"}
+    told = world.send(m.DrainNotice("b", world.now + 60.0))
+    told += world.log_appends()
+    for _ in range(10):
+        told += world.send(m.Tick())
+        for asked in of(told, m.TakeSnapshot)[:1]:
+            world.send(*(m.SnapshotSealed("a", asked.generation, 4, snapshot(world.spec, 4)),))
+        world.now += 1.0
+    assert [command.node for command in of(world.log, m.FreeNode)] == ["b"]
+    assert world.machine.memory.rescued == {}
+
+
 def test_a_member_that_cannot_leave_is_not_the_culprit() -> None:
     world, spec, lost = training()
     world.send(m.UserRequest("stop"))

@@ -18,6 +18,7 @@ from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_lay
 from picotron_ray.coordinator.planning import planned
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
+from picotron_ray.coordinator.rescues import note_rescues
 from picotron_ray.coordinator.resume_state import counts, forget_older
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.coordinator.term_begin import begin, release_committed
@@ -70,15 +71,17 @@ def worker_exited(memory: MachineMemory, event: m.WorkerExited) -> None:
     if worker is None:
         late_verdict(memory, event)
         return
+    rescued = memory.rescued.pop(event.worker, "")
     worker_gone(memory, worker, event.cause)
-    if worker.writing and memory.state is MachineState.COLLECTING:
+    if (worker.writing or rescued) and memory.state is MachineState.COLLECTING:
         ask_again(memory, worker.node)
 
 
 def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
-    """Note a sign of life and progress, and the members that are missing from it."""
+    """Note a sign of life and progress, the members that are missing from it, and those that are rescued."""
     sign_of_life(memory, event)
     look_for_members(memory, event)
+    note_rescues(memory, event)
 
 
 def sign_of_life(memory: MachineMemory, event: m.Heartbeat) -> None:

@@ -132,6 +132,7 @@ class MachineMemory:
     unseen: dict[str, float] = field(
         default_factory=dict
     )  # members that their node does not show: since when
+    rescued: dict[str, str] = field(default_factory=dict)  # workers whose slots are saved, and their nodes
     progressed: bool = False
     # leaving and recovering
     reason: str = START  # of the next generation

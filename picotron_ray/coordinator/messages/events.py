@@ -120,14 +120,16 @@ class Heartbeat:
 
     ``node_timeout_s`` of silence is a lost node.
     ``steps`` maps a worker to its finished steps in the newest generation there; ``others`` live beside
-    them. A node that was counted as
-    lost and is heard again is taken back in (its old workers are killed first).
+    them. Of both, those ``rescued`` are stopped while their slots are saved from files that somebody deleted;
+    then they are killed. A node that was counted as lost and is heard again is taken back in (its old workers
+    are killed first).
     """
 
     node: str
     generation: GenerationId | None
     steps: dict[str, int] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    rescued: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,12 @@ def _missed_once_and_for_ever(real: Any, memory: MachineMemory, event: m.Heartbe
     memory.unseen |= missed
 
 
+def _nobody_is_rescued(real: Any, memory: MachineMemory) -> None:
+    rescued, memory.rescued = memory.rescued, {}
+    real(memory)
+    memory.rescued |= rescued
+
+
 def _starts_never_take_long(real: Any, memory: MachineMemory) -> None:
     for worker in memory.roster.in_state("starting"):
         worker.since = memory.now
@@ -294,6 +300,11 @@ OWN: dict[str, Mutation] = {
     "a_member_without_a_page_is_left_alone": nothing(housekeeping, "end_unseen"),
     "who_was_missed_once_is_missed_for_ever": wrap(
         _missed_once_and_for_ever, (event_handlers, "look_for_members")
+    ),
+    "rescues_are_not_noted": nothing(event_handlers, "note_rescues"),
+    "who_is_rescued_is_swept": wrap(_nobody_is_rescued, (housekeeping, "sweep_dying")),
+    "recovery_does_not_wait_for_a_rescue": wrap(
+        _nobody_is_rescued, (machine.STEPS, machine.MachineState.COLLECTING)
     ),
     "a_store_is_always_asked_for_where_rank_0_is": put(
         lambda self, spec, silent: spec.members[0].node, (StoreHomes, "home")

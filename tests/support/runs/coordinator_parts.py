@@ -144,6 +144,7 @@ class Nodes:
         self.seen: list[Any] = []  # arguments of the agents' methods
         self.restarting = False  # whether Ray says so of any agent
         self.away = 0  # calls that find no agent yet
+        self.kill_answer: bool | str = True
         self.specs: dict[str, m.GenerationSpec] = {}  # by digest, once an agent has named them
         self.asked_for_specs: list[str] = []  # nodes
         self.now = 100.0
@@ -210,6 +211,8 @@ class Nodes:
             raise found
         if name == "spec":
             return spec[0]
+        if name == "kill":
+            return self.kill_answer
         return self._named(plain | found) if name == "hello" else found
 
     def _named(self, hello: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from picotron_ray.checkpoint.store.lineage import newest_commit, newest_generati
 from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.checkpoint.store.outline import Outline, Outlines
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
-from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, stream_ledger
+from picotron_ray.checkpoint.store.verify import judge, read_ledger, stream_ledger
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
@@ -91,6 +91,8 @@ class RunStore:
         self._records = 0  # saved in this term
         self._retired: deque[str] = deque()  # manifests that retention gave up, until they are told
         self.complaints: list[str] = []
+        self.unusable = ""
+        """Why no commit can be used, where there are some; host memory may hold a state all the same."""
         self.news: list[str] = []
 
     def claim(self) -> int:
@@ -119,21 +121,19 @@ class RunStore:
     def state(self, verify: bool) -> tuple[tuple[Commit, ...], tuple[GenerationSpec, ...]]:
         """Commits and generations, as the log holds them, oldest first.
 
-        ``verify``: look whether all of the newest commit is there, and leave out those that are damaged (told
-        in ``complaints``). No chunk is read: workers check what they load. Not for the adoption of a running
-        generation, which needs no commit and should not wait for it.
-        Where ``checkpoint.resume_step`` is owed, that is the commit of this step, and newer ones are void.
-        Raises StorageError where there are commits and none of them can be used.
+        ``verify``: look for the newest commit of which all is there, and mark newer ones as damaged (told in
+        ``complaints``; where that is all of them, in ``unusable``). No chunk is read: workers check what they
+        load. Not for the adoption of a running generation, which needs no commit and should not wait for it.
+        Where ``checkpoint.resume_step`` is owed, commits of that step alone are looked at.
         """
         self._import_origin()
-        entries = self._log.commits()
         generations = read_generations(self._log.entries())
+        damaged = set[int]()
         if verify:
-            step = owed_step(self._job, generations)
-            good = latest_good(self._storage, self._log, step, read_chunks=False)
-            self.complaints = list(good.complaints) if good else list(self._log.complaints())
-            entries = [entry for entry in entries if good is not None and entry.seq <= good.entry.seq]
-        return tuple(_commit(entry) for entry in entries), generations
+            found = judge(self._storage, self._log, owed_step(self._job, generations), read_chunks=False)
+            self.complaints, self.unusable = list(found.complaints), found.problem
+            damaged = {entry.seq for entry in found.damaged}
+        return tuple(_commit(entry, entry.seq in damaged) for entry in self._log.commits()), generations
 
     def _import_origin(self) -> None:
         """Make the commit that ``init_from`` names this run's first one, once.
@@ -372,7 +372,7 @@ def _record_number(key: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
 
 
-def _commit(entry: Entry) -> Commit:
+def _commit(entry: Entry, damaged: bool) -> Commit:
     body = entry.body
     writer = GenerationId(body["term"], body["n"])
-    return Commit(body["step"], writer, body["manifest"], entry.seq, body["digest"])
+    return Commit(body["step"], writer, body["manifest"], entry.seq, body["digest"], damaged)

@@ -40,17 +40,27 @@ def job(folder: Path, step: int | None) -> JobConfig:
     return JobConfig.model_validate(tree)
 
 
-def launch(config: JobConfig, commits: tuple[int, ...], folder: Path) -> m.GenerationSpec:
-    """A launch from storage as it is, through the real store and machine; it commits some steps."""
+def began(
+    config: JobConfig, slots: tuple[m.SlotInfo, ...] = (), joins: m.NodeJoined | None = None
+) -> tuple[RunStore, World, list[m.Command]]:
+    """A term begun from storage as it is, through the real store and machine; nodes hold some slots."""
     store = RunStore(config, lambda step: None)
     term = store.claim()
     found, generations = store.state(verify=True)
     world = World(config)
-    begun = world.begin(("a", 4), term=term, commits=found, generations=generations)
+    begun = world.send(m.Begin(term, found, generations), joins or m.NodeJoined("a", 4))
     commands = world.ready(begun)
-    commands += world.answer(commands)
+    return store, world, commands + world.answer(commands, slots)
+
+
+def launch(
+    config: JobConfig, commits: tuple[int, ...], folder: Path, slots: tuple[m.SlotInfo, ...] = ()
+) -> m.GenerationSpec:
+    """A launch that commits some steps."""
+    store, _, commands = began(config, slots)
     (order,) = of(commands, m.RunGeneration)
     spec = replace(order.spec, members=MEMBERS, layout=kit.LAYOUT)
+    term = spec.id.term
     store._log.append("generation", generation_body(spec))
     for step in commits:
         key = (spec.id.term, spec.id.n, step)

@@ -118,19 +118,26 @@ def rewind_reach(job: JobConfig) -> int:
 
 
 def retained(
-    log: RunLog, config: CheckpointConfig, damaged: Collection[int] = (), reach_steps: int = 0
+    log: RunLog,
+    config: CheckpointConfig,
+    damaged: Collection[int] = (),
+    reach_steps: int = 0,
+    owed_step: int | None = None,
 ) -> list[Entry]:
     """Commits that retention keeps.
 
     Those are the newest ones that count (the ledger continues at the last of them), those that the next
-    rewind may go back to, the newest ones of all, and those at multiples of ``keep_every_steps``.
+    rewind may go back to, the newest ones of all, those at multiples of ``keep_every_steps``, and those that
+    a user wants to go back to.
 
     Args:
         damaged: numbers of entries whose manifest cannot be read; they are not kept and fill no place.
         reach_steps: how far a rewind goes back from the step after the newest commit, at least.
+        owed_step: ``checkpoint.resume_step`` where the run has yet to go back to it.
     """
     commits = [entry for entry in log.commits() if entry.seq not in damaged]
     keep = {entry.seq for entry in commits[-config.keep_last :]}
+    keep |= {entry.seq for entry in commits if entry.body["step"] == owed_step}
     if config.keep_every_steps:
         keep |= {e.seq for e in commits if e.body["step"] % config.keep_every_steps == 0}
     for generation in _newest_generations(log, commits):
@@ -158,13 +165,14 @@ def collect(
     in_use: InUse | None = None,
     in_order: Callable[[Callable[[], Any]], Any] = lambda work: work(),
     outlines: Outlines | None = None,
+    owed_step: int | None = None,
 ) -> GcReport:
     """Retire commits, delete what was condemned long enough ago, condemn what is not needed any more.
 
     The log must hold a claimed term. With a grace time of 0 one call does all of it.
 
     Args:
-        reach_steps: as for `retained`.
+        reach_steps: as for `retained`, like ``owed_step``.
         in_use: shared with the commits that another thread may make; None: there are none.
         in_order: does a short piece of work with the log where its writer does all of it, and returns its
             result; everything that takes long is done by a reader of its own, in the calling thread.
@@ -179,7 +187,7 @@ def collect(
         reader: RunLog = in_order(log.witness)
         reader.refresh()
         damaged = damaged_commits(storage, reader, known)
-        retired: tuple[str, ...] = in_order(partial(_retire, log, config, damaged, reach_steps))
+        retired: tuple[str, ...] = in_order(partial(_retire, log, config, damaged, reach_steps, owed_step))
         reader.read_on()
         swept = _delete_due(storage, reader, config.gc_grace_s, sharing, known)
         condemned, left = _condemn(storage, reader, config.gc_grace_s, known)
@@ -220,10 +228,10 @@ def _unreadable(storage: Storage, entry: Entry, outlines: Outlines) -> str:
 
 
 def _retire(
-    log: RunLog, config: CheckpointConfig, damaged: Collection[int], reach_steps: int
+    log: RunLog, config: CheckpointConfig, damaged: Collection[int], reach_steps: int, owed_step: int | None
 ) -> tuple[str, ...]:
     log.read_on()
-    keep = {entry.seq for entry in retained(log, config, damaged, reach_steps)}
+    keep = {entry.seq for entry in retained(log, config, damaged, reach_steps, owed_step)}
     kept_manifests = {e.body["manifest"] for e in log.commits() if e.seq in keep}
     manifests = {e.body["manifest"] for e in log.commits() if e.seq not in keep} - kept_manifests
     if manifests:

@@ -7,13 +7,22 @@ from dataclasses import replace
 from typing import Any
 
 from picotron_ray.checkpoint.store.run_log import Entry
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.messages import GenerationSpec
+from picotron_ray.coordinator.policies.rewind import owed_step
 
 
 def generation_body(spec: GenerationSpec) -> dict[str, Any]:
     """Entry of a generation in the log."""
     return {"term": spec.id.term, "n": spec.id.n, "source": plain(spec.source), "spec": plain(spec)}
+
+
+def step_owed(job: JobConfig, entries: Iterable[Entry]) -> int | None:
+    """Return ``checkpoint.resume_step`` where the log has no generation yet that went back to it."""
+    if job.checkpoint.resume_step is None:
+        return None
+    return owed_step(job, read_generations(entries))
 
 
 def read_generations(entries: Iterable[Entry]) -> tuple[GenerationSpec, ...]:

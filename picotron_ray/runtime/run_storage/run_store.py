@@ -48,7 +48,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.run_storage.assembly_process import AssemblyProcess
 from picotron_ray.runtime.run_storage.data_record import ledger_figures, settle_data
-from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations
+from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations, step_owed
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
 from picotron_ray.runtime.run_storage.run_json import NEWEST, saved_config
@@ -90,6 +90,7 @@ class RunStore:
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self._records = 0  # saved in this term
         self._retired: deque[str] = deque()  # manifests that retention gave up, until they are told
+        self._obeyed = False  # checkpoint.resume_step, where there is one
         self.complaints: list[str] = []
         self.unusable = ""
         """Why no commit can be used, where there are some; host memory may hold a state all the same."""
@@ -304,6 +305,7 @@ class RunStore:
                 self._in_use,
                 self._in_order,
                 self._outlines,
+                self._owed(),
             )
             for line in report.damaged:
                 log.warning("garbage collection gave up a commit: %s", line)
@@ -317,6 +319,14 @@ class RunStore:
         finally:
             self._retired += before - self._in_order(self._manifests)
         return report.overdue
+
+    def _owed(self) -> int | None:
+        """Step to go back to, until that was done: then it stays so for this term."""
+        if not self._obeyed:
+            owed = step_owed(self._job, self._in_order(self._log.entries))
+            self._obeyed = owed is None
+            return owed
+        return None
 
     def _manifests(self) -> set[str]:
         return {entry.body["manifest"] for entry in self._log.commits()}

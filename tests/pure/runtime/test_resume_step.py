@@ -139,6 +139,23 @@ def test_logs_of_earlier_versions_tell_by_what_was_voided(
     assert plain(generations[1].source) == plain(source)
 
 
+def test_the_step_to_go_back_to_outlives_the_commit_of_what_was_kept(folder: Path) -> None:
+    """An earlier launch kept step 60; this one is to go back to 40, and commits 60 before it does."""
+    one = launch(job(folder, None), (40, 50, 55), folder)
+    config = job(folder, 40)
+    assert config.checkpoint.keep_last == 3
+    store, _, _ = began(config)
+    kit.save(store._storage, store._log, folder / "kept", kit.make_state(60), (one.id.term, one.id.n, 60))
+    assert store.collect_garbage() == ""
+    steps = [entry.body["step"] for entry in store._log.commits()]
+    assert steps == [40, 50, 55, 60]
+    assert launch(config, (), folder).resume_step == 40
+    launch(config, (41, 42, 43, 44), folder)
+    store, _, _ = began(config)
+    store.collect_garbage()
+    assert [entry.body["step"] for entry in store._log.commits()] == [42, 43, 44], "it was obeyed"
+
+
 def test_what_a_collection_retires_is_told_once_also_where_it_fails_after_that(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

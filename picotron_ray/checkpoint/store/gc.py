@@ -48,7 +48,7 @@ Times are the storage's own, and may have whole seconds only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -67,6 +67,7 @@ from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import CorruptError, NotFoundError, StorageUnavailableError
 
 _LISTS_AT_ONCE = 100  # whose names are held in memory
+DOUBT_S = 60.0  # that a commit may be unreadable before it is given up
 _LEAST_INTENT_S = 60.0  # that any intent counts as a living save's, as it is renewed more often
 
 
@@ -78,6 +79,7 @@ class GcReport:
         retired: manifests that retention gave up.
         postponed: why a due list was left, "" where none was.
         damaged: a line for each commit that was given up because its manifest cannot be read.
+        doubted: a line for each commit that was not, as it may be readable again soon; nothing was collected.
         overdue: a line where a list was left for longer than the grace time, or where one collection could
             not condemn all that is unused.
     """
@@ -88,6 +90,7 @@ class GcReport:
     deleted_bytes: int = 0
     postponed: str = ""
     damaged: tuple[str, ...] = ()
+    doubted: tuple[str, ...] = ()
     overdue: str = ""
 
 
@@ -166,6 +169,7 @@ def collect(
     in_order: Callable[[Callable[[], Any]], Any] = lambda work: work(),
     outlines: Outlines | None = None,
     owed_step: int | None = None,
+    doubts: dict[int, float] | None = None,
 ) -> GcReport:
     """Retire commits, delete what was condemned long enough ago, condemn what is not needed any more.
 
@@ -177,6 +181,8 @@ def collect(
         in_order: does a short piece of work with the log where its writer does all of it, and returns its
             result; everything that takes long is done by a reader of its own, in the calling thread.
         outlines: of manifests that are known already; others are added.
+        doubts: commits that could not be read at the last collection, each with the time of the first look
+            that failed; None: there are no later collections to wait for.
 
     Raises:
         FencedError: a newer term was claimed.
@@ -187,6 +193,8 @@ def collect(
         reader: RunLog = in_order(log.witness)
         reader.refresh()
         damaged = damaged_commits(storage, reader, known)
+        if doubts is not None and (doubted := _doubted(damaged, doubts, _now(storage))):
+            return GcReport(doubted=tuple(doubted))
         retired: tuple[str, ...] = in_order(partial(_retire, log, config, damaged, reach_steps, owed_step))
         reader.read_on()
         swept = _delete_due(storage, reader, config.gc_grace_s, sharing, known)
@@ -199,7 +207,8 @@ def collect(
             " check the mount or network"
         )
     counts = retired, condemned, swept.deleted, swept.deleted_bytes
-    return GcReport(*counts, swept.postponed, tuple(damaged.values()), swept.overdue or left)
+    overdue = swept.overdue or left
+    return GcReport(*counts, swept.postponed, tuple(damaged.values()), overdue=overdue)
 
 
 def damaged_commits(storage: Storage, log: RunLog, outlines: Outlines) -> dict[int, str]:
@@ -217,6 +226,16 @@ def damaged_commits(storage: Storage, log: RunLog, outlines: Outlines) -> dict[i
     if found and len(found) == len(commits):
         raise CorruptError(f"{found[commits[-1].seq]}; no commit is readable, nothing was collected")
     return found
+
+
+def _doubted(damaged: Mapping[int, str], doubts: dict[int, float], now: float) -> list[str]:
+    """Reasons of those damaged commits that were readable lately: a mount may show them whole again.
+
+    To give one up cannot be undone.
+    """
+    for seq in doubts.keys() - damaged.keys():
+        del doubts[seq]
+    return [why for seq, why in damaged.items() if now - doubts.setdefault(seq, now) < DOUBT_S]
 
 
 def _unreadable(storage: Storage, entry: Entry, outlines: Outlines) -> str:

@@ -90,6 +90,8 @@ class RunStore:
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self._records = 0  # saved in this term
         self._retired: deque[str] = deque()  # manifests that retention gave up, until they are told
+        self._doubts: dict[int, float] = {}  # commits that could not be read: number, since when
+        self._given_up: deque[str] = deque()  # reasons, until they are told
         self._obeyed = False  # checkpoint.resume_step, where there is one
         self.complaints: list[str] = []
         self.unusable = ""
@@ -306,9 +308,9 @@ class RunStore:
                 self._in_order,
                 self._outlines,
                 self._owed(),
+                self._doubts,
             )
-            for line in report.damaged:
-                log.warning("garbage collection gave up a commit: %s", line)
+            self._given_up += report.damaged
             self._in_order(self._log.keep_blocks)
         except FencedError as error:
             log.warning("garbage collection: %s", error)  # the next append ends this coordinator
@@ -318,6 +320,8 @@ class RunStore:
             return str(error)
         finally:
             self._retired += before - self._in_order(self._manifests)
+        if report.doubted:
+            return f"{report.doubted[0]}; it is given up unless it can be read in {gc.DOUBT_S:g} s"
         return report.overdue
 
     def _owed(self) -> int | None:
@@ -334,6 +338,10 @@ class RunStore:
     def take_retired(self) -> tuple[str, ...]:
         """Return the manifests that collections have retired since the last call; any thread may ask."""
         return tuple(sorted(self._retired.popleft() for _ in range(len(self._retired))))
+
+    def take_given_up(self) -> list[str]:
+        """Return why collections have given up commits since the last call; any thread may ask."""
+        return [self._given_up.popleft() for _ in range(len(self._given_up))]
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Add what the committed ledger says, and store ``summary.json``.

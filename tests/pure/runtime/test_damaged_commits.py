@@ -11,6 +11,7 @@ import pytest
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger
@@ -149,3 +150,32 @@ def test_a_launch_that_nothing_is_left_for_ends_at_once(
             asyncio.run(patience.accept("none can be used", kept))
     else:
         asyncio.run(patience.accept("none can be used", kept))
+
+
+def test_a_commit_is_given_up_only_where_it_stays_unreadable_and_that_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(folder, None)
+    launch(config, (10, 20, 30, 40, 50), folder)
+    store, _, _ = began(config)
+    storage, log = stored(config)
+    (manifest,) = (entry.body["manifest"] for entry in log.commits() if entry.body["step"] == 40)
+    bytes_of = storage.get(manifest)
+
+    def collected() -> tuple[str, list[int], list[str]]:
+        put_off = store.collect_garbage()
+        return put_off, [e.body["step"] for e in store._log.commits()], store.take_given_up()
+
+    storage.put(manifest, bytes_of[:-1])
+    put_off, steps, given_up = collected()
+    assert manifest in put_off
+    assert put_off.endswith("it is given up unless it can be read in 60 s")
+    assert (steps, given_up) == ([10, 20, 30, 40, 50], []), "a mount may show it whole again"
+    storage.put(manifest, bytes_of)
+    assert collected() == ("", [30, 40, 50], [])
+    storage.delete(manifest)
+    assert collected()[1:] == ([30, 40, 50], []), "the time counts anew"
+    monkeypatch.setattr(gc, "DOUBT_S", 0.0)
+    put_off, steps, (why,) = collected()
+    assert (put_off, steps) == ("", [30, 50])
+    assert manifest in why

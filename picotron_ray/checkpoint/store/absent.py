@@ -21,7 +21,7 @@ _DIGITS = 16  # of an address, in hexadecimal: 8 bytes
 Short = NDArray[np.uint64]
 
 
-class Absent:
+class AbsentChunks:
     """Set of addresses to ask by ``in``; it may hold one that was not put in, in 2**-64 a name."""
 
     def __init__(self, damaged: Iterable[str], names: Short) -> None:
@@ -44,7 +44,7 @@ class CondemnedReader:
         self._known: dict[str, Short] = {}
         self._all: tuple[frozenset[str], Short] = frozenset(), _short(())
 
-    def look(self, storage: Storage) -> tuple[Absent, set[str]]:
+    def look(self, storage: Storage) -> tuple[AbsentChunks, set[str]]:
         """Return what a writer must treat as absent now, and the keys of the lists that it is from.
 
         Those are the lists that can be read.
@@ -62,7 +62,7 @@ class CondemnedReader:
             self._known = known
             if self._all[0] != known.keys():
                 self._all = frozenset(known), np.unique(np.concatenate([_short(()), *known.values()]))
-            return Absent(damaged, self._all[1]), set(known)
+            return AbsentChunks(damaged, self._all[1]), set(known)
 
 
 def _short(addresses: Iterable[str]) -> Short:

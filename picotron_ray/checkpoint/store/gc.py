@@ -192,8 +192,10 @@ def collect(
     with sharing.collection():
         reader: RunLog = in_order(log.witness)
         reader.refresh()
+        now = _now(storage) if doubts else 0.0  # before the look, so that little can happen after it
         damaged = damaged_commits(storage, reader, known)
-        if doubts is not None and (doubted := _doubted(damaged, doubts, _now(storage))):
+        now = now or (_now(storage) if damaged else 0.0)
+        if doubts is not None and (doubted := _doubted(damaged, doubts, now)):
             return GcReport(doubted=tuple(doubted))
         retired: tuple[str, ...] = in_order(partial(_retire, log, config, damaged, reach_steps, owed_step))
         reader.read_on()

@@ -25,7 +25,7 @@ from picotron_ray.checkpoint.snapshot.ledger_spill import chain, split_marker, s
 from picotron_ray.checkpoint.snapshot.slot_reader import holds
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store import condemned
-from picotron_ray.checkpoint.store.absent import Absent
+from picotron_ray.checkpoint.store.absent import AbsentChunks
 from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, address_of, cells, chunk_key, encode
 from picotron_ray.checkpoint.store.intents import Intents, StateKey
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, Segment, StoredShard
@@ -190,7 +190,7 @@ class Reader(Protocol):
 
 
 def store_pack(
-    storage: Storage, source: Reader, pack: Pack, codec: str, absent: Absent
+    storage: Storage, source: Reader, pack: Pack, codec: str, absent: AbsentChunks
 ) -> tuple[str, ChunkInfo, list[StoredShard], bool]:
     """Put one chunk unless it is there; returns its address, sizes, shards, and whether it was put."""
     raw = np.empty(sum(shard.nbytes for shard, _ in pack), dtype=np.uint8)
@@ -209,7 +209,7 @@ def store_pack(
     return address, ChunkInfo(len(stored), raw.nbytes, codec), shards, fresh
 
 
-def _put_chunk(storage: Storage, address: str, stored: bytes, absent: Absent) -> bool:
+def _put_chunk(storage: Storage, address: str, stored: bytes, absent: AbsentChunks) -> bool:
     key = chunk_key(address)
     if address not in absent and storage.size(key) == len(stored):
         return False

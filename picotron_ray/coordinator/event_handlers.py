@@ -16,6 +16,7 @@ from picotron_ray.coordinator.housekeeping import bar, lose_node, take_in, worke
 from picotron_ray.coordinator.machine_memory import MachineMemory, ReadSlots
 from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_layout
 from picotron_ray.coordinator.planning import planned
+from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
 from picotron_ray.coordinator.rescues import note_rescues
@@ -347,6 +348,9 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
 def retired(memory: MachineMemory, event: m.Retired) -> None:
     """Forget commits that retention has given up: their objects may be deleted at any time."""
     memory.commits = [commit for commit in memory.commits if commit.manifest not in event.manifests]
+    newest = newest_commit(memory.commits, memory.history or memory.spec, memory.bad_manifests)
+    step = 0 if newest is None else newest.step  # the newest one goes where it is damaged
+    memory.checkpoints.committed = min(memory.checkpoints.committed, step)
     memory.quiet = True
 
 

@@ -65,8 +65,16 @@ def _owe_again(memory: MachineMemory) -> None:
     """Take back with a launch that it went to ``checkpoint.resume_step``."""
     if memory.spec is None or memory.spec.obeyed_step is None or memory.rewind is not None:
         return
-    if _taken_back(memory):
-        memory.rewind = owed_step(memory.job, () if memory.history is None else (memory.history,))
+    if not _taken_back(memory) or memory.history is None:
+        return
+    memory.rewind = owed_step(memory.job, (memory.history,))
+    step = memory.spec.obeyed_step
+    if memory.rewind is None and memory.history.obeyed_step != step:
+        text = (
+            f"the run had gone back to step {step}, and nothing is left of what it did since: it goes on from"
+            f" what was before; to go back again, launch with checkpoint.resume_step={step}"
+        )
+        memory.alert("warning", "resume", text, step=step)
 
 
 def counts(memory: MachineMemory, generation: GenerationId, step: int) -> bool:

@@ -33,13 +33,14 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
         return
     specs = [*event.generations, *([event.running] if event.running else [])]
     memory.term, memory.commits = event.term, list(event.commits)
+    memory.bad_manifests = {commit.manifest for commit in event.commits if commit.damaged}
     memory.deaths = event.deaths
     memory.breaker.times.extend(memory.now - ago_s for ago_s in event.failed_s_ago)
     _follow_all(memory, specs)
     memory.layouts.update(known_layouts(specs))
     memory.logged = {spec.id for spec in event.generations}
     memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
-    commit = newest_commit(memory.commits, memory.spec)
+    commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
     memory.checkpoints.committed = 0 if commit is None else commit.step
     adopted = event.running if event.running == memory.spec else None
     _take_over(memory, event, adopted)
@@ -57,7 +58,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
 
 def _follow_all(memory: MachineMemory, specs: list[m.GenerationSpec]) -> None:
     """Follow the newest generation, and know those that may count in its place: back to one with a commit."""
-    committed = {commit.generation for commit in memory.commits}
+    committed = {commit.generation for commit in memory.commits if not commit.damaged}
     since = max((spec.id for spec in specs if spec.id in committed), default=None)
     counting = [spec for spec in specs if since is None or spec.id >= since]
     # the log may lack them

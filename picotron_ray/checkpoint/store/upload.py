@@ -24,6 +24,7 @@ from picotron_ray.checkpoint.snapshot.ledger_spill import split_marker
 from picotron_ray.checkpoint.snapshot.slot_reader import holds
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store import condemned
+from picotron_ray.checkpoint.store.absent import AbsentChunks
 from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, address_of, cells, chunk_key, encode
 from picotron_ray.checkpoint.store.intents import Intents, StateKey
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, StoredShard
@@ -100,7 +101,7 @@ def _upload(
     promised = [entry.key for entry in storage.list(condemned.PREFIX)]
     intents.put(intent, state, None, obeyed=promised)  # in one go, so that no collection sees less
     begun_s = next((entry.mtime_s for entry in storage.list(intent)), 0.0)
-    absent, obeyed = unusable_chunks(storage)
+    absent, obeyed = intents.condemned.look(storage)
     if not obeyed.issuperset(promised):  # one of them cannot be read
         begun_s = 0.0
         intents.put(intent, state, None, obeyed=obeyed)
@@ -135,17 +136,6 @@ def _with_spilled(storage: Storage, part: UploadPart, folder: Path | None) -> Up
     spilled, lines = split_marker(part.ledger)
     segments = stored_segments(storage, spilled, folder)
     return replace(part, ledger=tuple(lines), segments=tuple(segments))
-
-
-def unusable_chunks(storage: Storage) -> tuple[set[str], set[str]]:
-    """Addresses that a writer must treat as absent: condemned by GC, or found damaged.
-
-    Beside them the keys of the condemned lists that they are from, which are those that can be read.
-    """
-    found = {entry.key.rpartition("/")[2] for entry in storage.list("quarantine/chunks/")}
-    listed, _ = condemned.read_lists(storage, storage.list(condemned.PREFIX))
-    found.update(*(each.chunks for each in listed))
-    return found, {each.key for each in listed}
 
 
 Pack = list[tuple[Shard, list[Piece]]]
@@ -188,7 +178,7 @@ class Reader(Protocol):
 
 
 def store_pack(
-    storage: Storage, source: Reader, pack: Pack, codec: str, absent: set[str]
+    storage: Storage, source: Reader, pack: Pack, codec: str, absent: AbsentChunks
 ) -> tuple[str, ChunkInfo, list[StoredShard], bool]:
     """Put one chunk unless it is there; returns its address, sizes, shards, and whether it was put."""
     raw = np.empty(sum(shard.nbytes for shard, _ in pack), dtype=np.uint8)
@@ -207,7 +197,7 @@ def store_pack(
     return address, ChunkInfo(len(stored), raw.nbytes, codec), shards, fresh
 
 
-def _put_chunk(storage: Storage, address: str, stored: bytes, absent: set[str]) -> bool:
+def _put_chunk(storage: Storage, address: str, stored: bytes, absent: AbsentChunks) -> bool:
     key = chunk_key(address)
     if address not in absent and storage.size(key) == len(stored):
         return False

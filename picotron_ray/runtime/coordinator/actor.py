@@ -270,11 +270,12 @@ class Coordinator:
         found = await self._cluster.hello(self._executor.term, self._record.note, self._store.last_generation)
         running = any(agent["spec"] for agent in found.values())
         stored = await patience.call(partial(self._store.newest_record, decode_record))
-        return found, running, stored, *await patience.call(partial(self._store.state, not running))
+        commits, specs = await patience.call(partial(self._store.state, not running))
+        await patience.accept(self._store.unusable, partial(self._cluster.keeping, specs))
+        return found, running, stored, commits, specs
 
     async def _begin(self) -> None:
-        folder = Path(self._options["event_folder"])
-        self._supervisor.folder = folder
+        self._supervisor.folder = folder = Path(self._options["event_folder"])
         try:
             found, running, stored, commits, specs = await self._supervisor.retried("a begin", self._learn)
         except FencedError as error:

@@ -285,6 +285,8 @@ class CommandExecutor:
             put_off = await self._loop.run_in_executor(self._store.collector, work)
         finally:
             self._collections -= 1
+        for why in self._store.take_given_up():
+            self._note("warning", "commit", f"a commit is given up, nothing can be restored from it: {why}")
         if retired := self._store.take_retired():
             self._report(m.Retired(retired))
         if put_off and not self._put_off:

@@ -31,7 +31,7 @@ from picotron_ray.runtime.driver.resolve_job import (
 from picotron_ray.runtime.ray_cluster import local_ray
 from picotron_ray.runtime.ray_cluster.names import cache_folder
 from picotron_ray.runtime.run_storage.data_record import check_data
-from picotron_ray.runtime.run_storage.generation_entries import spec_of
+from picotron_ray.runtime.run_storage.generation_entries import spec_of, step_owed
 from picotron_ray.runtime.run_storage.run_json import newest_config
 
 
@@ -125,7 +125,8 @@ def collect_garbage(job: JobConfig) -> dict[str, Any]:
     _refuse_running(job.name)
     storage, log = _open(job)
     log.claim_term(f"{socket.gethostname()}:{os.getpid()}:gc")
-    report = collect(storage, log, job.checkpoint, rewind_reach(job))
+    owed = step_owed(job, log.entries())
+    report = collect(storage, log, job.checkpoint, rewind_reach(job), owed_step=owed)
     return {
         "retired": len(report.retired),
         "condemned": report.condemned,

@@ -18,9 +18,11 @@ from itertools import groupby
 from typing import Any
 
 from picotron_ray.checkpoint.store.run_log import Entry
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import decode_spec, plain
 from picotron_ray.coordinator.lineage import may_count, slim
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member
+from picotron_ray.coordinator.policies.rewind import owed_step
 
 _APART = frozenset({"id", "source", "lineage", "members"})  # fields of a spec that are not in ``spec``
 
@@ -66,6 +68,13 @@ def _links(text: str) -> list[dict[str, Any]]:
 
 def _members(nodes: Sequence[str], groups: Iterable[Sequence[Any]]) -> tuple[Member, ...]:
     return tuple(Member(worker, nodes[node]) for node, *workers in groups for worker in workers)
+
+
+def step_owed(job: JobConfig, entries: Sequence[Entry]) -> int | None:
+    """Return ``checkpoint.resume_step`` where the log has no generation yet that went back to it."""
+    if job.checkpoint.resume_step is None:
+        return None
+    return owed_step(job, read_generations(entries))
 
 
 def read_generations(entries: Sequence[Entry], commits: Iterable[Entry] = ()) -> tuple[GenerationSpec, ...]:

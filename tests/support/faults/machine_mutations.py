@@ -32,7 +32,6 @@ from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.policies import failure, membership, restore_point, scale_up, store_home
 from picotron_ray.coordinator.policies.membership import Roster
 from picotron_ray.coordinator.policies.store_home import StoreHomes, StoreSearch
-from picotron_ray.coordinator.simulator import lost_targets
 from picotron_ray.errors import CorruptError
 from picotron_ray.failures import Remedy
 from tests.support.faults.planting import Mutation, handler, nothing, put, wrap
@@ -346,12 +345,7 @@ TARGETS: dict[str, Mutation] = {
         *wrap(_begin_anew_for_want, (recovery, "newest_state")),
     ),
     "a_rewind_that_came_to_nothing_is_forgotten": put(lambda memory: None, (recovery, "owed_rewind")),
-    "each_launch_goes_back_again": put(
-        _always_owed, (lost_targets, "owed_step"), (term_begin, "owed_step"), (resume_state, "owed_step")
-    ),
-    "storage_leaves_out_what_came_after_a_step_that_was_obeyed": put(
-        _always_owed, (lost_targets, "owed_step")
-    ),
+    "each_launch_goes_back_again": put(_always_owed, (term_begin, "owed_step"), (resume_state, "owed_step")),
     "a_step_that_could_not_be_gone_back_to_was_obeyed": put(lambda *words: None, (resume_state, "owed_step")),
 }
 

@@ -94,6 +94,7 @@ class Bench:
             commit=self._commit,
             collect_garbage=lambda: self.calls.seen.append(("garbage",)),
             take_retired=lambda: tuple(self.retired),
+            take_given_up=list,
             save_record=lambda record: self.calls.seen.append(("record", record[17:])),
         )
         record: Any = SimpleNamespace(note=lambda *words: self.notes.append(words), memo=lambda: {"seq": 9})

@@ -64,7 +64,7 @@ class Incident:
 
 @dataclass
 class ReadSlots:
-    """What the members of a generation may read: asked for by each of them that cannot."""
+    """Slots that the members of a generation may read, by name: each of them that cannot asks for them."""
 
     generation: GenerationId
     by_name: dict[str, list[SlotIdentity]]

@@ -6,6 +6,7 @@ It changes the memory alone, as the handlers of all other events do (``event_han
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.checkpoint_tracker import known_layouts
@@ -134,4 +135,6 @@ def release_committed(memory: MachineMemory, node: str) -> None:
     """Undo pins of an earlier term, whose commit was never followed by its release."""
     commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
     if commit is not None:
-        memory.emit(memory.checkpoints.release(node, (commit.step, commit.generation)))
+        release = memory.checkpoints.release(node, (commit.step, commit.generation))
+        # newer ones may count only because what the node holds was not known
+        memory.emit(replace(release, committed=min(release.committed, commit.step)))

@@ -363,7 +363,7 @@ class Store:
 
     def __init__(self, told: list[Any]) -> None:
         self.told, self.term, self.error = told, 2, None
-        self.news, self.complaints = ["started from x"], ["slow"]
+        self.news, self.complaints, self.unusable = ["started from x"], ["slow"], ""
 
     def claim(self) -> int:
         if self.error is not None:

@@ -68,9 +68,7 @@ def _data(job: JobConfig, ask: Callable[[JobConfig], list[tuple[str, DataReport]
     yield from judge_data(job, ask(asked))
 
 
-def _with_its_model(
-    job: JobConfig, planned: Callable[[JobConfig], Iterator[Finding]]
-) -> Iterator[Finding]:
+def _with_its_model(job: JobConfig, planned: Callable[[JobConfig], Iterator[Finding]]) -> Iterator[Finding]:
     """Plan the job once a model of the user's own was built, as a launch builds it: that tells its sizes."""
     from picotron_ray.runtime.driver.resolve_job import OWN_MODEL, ResolvedJob, resolve
 

@@ -718,7 +718,7 @@ def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
     assert sorted(bench.calls.seen) == after, "only after a commit that was made"
     bench.run(m.AppendCommit(A, 5, ("n1",)), m.AppendCommit(A, 6, ("n2",)))
     assert bench.committed == [
-        (A, 5, [b"1"]), (A, 5, [b"1"]), (A, 5, []), (A, 6, [b"2"])
+        (A, 5, []), (A, 5, [b"1"]), (A, 5, []), (A, 6, [b"2"])
     ]  # fmt: skip
     assert bench.run(m.AppendGeneration(SPEC)) == [m.Appended("generation", A, 0, 1)]
 

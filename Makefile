@@ -39,7 +39,7 @@ pure: tools
 	$(PYTHON) -m pytest tests/pure -n auto
 
 test: tools
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2
 
 coverage: tools
 	$(PYTHON) -m pytest --cov

@@ -84,6 +84,21 @@ def _remove(home: Path) -> None:
     shutil.rmtree(home, ignore_errors=True)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """``-n 2``: what starts processes goes one after the other in one of the two, beside it the pure tests.
+
+    It has the most tests of all groups, so pytest-xdist begins with it.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByTier(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("::")[0] if "pure/" in nodeid else "with processes"
+
+    return ByTier(config, log)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With ``-m TIER`` the other tiers' files are not even imported."""
     wanted = config.getoption("markexpr")

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ TOO_SLOW = "timed out during startup"  # of Ray 2.x, after 30 s that nobody can 
 """Next to nothing goes through Ray's object store; 30 % of memory, Ray's default, is for others."""
 _children: list[subprocess.Popen[bytes]] = []
 """Supervisors that this process started: kept, since they shall outlive it without a warning."""
+REAP_S = 5.0
 NICENESS = "RAY_worker_niceness"
 """Environment variable of Ray's node manager: niceness that its actors get."""
 ENDED = "PICOTRON_LOCAL_RAY_ENDED"
@@ -331,6 +332,18 @@ def _wait_for_address(process: subprocess.Popen[bytes], temp_folder: Path, timeo
     raise kind(f"the local Ray {what}: {last[0].strip()[:300]} (all of it: {log})")
 
 
+def _reap(ended: Collection[int]) -> None:
+    """Forget this process's supervisors that are gone; those of the pids ``ended`` are waited for.
+
+    A process has lost its environment, by which it is known, some milliseconds before it can be waited for.
+    """
+    for child in _children:
+        if child.pid in ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(REAP_S)
+    _children[:] = [child for child in _children if child.poll() is None]
+
+
 def stop(ray: LocalRay, grace_s: float = 3.0, discard: bool = False) -> None:
     """End every process of that Ray and remove what it left on this machine; its logs stay.
 
@@ -339,7 +352,7 @@ def stop(ray: LocalRay, grace_s: float = 3.0, discard: bool = False) -> None:
     survives SIGKILL.
     """
     left = processes.end_all(ray.mark, ray.session, grace_s)
-    _children[:] = [child for child in _children if child.poll() is None]
+    _reap(() if left else (ray.session,))
     current = find(ray.run)
     if current is None or current.mark == ray.mark:  # else a newer Ray of that run uses them by now
         folders = [Path(folder) for folder in ray.folders]

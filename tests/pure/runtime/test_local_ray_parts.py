@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -101,7 +102,7 @@ def test_an_end_removes_what_is_its_own_and_keeps_the_logs(
     assert (home / "slots").exists(), "a newer Ray uses it"
     assert (session / "sockets").exists()
     local_ray._save(ray_at(home))
-    local_ray._children[:] = [SimpleNamespace(poll=lambda code=code: code) for code in (None, 0)]  # type: ignore[misc]
+    local_ray._children[:] = [SimpleNamespace(pid=1, poll=lambda code=code: code) for code in (None, 0)]  # type: ignore[misc]
     local_ray.stop(ray_at(home))
     assert not (home / "slots").exists()
     assert sorted(path.name for path in session.iterdir()) == ["file", "logs"]
@@ -109,6 +110,15 @@ def test_an_end_removes_what_is_its_own_and_keeps_the_logs(
     left.append(9)
     with pytest.raises(LocalRayError, match=r"processes \[9\] of run 'night' survive SIGKILL"):
         local_ray.stop(ray_at(home))
+
+
+def test_the_supervisor_that_an_end_killed_is_waited_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loses its environment, by which it is known, before its parent can see that it is gone."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+    monkeypatch.setattr(processes, "end_all", lambda mark, session, grace_s: [])
+    local_ray._children[:] = [child]
+    local_ray.stop(ray_at(home, session=child.pid))
+    assert (child.returncode, local_ray._children) == (0, [])
 
 
 # --- start -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, slabs
 from picotron_ray.models.build import definition_of
 from picotron_ray.models.parameters import ParameterSpec
-from picotron_ray.parallel.local_shards import local_box
+from picotron_ray.parallel.shard_boxes import local_box
 from picotron_ray.planner.device_profile import profile_of
 from picotron_ray.planner.model_sizes import stage_bounds
 from picotron_ray.planner.search import choose_layout

@@ -58,13 +58,13 @@ from picotron_ray.parallel.attention.backends import attention_kernel
 from picotron_ray.parallel.context.context_parallel import apply_context_parallel
 from picotron_ray.parallel.data.fsdp import FsdpUnits, apply_fsdp
 from picotron_ray.parallel.expert.expert_parallel import apply_expert_parallel
-from picotron_ray.parallel.local_shards import chunk
 from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
 from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
 from picotron_ray.parallel.memory.activation_offload import apply_activation_offload
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.precision.autocast import apply_autocast
 from picotron_ray.parallel.precision.fp8 import apply_fp8
+from picotron_ray.parallel.shard_boxes import chunk
 from picotron_ray.parallel.stage_plan import StagePlan
 from picotron_ray.parallel.tensor.overlap import Overlap, overlapped_products
 from picotron_ray.parallel.tensor.ring_overlap import RingOverlap

@@ -36,12 +36,15 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Shard
 from picotron_ray.models.build import definition_of
 from picotron_ray.parallel.data.fsdp import free_gathered_weights
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm
 from picotron_ray.parallel.local_shards import local_parameters
 from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.parallel.precision.switches import PrecisionSwitches
+from picotron_ray.parallel.share_holders import ShareHolders
+from picotron_ray.planner.model_sizes import stage_bounds
 from picotron_ray.train.build_stages import build_stages, mixtures_of
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
 from picotron_ray.train.optim.optimizer import build_optimizer
@@ -83,6 +86,7 @@ class Engine:
         self._mesh = mesh
         self._owns_loss = mesh.at.pp == self.layout.last_stage_rank and mesh.at.tp == 0
         definition = definition_of(job.model, job.seed)
+        self._table = definition.table
         adaptive = job.adaptive_precision.error_bound is not None
         sizes = parts_of(definition.table) if adaptive else {}
         switches = PrecisionSwitches(sizes, device, master_dtype(job))
@@ -209,6 +213,16 @@ class Engine:
     def state(self) -> list[StateTensor]:
         """List weights and moments of this rank: live storage, the same for the engine's whole life."""
         return self._state.tensors()
+
+    def share_holders(self, wrote: Layout | None, wanted: Sequence[Shard]) -> frozenset[int]:
+        """State groups of layout ``wrote`` that hold anything of what is ``wanted``; empty: not known."""
+        if wrote is None:
+            return frozenset()
+        try:
+            bounds = stage_bounds(self.job.model, wrote.stages)
+        except LayoutError:  # of another model
+            return frozenset()
+        return ShareHolders(self._table, wrote, bounds).groups(wanted)
 
     def gradients(self) -> list[StateTensor]:
         """List the gradients as they are now: raw after `reduce`, clipped after `clip`."""

@@ -15,9 +15,10 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.parallel.data.fsdp import prepare_backward
-from picotron_ray.parallel.local_shards import LocalParameter, chunk
+from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import Mesh
+from picotron_ray.parallel.shard_boxes import chunk
 from picotron_ray.train.cuda_graphs import StepGraph
 from picotron_ray.train.gradients import Gradients, StaticGradients
 from picotron_ray.train.micro_batches import MicroBatch, MicroBatcher

@@ -32,7 +32,7 @@ from picotron_ray.checkpoint.shard_service.channel import (
 )
 from picotron_ray.checkpoint.snapshot import ledger_spill
 from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
-from picotron_ray.checkpoint.snapshot.slot_reader import SlotView, open_slot
+from picotron_ray.checkpoint.snapshot.slot_reader import SlotHead, SlotView, open_slot
 from picotron_ray.errors import CorruptError, PicotronError, SlotError
 from picotron_ray.layout.shards import Box, element_type
 
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 REQUEST_BYTES = 64 << 10
 IDLE_S = 60.0
 MOST_CONNECTIONS = 1024
+MOST_HEADS = 32
+"""Slots of which the parsed table is kept for whoever opens them next."""
 BACKLOG = 256
 PAUSE_S = 0.1
 """Pause after a connection that could not be taken: the next one would fare no better at once."""
@@ -89,6 +91,8 @@ class ShardServer:
         self._spilled = spilled or folder
         self._folder, self._timeout_s, self._withheld = folder, timeout_s, withheld
         self._pacer = Pacer(bytes_per_s)
+        self._heads: dict[str, SlotHead] = {}  # by slot, of the seal that was opened last
+        self._heads_lock = threading.Lock()
         self._checked: dict[tuple[str, bytes], set[int]] = {}
         self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._closing = threading.Event()
@@ -175,6 +179,10 @@ class ShardServer:
             raise SlotError(str(error)) from error
         if self._withheld(name, view.header.key):
             raise SlotError(f"slot {name} is set aside")
+        with self._heads_lock:
+            view.share_head(self._heads)
+            while len(self._heads) > MOST_HEADS:
+                del self._heads[next(iter(self._heads))]
         views[name] = view
         head = view.head()
         channel.send_json(MESSAGE, {"lengths": [len(part) for part in head]})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,11 @@ class SlotShard:
 
 
 class SlotHead:
-    """All of a slot but its body: what its seal vouches for."""
+    """All of a slot but its body: what its seal vouches for.
+
+    It is a copy, so that nothing written over the slot later comes into it. Its table is parsed once, when it
+    is first asked for: with thousands of shards that takes far longer than header and seal.
+    """
 
     def __init__(self, name: str, parts: Sequence[memoryview]) -> None:
         """
@@ -50,14 +55,23 @@ class SlotHead:
         Raises:
             CorruptError: they do not match the seal.
         """
-        areas, seal, *sealed = parts
-        self.parts, self.seal = tuple(parts), bytes(seal)
+        self.parts = tuple(bytes(part) for part in parts)
+        areas, self.seal, *sealed = self.parts
         # an unsealed slot has a seal of zeros, which nothing hashes to; a truncated one's parts are short
-        if len(areas) != AREAS.size or seal_of(bytes(areas), sealed) != self.seal:
+        if len(areas) != AREAS.size or seal_of(areas, sealed) != self.seal:
             raise CorruptError(f"slot {name} is not sealed; use an older snapshot", where=name)
-        table, digests, header, ledger = sealed
-        self.header = _header(header, ledger)
-        self.shards = _shards(table, digests, AREAS.unpack(areas)[2])
+        self.header = _header(*sealed[2:])
+        self._shards: tuple[SlotShard, ...] | None = None
+        self._parsing = threading.Lock()
+
+    @property
+    def shards(self) -> tuple[SlotShard, ...]:
+        """All shards of the slot; any thread may ask."""
+        with self._parsing:
+            if self._shards is None:
+                areas, _, table, digests, *_ = self.parts
+                self._shards = _shards(table, digests, AREAS.unpack(areas)[2])
+            return self._shards
 
 
 class SlotView:
@@ -70,12 +84,23 @@ class SlotView:
     def __init__(self, name: str, data: memoryview) -> None:
         self.name = name
         self._data = data
-        head = SlotHead(name, _parts(data))
-        self.seal, self.header, self.shards = head.seal, head.header, head.shards
+        self._head = SlotHead(name, _parts(data))
+        self.seal, self.header = self._head.seal, self._head.header
 
-    def head(self) -> list[memoryview]:
+    @property
+    def shards(self) -> tuple[SlotShard, ...]:
+        return self._head.shards
+
+    def head(self) -> tuple[bytes, ...]:
         """Return the parts of its head, for a `SlotHead` elsewhere."""
-        return _parts(self._data)
+        return self._head.parts
+
+    def share_head(self, heads: MutableMapping[str, SlotHead]) -> None:
+        """Take over the head that ``heads`` has of this slot, if it is of this seal; else leave it there."""
+        known = heads.get(self.name)
+        if known is None or known.seal != self.seal:
+            known = heads[self.name] = self._head
+        self._head = known
 
     def raw(self, entry: SlotShard) -> memoryview:
         """The shard's bytes, unchecked."""
@@ -185,20 +210,20 @@ def _parts(data: memoryview) -> list[memoryview]:
     return [prefix, data[SEAL_AT : SEAL_AT + 16], *sealed]
 
 
-def _header(encoded: memoryview, ledger: memoryview) -> SlotHeader:
-    fields = json.loads(bytes(encoded))
+def _header(encoded: bytes, ledger: bytes) -> SlotHeader:
+    fields = json.loads(encoded)
     fields["fragments"] = tuple(tuple(part) for part in fields["fragments"])
-    lines = bytes(ledger).decode()
+    lines = ledger.decode()
     return SlotHeader(**fields, ledger=tuple(lines.split("\n")) if lines else ())
 
 
-def _shards(table: memoryview, digests: memoryview, body_at: int) -> tuple[SlotShard, ...]:
-    rows = json.loads(bytes(table))
+def _shards(table: bytes, digests: bytes, body_at: int) -> tuple[SlotShard, ...]:
+    rows = json.loads(table)
     return tuple(
         SlotShard(
             Shard(name, dtype, tuple(shape), Box(tuple(offset), tuple(size))),
             body_at + at,
-            bytes(digests[16 * i : 16 * i + 16]),
+            digests[16 * i : 16 * i + 16],
         )
         for i, (name, dtype, shape, offset, size, at) in enumerate(rows)
     )

@@ -11,7 +11,7 @@ some 250 bytes a node.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -72,13 +72,16 @@ class ReadingOrder:
             for group in dict.fromkeys(part.group for part in slot.fragments) or (0,):
                 self._anchors[group].append(slot)
 
-    def groups(self) -> list[int]:
-        """All state groups: those first that this node holds, then those near the member's own share."""
+    def groups(self, needed: Collection[int] = ()) -> list[int]:
+        """All state groups: those that are needed first.
+
+        Within both, those that this node holds come first, then those near the member's own share.
+        """
         layout, wrote = self._spec.layout, self._source.layout
         groups = sorted(self._anchors)
         begin = layout.state_group(self._rank) * len(groups) // layout.state_groups if wrote else 0
         near = groups[begin:] + groups[:begin]
-        return sorted(near, key=lambda group: not self._is_here(group, self._node))
+        return sorted(near, key=lambda group: (group not in needed, not self._is_here(group, self._node)))
 
     def candidates(self, group: int) -> Iterator[tuple[SlotInfo, ...]]:
         """Slots of a group, the set to read first first; each set holds all of the group."""

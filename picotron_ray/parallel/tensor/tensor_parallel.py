@@ -30,7 +30,7 @@ from picotron_ray.comm.all_reduce import Group, all_sum
 from picotron_ray.comm.sequence_collectives import gather_sequence, reduce_scatter_sequence
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.parameters import Style
-from picotron_ray.parallel.local_shards import chunk
+from picotron_ray.parallel.shard_boxes import chunk
 from picotron_ray.parallel.tensor.cut_norm import cut_rms_norm
 from picotron_ray.parallel.tensor.overlap import OverlappedProducts
 
@@ -130,7 +130,7 @@ class TensorParallel:
         """Replace one of the module's parameters by this rank's part of it (without values).
 
         Args:
-            even: whether all parts must be of one size; a vocabulary's need not (`local_shards.chunk`).
+            even: whether all parts must be of one size; a vocabulary's need not (`shard_boxes.chunk`).
         """
         whole = getattr(module, name)
         shape = list(whole.shape)

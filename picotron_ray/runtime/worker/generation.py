@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -246,9 +247,8 @@ class GenerationRun:
             fetch_spilled(source.views[0], resources.ledger)
 
         with closing(others):
-            slots = SlotRestore(
-                self.spec, self.rank, resources.folder, self._protected(), others.open, others.pause
-            )
+            holders = partial(engine.share_holders, self.spec.source.layout)
+            slots = SlotRestore(self.spec, self.rank, resources.folder, self._protected(), others, holders)
             header = slots.read([tensor.shard for tensor in state], read).views[0].header
         self._tail.restore(header.ledger)
         self._take_over(header.extra)

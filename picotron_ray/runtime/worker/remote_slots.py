@@ -71,6 +71,11 @@ class RemoteSlots:
             time.sleep(min(POLL_S, left))
         self._go_on()
 
+    def let_go(self, node: str) -> None:
+        """Close the connection to a node; `open` makes another one."""
+        if node in self._clients:
+            self._clients[node].close()
+
     def close(self) -> None:
         for client in self._clients.values():
             client.close()

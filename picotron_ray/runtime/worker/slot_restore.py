@@ -1,9 +1,10 @@
 """Restore of one member from slots: those of its node are mapped, of others the boxes are asked for.
 
-It reads one copy of each share of the state (`coordinator.policies.state_copies` has their order), and opens
-no more slots than its own boxes need. Where a node is lost on the way, this member begins anew with the next
-copy, and the generation goes on. A node that serves as many as it can is left for another; where all do, this
-member waits.
+It reads one copy of each share of the state (`coordinator.policies.state_copies` has their order). Which
+shares hold its boxes follows from the writers' layout (`parallel.share_holders`); it opens those slots alone.
+Where they hold less than that, all others are looked through too, and that is said. Where a node is lost on
+the way, this member begins anew with the next copy, and the generation goes on. A node that serves as many as
+it can is left for another; where all do, this member waits.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from picotron_ray.checkpoint.shard_service.client import RemoteSlot
 from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
@@ -33,6 +35,24 @@ MOST_BUSY_S = 1800.0
 """Longest wait for busy nodes."""
 
 
+def unknown(wanted: Sequence[Shard]) -> Collection[int]:
+    """Know of no state group that holds what is wanted."""
+    return ()
+
+
+class Others(Protocol):
+    """Slots of other nodes."""
+
+    def open(self, info: SlotInfo) -> RemoteSlot:
+        """Open a slot; raises SlotUnreachableError."""
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long for nodes that are busy; raises where this member is to leave."""
+
+    def let_go(self, node: str) -> None:
+        """Close the connection to a node, where there is one."""
+
+
 class SlotRestore:
     """Restore of one member."""
 
@@ -42,18 +62,19 @@ class SlotRestore:
         rank: int,
         folder: Path,
         key: SlotKey,
-        open_remote: Callable[[SlotInfo], RemoteSlot],
-        pause: Callable[[float], None],
+        others: Others,
+        holders: Callable[[Sequence[Shard]], Collection[int]] = unknown,
     ) -> None:
         """
         Args:
             folder: of this node's slots.
             key: ``(term, n, step)`` of the state.
-            open_remote: opens a slot of another node; raises SlotUnreachableError.
-            pause: waits so many seconds for nodes that are busy; raises where this member is to leave.
+            holders: tells the state groups that hold anything of what is wanted; empty: it is not known.
         """
         self._order, self._node = ReadingOrder(spec, rank), spec.members[rank].node
-        self._folder, self._key, self._open_remote, self._pause = folder, key, open_remote, pause
+        self._folder, self._key, self._others, self._holders = folder, key, others, holders
+        self._useful: set[int] | None = None
+        self._told = False
         self._node_of = {name: node for node, name, _, _ in spec.source.identities}
         self._views: dict[str, View] = {}
         self._lost: dict[str, str] = {}  # node: a slot of it that was asked for
@@ -85,17 +106,31 @@ class SlotRestore:
                 self._lose(error)
 
     def _opened(self, wanted: Sequence[Shard]) -> list[View]:
-        """Open slots until they hold all that is wanted, or all there are."""
-        missing, opened = MissingBoxes(wanted), dict[str, View]()
-        for group in self._order.groups():
-            for info in self._chosen(group):
+        """Open slots until they hold all that is wanted, or all there are; leave those that hold nothing."""
+        if self._useful is None:
+            self._useful = set(self._holders(wanted))
+            self._told = not self._useful
+        missing, opened, useful = MissingBoxes(wanted), dict[str, View](), self._useful
+        for group in self._order.groups(frozenset(useful)):
+            if group not in useful and opened and not self._told:
+                self._told = True
+                log.warning("snapshots: shares %s do not hold all; others are tried", sorted(useful))
+            chosen = self._chosen(group)
+            for info in chosen:
                 view = self._view(info)
-                if _holds(view, group):
+                if _holds(view, group) and (missing.take(view.shards) or not opened):
                     opened[view.name] = view
-                    missing.take(view.shards)
+                    useful.add(group)
             if not missing:
                 break
+            self._leave_others({self._node_of[name] for name in opened} | {info.node for info in chosen})
+        self._leave_others({self._node_of[name] for name in opened})
         return list(opened.values())
+
+    def _leave_others(self, nodes: Collection[str]) -> None:
+        """Close connections to all nodes but these."""
+        for node in {self._node_of[name] for name in self._views}.difference(nodes):
+            self._forget(node)
 
     def _chosen(self, group: int) -> tuple[SlotInfo, ...]:
         """The slots of a group to read now: none is of a node that is lost, or busy while another is not."""
@@ -117,7 +152,7 @@ class SlotRestore:
             raise self._gone(f"all nodes that hold it were busy for {MOST_BUSY_S:g} s", self._busy)
         first_s, longest_s = PAUSES_S
         log.info("snapshots: waiting for %s, which serve others", ", ".join(sorted(self._busy)))
-        self._pause(random.uniform(0.5, 1.5) * min(longest_s, first_s * 2 ** min(self._pauses, 30)))
+        self._others.pause(random.uniform(0.5, 1.5) * min(longest_s, first_s * 2 ** min(self._pauses, 30)))
         self._pauses += 1
         self._busy.clear()
 
@@ -128,7 +163,7 @@ class SlotRestore:
 
     def _open(self, info: SlotInfo) -> View:
         if info.node != self._node:
-            return self._open_remote(info)
+            return self._others.open(info)
         try:
             return open_slot(self._folder / info.slot, info.slot)
         except SlotError as error:  # it was removed
@@ -151,6 +186,7 @@ class SlotRestore:
         return SlotUnreachableError(why, ",".join(nodes.values()))
 
     def _forget(self, node: str) -> None:
+        self._others.let_go(node)
         self._views = {name: view for name, view in self._views.items() if self._node_of[name] != node}
 
 
@@ -163,17 +199,20 @@ class MissingBoxes:
             if shard.box.numel:
                 self._boxes.setdefault(shard.name, []).append(shard.box)
 
-    def take(self, held: Iterable[SlotShard]) -> None:
-        """Take away what a slot holds."""
+    def take(self, held: Iterable[SlotShard]) -> bool:
+        """Take away what a slot holds; returns whether that was anything."""
+        found = False
         for entry in held:
             boxes = self._boxes.get(entry.shard.name)
             if boxes is None:
                 continue
+            found = found or any(box.intersect(entry.shard.box) is not None for box in boxes)
             boxes = [part for box in boxes for part in subtract(box, entry.shard.box)]
             if boxes:
                 self._boxes[entry.shard.name] = boxes
             else:
                 del self._boxes[entry.shard.name]
+        return found
 
     def __bool__(self) -> bool:
         return bool(self._boxes)

@@ -18,7 +18,7 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Coordinates, Layout
 from picotron_ray.layout.shards import Box
 from picotron_ray.models.parameters import ParameterSpec
-from picotron_ray.parallel.local_shards import local_box
+from picotron_ray.parallel.shard_boxes import local_box
 
 ROUND_ELEMENTS = 32 * 2**20
 """Elements of whole matrices that a rank works on at a time; a larger matrix is a round of its own."""

@@ -13,7 +13,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, region, whole
 from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.models.layers.init import PIECE, initial_value, normal
-from picotron_ray.parallel.local_shards import local_box
+from picotron_ray.parallel.shard_boxes import local_box
 
 TINY = ModelConfig(vocab_size=48, hidden_size=24, intermediate_size=40, layers=3, heads=6, kv_heads=2)
 SHAPE = (6, 37, 45)

@@ -14,7 +14,7 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import parameter_table
-from picotron_ray.parallel.local_shards import local_box
+from picotron_ray.parallel.shard_boxes import local_box
 from picotron_ray.planner.model_sizes import stage_parameters
 from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, Result, make_job, run_layout
 from tests.support.gloo.parity import compare, primaries, thinned

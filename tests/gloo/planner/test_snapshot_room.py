@@ -13,7 +13,7 @@ from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Shard
-from picotron_ray.parallel.local_shards import is_primary
+from picotron_ray.parallel.shard_boxes import is_primary
 from picotron_ray.planner.snapshot_room import slot_estimate
 from picotron_ray.train.snapshot import SnapshotWriter, flush_bytes
 

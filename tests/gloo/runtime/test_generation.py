@@ -94,6 +94,7 @@ class Bench:
             applied=(),
             adapt=lambda batches: self.policy,
             state=lambda: self.state,
+            share_holders=lambda layout, wanted: (),
             weights=lambda: "weights",
             initialise=partial(self.note, "initialise"),
             set_step=partial(self.note, "set step"),

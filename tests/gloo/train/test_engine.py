@@ -20,9 +20,10 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm
-from picotron_ray.parallel.local_shards import LocalParameter, chunk, counts_in_norm, local_box
+from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.parallel.mesh import make_mesh
+from picotron_ray.parallel.shard_boxes import chunk, counts_in_norm, local_box
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim.lr_schedule import factor, learning_rate
 from picotron_ray.train.optim.optimizer import Optimizer, build_optimizer

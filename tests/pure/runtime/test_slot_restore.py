@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class Cluster:
         self.phases: list[str] = []
         self.page.on_phase = lambda step, phase: self.phases.append(phase)
         self.leaves = False
+        self.holders: Callable[[Sequence[Shard]], Collection[int]] = slot_restore.unknown
 
     def add(self, *names: str) -> list[Node]:
         self.nodes |= {name: Node(self.folder / name, name) for name in names}
@@ -105,7 +106,7 @@ class Cluster:
         node = spec.members[rank].node
         with closing(RemoteSlots(self.page, self.config.snapshot, self.find, self.leave_if_asked)) as others:
             folder = self.folder / node
-            restore = SlotRestore(spec, rank, folder, KEY, others.open, others.pause)
+            restore = SlotRestore(spec, rank, folder, KEY, others, self.holders)
             restore.read([wanted], read)
         return found.view(np.float32)
 

@@ -14,7 +14,7 @@ from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.data import ddp, grad_norm
 from picotron_ray.parallel.data.ddp import BUCKET_BYTES, ReplicatedGradients, replicated
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm, part_norms, squared_sum
-from picotron_ray.parallel.local_shards import chunk, counts_in_norm, is_primary, local_box
+from picotron_ray.parallel.shard_boxes import chunk, counts_in_norm, is_primary, local_box
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from picotron_ray.comm.all_reduce import Group
 from picotron_ray.models.layers.rms_norm import RMSNorm
-from picotron_ray.parallel.local_shards import chunk
+from picotron_ray.parallel.shard_boxes import chunk
 from picotron_ray.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from tests.support.gloo.pool import Job
 

@@ -1,0 +1,60 @@
+"""Boxes of canonical parameters that ranks hold, and which state groups checkpoint them. Torch-free.
+
+Tensor parallelism cuts first, then FSDP. Both follow ``torch.chunk``: chunks of ceil(size / parts), the last
+ones shorter or empty. FSDP cuts dimension 0 of the boxes of tensor and expert parallelism, over the ranks
+that hold the same box.
+"""
+
+from __future__ import annotations
+
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Box
+from picotron_ray.models.parameters import ParameterSpec
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return offset and length of chunk ``index`` of ``size`` elements, as torch.chunk cuts them."""
+    step = -(-size // parts)
+    start = min(size, index * step)
+    return start, min(size, start + step) - start
+
+
+def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
+    """Return the box of one parameter that ``rank`` holds; it may be empty."""
+    at = layout.coordinates(rank)
+    offset, size = [0] * len(spec.shape), list(spec.shape)
+    if spec.tp_dim is not None and layout.tp > 1:
+        offset[spec.tp_dim], size[spec.tp_dim] = chunk(spec.shape[spec.tp_dim], layout.tp, at.tp)
+    shards, shard = layout.shards, layout.shard(rank)
+    if spec.expert:
+        offset[0], size[0] = chunk(spec.shape[0], layout.ep, layout.expert_index(rank))
+        shards, shard = layout.expert_shards, layout.expert_shard(rank)
+    if layout.zero and spec.trained:
+        start, size[0] = chunk(size[0], shards, shard)
+        offset[0] += start
+    return Box(tuple(offset), tuple(size))
+
+
+def is_primary(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
+    """Return whether this rank's state group is the one that checkpoints the box.
+
+    Several groups may hold the same box. Then the first of them checkpoints it. There are four such cases:
+    parameters that tensor parallelism replicates, parameters outside of experts under expert parallelism,
+    parameters that ZeRO leaves whole, and a tied embedding (the first stage's group).
+    """
+    if spec.copy:
+        return False
+    if spec.tp_dim is None and layout.coordinates(rank).tp:
+        return False
+    if layout.zero:
+        return spec.trained or layout.shard(rank) == 0
+    return spec.expert or layout.expert_index(rank) == 0
+
+
+def counts_in_norm(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
+    """Return whether this rank adds its box to a global sum: exactly one rank per box does."""
+    if not spec.trained or not is_primary(spec, layout, rank):
+        return False
+    if layout.zero:
+        return layout.replica(rank) < layout.shards  # the first copy
+    return layout.expert_replica(rank) == 0

@@ -1,7 +1,7 @@
 """Global gradient norm, correct on any mix of meshes.
 
 torch's ``clip_grad_norm_`` fails where gradients live on different meshes (pytorch#180346). Here each box is
-counted by one rank of the world, however it is replicated or cut (``local_shards.counts_in_norm``). Each rank
+counted by one rank of the world, however it is replicated or cut (``shard_boxes.counts_in_norm``). Each rank
 squares the local boxes that it counts, and one number is summed over the world. Purely replicated layouts
 need no communication, because all ranks hold the same reduced gradients, bit by bit.
 """

@@ -11,7 +11,7 @@ al. 2021, Megatron-LM).
   is complete after twice as many passes as `ReplicatedGradients` waits for.
 
 The state knows one tensor, under the embedding's name. Both ends restore from it. The first stage's stands
-for it and counts in the norm (`local_shards.is_primary`).
+for it and counts in the norm (`shard_boxes.is_primary`).
 """
 
 from __future__ import annotations

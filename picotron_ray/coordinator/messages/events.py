@@ -200,7 +200,10 @@ class Uploaded:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Result of a log entry: durable (``seq`` > 0), failed for now (``error``), or refused (``fenced``)."""
+    """Result of a log entry: durable (``seq`` > 0), failed for now (``error``), or refused (``fenced``).
+
+    ``owner`` claimed the newer term that refused it.
+    """
 
     kind: Literal["generation", "commit"]
     generation: GenerationId
@@ -211,6 +214,7 @@ class Appended:
     fenced: bool = False
     digest: str = ""  # commit: blake3 of the manifest
     parts_gone: bool = False  # commit: what was uploaded is not there any more; trying again needs it anew
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.fenced_end import fenced_end
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
@@ -361,7 +362,7 @@ class Coordinator:
         self._planner.close()
         term = self._executor.term
         if finish.status != "fenced" and term and await self._executor.is_newest() is False:
-            finish = m.Finish("fenced", "a newer coordinator has taken over; this one does not end its run")
+            finish = fenced_end(self._store.overtaken_by, self._job.name)
         doubtful = finish.status == "fenced" or not term
         if doubtful and not await is_this_process(coordinator_name(self._job.name)):
             log.warning("%s (%s): this process leaves everything as it is", finish.status, finish.detail)

@@ -51,6 +51,7 @@ from picotron_ray.runtime.run_storage.data_record import ledger_figures, settle_
 from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations
 from picotron_ray.runtime.run_storage.hf_assets import copy_assets
 from picotron_ray.runtime.run_storage.init_from import open_origin
+from picotron_ray.runtime.run_storage.life_sign import LifeSign, remove_older
 from picotron_ray.runtime.run_storage.run_json import NEWEST, saved_config
 
 log = logging.getLogger(__name__)
@@ -85,16 +86,18 @@ class RunStore:
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="run-commit")
         self.collector = ThreadPoolExecutor(1, thread_name_prefix="run-garbage")
         self._assembly = AssemblyProcess(job)
+        self._life = LifeSign(self._storage)
         self._outlines = Outlines(self._assembly.outline)
         self._in_use = InUse()
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self._records = 0  # saved in this term
         self._retired: deque[str] = deque()  # manifests that retention gave up, until they are told
+        self.overtaken_by = ""  # owner of a newer term, once one was found
         self.complaints: list[str] = []
         self.news: list[str] = []
 
     def claim(self) -> int:
-        """Write run.json where there is none and launch.json, and claim the next term."""
+        """Write run.json where there is none and launch.json, claim the next term and show life since."""
         config = saved_config(self._job)
         try:
             saved = {**config, "origin": self._origin}
@@ -103,7 +106,9 @@ class RunStore:
             log.debug("run.json is there already")
         self.data = settle_data(self._storage, self._job.name, self.data)
         self._storage.put(NEWEST, json.dumps(config, indent=1).encode())
-        return self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}")
+        term = self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}")
+        self._life.begin(term)
+        return term
 
     @property
     def identity(self) -> str:
@@ -211,7 +216,8 @@ class RunStore:
         return self.executor.submit(work).result()
 
     def close(self) -> None:
-        """End the assembler's process: nothing is committed any more."""
+        """End the assembler's process and the signs of life: nothing is committed any more."""
+        self._life.close()
         self._assembly.close()
 
     def _known_commit(self, generation: GenerationId, step: int) -> Appended | None:
@@ -226,7 +232,7 @@ class RunStore:
         try:
             return replace(event, seq=work())
         except FencedError as error:
-            return replace(event, error=str(error), fenced=True)
+            return replace(event, error=str(error), fenced=True, owner=error.owner)
         except StorageError as error:
             log.warning("%s of step %d: %s", event.kind, event.step, error)
             return replace(event, error=str(error), parts_gone=isinstance(error, PartsGoneError))
@@ -241,7 +247,8 @@ class RunStore:
         """
         try:
             self._log.witness().confirm()
-        except FencedError:
+        except FencedError as error:
+            self.overtaken_by = error.owner
             return False
         except StorageError as error:
             log.warning("the newest term is not known: %s", error)
@@ -298,6 +305,7 @@ class RunStore:
         try:
             for key in self._record_keys()[:-RECORDS_KEPT]:
                 self._storage.delete(key)
+            remove_older(self._storage, self._log.term)
             reach = gc.rewind_reach(self._job)
             report = gc.collect(
                 self._storage,
@@ -338,6 +346,7 @@ class RunStore:
         self._log.confirm()
         complete = {**summary, "term": self._log.term, **self._ledger_figures()}
         self._storage.put("summary.json", json.dumps(complete, indent=1).encode())
+        self._life.end(str(summary.get("status") or "over"))
         return complete
 
     def _ledger_figures(self) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""Doors that see a run's storage, and neither its Ray nor its state folder: another shell, user or machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs.memory_group import until
+
+pytestmark = pytest.mark.timeout(400)  # seconds on an idle machine
+RUN = "elsewhere"
+
+
+class Shell:
+    """A shell with a state folder and a place for snapshots of its own."""
+
+    def __init__(self, folder: Path, storage: Path) -> None:
+        folder.mkdir()
+        self.environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
+        self.overrides = (f"name={RUN}", f"storage.url={storage}", "cluster.device=cpu")
+        self.overrides += (f"snapshot.folder={folder / 'slots'}", "checkpoint.interval_steps=300")
+        self.overrides += ("evaluate.interval_steps=100000",)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "picotron_ray.launch", "tiny", *self.overrides, *words]
+        out = subprocess.PIPE
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, text=True, env=self.environment
+        )
+
+    def command(self, *words: str, expect: int = 0) -> str:
+        command = [sys.executable, "-m", "picotron_ray.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=self.environment)
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done.stdout if expect == 0 else done.stderr
+
+    def step(self) -> int:
+        status: dict[str, Any] = json.loads(self.command("status", RUN, "--json"))
+        return int(status["step"])
+
+
+@pytest.fixture
+def shells(tmp_path: Path) -> Iterator[tuple[Shell, Shell]]:
+    both = Shell(tmp_path / "one", tmp_path / "runs"), Shell(tmp_path / "two", tmp_path / "runs")
+    yield both
+    for shell in both:
+        with_it = [sys.executable, "-m", "picotron_ray.cli", "stop", RUN, "--now", "--discard"]
+        subprocess.run(with_it, capture_output=True, timeout=100, env=shell.environment)
+
+
+def test_a_run_is_ended_by_nobody_who_does_not_say_so(shells: tuple[Shell, Shell]) -> None:
+    here, there = shells
+    run = here.start("steps=100000")
+    until(lambda: here.step() > 310, "no step of the run", 200)
+
+    collect = ("checkpoints", "gc", "tiny", *there.overrides)
+    said = there.command(*collect, expect=2)
+    assert re.fullmatch(r"error: run 'elsewhere' goes on elsewhere.* process \d+ on .*--force.*\n", said), (
+        said
+    )
+    refused = there.start("steps=100000")
+    said, _ = refused.communicate(timeout=200)
+    assert refused.returncode == 2, said
+    assert re.search(r"error: name: run 'elsewhere' goes on elsewhere.*--take-over", said), said
+    assert run.poll() is None, "it goes on"
+
+    assert there.command(*collect, "--force")
+    said, _ = run.communicate(timeout=200)
+    assert run.returncode == 3, said
+    assert re.search(r"because: `checkpoints gc` \(process \d+ on .*nobody has taken the run over", said), (
+        said
+    )
+    kept = int(re.findall(r"run elsewhere was fenced off by another claim at step (\d+)", said)[0])
+    assert kept >= 600, "it heard with its next commit"
+
+    again = here.start(f"steps={kept + 20}", "--json")
+    said, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, said
+    summary = json.loads(said.splitlines()[-1])
+    first = next(entry for entry in summary["generations"] if entry["term"] > 2)
+    assert first["start_step"] >= 600, "its snapshots were kept; committed were 300 steps"
+    assert summary["ledger"]["lost"] == 0

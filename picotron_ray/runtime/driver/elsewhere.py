@@ -22,7 +22,7 @@ TAKE_OVER = "--take-over"
 
 
 class TakingOver(NamedTuple):
-    """What a user wants done where the run seems to go on elsewhere, and hears meanwhile.
+    """Wish of a user where the run seems to go on elsewhere, and the ear for what is told meanwhile.
 
     Fields:
         asked: that run is to be ended.

@@ -36,8 +36,8 @@ PREFIX = "life/"
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What process ids count in: those of two equal ones are of the same processes."""
+class ProcessSpace:
+    """Space of process ids: in two equal ones an id is of the same process."""
 
     host: str
     boot: str
@@ -68,18 +68,18 @@ class Life:
     term: int
     beat: int
     ended: str
-    machine: Machine
+    machine: ProcessSpace
     process: Process
     raylet: Process
     session: str
     address: str
     age_s: float
 
-    def seen_here(self, here: Machine | None = None) -> Literal["alive", "dead", ""]:
+    def seen_here(self, here: ProcessSpace | None = None) -> Literal["alive", "dead", ""]:
         """Tell what this machine shows of it; "": nothing."""
         if _ray_session() == self.session != "":
             return "dead"  # the caller looked for it there by its name
-        if self.machine != (here or this_machine()):
+        if self.machine != (here or this_space()):
             return ""
         if processes.lives(self.process.pid, self.process.started):
             return "alive"
@@ -92,10 +92,10 @@ class Life:
         return f"coordinator of term {self.term}, process {self.process.pid} on {self.machine.host}{ray}"
 
 
-def this_machine() -> Machine:
+def this_space() -> ProcessSpace:
     """Return the machine that this process sees its process ids in."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return Machine(
+    return ProcessSpace(
         os.uname().nodename,
         boot.read_text().strip() if boot.exists() else "",
         os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").is_symlink() else "",
@@ -120,7 +120,7 @@ def newest_life(storage: Storage) -> Life | None:
             return None
         return Life(
             **{name: said[name] for name in ("term", "beat", "ended", "session", "address")},
-            machine=Machine(**said["machine"]),
+            machine=ProcessSpace(**said["machine"]),
             process=Process(**said["process"]),
             raylet=Process(**said["raylet"]),
             age_s=max(clock_s(storage) - listed[0].mtime_s, 0.0),
@@ -148,7 +148,7 @@ class LifeSign:
             "term": term,
             "beat": 0,
             "ended": "",
-            "machine": asdict(this_machine()),
+            "machine": asdict(this_space()),
             "process": asdict(Process(pid, processes.started(pid))),
             "raylet": asdict(Process(parent, processes.started(parent))),
             "session": _ray_session(),

@@ -29,11 +29,11 @@ from picotron_ray.runtime.run_storage.life_sign import (
     SILENT_S,
     Life,
     LifeSign,
-    Machine,
     Process,
+    ProcessSpace,
     newest_life,
     remove_older,
-    this_machine,
+    this_space,
 )
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
@@ -45,7 +45,7 @@ def eventually(reached: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-ELSEWHERE = Machine("far", "another boot", "pid:[1]")
+ELSEWHERE = ProcessSpace("far", "another boot", "pid:[1]")
 GONE = Process(2**22 - 1, "17")
 HERE = Process(os.getpid(), processes.started(os.getpid()))
 
@@ -109,7 +109,7 @@ def test_a_coordinator_signs_from_its_claim_to_its_end(job: JobConfig, storage: 
     eventually(lambda: newest_life(storage) is not None)
     found = newest_life(storage)
     assert found is not None
-    assert (found.term, found.machine, found.process) == (1, this_machine(), HERE)
+    assert (found.term, found.machine, found.process) == (1, this_space(), HERE)
     assert found.age_s < SILENT_S, "by the storage's clock"
     assert found.seen_here() == "alive"
     store.finish({"status": "stopped"})
@@ -166,8 +166,8 @@ def test_a_damaged_sign_is_none(storage: Storage, said: bytes) -> None:
     assert newest_life(storage) is None
 
 
-def test_processes_of_this_machine_show_life_and_death() -> None:
-    here = this_machine()
+def test_processes_of_this_space_show_life_and_death() -> None:
+    here = this_space()
     assert life().seen_here() == "", "ids of another machine say nothing"
     assert life(machine=here).seen_here() == "dead"
     assert life(machine=here, process=HERE).seen_here() == "alive"
@@ -198,7 +198,7 @@ def test_the_ray_that_has_no_such_coordinator_proves_its_death(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "found",
-    [None, life(age_s=SILENT_S), life(machine=this_machine())],
+    [None, life(age_s=SILENT_S), life(machine=this_space())],
     ids=["none", "silent", "killed here"],
 )
 def test_a_launch_goes_on_at_once_where_nobody_lives(storage: Storage, found: Life | None) -> None:
@@ -212,7 +212,7 @@ def test_a_launch_is_refused_by_the_next_sign(storage: Storage) -> None:
     with pytest.raises(ConfigError) as refused:
         watch.wait(storage)
     said = str(refused.value)
-    assert "process 4194303 on far, in the Ray at 10.0.0.7:6379 was last heard 0 s ago" in said
+    assert "process 4194303 on far, in the Ray at 10.0.0.7:6379 was last heard 2 s ago" in said
     assert all(word in said for word in ("RAY_ADDRESS=10.0.0.7:6379", "--take-over"))
     assert "\n" not in said
     assert watch.paused_s < LIFE_S
@@ -237,15 +237,15 @@ def test_a_run_that_ends_meanwhile_is_no_hindrance(storage: Storage) -> None:
     assert watch.paused_s > 0
 
 
-def test_a_living_process_of_this_machine_refuses_at_once(storage: Storage) -> None:
-    watch = Watch(life(machine=this_machine(), process=HERE, address="127.0.0.1:6379"))
+def test_a_living_process_of_this_space_refuses_at_once(storage: Storage) -> None:
+    watch = Watch(life(machine=this_space(), process=HERE, address="127.0.0.1:6379"))
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on .*XDG_STATE_HOME"):
         watch.wait(storage)
     assert watch.paused_s == 0
 
 
 def test_who_takes_over_or_leaves_does_not_wait(storage: Storage) -> None:
-    living = life(machine=this_machine(), process=HERE)
+    living = life(machine=this_space(), process=HERE)
     Watch(living).wait(storage, asked=True)
     watch = Watch(life())
     watch.wait(storage, stopped=lambda: True)

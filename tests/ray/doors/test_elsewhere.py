@@ -1,4 +1,4 @@
-"""Doors that see a run's storage, and neither its Ray nor its state folder: another shell, user or machine."""
+"""Doors that see a run's storage, but neither its Ray nor its state folder: a shell, user or machine."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ class Shell:
         return done.stdout if expect == 0 else done.stderr
 
     def step(self) -> int:
-        status: dict[str, Any] = json.loads(self.command("status", RUN, "--json"))
-        return int(status["step"])
+        """Newest step of the run; 0 while it is being launched."""
+        command = [sys.executable, "-m", "picotron_ray.cli", "status", RUN, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=self.environment)
+        status: dict[str, Any] = json.loads(done.stdout.splitlines()[0]) if done.stdout else {}
+        return int(status.get("step", 0))
 
 
 @pytest.fixture

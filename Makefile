@@ -3,13 +3,14 @@ PYTHON ?= $(if $(wildcard .venv/bin/python),$(CURDIR)/.venv/bin/python,python3)
 BIN = $(dir $(shell command -v $(PYTHON)))
 CONFIG ?= quickstart
 
-.PHONY: help setup tools check format types contracts test pure deep docs kill-picture bench
+.PHONY: help setup tools check format types contracts test coverage pure deep docs kill-picture bench
 
 help:
 	@echo "make setup         install everything that the checks need into .venv"
 	@echo "make check         linter, formatter, types, import contracts"
-	@echo "make pure          the tests that need neither torch nor Ray (half a minute)"
-	@echo "make test          the README's second command: the default tests, with coverage"
+	@echo "make pure          the tests that need neither torch nor Ray"
+	@echo "make test          the README's second command: the default tests"
+	@echo "make coverage      the same with line coverage, below whose limits it fails"
 	@echo "make deep          what the default run leaves out"
 	@echo "make docs          the documentation site, warnings as errors: docs/_build/html"
 	@echo "make kill-picture  docs/_static/kill.svg, from a run of quickstart"
@@ -38,6 +39,9 @@ pure: tools
 	$(PYTHON) -m pytest tests/pure -n auto
 
 test: tools
+	$(PYTHON) -m pytest
+
+coverage: tools
 	$(PYTHON) -m pytest --cov
 
 deep:

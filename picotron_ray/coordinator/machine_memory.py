@@ -63,6 +63,22 @@ class Incident:
 
 
 @dataclass
+class ReadSlots:
+    """Slots that the members of a generation may read, by name: each of them that cannot asks for them."""
+
+    generation: GenerationId
+    by_name: dict[str, list[SlotIdentity]]
+    away: set[str] = field(default_factory=set)  # nodes whose slots are passed over
+
+    @classmethod
+    def of(cls, spec: GenerationSpec) -> ReadSlots:
+        found = cls(spec.id, {})
+        for identity in spec.source.identities:
+            found.by_name.setdefault(identity[1], []).append(identity)
+        return found
+
+
+@dataclass
 class MachineMemory:
     """Memory of the machine. Times are seconds on its clock, which skips the coordinator's own sleep."""
 
@@ -116,6 +132,7 @@ class MachineMemory:
     unseen: dict[str, float] = field(
         default_factory=dict
     )  # members that their node does not show: since when
+    rescued: dict[str, str] = field(default_factory=dict)  # workers whose slots are saved, and their nodes
     progressed: bool = False
     # leaving and recovering
     reason: str = START  # of the next generation
@@ -135,6 +152,7 @@ class MachineMemory:
     # storage
     commits: list[Commit] = field(default_factory=list)
     bad_slots: set[SlotIdentity] = field(default_factory=set)
+    read_slots: ReadSlots | None = None  # of the generation whose members told of slots last
     bad_manifests: set[str] = field(default_factory=set)
     logged: set[GenerationId] = field(default_factory=set)  # generations that the log held at the beginning
     kept: StateKey | None = None  # newest state that an earlier launch left in slots, until it is committed

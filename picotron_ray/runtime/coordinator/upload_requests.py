@@ -14,7 +14,7 @@ Request = tuple[str, tuple[str, ...]]
 
 
 class UploadRequests:
-    """Requests by state, until a commit of that step or a later one."""
+    """Requests by state, until that or a later state of the same generation or a later one is committed."""
 
     def __init__(self) -> None:
         self._open: dict[str, m.Upload] = {}  # by node: what was asked for last and has not ended
@@ -41,13 +41,20 @@ class UploadRequests:
             self._parts.setdefault(state, {})[event.node, event.slots] = part
 
     def parts(self, command: m.AppendCommit) -> list[bytes]:
-        """Return the parts of a commit, as far as they are here."""
+        """Return the parts of a commit; none where one is not here, so that all is uploaded again."""
         state = (command.generation, command.step)
         newest, parts = self._newest.get(state, {}), self._parts.get(state, {})
-        chosen = [(node, newest[node]) for node in command.nodes if node in newest]
-        return [parts[request] for request in chosen if request in parts]
+        found = [parts.get((node, newest.get(node, ()))) for node in command.nodes]
+        return [] if None in found else [part for part in found if part is not None]
 
-    def forget(self, step: int) -> None:
-        """Forget the states up to a step, which is committed."""
-        self._parts = {state: found for state, found in self._parts.items() if state[1] > step}
-        self._newest = {state: found for state, found in self._newest.items() if state[1] > step}
+    def forget(self, generation: m.GenerationId, step: int) -> None:
+        """Forget a state that is committed, and what is older in its generation and in earlier ones.
+
+        A later generation may have gone back behind it: its own states are uploaded still.
+        """
+
+        def waits(state: State) -> bool:
+            return state[0] > generation or state[1] > step
+
+        self._parts = {state: found for state, found in self._parts.items() if waits(state)}
+        self._newest = {state: found for state, found in self._newest.items() if waits(state)}

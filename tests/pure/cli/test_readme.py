@@ -23,12 +23,12 @@ def set_up_commands() -> list[str]:
 def test_exactly_two_set_up_commands_one_line_each() -> None:
     first, second = set_up_commands()
     assert first.endswith("-m picotron_ray.launch quickstart")
-    assert shlex.split(second)[-4:] == [".venv/bin/python", "-m", "pytest", "--cov"]
+    assert shlex.split(second)[-3:] == [".venv/bin/python", "-m", "pytest"]
 
 
 def test_ci_runs_the_readmes_tests_last() -> None:
     last = (ROOT / ".ci" / "run").read_text().strip().splitlines()[-1]
-    assert last == '"$venv/bin/python" -m pytest --cov --cov-report= "$@"'
+    assert last == '"$venv/bin/python" -m pytest "$@"'
 
 
 def test_the_readme_is_short() -> None:

@@ -14,7 +14,7 @@ from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
-from tests.support.runs.coordinator_world import job
+from tests.support.runs.coordinator_world import Choice, World, job
 
 EACH = 8
 
@@ -134,3 +134,33 @@ def test_a_seal_that_is_void_is_noted_without_a_look_at_those_of_other_nodes() -
     assert CountedName.compared <= 4 * nodes * len(steps)
     released = tracker.release_void()
     assert [(each.node, each.step) for each in released] == [(f"{node:06d}", 2) for node in range(nodes)]
+
+
+def sharded(workers: int, *_: object) -> Choice:
+    return Choice(Layout(dp=workers, zero=1), 1.0 / workers)
+
+
+def test_a_node_that_no_member_can_read_from_is_passed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them says so, and for each one all slots of the state were looked through."""
+    world = World(job(cluster__max_workers=64, steps=10_000), choose=sharded)
+    one = world.up(*((f"n{i}", 8) for i in range(8)))
+    slots = tuple(
+        m.SlotInfo(x.node, f"{x.worker}.0.slot", one.id, 50, rank, (m.Fragment(rank, 0, 1),))
+        for rank, x in enumerate(one.members)
+    )
+    out = world.send(*(m.Outcome(x.worker, one.id, FailureKind.PEER_LOST, 50) for x in one.members))
+    out += world.answer(out, slots)
+    two = world.spec
+    assert (two.id.n, two.source.kind) == (2, "slots")
+    asked: list[m.Source] = []
+    listed = m.Source.identities.fget
+    monkeypatch.setattr(m.Source, "identities", property(lambda self: (asked.append(self), listed(self))[1]))
+    lost = slots[0]
+    told = [
+        m.Outcome(x.worker, two.id, FailureKind.FAILED, 50, f"unreachable:{lost.slot}") for x in two.members
+    ]
+    world.send(*told[:-1])
+    assert len(asked) == 1
+    there = [slot.identity for slot in slots if slot.node == lost.node]
+    assert len(there) == 8
+    assert world.machine.memory.bad_slots == set(there)

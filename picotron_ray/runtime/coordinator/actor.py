@@ -280,7 +280,7 @@ class Coordinator:
         try:
             found, running, stored, commits, specs = await self._supervisor.retried("a begin", self._learn)
         except FencedError as error:
-            await self._end(m.Finish("fenced", str(error)))
+            await self._end(m.Finish("fenced", str(error), m.Source("slots")))
             return
         except PicotronError as error:
             failed = isinstance(error, StorageError)
@@ -372,7 +372,7 @@ class Coordinator:
         if finish.status not in ("fenced", "storage"):
             summary = await self._summed_up(summary)
         self._record.done(finish, summary)
-        self._store.close()
+        self._store.close(finish.status)
         if self._begun:
             await asyncio.to_thread(self._event_log.close)
         await self._leave(finish)

@@ -4,6 +4,10 @@ A coordinator that is not on this machine, nor in the connected Ray, shows in st
 (``run_storage.life_sign``). A launch that finds its sign waits for the next one, which refuses the launch, or
 until it was silent for long enough to be dead. So no living run is ended unasked, and after a crash of
 everything a launch elsewhere waits no longer than that.
+
+The age of the sign found, by storage's clock, shortens that wait, but two signs' time is watched always, by
+this machine's clock: storage's may be of the machine that writes (some shared file systems), and storage that
+was away for long kept the signs from all who looked.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from picotron_ray.runtime.driver.waiting import LINE_S
 from picotron_ray.runtime.run_storage.life_sign import LIFE_S, SILENT_S, Life, newest_life
 
 POLL_S = 2.0
+WATCHED_S = 2 * LIFE_S
+"""Least time for which a sign is watched before it is called the last one."""
 TAKE_OVER = "--take-over"
 
 
@@ -44,6 +50,7 @@ def await_silence(
     user: TakingOver = NOT_ASKED,
     look: Callable[[Storage], Life | None] = newest_life,
     pause: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Return once no coordinator of the run lives elsewhere, or the user wants no wait.
 
@@ -55,10 +62,11 @@ def await_silence(
     first, told_s = look(storage), float("inf")
     if first is None:
         return
+    until_s = clock() + max(SILENT_S - first.age_s, WATCHED_S)
     found: Life | None = first
     while found is not None and (found.term, found.beat) == (first.term, first.beat):
         seen = found.seen_here()
-        left_s = SILENT_S - found.age_s
+        left_s = until_s - clock()
         if seen == "alive":
             raise ConfigError(_living(run, found))
         if seen == "dead" or left_s <= 0 or user.stopped():

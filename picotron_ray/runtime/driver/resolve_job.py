@@ -137,7 +137,7 @@ def check_machine(
         ConfigError, StorageError: one line per problem; only the token cache was changed.
     """
     known = ResolvedJob(job, relative_url=relative_url, owns_ray=own_ray, taking_over=taking_over)
-    return resolve(known, ON_THE_MACHINE)
+    return resolve(known, (*ON_THE_MACHINE, ELSEWHERE))
 
 
 # --- the words ---------------------------------------------------------------------------------------------
@@ -286,7 +286,8 @@ def _own_ray(at: ResolvedJob) -> ResolvedJob:
         if found is not None and found.alive:
             return at
         cleanup.clear(at.job, found)
-        return resolve(replace(at, owns_ray=True), ON_THE_MACHINE)
+        at = resolve(replace(at, owns_ray=True), ON_THE_MACHINE)
+    return resolve(at, (ELSEWHERE,))  # may wait: not with the lock, which `stop` needs
 
 
 # --- the cluster -------------------------------------------------------------------------------------------
@@ -377,9 +378,10 @@ ON_THE_MACHINE = (
     DATA,
     START,
     SAME_RUN,
-    ResolveStep("elsewhere", _elsewhere),
 )
 """Everything that can be refused before a process of the run is started; what takes long comes late."""
+ELSEWHERE = ResolveStep("elsewhere", _elsewhere)
+"""Comes last before a process of the run is started."""
 OWN_RAY = ResolveStep("own ray", _own_ray)
 """``ON_THE_MACHINE`` where nobody but the run uses its Ray, and that is still to be started."""
 ON_THE_CLUSTER = (

@@ -26,12 +26,14 @@ from typing import Any, Literal
 
 from picotron_ray.checkpoint.storage.base import Storage, clock_s, encode_json, get_json
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.errors import CorruptError, NotFoundError, PicotronError
-from picotron_ray.runtime.ray_cluster import processes
+from picotron_ray.errors import CorruptError, NotFoundError
+from picotron_ray.runtime.ray_cluster import local_ray, processes
 
 log = logging.getLogger(__name__)
 LIFE_S = 15.0
 SILENT_S = 120.0
+END_S = 5.0
+"""Longest wait for storage to take the last sign: without it a launch elsewhere waits, and no more."""
 PREFIX = "life/"
 
 
@@ -61,7 +63,7 @@ class Life:
         ended: status of the run's end; "": it has not ended.
         raylet: starts the coordinator again.
         session: name that Ray gave its cluster; "": none.
-        address: of that cluster.
+        address: of that cluster; "": it is the run's own, which nobody else can connect to.
         age_s: since the sign.
     """
 
@@ -152,17 +154,19 @@ class LifeSign:
             "process": asdict(Process(pid, processes.started(pid))),
             "raylet": asdict(Process(parent, processes.started(parent))),
             "session": _ray_session(),
-            "address": "" if context is None else str(context.gcs_address),
+            "address": "" if context is None or os.environ.get(local_ray.ENDED) else str(context.gcs_address),
         }
         if self._thread is None:
             self._thread = threading.Thread(target=self._keep_signing, name="life-sign", daemon=True)
             self._thread.start()
 
     def end(self, status: str) -> None:
-        """Say that the run has ended: nobody need wait."""
-        if self._said:
-            self._over.set()
-            self._sign(ended=status)
+        """Say that the run has ended: nobody need wait. Storage that hangs keeps it from no more."""
+        self._over.set()
+        if self._said and not self._said["ended"]:
+            last = threading.Thread(target=self._sign, args=(status,), name="life-end", daemon=True)
+            last.start()
+            last.join(END_S)
 
     def close(self) -> None:
         """Sign no more."""
@@ -180,7 +184,7 @@ class LifeSign:
             self._said |= {"beat": self._said["beat"] + 1, "ended": ended}
             try:
                 self._storage.put(_key(self._said["term"]), encode_json(self._said))
-            except (PicotronError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever storage does, the run goes on, and the next is due
                 log.info("no sign of life in storage: %s", error)
 
 

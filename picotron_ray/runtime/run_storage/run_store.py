@@ -200,9 +200,9 @@ class RunStore:
         """Do a piece of work with the log on the thread that does all of it."""
         return self.executor.submit(work).result()
 
-    def close(self) -> None:
-        """End the assembler's process and the signs of life: nothing is committed any more."""
-        self._life.close()
+    def close(self, ended: str = "") -> None:
+        """End the assembler's process and the signs of life; ``ended``: how the run ended."""
+        self._life.end(ended) if ended else self._life.close()
         self._assembly.close()
 
     def _known_commit(self, generation: GenerationId, step: int) -> Appended | None:

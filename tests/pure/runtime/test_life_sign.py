@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,9 +22,9 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver.elsewhere import TakingOver, await_silence, refuse_living
+from picotron_ray.runtime.driver.elsewhere import WATCHED_S, TakingOver, await_silence, refuse_living
 from picotron_ray.runtime.driver.storage_commands import collect_garbage
-from picotron_ray.runtime.ray_cluster import processes
+from picotron_ray.runtime.ray_cluster import local_ray, processes
 from picotron_ray.runtime.run_storage import life_sign
 from picotron_ray.runtime.run_storage.life_sign import (
     LIFE_S,
@@ -97,7 +99,7 @@ class Watch:
 
     def wait(self, storage: Storage, stopped: Callable[[], bool] = bool, asked: bool = False) -> None:
         user = TakingOver(asked, self.lines.append, stopped)
-        await_silence("night", storage, user, self.look, self.pause)
+        await_silence("night", storage, user, self.look, self.pause, lambda: self.paused_s)
 
 
 # --- the sign ----------------------------------------------------------------------------------------------
@@ -115,6 +117,49 @@ def test_a_coordinator_signs_from_its_claim_to_its_end(job: JobConfig, storage: 
     store.finish({"status": "stopped"})
     assert newest_life(storage) is None, "nobody need wait for a run that has ended"
     store.close()
+
+
+def test_a_run_that_storage_ended_says_so_where_it_can(job: JobConfig, storage: Storage) -> None:
+    store = RunStore(job, lambda step: None)
+    store.claim()
+    eventually(lambda: newest_life(storage) is not None)
+    store.close("storage")
+    assert newest_life(storage) is None
+
+
+def test_storage_that_hangs_keeps_no_run_from_its_end(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life_sign, "END_S", 0.05)
+    RunLog(storage).claim_term("far:5")
+    stuck, tried = threading.Event(), threading.Event()
+
+    def hanging(key: str, data: bytes) -> None:
+        tried.set()
+        stuck.wait(60.0)
+
+    monkeypatch.setattr(storage, "put", hanging)
+    sign = LifeSign(storage)
+    sign.begin(1)
+    assert tried.wait(60.0)
+    ending = threading.Thread(target=sign.end, args=("finished",))
+    ending.start()
+    ending.join(30.0)
+    assert not ending.is_alive()
+    stuck.set()
+
+
+def test_the_runs_own_ray_is_no_address_to_connect_to(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life_sign, "_ray_context", lambda: Mock(gcs_address="10.0.0.7:6379"))
+    RunLog(storage).claim_term("far:5")
+    for owned, address in (("", "10.0.0.7:6379"), ("a file", "")):
+        monkeypatch.setenv(local_ray.ENDED, owned)
+        sign = LifeSign(storage)
+        sign.begin(1)
+        eventually(lambda address=address: (f := newest_life(storage)) is not None and f.address == address)
+        sign.close()
 
 
 def test_signs_go_on(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +243,8 @@ def test_the_ray_that_has_no_such_coordinator_proves_its_death(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "found",
-    [None, life(age_s=SILENT_S), life(machine=this_space())],
-    ids=["none", "silent", "killed here"],
+    [None, life(machine=this_space())],
+    ids=["none", "killed here"],
 )
 def test_a_launch_goes_on_at_once_where_nobody_lives(storage: Storage, found: Life | None) -> None:
     watch = Watch(found)
@@ -224,11 +269,28 @@ def test_a_coordinator_that_ray_starts_again_refuses_a_launch(storage: Storage) 
 
 
 def test_a_launch_counts_down_to_a_silent_coordinators_death(storage: Storage) -> None:
-    watch = Watch(life(age_s=95.0))
+    watch = Watch(life(age_s=85.0))
     watch.wait(storage)
-    assert watch.paused_s == pytest.approx(SILENT_S - 95.0)
+    assert watch.paused_s == pytest.approx(SILENT_S - 85.0)
     left = [line.partition("another ")[2].split()[0] for line in watch.lines]
-    assert left == ["25", "15", "5"], "a line now and then"
+    assert left == ["35", "25", "15", "5"], "a line now and then"
+
+
+@pytest.mark.parametrize("age_s", [SILENT_S, 1e6])
+def test_an_old_sign_is_watched_all_the_same(storage: Storage, age_s: float) -> None:
+    """Storage was away until now, or has the clock of whoever writes."""
+    watch = Watch(life(age_s=age_s))
+    watch.wait(storage)
+    assert watch.paused_s == pytest.approx(WATCHED_S)
+    with pytest.raises(ConfigError, match="goes on elsewhere"):
+        Watch(life(age_s=age_s), life(age_s=age_s, beat=8)).wait(storage)
+
+
+def test_a_sign_from_the_future_is_waited_for_no_longer_than_any(storage: Storage) -> None:
+    watch = Watch(life(age_s=0.0))
+    watch.pause = lambda seconds: setattr(watch, "paused_s", watch.paused_s + seconds)  # type: ignore[method-assign]
+    watch.wait(storage)
+    assert watch.paused_s == pytest.approx(SILENT_S), "its age stays 0: the writer's clock is ahead"
 
 
 def test_a_run_that_ends_meanwhile_is_no_hindrance(storage: Storage) -> None:

@@ -23,18 +23,23 @@ class Shell:
     """A shell with a state folder and a place for snapshots of its own."""
 
     def __init__(self, folder: Path, storage: Path) -> None:
-        folder.mkdir()
+        (folder / "slots").mkdir(parents=True)
+        self.said = folder / "said"
         self.environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
         self.overrides = (f"name={RUN}", f"storage.url={storage}", "cluster.device=cpu")
         self.overrides += (f"snapshot.folder={folder / 'slots'}", "checkpoint.interval_steps=300")
         self.overrides += ("evaluate.interval_steps=100000",)
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "picotron_ray.launch", "tiny", *self.overrides, *words]
-        out = subprocess.PIPE
-        return subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, text=True, env=self.environment
-        )
+        with self.said.open("w") as out:
+            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=self.environment)
+
+    def ended(self, launch: subprocess.Popen[bytes], expect: int) -> str:
+        """Wait for a launch; returns what it said."""
+        code, said = launch.wait(200), self.said.read_text()
+        assert code == expect, said
+        return said
 
     def command(self, *words: str, expect: int = 0) -> str:
         command = [sys.executable, "-m", "picotron_ray.cli", *words]
@@ -62,31 +67,30 @@ def shells(tmp_path: Path) -> Iterator[tuple[Shell, Shell]]:
 def test_a_run_is_ended_by_nobody_who_does_not_say_so(shells: tuple[Shell, Shell]) -> None:
     here, there = shells
     run = here.start("steps=100000")
-    until(lambda: here.step() > 310, "no step of the run", 200)
+    until(lambda: run.poll() is not None or here.step() > 310, "no step of the run", 200)
+    assert run.poll() is None, here.said.read_text()
 
     collect = ("checkpoints", "gc", "tiny", *there.overrides)
     said = there.command(*collect, expect=2)
     assert re.fullmatch(r"error: run 'elsewhere' goes on elsewhere.* process \d+ on .*--force.*\n", said), (
         said
     )
-    refused = there.start("steps=100000")
-    said, _ = refused.communicate(timeout=200)
-    assert refused.returncode == 2, said
+    said = there.ended(there.start("steps=100000"), 2)
     assert re.search(r"error: name: run 'elsewhere' goes on elsewhere.*--take-over", said), said
     assert run.poll() is None, "it goes on"
 
     assert there.command(*collect, "--force")
-    said, _ = run.communicate(timeout=200)
-    assert run.returncode == 3, said
+    said = here.ended(run, 3)
     assert re.search(r"because: `checkpoints gc` \(process \d+ on .*nobody has taken the run over", said), (
         said
     )
     kept = int(re.findall(r"run elsewhere was fenced off by another claim at step (\d+)", said)[0])
     assert kept >= 600, "it heard with its next commit"
 
-    again = here.start(f"steps={kept + 20}", "--json")
-    said, _ = again.communicate(timeout=200)
-    assert again.returncode == 0, said
+    status = here.command("status", RUN, expect=4)
+    assert re.search(rf"has ended and keeps step {kept} in memory.*launch it again", status), status
+
+    said = here.ended(here.start(f"steps={kept + 20}", "--json"), 0)
     summary = json.loads(said.splitlines()[-1])
     first = next(entry for entry in summary["generations"] if entry["term"] > 2)
     assert first["start_step"] >= 600, "its snapshots were kept; committed were 300 steps"

@@ -250,7 +250,14 @@ def checkpoints_verify(config: Config, overrides: Overrides = None, as_json: AsJ
 
 
 @checkpoints.command("gc")
-def checkpoints_gc(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def checkpoints_gc(
+    config: Config,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="also where the run seems to go on elsewhere, which ends it")
+    ] = False,
+) -> None:
     """Retire commits beyond retention and delete what nothing needs; refused while the run goes on.
 
     Example: picotron-ray checkpoints gc quickstart checkpoint.keep_last=2
@@ -258,7 +265,7 @@ def checkpoints_gc(config: Config, overrides: Overrides = None, as_json: AsJson 
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
-        _table([storage_commands.collect_garbage(_job(config, overrides))], as_json)
+        _table([storage_commands.collect_garbage(_job(config, overrides), force)], as_json)
 
 
 @checkpoints.command("import-hf")

@@ -85,7 +85,12 @@ class CorruptError(StorageError):
 
 
 class FencedError(PicotronError):
-    """A newer coordinator term exists: this writer must stop for good."""
+    """A newer coordinator term exists: this writer must stop for good.
+
+    ``owner`` is who claimed it, as the log names it; "" where that is not known.
+    """
+
+    owner = ""
 
 
 class SlotError(PicotronError):

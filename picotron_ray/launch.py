@@ -29,6 +29,15 @@ AsJson = Annotated[
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="return as soon as the run is on its way")]
 
+TakeOver = Annotated[
+    bool,
+    typer.Option(
+        "--take-over",
+        help="end a run of this name that goes on elsewhere, with what it has not committed, and go on from"
+        " its newest commit; without it such a run is refused",
+    ),
+]
+
 
 @contextlib.contextmanager
 def reported(as_json: bool) -> Iterator[None]:
@@ -48,7 +57,11 @@ def reported(as_json: bool) -> Iterator[None]:
 
 
 def train(
-    config: Config, overrides: Overrides = None, as_json: AsJson = False, detach: Detach = False
+    config: Config,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    detach: Detach = False,
+    take_over: TakeOver = False,
 ) -> None:
     """Run a job, or attach to the run of its name; SIGINT or SIGTERM stops it with a commit.
 
@@ -57,7 +70,7 @@ def train(
     with reported(as_json):
         from picotron_ray.runtime.driver.driver import drive
 
-        code = drive(config, overrides or [], as_json=as_json, detach=detach)
+        code = drive(config, overrides or [], as_json=as_json, detach=detach, take_over=take_over)
     raise typer.Exit(code)
 
 

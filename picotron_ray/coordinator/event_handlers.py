@@ -10,6 +10,7 @@ from typing import Any
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.drains import notice, save
+from picotron_ray.coordinator.fenced_end import fenced_end
 from picotron_ray.coordinator.final_wait import refuse, take_up
 from picotron_ray.coordinator.generation_stop import blame, fenced, kill, note_bad_step
 from picotron_ray.coordinator.housekeeping import bar, lose_node, take_in, worker_gone
@@ -302,7 +303,8 @@ def uploaded(memory: MachineMemory, event: m.Uploaded) -> None:
 
 def appended(memory: MachineMemory, event: m.Appended) -> None:
     if event.fenced:
-        memory.finish("fenced", "a newer coordinator has taken over; this one stops")
+        end = fenced_end(event.owner, memory.job.name)
+        memory.finish(end.status, end.detail, end.keep)
         return
     if event.error:
         memory.storage_problem = event.error

@@ -333,10 +333,16 @@ class RunLog:
             )
             if foreign:
                 seen = f"term {found.term}" if isinstance(found, Entry) else "a damaged entry"
-                raise FencedError(
+                error = FencedError(
                     f"log entry {seq} holds {seen}, this writer has term {self.term}: another coordinator has"
                     " taken over; stop"
                 )
+                error.owner = self._newest_owner()
+                raise error
+
+    def _newest_owner(self) -> str:
+        """Name the claimer of the newest term; "" where no claim can be read."""
+        return next((str(e.body.get("owner", "")) for e in reversed(self.entries()) if e.kind == "term"), "")
 
     def _entry(self, kind: Kind, term: int, body: dict[str, Any]) -> Entry:
         return Entry(self._last + 1, kind, term, self._writer, uuid.uuid4().hex, body)

@@ -203,7 +203,10 @@ class Uploaded:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Result of a log entry: durable (``seq`` > 0), failed for now (``error``), or refused (``fenced``)."""
+    """Result of a log entry: durable (``seq`` > 0), failed for now (``error``), or refused (``fenced``).
+
+    ``owner`` claimed the newer term that refused it.
+    """
 
     kind: Literal["generation", "commit"]
     generation: GenerationId
@@ -215,6 +218,7 @@ class Appended:
     digest: str = ""  # commit: blake3 of the manifest
     parts_gone: bool = False  # commit: what was uploaded is not there any more; trying again needs it anew
     unproven: str = ""  # commit: steps that it has no ledger lines of; with an error: what is missing
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

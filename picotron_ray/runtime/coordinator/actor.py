@@ -31,6 +31,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.fenced_end import fenced_end
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
@@ -279,7 +280,7 @@ class Coordinator:
         try:
             found, running, stored, commits, specs = await self._supervisor.retried("a begin", self._learn)
         except FencedError as error:
-            await self._end(m.Finish("fenced", str(error)))
+            await self._end(m.Finish("fenced", str(error), m.Source("slots")))
             return
         except PicotronError as error:
             failed = isinstance(error, StorageError)
@@ -361,7 +362,7 @@ class Coordinator:
         self._planner.close()
         term = self._executor.term
         if finish.status != "fenced" and term and await self._executor.is_newest() is False:
-            finish = m.Finish("fenced", "a newer coordinator has taken over; this one does not end its run")
+            finish = fenced_end(self._store.overtaken_by, self._job.name)
         doubtful = finish.status == "fenced" or not term
         if doubtful and not await is_this_process(coordinator_name(self._job.name)):
             log.warning("%s (%s): this process leaves everything as it is", finish.status, finish.detail)
@@ -371,7 +372,7 @@ class Coordinator:
         if finish.status not in ("fenced", "storage"):
             summary = await self._summed_up(summary)
         self._record.done(finish, summary)
-        self._store.close()
+        self._store.close(finish.status)
         if self._begun:
             await asyncio.to_thread(self._event_log.close)
         await self._leave(finish)

@@ -23,8 +23,9 @@ RECENT = 8
 """Events shown under the live table."""
 REMEMBERED = 1000
 """Events that are known again when a restarted coordinator recalls them."""
-ENDS = {"storage": "ended for want of storage", "fenced": "went over to a newer coordinator"}
+ENDS = {"storage": "ended for want of storage", "fenced": "was fenced off by another claim"}
 """How a run ended, where the status is no verb."""
+_STEP = re.compile(r"step (\d+)")
 _NODE_ID = re.compile(r"\b[0-9a-f]{56}\b")
 _STYLES = {"warning": "yellow", "error": "bold red"}
 
@@ -123,8 +124,13 @@ def _outcome_lines(summary: dict[str, Any]) -> list[str]:
         return [f"run {run} had finished at {at} before; nothing to do (a larger `steps` goes on)"]
     again = len({record["term"] for record in summary.get("generations", ())}) > 1
     took = f", {summary['wall_s']:.1f} s after it first began" if again else f" in {summary['wall_s']:.1f} s"
-    line = f"run {run} {ENDS.get(summary['status'], summary['status'])} at step {summary['steps']}{took}"
-    return [line] if detail in ("", f"step {summary['steps']}") else [line, f"because: {detail}"]
+    seen, verb = summary["steps"], ENDS.get(summary["status"], summary["status"])
+    committed = _STEP.fullmatch(detail)  # where that says all, the run ended at the step that it names
+    step = seen if committed is None else int(committed[1])
+    lines = [f"run {run} {verb} at step {step}{took}"]
+    if step < seen:
+        lines.append(f"steps up to {seen}, of an earlier launch, are not committed: they are trained again")
+    return lines if committed is not None or not detail else [*lines, f"because: {detail}"]
 
 
 def table(status: dict[str, Any]) -> Table:

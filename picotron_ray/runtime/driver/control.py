@@ -296,7 +296,7 @@ def _keeps(run: str, step: int) -> StorageError:
     emptied = ended_run.emptied_storage(run)
     first = f"{emptied} holds nothing of it any more: restore that from a copy and then " if emptied else ""
     return StorageError(
-        f"run: {run!r} has ended (exit code 4) and keeps step {step} in memory, which storage could not take;"
+        f"run: {run!r} has ended and keeps step {step} in memory, which is not committed;"
         f" {first}launch it again to commit that, or delete it with `picotron-ray stop {run} --discard`"
     )
 

@@ -12,6 +12,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import console as report
 from picotron_ray.runtime.driver import launch_mark, submission, waiting
 from picotron_ray.runtime.driver.console import ProgressView, summary_lines
+from picotron_ray.runtime.driver.elsewhere import TakingOver
 from picotron_ray.runtime.driver.ended_run import stored_end
 from picotron_ray.runtime.driver.follow_run import (
     ALL_SEEN,
@@ -62,6 +64,7 @@ def drive(
     *,
     as_json: bool = False,
     detach: bool = False,
+    take_over: bool = False,
     console: Console | None = None,
 ) -> int:
     """Run a job, or attach to the run of its name; returns the exit code of the run.
@@ -71,6 +74,7 @@ def drive(
         overrides: words ``key=value``.
         as_json: progress goes to stderr, and stdout carries the summary as its last line.
         detach: return 0 as soon as the run is on its way.
+        take_over: end a run of that name that goes on where this process cannot ask it.
 
     Raises:
         ConfigError, StorageError, ClusterError, LocalRayError: nothing was started.
@@ -83,6 +87,7 @@ def drive(
     with contextlib.ExitStack() as marked:
         marked.enter_context(launch_mark.held(words.job.name))
         with waiting.told(say, "the checks of config, data and storage"):
+            words = replace(words, taking_over=TakingOver(take_over, say))
             asked = resolve(words, (*FROM_WORDS, OWN_RAY))
         with without_rays_messages():
             code, summary = _drive(asked, detach, console, marked.close)
@@ -135,7 +140,7 @@ def prepare(job: JobConfig, console: Console) -> tuple[LocalRay | None, JobConfi
 
     Returns that Ray, None for a cluster, and the job as it was checked.
     """
-    asked = resolve(ResolvedJob(job), (OWN_RAY,))
+    asked = resolve(ResolvedJob(job, taking_over=TakingOver(say=_said_on(console))), (OWN_RAY,))
     return _connected(asked, console), asked.job
 
 
@@ -182,7 +187,8 @@ def _start(asked: ResolvedJob, local: LocalRay | None, console: Console, signals
     job = asked.job
     try:
         if local is None:
-            checked = check_machine(job, False, asked.relative_url)
+            user = asked.taking_over._replace(stopped=lambda: signals.asked > 0)
+            checked = check_machine(job, False, asked.relative_url, user)
             _note(checked.notes, console)
             job = checked.job
         if signals.asked:

@@ -22,6 +22,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.check import check as broken_rules
 from picotron_ray.errors import ConfigError, naming
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.driver.elsewhere import NOT_ASKED, TakingOver, await_silence
 from picotron_ray.runtime.driver.submission import Submission
 from picotron_ray.runtime.driver.user_paths import absolute_paths, is_relative
 from picotron_ray.runtime.ray_cluster import cleanup, local_ray, open_files
@@ -48,6 +49,7 @@ class ResolvedJob:
         relative_url: ``storage.url`` as the user wrote it, where that depends on the present folder; else "".
         owns_ray: the Ray that the run gets was started for it alone.
         say: told one line per fact that the user may want to see.
+        taking_over: what is asked and told where the run seems to go on elsewhere.
         storage: the run's, once a step opened it.
         data: the opened dataset.
         layout: the cheapest one on the machines that the run may use.
@@ -61,6 +63,7 @@ class ResolvedJob:
     relative_url: str = ""
     owns_ray: bool = False
     say: Say = _silent
+    taking_over: TakingOver = NOT_ASKED
     storage: Storage | None = None
     data: DataSplits | None = None
     layout: Layout | None = None
@@ -120,18 +123,21 @@ def resolve_words(
     return resolve(ResolvedJob(job, submission, say=say), steps)
 
 
-def check_machine(job: JobConfig, own_ray: bool, relative_url: str = "") -> ResolvedJob:
+def check_machine(
+    job: JobConfig, own_ray: bool, relative_url: str = "", taking_over: TakingOver = NOT_ASKED
+) -> ResolvedJob:
     """Take the steps that ask no node of a cluster; what was checked, its ``job``, is what has to run.
 
     Args:
         own_ray: the run gets a Ray of its own on this machine, so that it has to have room for all workers;
             else the cluster is connected.
-        relative_url: as `ResolvedJob` has it.
+        relative_url, taking_over: as `ResolvedJob` has them.
 
     Raises:
         ConfigError, StorageError: one line per problem; only the token cache was changed.
     """
-    return resolve(ResolvedJob(job, relative_url=relative_url, owns_ray=own_ray), ON_THE_MACHINE)
+    known = ResolvedJob(job, relative_url=relative_url, owns_ray=own_ray, taking_over=taking_over)
+    return resolve(known, (*ON_THE_MACHINE, ELSEWHERE))
 
 
 # --- the words ---------------------------------------------------------------------------------------------
@@ -254,6 +260,12 @@ def _running_run(at: ResolvedJob) -> ResolvedJob:
     return at.noting(*notes)
 
 
+def _elsewhere(at: ResolvedJob) -> ResolvedJob:
+    """Wait until no coordinator of the run lives elsewhere. Touches: reads storage, writes an object."""
+    await_silence(at.job.name, _opened(at), at.taking_over)
+    return at
+
+
 def _own_precision(at: ResolvedJob) -> ResolvedJob:
     """Settle ``precision: auto`` for this machine's ``cluster.device``. Touches: asks torch for its GPUs."""
     from picotron_ray.runtime.driver.resolve_precision import precision_here
@@ -274,7 +286,8 @@ def _own_ray(at: ResolvedJob) -> ResolvedJob:
         if found is not None and found.alive:
             return at
         cleanup.clear(at.job, found)
-        return resolve(replace(at, owns_ray=True), ON_THE_MACHINE)
+        at = resolve(replace(at, owns_ray=True), ON_THE_MACHINE)
+    return resolve(at, (ELSEWHERE,))  # may wait: not with the lock, which `stop` needs
 
 
 # --- the cluster -------------------------------------------------------------------------------------------
@@ -282,26 +295,10 @@ def _own_ray(at: ResolvedJob) -> ResolvedJob:
 
 def _precision(at: ResolvedJob) -> ResolvedJob:
     """Settle ``precision: auto``. Touches: reads storage; asks every node for its GPUs."""
+    from picotron_ray.runtime.driver.resolve_precision import settle_precision
+
     job, note = settle_precision(at.job, _opened(at))
     return replace(at, job=job).noting(note)
-
-
-def settle_precision(job: JobConfig, storage: Storage) -> tuple[JobConfig, str]:
-    """The job with a named precision, and a line that says which and why; empty where it was named.
-
-    Raises:
-        ConfigError: no GPU is there to look at, or the config does not go with what was found.
-    """
-    if job.precision != "auto":
-        return job, ""
-    from picotron_ray.runtime.driver.resolve_precision import choose_precision
-
-    found, why = choose_precision(job, storage)
-    job = changed(job, precision=found)
-    came = f"precision: auto came to {found}: {why}"
-    if problems := broken_rules(job):
-        raise ConfigError(*(f"{problem.key}: {problem.text} ({came})" for problem in problems))
-    return job, came
 
 
 def _room(at: ResolvedJob) -> ResolvedJob:
@@ -383,6 +380,8 @@ ON_THE_MACHINE = (
     SAME_RUN,
 )
 """Everything that can be refused before a process of the run is started; what takes long comes late."""
+ELSEWHERE = ResolveStep("elsewhere", _elsewhere)
+"""Comes last before a process of the run is started."""
 OWN_RAY = ResolveStep("own ray", _own_ray)
 """``ON_THE_MACHINE`` where nobody but the run uses its Ray, and that is still to be started."""
 ON_THE_CLUSTER = (

@@ -11,9 +11,26 @@ from picotron_ray.config.schema.compute import Precision
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ClusterConfig
 from picotron_ray.config.support.precision import chosen, precision_problem
+from picotron_ray.config.validation.check import check as broken_rules
 from picotron_ray.errors import ConfigError, NotFoundError
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, facts_of, living_nodes, worker_needs
+
+
+def settle_precision(job: JobConfig, storage: Storage) -> tuple[JobConfig, str]:
+    """The job with a named precision, and a line that says which and why; empty where it was named.
+
+    Raises:
+        ConfigError: no GPU is there to look at, or the config does not go with what was found.
+    """
+    if job.precision != "auto":
+        return job, ""
+    found, why = choose_precision(job, storage)
+    job = job.model_copy(update={"precision": found})
+    came = f"precision: auto came to {found}: {why}"
+    if problems := broken_rules(job):
+        raise ConfigError(*(f"{problem.key}: {problem.text} ({came})" for problem in problems))
+    return job, came
 
 
 def choose_precision(job: JobConfig, storage: Storage) -> tuple[Precision, str]:

@@ -14,10 +14,12 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, stream_ledger, verify_all
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.fenced_end import GARBAGE
 from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.errors import ConfigError, CorruptError, DataError, naming
+from picotron_ray.runtime.driver.elsewhere import refuse_living
 from picotron_ray.runtime.driver.follow_run import find_coordinator
 from picotron_ray.runtime.driver.preflight import check_resume_step
 from picotron_ray.runtime.driver.resolve_job import (
@@ -116,15 +118,20 @@ def _compared_data(storage: Storage, job: JobConfig) -> list[str]:
     return []
 
 
-def collect_garbage(job: JobConfig) -> dict[str, Any]:
+def collect_garbage(job: JobConfig, force: bool = False) -> dict[str, Any]:
     """Collect as the coordinator would; needs a term of its own, so the run must not go on.
+
+    Args:
+        force: collect also where storage alone says that the run goes on, which ends it.
 
     Raises:
         ConfigError: the run goes on (its coordinator collects by itself, and would be fenced off).
     """
     _refuse_running(job.name)
     storage, log = _open(job)
-    log.claim_term(f"{socket.gethostname()}:{os.getpid()}:gc")
+    if not force:
+        refuse_living(job.name, storage)
+    log.claim_term(f"{socket.gethostname()}:{os.getpid()}{GARBAGE}")
     owed = step_owed(job, log.entries())
     report = collect(storage, log, job.checkpoint, rewind_reach(job), owed_step=owed)
     return {

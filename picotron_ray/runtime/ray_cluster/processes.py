@@ -27,6 +27,23 @@ def _stat(pid: int) -> list[str]:
     return [] if fields[0] in ("Z", "X") else fields
 
 
+def started(pid: int) -> str:
+    """When a process began, in its machine's ticks; "" where it is gone, a zombie or hidden."""
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def lives(pid: int, began: str) -> bool:
+    """Whether the process of that id that `started` then lives, also where it is hidden from this user."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return started(pid) == began or not Path(f"/proc/{pid}").exists()
+
+
 def _environment_has(pid: int, mark: str) -> bool:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()

@@ -31,6 +31,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.driver import console, driver, follow_run, launch_mark
+from picotron_ray.runtime.driver.elsewhere import TakingOver
 from picotron_ray.runtime.driver.ended_run import stored_end
 from picotron_ray.runtime.driver.resolve_job import FROM_WORDS, RUNNING_RUN, ResolvedJob, check_machine
 from picotron_ray.runtime.driver.resolve_job import resolve as resolve_job
@@ -145,7 +146,8 @@ class ElasticTrainer:
             ray.kill(found)
             time.sleep(follow_run.POLL_S)
         if local is None:
-            self.job = check_machine(self.job, own_ray=False, relative_url=self._relative_url).job
+            user = TakingOver(say=partial(console.console(as_json=True).print, markup=False, soft_wrap=True))
+            self.job = check_machine(self.job, False, self._relative_url, user).job
         return driver.ensure_coordinator(
             self.job, owns_ray=local is not None, tied_to=owner_process.this_process()
         )

@@ -50,6 +50,7 @@ from picotron_ray.runtime.run_storage.generation_entries import (
     spec_of,
     step_owed,
 )
+from picotron_ray.runtime.run_storage.life_sign import LifeSign, remove_older
 from picotron_ray.runtime.run_storage.origin_import import import_origin
 from picotron_ray.runtime.run_storage.run_json import NEWEST, saved_config
 
@@ -85,6 +86,7 @@ class RunStore:
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="run-commit")
         self.collector = ThreadPoolExecutor(1, thread_name_prefix="run-garbage")
         self._assembly = AssemblyProcess(job)
+        self._life = LifeSign(self._storage)
         self._outlines = Outlines(self._assembly.outline)
         self._in_use = InUse()
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
@@ -93,13 +95,14 @@ class RunStore:
         self._doubts: dict[int, float] = {}  # commits that could not be read: number, since when
         self._given_up: deque[str] = deque()  # reasons, until they are told
         self._obeyed = False  # checkpoint.resume_step, where there is one
+        self.overtaken_by = ""  # owner of a newer term, once one was found
         self.complaints: list[str] = []
         self.unusable = ""
         """Why no commit can be used, where there are some; host memory may hold a state all the same."""
         self.news: list[str] = []
 
     def claim(self) -> int:
-        """Write run.json where there is none and launch.json, and claim the next term."""
+        """Write run.json where there is none and launch.json, claim the next term and show life since."""
         config = saved_config(self._job)
         try:
             saved = {**config, "origin": self._origin}
@@ -108,7 +111,9 @@ class RunStore:
             log.debug("run.json is there already")
         self.data = settle_data(self._storage, self._job.name, self.data)
         self._storage.put(NEWEST, json.dumps(config, indent=1).encode())
-        return self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}")
+        term = self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}")
+        self._life.begin(term)
+        return term
 
     @property
     def identity(self) -> str:
@@ -195,8 +200,9 @@ class RunStore:
         """Do a piece of work with the log on the thread that does all of it."""
         return self.executor.submit(work).result()
 
-    def close(self) -> None:
-        """End the assembler's process: nothing is committed any more."""
+    def close(self, ended: str = "") -> None:
+        """End the assembler's process and the signs of life; ``ended``: how the run ended."""
+        self._life.end(ended) if ended else self._life.close()
         self._assembly.close()
 
     def _known_commit(self, generation: GenerationId, step: int) -> Appended | None:
@@ -211,7 +217,7 @@ class RunStore:
         try:
             return replace(event, seq=work())
         except FencedError as error:
-            return replace(event, error=str(error), fenced=True)
+            return replace(event, error=str(error), fenced=True, owner=error.owner)
         except StorageError as error:
             log.warning("%s of step %d: %s", event.kind, event.step, error)
             gone, unproven = isinstance(error, PartsGoneError), isinstance(error, LedgerGoneError)
@@ -228,7 +234,8 @@ class RunStore:
         """
         try:
             self._log.witness().confirm()
-        except FencedError:
+        except FencedError as error:
+            self.overtaken_by = error.owner
             return False
         except StorageError as error:
             log.warning("the newest term is not known: %s", error)
@@ -285,6 +292,7 @@ class RunStore:
         try:
             for key in self._record_keys()[:-RECORDS_KEPT]:
                 self._storage.delete(key)
+            remove_older(self._storage, self._log.term)
             reach = gc.rewind_reach(self._job)
             report = gc.collect(
                 self._storage,
@@ -340,6 +348,7 @@ class RunStore:
         self._log.confirm()
         complete = {**summary, "term": self._log.term, **self._ledger_figures()}
         self._storage.put("summary.json", json.dumps(complete, indent=1).encode())
+        self._life.end(str(summary.get("status") or "over"))
         return complete
 
     def _ledger_figures(self) -> dict[str, Any]:

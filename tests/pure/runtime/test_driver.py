@@ -112,7 +112,7 @@ def test_a_summary_is_the_last_line_where_json_was_asked_for(
 ) -> None:
     found = SimpleNamespace(id="job-1")
     bench.patch.setattr(driver, "submission", SimpleNamespace(current=lambda: found))
-    bench.patch.setattr(driver, "resolve_words", lambda *words: SimpleNamespace(job=JOB))
+    bench.patch.setattr(driver, "resolve_words", lambda *words: ASKED)
     bench.patch.setattr(driver, "resolve", lambda words, steps: words)
     bench.patch.setattr(driver, "_drive", lambda *words: (3, SUMMARY))
     assert driver.drive("x", as_json=as_json, console=bench.console) == 3
@@ -176,7 +176,9 @@ def test_a_start_waits_for_the_first_answer(bench: Bench, local: Any) -> None:
     bench.note_of("ensure_coordinator", ("fresh", False))
     assert driver._start(ASKED, local, bench.console, bench.signals) == "fresh"
     assert asked == [("fresh", driver.ALL_SEEN, 1.0)] * 3
-    checked = [("check_machine", JOB, False, "runs")] if local is None else []
+    user = bench.told[0][-1] if local is None else None
+    assert user is None or not user.stopped()
+    checked = [("check_machine", JOB, False, "runs", user)] if local is None else []
     runs = JOB if local else CHECKED
     assert bench.told == [*checked, ("ensure_coordinator", runs, local is not None, None)]
     answers[:] = [None]

@@ -223,10 +223,12 @@ def test_a_run_whose_storage_was_emptied_is_not_told_to_be_launched_alone(tmp_pa
     kept = run_folder(str(tmp_path / "slots"), "night") / "n1"
     kept.mkdir(parents=True)
     kept_slots.mark(kept, {"w1.0.slot": 40}, None)
-    with pytest.raises(StorageError, match="could not take; launch it again to commit that"):
+    with pytest.raises(StorageError, match="not committed; launch it again to commit that"):
         control.status("night")
     shutil.rmtree(tmp_path / "night")
-    with pytest.raises(StorageError, match=r"take; \S*night holds nothing of it any more: restore") as told:
+    with pytest.raises(
+        StorageError, match=r"committed; \S*night holds nothing of it any more: restore"
+    ) as told:
         control.status("night")
     assert "from a copy and then launch it again to commit that" in str(told.value)
     assert not (tmp_path / "night").exists()

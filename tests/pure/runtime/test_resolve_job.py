@@ -40,7 +40,7 @@ def test_the_order_of_the_steps() -> None:
     """As launch has always judged: what is refused first is what a user reads first."""
     assert names(FROM_WORDS) == ["paths", "own model"]
     machine = ["nodes", "layout", "snapshot room", "services", "storage", "data", "start", "same run"]
-    assert names(ON_THE_MACHINE) == machine
+    assert names(ON_THE_MACHINE) == [*machine, "elsewhere"]
     assert names(ON_THE_CLUSTER) == ["own model", "precision", "room", "data", "init_from", "addresses"]
     for step in (*FROM_WORDS, *ON_THE_MACHINE, OWN_RAY, *ON_THE_CLUSTER, RUNNING_RUN, OWN_PRECISION):
         said = step.take.__doc__ or ""

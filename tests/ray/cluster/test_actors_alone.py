@@ -359,7 +359,7 @@ class Store:
     """A store that answers as it is told."""
 
     commit_figures: Any = "figures of commits"
-    identity, data = "this run", "aa"
+    identity, data, overtaken_by = "this run", "aa", "far:5"
 
     def __init__(self, told: list[Any]) -> None:
         self.told, self.term, self.error = told, 2, None
@@ -384,7 +384,7 @@ class Store:
     def is_newest(self) -> bool | None:
         return self.newest
 
-    def close(self) -> None:
+    def close(self, ended: str = "") -> None:
         """It has no process."""
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:

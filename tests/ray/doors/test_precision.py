@@ -23,9 +23,8 @@ from picotron_ray.runtime.driver.resolve_job import (
     ON_THE_MACHINE,
     ResolvedJob,
     resolve,
-    settle_precision,
 )
-from picotron_ray.runtime.driver.resolve_precision import able_nodes
+from picotron_ray.runtime.driver.resolve_precision import able_nodes, settle_precision
 from picotron_ray.runtime.ray_cluster import placement
 from picotron_ray.runtime.ray_cluster.connect import ClusterError
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, small_files_bytes

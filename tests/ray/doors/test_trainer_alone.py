@@ -33,7 +33,7 @@ class Bench:
         patch.setattr(module, "resolve_job", self.note("resolve"))
         check = self.note("check")
 
-        def check_machine(job: Any, own_ray: bool, relative_url: str) -> Any:
+        def check_machine(job: Any, own_ray: bool, relative_url: str, _: Any) -> Any:
             return check(job, own_ray, relative_url) or CHECKED
 
         patch.setattr(module, "check_machine", check_machine)

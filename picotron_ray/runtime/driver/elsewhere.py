@@ -12,6 +12,7 @@ was away for long kept the signs from all who looked.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver.waiting import LINE_S
 from picotron_ray.runtime.run_storage.life_sign import LIFE_S, SILENT_S, Life, newest_life
 
+log = logging.getLogger(__name__)
 POLL_S = 2.0
 WATCHED_S = 2 * LIFE_S
 """Least time for which a sign is watched before it is called the last one."""
@@ -96,16 +98,35 @@ def _living(run: str, life: Life) -> str:
     )
 
 
-def refuse_living(run: str, storage: Storage) -> None:
-    """Raise ConfigError where a coordinator may live that a collection of garbage would fence."""
-    life = newest_life(storage)
-    if life is None:
+def refuse_living(
+    run: str,
+    storage: Storage,
+    look: Callable[[Storage], Life | None] = newest_life,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return where no coordinator lives that a collection of garbage would fence.
+
+    Raises:
+        ConfigError: one may.
+    """
+    life = look(storage)
+    seen = life.seen_here() if life is not None else "dead"
+    if life is None or seen == "dead":
         return
-    seen = life.seen_here()
-    if seen == "dead" or (not seen and life.age_s >= SILENT_S):
-        return
+    if seen or life.age_s < SILENT_S:
+        raise ConfigError(_collecting(run, life, seen))
+    log.warning(
+        "watching for %g s whether %s, last heard %.0f s ago, is dead", WATCHED_S, life.where, life.age_s
+    )
+    pause(WATCHED_S)
+    found = look(storage)
+    if found is not None and (found.term, found.beat) != (life.term, life.beat):
+        raise ConfigError(_collecting(run, found, "alive"))
+
+
+def _collecting(run: str, life: Life, seen: str) -> str:
     silent = "" if seen else f" (wait {SILENT_S - life.age_s:.0f} s where it was killed)"
-    raise ConfigError(
+    return (
         f"run {run!r} goes on elsewhere and collects by itself: {life.where} was last heard"
         f" {life.age_s:.0f} s ago{silent}; stop it first {_there(life)}, or give --force, which ends it"
         " without a commit"

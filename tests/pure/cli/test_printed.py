@@ -130,7 +130,8 @@ def test_tables_of_commits(asked: Callable[[str, Any], Asked]) -> None:
     freed = asked(f"{DRIVER}.storage_commands.collect_garbage", {"retired": 2, "deleted_bytes": 100})
     assert out("checkpoints", "gc", "tiny") == "retired  deleted_bytes\n2        100\n"
     assert json.loads(out("checkpoints", "gc", "tiny", "--json")) == [freed.gives]
-    assert freed.calls == [(TINY,), (TINY,)]
+    out("checkpoints", "gc", "tiny", "--force")
+    assert freed.calls == [(TINY, False), (TINY, False), (TINY, True)]
 
 
 def test_a_damaged_commit_ends_verify_with_4(asked: Callable[[str, Any], Asked]) -> None:
@@ -256,10 +257,10 @@ def test_train_ends_with_the_drivers_code(asked: Callable[[str, Any], Asked]) ->
     drive = asked(f"{DRIVER}.driver.drive", 0)
     out("train", "tiny")
     drive.gives = 130
-    out("train", "tiny", "steps=3", "--json", "--detach", code=130)
+    out("train", "tiny", "steps=3", "--json", "--detach", "--take-over", code=130)
     assert drive.calls == [
-        ("tiny", [], {"as_json": False, "detach": False}),
-        ("tiny", ["steps=3"], {"as_json": True, "detach": True}),
+        ("tiny", [], {"as_json": False, "detach": False, "take_over": False}),
+        ("tiny", ["steps=3"], {"as_json": True, "detach": True, "take_over": True}),
     ]
     drive.gives = PicotronError("no worker\nis left")
     failed = CliRunner().invoke(cli.app, ["train", "tiny"])
@@ -283,4 +284,4 @@ def test_entry_points_take_the_command_line(
         with pytest.raises(SystemExit) as end:
             run()
         assert end.value.code == 1
-    assert drive.calls == [("tiny", [], {"as_json": False, "detach": True})] * 2
+    assert drive.calls == [("tiny", [], {"as_json": False, "detach": True, "take_over": False})] * 2

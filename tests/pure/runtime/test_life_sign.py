@@ -341,5 +341,9 @@ def test_garbage_of_a_dead_or_ended_run_is_collected(
     found = newest_life(storage)
     assert found is not None
     old = replace(found, age_s=SILENT_S)
-    monkeypatch.setattr("picotron_ray.runtime.driver.elsewhere.newest_life", lambda _: old)
-    refuse_living(job.name, storage)
+    pauses: list[float] = []
+    refuse_living(job.name, storage, lambda _: old, pauses.append)
+    assert pauses == [WATCHED_S], "storage that was away for long kept its signs from all who looked"
+    signs = iter((old, replace(old, beat=old.beat + 1, age_s=2.0)))
+    with pytest.raises(ConfigError, match="last heard 2 s ago; stop it first"):
+        refuse_living(job.name, storage, lambda _: next(signs), pauses.append)

@@ -13,6 +13,7 @@ from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, PicotronError, naming
 from picotron_ray.runtime.driver.resolve_job import (
+    ELSEWHERE,
     FROM_WORDS,
     INIT_FROM,
     ON_THE_CLUSTER,
@@ -40,9 +41,11 @@ def test_the_order_of_the_steps() -> None:
     """As launch has always judged: what is refused first is what a user reads first."""
     assert names(FROM_WORDS) == ["paths", "own model"]
     machine = ["nodes", "layout", "snapshot room", "services", "storage", "data", "start", "same run"]
-    assert names(ON_THE_MACHINE) == [*machine, "elsewhere"]
+    assert names(ON_THE_MACHINE) == machine
+    assert names((ELSEWHERE,)) == ["elsewhere"], "the last, without the run's lock"
     assert names(ON_THE_CLUSTER) == ["own model", "precision", "room", "data", "init_from", "addresses"]
-    for step in (*FROM_WORDS, *ON_THE_MACHINE, OWN_RAY, *ON_THE_CLUSTER, RUNNING_RUN, OWN_PRECISION):
+    others = (OWN_RAY, ELSEWHERE, *ON_THE_CLUSTER, RUNNING_RUN, OWN_PRECISION)
+    for step in (*FROM_WORDS, *ON_THE_MACHINE, *others):
         said = step.take.__doc__ or ""
         assert ("Touches: " in said) != (step.name in PURE), f"{step.name} does not say what it touches"
 

@@ -732,7 +732,7 @@ def test_a_begin_that_an_agent_refuses_is_fenced_at_once(whole: Any) -> None:
 
     whole._cluster.hello, whole._end = hello, end
     begin(whole)
-    assert ended == [m.Finish("fenced", "refused: term 2 is older than 3")]
+    assert ended == [m.Finish("fenced", "refused: term 2 is older than 3", m.Source("slots"))], "slots stay"
 
 
 @pytest.fixture

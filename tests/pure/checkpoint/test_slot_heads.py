@@ -59,7 +59,6 @@ def test_a_slots_table_is_parsed_once_for_all_who_open_it(
     def read() -> None:
         with closing(ShardClient(lambda: service.endpoint, timeout_s=5.0)) as peer:
             view = RemoteSlot(peer, "w.0.slot", KEY)
-            out = np.empty(SHARDS[2].nbytes, np.uint8)
             assert sum(1 for _ in view.boxes(view.shards[2], SHARDS[2].box)) == 1
 
     def readers(count: int) -> int:

@@ -12,6 +12,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,7 @@ def drive(
     *,
     as_json: bool = False,
     detach: bool = False,
+    begin_anew: bool = False,
     console: Console | None = None,
 ) -> int:
     """Run a job, or attach to the run of its name; returns the exit code of the run.
@@ -71,6 +73,7 @@ def drive(
         overrides: words ``key=value``.
         as_json: progress goes to stderr, and stdout carries the summary as its last line.
         detach: return 0 as soon as the run is on its way.
+        begin_anew: as `ResolvedJob` has it.
 
     Raises:
         ConfigError, StorageError, ClusterError, LocalRayError: nothing was started.
@@ -83,7 +86,7 @@ def drive(
     with contextlib.ExitStack() as marked:
         marked.enter_context(launch_mark.held(words.job.name))
         with waiting.told(say, "the checks of config, data and storage"):
-            asked = resolve(words, (*FROM_WORDS, OWN_RAY))
+            asked = resolve(replace(words, begin_anew=begin_anew), (*FROM_WORDS, OWN_RAY))
         with without_rays_messages():
             code, summary = _drive(asked, detach, console, marked.close)
     if found is not None:  # of a job that was stopped, Ray keeps no exit code
@@ -182,7 +185,7 @@ def _start(asked: ResolvedJob, local: LocalRay | None, console: Console, signals
     job = asked.job
     try:
         if local is None:
-            checked = check_machine(job, False, asked.relative_url)
+            checked = check_machine(job, False, asked.relative_url, asked.begin_anew)
             _note(checked.notes, console)
             job = checked.job
         if signals.asked:

@@ -47,6 +47,7 @@ class ResolvedJob:
         submission: the Ray job that this process runs in.
         relative_url: ``storage.url`` as the user wrote it, where that depends on the present folder; else "".
         owns_ray: the Ray that the run gets was started for it alone.
+        begin_anew: a run of that name which this machine remembers is given up, where storage lacks it.
         say: told one line per fact that the user may want to see.
         storage: the run's, once a step opened it.
         data: the opened dataset.
@@ -60,6 +61,7 @@ class ResolvedJob:
     submission: Submission | None = None
     relative_url: str = ""
     owns_ray: bool = False
+    begin_anew: bool = False
     say: Say = _silent
     storage: Storage | None = None
     data: DataSplits | None = None
@@ -120,18 +122,21 @@ def resolve_words(
     return resolve(ResolvedJob(job, submission, say=say), steps)
 
 
-def check_machine(job: JobConfig, own_ray: bool, relative_url: str = "") -> ResolvedJob:
+def check_machine(
+    job: JobConfig, own_ray: bool, relative_url: str = "", begin_anew: bool = False
+) -> ResolvedJob:
     """Take the steps that ask no node of a cluster; what was checked, its ``job``, is what has to run.
 
     Args:
         own_ray: the run gets a Ray of its own on this machine, so that it has to have room for all workers;
             else the cluster is connected.
-        relative_url: as `ResolvedJob` has it.
+        relative_url, begin_anew: as `ResolvedJob` has them.
 
     Raises:
         ConfigError, StorageError: one line per problem; only the token cache was changed.
     """
-    return resolve(ResolvedJob(job, relative_url=relative_url, owns_ray=own_ray), ON_THE_MACHINE)
+    asked = ResolvedJob(job, relative_url=relative_url, owns_ray=own_ray, begin_anew=begin_anew)
+    return resolve(asked, (KNOWN_RUN, *ON_THE_MACHINE))
 
 
 # --- the words ---------------------------------------------------------------------------------------------
@@ -161,6 +166,15 @@ def _own_model(at: ResolvedJob) -> ResolvedJob:
 
 
 # --- the machine -------------------------------------------------------------------------------------------
+
+
+def _known_run(at: ResolvedJob) -> ResolvedJob:
+    """Refuse to begin anew where this machine knows better. Touches: reads its event logs and storage; asks
+    every node of a cluster for its logs.
+    """
+    from picotron_ray.runtime.driver.known_run import check_known_run
+
+    return at if at.begin_anew else at.noting(check_known_run(at.job, _opened(at), at.owns_ray))
 
 
 def _nodes(at: ResolvedJob) -> ResolvedJob:
@@ -273,8 +287,9 @@ def _own_ray(at: ResolvedJob) -> ResolvedJob:
         found = local_ray.find(at.job.name)
         if found is not None and found.alive:
             return at
+        at = resolve(replace(at, owns_ray=True), (KNOWN_RUN,))
         cleanup.clear(at.job, found)
-        return resolve(replace(at, owns_ray=True), ON_THE_MACHINE)
+        return resolve(at, ON_THE_MACHINE)
 
 
 # --- the cluster -------------------------------------------------------------------------------------------
@@ -373,6 +388,8 @@ OWN_PRECISION = ResolveStep("precision", _own_precision)
 
 FROM_WORDS = (PATHS, OWN_MODEL)
 """From a valid config to a job that any process can read."""
+KNOWN_RUN = ResolveStep("known run", _known_run)
+"""Before ``ON_THE_MACHINE``, and before what a dead Ray left is removed."""
 ON_THE_MACHINE = (
     NODES,
     *ROOM_HERE,

@@ -69,6 +69,10 @@ class PartsGoneError(StorageError):
     """Parts of a commit were uploaded and are not there any more; they must be uploaded again."""
 
 
+class LedgerGoneError(PartsGoneError):
+    """Ledger lines of a commit came with none of its parts; other nodes may have them, or they are lost."""
+
+
 class CorruptError(StorageError):
     """Bytes do not match the digest that was recorded for them.
 

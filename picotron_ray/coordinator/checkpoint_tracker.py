@@ -34,7 +34,8 @@ StateKey = tuple[int, GenerationId]  # step first: the order of states on one li
 class PendingCheckpoint:
     """One checkpoint under way; ``parts`` are the slots to upload per node.
 
-    ``due`` and ``failing`` speak of nodes that are not done.
+    ``due`` and ``failing`` speak of nodes that are not done. ``unproven``: every node that holds the state is
+    asked for ledger lines that the others did not have; what they do not have either is left out.
     """
 
     state: StateKey
@@ -45,6 +46,7 @@ class PendingCheckpoint:
     failing: set[str] = field(default_factory=set)  # nodes whose newest answer was an error
     next_due: float = 0.0  # the first of ``due``, or earlier
     asked_at: float | None = None  # when the first upload was asked for
+    unproven: bool = False
 
     @property
     def uploaded(self) -> bool:
@@ -119,6 +121,7 @@ class CheckpointTracker:
         released: newest state that was settled.
         void: by node, snapshots that do not count and wait for their release.
         freed: by node, newest state up to which its pins were released.
+        ledger_gone: a commit has failed since the last one as its parts had not all lines of the ledger.
     """
 
     reply_timeout_s: float
@@ -128,6 +131,7 @@ class CheckpointTracker:
     released: StateKey | None = None
     void: dict[str, set[StateKey]] = field(default_factory=dict)
     freed: dict[str, StateId] = field(default_factory=dict)
+    ledger_gone: bool = False
 
     # --- what happened ------------------------------------------------------------------------------
 
@@ -163,16 +167,30 @@ class CheckpointTracker:
         pending.done.add(event.node)
         return pending.uploaded
 
-    def parts_gone(self, state: StateKey, now: float) -> bool:
-        """Have all nodes upload again what storage has lost; False: no checkpoint of it is under way."""
+    def parts_gone(self, state: StateKey, now: float, ledger: bool = False) -> bool:
+        """Have all nodes upload again what storage has lost; False: no checkpoint of it is under way.
+
+        Args:
+            ledger: what is gone are lines of the ledger: those are asked that hold the state as well.
+        """
         pending = self.pending
         if pending is None or pending.state != state:
             return False
+        if ledger:
+            self.ledger_gone = True
+            self._ask_all_holders(pending)
         pending.done.clear()
         pending.failing.update(pending.parts)
         pending.ask_at(now + backoff(pending.errors), *pending.parts)
         pending.errors += 1
         return True
+
+    def _ask_all_holders(self, pending: PendingCheckpoint) -> None:
+        """Have every node take part that holds the state: it may have ledger lines that others lost."""
+        pending.unproven = True
+        held = self.seals[pending.state].held if pending.state in self.seals else {}
+        more = {node: tuple(slot.slot for slot in slots) for node, slots in held.items() if slots}
+        pending.parts = {**more, **pending.parts}
 
     def settled(self, state: StateKey, nodes: Iterable[str]) -> list[Command]:
         """Free a checkpoint that became durable, or was given up, and everything older on ``nodes``."""
@@ -180,6 +198,7 @@ class CheckpointTracker:
             self.pending = None
         self.seals = {key: held for key, held in self.seals.items() if key > state}
         self.released = state if self.released is None else max(self.released, state)
+        self.ledger_gone = False
         return [self.release(node, state) for node in nodes]
 
     def outdated(self, state: StateKey) -> bool:
@@ -294,7 +313,10 @@ class CheckpointTracker:
         parts: dict[str, tuple[str, ...]] = {}
         for slot in slots:
             parts[slot.node] = (*parts.get(slot.node, ()), slot.slot)
-        self.pending = PendingCheckpoint(state, parts, due=dict.fromkeys(parts, 0.0))
+        self.pending = pending = PendingCheckpoint(state, parts)
+        if self.ledger_gone:
+            self._ask_all_holders(pending)
+        pending.due = dict.fromkeys(pending.parts, 0.0)
 
     def _supersede(self, state: StateKey) -> list[Command]:
         """Release what is older than ``state``: it will never be uploaded."""
@@ -320,7 +342,9 @@ class CheckpointTracker:
     def commit(self) -> AppendCommit:
         """Return the log entry for the checkpoint whose uploads are complete."""
         assert self.pending is not None
-        return AppendCommit(self.pending.state[1], self.pending.state[0], tuple(sorted(self.pending.parts)))
+        pending = self.pending
+        nodes = tuple(sorted(pending.parts))
+        return AppendCommit(pending.state[1], pending.state[0], nodes, pending.unproven)
 
     def release(self, node: str, state: StateKey) -> Release:
         """Return the release of a node's pins up to a state, and to whatever was released there before.

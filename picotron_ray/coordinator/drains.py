@@ -11,6 +11,7 @@ from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import DrainNotice, FreeNode, TakeSnapshot
 from picotron_ray.coordinator.policies import drain
 from picotron_ray.coordinator.policies.membership import RosterNode
+from picotron_ray.coordinator.rescues import forget_rescues
 from picotron_ray.coordinator.states import MachineState
 
 ASK_AGAIN_S = 5.0  # a snapshot that would free a node is asked for this often
@@ -85,6 +86,7 @@ def give_back(memory: MachineMemory) -> None:
         at_work = any(worker.state == "busy" for worker in memory.roster.workers.on(node.name))
         if not at_work and not memory.checkpoints.needs(node.name):
             memory.roster.lose(node.name, silent=False)
+            forget_rescues(memory, node.name)
             memory.freed.add(node.name)
             memory.checkpoints.node_lost(node.name)
             memory.emit(FreeNode(node.name))

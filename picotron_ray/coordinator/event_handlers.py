@@ -16,8 +16,10 @@ from picotron_ray.coordinator.housekeeping import bar, lose_node, take_in, worke
 from picotron_ray.coordinator.machine_memory import MachineMemory, ReadSlots
 from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_layout
 from picotron_ray.coordinator.planning import planned
+from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
+from picotron_ray.coordinator.rescues import note_rescues
 from picotron_ray.coordinator.resume_state import counts, forget_older
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.coordinator.term_begin import begin, release_committed
@@ -70,15 +72,17 @@ def worker_exited(memory: MachineMemory, event: m.WorkerExited) -> None:
     if worker is None:
         late_verdict(memory, event)
         return
+    rescued = memory.rescued.pop(event.worker, "")
     worker_gone(memory, worker, event.cause)
-    if worker.writing and memory.state is MachineState.COLLECTING:
+    if (worker.writing or rescued) and memory.state is MachineState.COLLECTING:
         ask_again(memory, worker.node)
 
 
 def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
-    """Note a sign of life and progress, and the members that are missing from it."""
+    """Note a sign of life and progress, the members that are missing from it, and those that are rescued."""
     sign_of_life(memory, event)
     look_for_members(memory, event)
+    note_rescues(memory, event)
 
 
 def sign_of_life(memory: MachineMemory, event: m.Heartbeat) -> None:
@@ -304,7 +308,7 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
         memory.storage_problem = event.error
         memory.alert("warning", "storage", f"log entry ({event.kind}) failed: {event.error}")
         state = (event.step, event.generation)
-        if event.parts_gone and memory.checkpoints.parts_gone(state, memory.now):
+        if event.parts_gone and memory.checkpoints.parts_gone(state, memory.now, bool(event.unproven)):
             memory.appends.settle(event, memory.now)  # no longer on its way ...
             memory.appends.drop_commits()  # ... and made anew once all is uploaded again
             return
@@ -328,12 +332,25 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
         return
     memory.checkpoints.committed = max(memory.checkpoints.committed, event.step)
     memory.alert("info", "commit", f"step {event.step} committed", step=event.step, manifest=event.manifest)
+    if event.unproven:
+        memory.alert(
+            "error",
+            "ledger",
+            f"step {event.step} is committed without the ledger lines of steps {event.unproven}: no node and"
+            " no storage has them, so nothing proves what those steps fed, and `ledger verify` counts their"
+            " samples as lost. The state is whole; to have the steps proven, train them again: launch with"
+            " checkpoint.resume_step at a commit before them",
+            step=event.step,
+        )
     memory.emit(*memory.checkpoints.settled((event.step, event.generation), list(memory.roster.nodes)))
 
 
 def retired(memory: MachineMemory, event: m.Retired) -> None:
     """Forget commits that retention has given up: their objects may be deleted at any time."""
     memory.commits = [commit for commit in memory.commits if commit.manifest not in event.manifests]
+    newest = newest_commit(memory.commits, memory.history or memory.spec, memory.bad_manifests)
+    step = 0 if newest is None else newest.step  # the newest one goes where it is damaged
+    memory.checkpoints.committed = min(memory.checkpoints.committed, step)
     memory.quiet = True
 
 

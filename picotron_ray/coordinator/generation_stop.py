@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from picotron_ray.coordinator.machine_memory import Incident, MachineMemory
-from picotron_ray.coordinator.messages import Fenced, Interrupt, KillWorker, Outcome
+from picotron_ray.coordinator.messages import Fenced, Interrupt, KillWorker, Member, Outcome
 from picotron_ray.coordinator.policies.precedence import goes_before
 from picotron_ray.coordinator.policies.rewind import BadStep
 from picotron_ray.coordinator.states import MachineState
@@ -96,6 +96,8 @@ def note_unsaved(memory: MachineMemory, held: int) -> None:
     ends = [memory.outcomes.get(member.worker) for member in members]
     if memory.spec is None or memory.incident is not None or memory.distrust_slots:
         return
+    if not members:  # of an earlier launch, which its nodes kept slots of, or what a run was begun from
+        return
     done = min(end.step if end is not None and end.kind == "finished" else -1 for end in ends)
     if done <= held or any(member.node not in memory.roster.nodes for member in members):
         return
@@ -137,7 +139,7 @@ def step_leaving(memory: MachineMemory) -> bool:
             memory,
             FailureKind.LATE,
             worker,
-            culprit=True,
+            culprit=worker not in memory.rescued,
             text=f"worker {worker} did not stop with the others",
         )
     elif not memory.outcomes and memory.now >= memory.leave_by:
@@ -149,12 +151,14 @@ def step_leaving(memory: MachineMemory) -> bool:
 
 
 def step_aborting(memory: MachineMemory) -> bool:
-    """Wait for all members to settle; True once they have. Those that do not in time are killed."""
+    """Wait for all members to settle; True once they have.
+
+    Those that do not in time are killed, but who is rescued: its agent does that once its slots are saved.
+    """
     if memory.first_unsettled() is None:
         return True
     if memory.deadline is not None and memory.now >= memory.deadline:
-        memory.deadline = None
-        for member in memory.unsettled():
+        for member in _late(memory):
             _find_culprit(memory, member.worker)
             kill(
                 memory,
@@ -164,6 +168,16 @@ def step_aborting(memory: MachineMemory) -> bool:
     elif memory.deadline is not None and memory.now >= memory.remind_at:
         _interrupt(memory, "hard")
     return False
+
+
+def _late(memory: MachineMemory) -> list[Member]:
+    """Members to kill when the time to settle is over; it stays over for as long as some are rescued."""
+    late = memory.unsettled()
+    if not any(member.worker in memory.rescued for member in late):
+        memory.deadline = None
+        return late
+    workers = memory.roster.workers
+    return [m for m in late if m.worker not in memory.rescued and workers[m.worker].state != "dying"]
 
 
 def _find_culprit(memory: MachineMemory, worker: str) -> None:
@@ -193,9 +207,13 @@ def fenced(memory: MachineMemory, event: Fenced) -> None:
 
 
 def sweep_dying(memory: MachineMemory) -> None:
-    """Kill dying workers again whose exit is not reported in time; after ``MOST_KILLS`` forget them."""
+    """Kill dying workers again whose exit is not reported in time; after ``MOST_KILLS`` forget them.
+
+    The death of one that is rescued is put off until then.
+    """
     for worker in memory.roster.in_state("dying"):
-        if memory.now - worker.since < memory.job.elastic.interrupt_timeout_s:
+        early = memory.now - worker.since < memory.job.elastic.interrupt_timeout_s
+        if early or worker.name in memory.rescued:
             continue
         if worker.kills < MOST_KILLS:
             kill(memory, worker.name, "still there")

@@ -11,6 +11,7 @@ from picotron_ray.coordinator.planning import better_plan
 from picotron_ray.coordinator.policies import scale_up
 from picotron_ray.coordinator.policies.membership import starts
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
+from picotron_ray.coordinator.rescues import forget_rescues
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.coordinator.unseen_members import end_unseen
 from picotron_ray.failures import FailureKind
@@ -22,6 +23,7 @@ NOT_REPLACED = "not-replaced"  # kind of the alerts that tell how many workers w
 def lose_node(memory: MachineMemory, node: str, reason: str, *, silent: bool = False) -> None:
     """Forget a node, and with it its workers and slots."""
     memory.unheard.discard(node)
+    forget_rescues(memory, node)
     if not silent:
         memory.away.pop(node, None)
     if node not in memory.roster.nodes:

@@ -121,7 +121,14 @@ class Machine:
     def _told_by_time(self) -> tuple[object, ...]:
         """State that a sign of life or of time alone may change, and that a log has to have lines for."""
         memory = self.memory
-        return self.slept_s, memory.progressed, memory.planning, len(memory.begun), tuple(memory.unseen)
+        return (
+            self.slept_s,
+            memory.progressed,
+            memory.planning,
+            len(memory.begun),
+            tuple(memory.unseen),
+            tuple(memory.rescued),
+        )
 
     def absorb(self, heartbeats: Iterable[tuple[float, Heartbeat]]) -> None:
         """Take heartbeats of which is known that nothing followed from them, at the times given (replay).

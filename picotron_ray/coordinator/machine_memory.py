@@ -64,7 +64,7 @@ class Incident:
 
 @dataclass
 class ReadSlots:
-    """What the members of a generation may read: asked for by each of them that cannot."""
+    """Slots that the members of a generation may read, by name: each of them that cannot asks for them."""
 
     generation: GenerationId
     by_name: dict[str, list[SlotIdentity]]
@@ -132,6 +132,7 @@ class MachineMemory:
     unseen: dict[str, float] = field(
         default_factory=dict
     )  # members that their node does not show: since when
+    rescued: dict[str, str] = field(default_factory=dict)  # workers whose slots are saved, and their nodes
     progressed: bool = False
     # leaving and recovering
     reason: str = START  # of the next generation

@@ -79,8 +79,11 @@ def ask_again(memory: MachineMemory, node: str) -> None:
 
 
 def step_collecting(memory: MachineMemory) -> None:
-    """Decide once every node has answered, or has been asked in vain, and nobody writes any more."""
-    if any(worker.writing for worker in memory.roster.in_state("dying")):
+    """Decide once every node has answered, or has been asked in vain, and nobody writes any more.
+
+    Slots that are being saved are waited for.
+    """
+    if memory.rescued or any(worker.writing for worker in memory.roster.in_state("dying")):
         return
     if memory.awaited and memory.deadline is not None and memory.now >= memory.deadline:
         if memory.asked < MOST_ASKED:

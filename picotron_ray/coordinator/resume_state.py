@@ -8,9 +8,7 @@ nothing is left.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from picotron_ray.coordinator.lineage import descend, on_lineage
+from picotron_ray.coordinator.lineage import descend, on_lineage, slim
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import (
     Commit,
@@ -40,17 +38,12 @@ def follow(memory: MachineMemory, spec: GenerationSpec | None) -> None:
     """Make a generation the newest one; what follows goes by its lineage."""
     if memory.held and memory.spec is not None:
         memory.worked = memory.spec.id
-    older = [_slim(each) for each in memory.candidates if spec is not None and each.id < spec.id]
+    older = [slim(each) for each in memory.candidates if spec is not None and each.id < spec.id]
     if len(older) >= MOST_CANDIDATES:
         del older[1]
     memory.candidates = older if spec is None else [*older, spec]
     memory.spec = memory.history = spec
     memory.held = False
-
-
-def _slim(spec: GenerationSpec) -> GenerationSpec:
-    """Leave out what a lineage does not need: a spec may name thousands of members and slots."""
-    return replace(spec, members=(), struck=(), source=replace(spec.source, slots=()))
 
 
 def forget_older(memory: MachineMemory, commit: Commit) -> None:
@@ -72,8 +65,16 @@ def _owe_again(memory: MachineMemory) -> None:
     """Take back with a launch that it went to ``checkpoint.resume_step``."""
     if memory.spec is None or memory.spec.obeyed_step is None or memory.rewind is not None:
         return
-    if _taken_back(memory):
-        memory.rewind = owed_step(memory.job, () if memory.history is None else (memory.history,))
+    if not _taken_back(memory) or memory.history is None:
+        return
+    memory.rewind = owed_step(memory.job, (memory.history,))
+    step = memory.spec.obeyed_step
+    if memory.rewind is None and memory.history.obeyed_step != step:
+        text = (
+            f"the run had gone back to step {step}, and nothing is left of what it did since: it goes on from"
+            f" what was before; to go back again, launch with checkpoint.resume_step={step}"
+        )
+        memory.alert("warning", "resume", text, step=step)
 
 
 def counts(memory: MachineMemory, generation: GenerationId, step: int) -> bool:

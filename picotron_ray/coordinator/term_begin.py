@@ -6,6 +6,7 @@ It changes the memory alone, as the handlers of all other events do (``event_han
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.checkpoint_tracker import known_layouts
@@ -33,13 +34,14 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
         return
     specs = [*event.generations, *([event.running] if event.running else [])]
     memory.term, memory.commits = event.term, list(event.commits)
+    memory.bad_manifests = {commit.manifest for commit in event.commits if commit.damaged}
     memory.deaths = event.deaths
     memory.breaker.times.extend(memory.now - ago_s for ago_s in event.failed_s_ago)
     _follow_all(memory, specs)
     memory.layouts.update(known_layouts(specs))
     memory.logged = {spec.id for spec in event.generations}
     memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
-    commit = newest_commit(memory.commits, memory.spec)
+    commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
     memory.checkpoints.committed = 0 if commit is None else commit.step
     adopted = event.running if event.running == memory.spec else None
     _take_over(memory, event, adopted)
@@ -57,10 +59,13 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
 
 def _follow_all(memory: MachineMemory, specs: list[m.GenerationSpec]) -> None:
     """Follow the newest generation, and know those that may count in its place: back to one with a commit."""
-    found = {older.id: older for spec in specs for older in ancestors(spec)}  # the log may lack them
-    found |= {spec.id: spec for spec in specs}
+    committed = {commit.generation for commit in memory.commits if not commit.damaged}
+    since = max((spec.id for spec in specs if spec.id in committed), default=None)
+    counting = [spec for spec in specs if since is None or spec.id >= since]
+    # the log may lack them
+    found = {older.id: older for spec in counting for older in ancestors(spec, since)}
+    found |= {spec.id: spec for spec in counting}
     known = [found[generation] for generation in sorted(found)]
-    committed = {commit.generation for commit in memory.commits}
     first = max((at for at, spec in enumerate(known) if spec.id in committed), default=0)
     for spec in known[first:]:
         follow(memory, spec)
@@ -130,4 +135,6 @@ def release_committed(memory: MachineMemory, node: str) -> None:
     """Undo pins of an earlier term, whose commit was never followed by its release."""
     commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
     if commit is not None:
-        memory.emit(memory.checkpoints.release(node, (commit.step, commit.generation)))
+        release = memory.checkpoints.release(node, (commit.step, commit.generation))
+        # newer ones may count only because what the node holds was not known
+        memory.emit(replace(release, committed=min(release.committed, commit.step)))

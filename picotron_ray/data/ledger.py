@@ -8,7 +8,8 @@ Each step of a generation leaves one JSON line::
 
 A step whose update was left out says why in one key more, ``skipped``: its samples were fed, and moved
 nothing. Loss and norm are null where they were not finite. A step that a rewind passed over says
-``passed_over``: it has no rows, and the run's log must know of the rewind.
+``passed_over``: it has no rows, and the run's log must know of the rewind. One whose own line was lost before
+it was committed says ``unproven``: its samples count as lost.
 
 ``rows`` has one entry per DP replica: the half-open range of global sample numbers, and the digest of the
 tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. Of many replicas,
@@ -87,12 +88,16 @@ class _Audit:
     global_batch: int
     wrong: list[str] = field(default_factory=list)  # findings on the line at hand
     fed: Feedings = field(default_factory=Feedings)
+    unproven: list[int] = field(default_factory=list)  # steps
 
     def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
         assert self.dataset is not None
         return self.dataset.rows(samples_between(self.seed, first, last, self.dataset.samples))
 
     def line(self, line: LedgerLine) -> None:
+        if line.unproven:
+            self.unproven.append(line.step)
+            return
         base = (line.step - 1) * self.global_batch
         wanted = (base, base + self.global_batch)
         if line.samples != wanted:
@@ -123,6 +128,8 @@ class _Audit:
         """Check that a step was passed over where a rewind says so, and there alone."""
         if not asked:
             self.wrong.append(f"{line.name} was passed over, and the log knows of no rewind")
+        elif line.unproven:
+            self.unproven.append(line.step)
         elif not line.passed_over or line.rows or line.tokens:
             self.wrong.append(f"{line.name} was fed, though a rewind passes over it")
 
@@ -202,10 +209,10 @@ def check(
             findings += [(line.step, 1, text) for text in audit.wrong]
             audit.wrong.clear()
     findings += [(step, 1, text) for step, text in beyond.items()]
+    findings += [(each[0], 1, _unproven(each)) for each in _runs(audit.unproven)]
     findings += [(step, 0, _fed_again(step, generations)) for step, generations in present.repeated()]
     findings.sort(key=lambda finding: finding[:2])
     steps = present.last() if last_step is None else last_step
-    missing = [_missing(each) for each in present.missing(steps)]
     passed_over = global_batch * len({step for each in passed for step in each if step <= steps})
     samples, feedings = audit.fed.totals(steps * global_batch)
     return LedgerReport(
@@ -214,7 +221,7 @@ def check(
         lost=steps * global_batch - samples - passed_over,
         repeated=feedings - samples,
         void=void,
-        wrong=(*unreadable, *missing, *(text for *_, text in findings)),
+        wrong=(*unreadable, *map(_missing, present.missing(steps)), *(text for *_, text in findings)),
         skipped=global_batch * len(skipped),
         passed_over=passed_over,
     )
@@ -227,6 +234,26 @@ def _fed_again(step: int, generations: Sequence[tuple[int, int]]) -> str:
 
 def _void(line: LedgerLine, resumes: Sequence[tuple[int, int, int]]) -> bool:
     return any(line.generation < (term, n) and line.step > resume for term, n, resume in resumes)
+
+
+def _runs(steps: Iterable[int]) -> list[range]:
+    """Join steps that follow each other.
+
+    >>> _runs([3, 1, 2, 7])
+    [range(1, 4), range(7, 8)]
+    """
+    found: list[range] = []
+    for step in sorted(set(steps)):
+        if found and found[-1].stop == step:
+            found[-1] = range(found[-1].start, step + 1)
+        else:
+            found.append(range(step, step + 1))
+    return found
+
+
+def _unproven(steps: range) -> str:
+    name = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    return f"{name}: the ledger lines were lost before they were committed, nothing proves what was fed"
 
 
 def _missing(steps: range) -> str:

@@ -59,6 +59,7 @@ class LedgerLine:
     tokens: int
     skipped: bool = False  # the update was left out
     passed_over: bool = False  # a rewind passed over the samples: none was fed
+    unproven: bool = False  # the step's own line was lost before it was committed
 
     @property
     def name(self) -> str:
@@ -80,6 +81,7 @@ def parse_line(raw: str | Mapping[str, Any], at: int, wrong: list[str]) -> Ledge
             tokens=_whole(record["tokens"]),
             skipped=bool(record.get("skipped", "")),
             passed_over=bool(record.get("passed_over", False)),
+            unproven=bool(record.get("unproven", False)),
         )
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         wrong.append(f"line {at} is not a ledger line ({type(error).__name__}: {error})")

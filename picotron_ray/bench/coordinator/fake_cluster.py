@@ -281,7 +281,9 @@ class FakeCluster(Cluster):
 class FakeStore(RunStore):
     """A run's log in a real folder; commits are noted without a manifest, as no node has uploaded bytes."""
 
-    def commit(self, generation: GenerationId, step: int, parts: list[bytes]) -> Appended:
+    def commit(
+        self, generation: GenerationId, step: int, parts: list[bytes], unproven: bool = False
+    ) -> Appended:
         return Appended("commit", generation, step, step + 1, f"manifests/{step}", digest="none")
 
     def collect_garbage(self) -> str:

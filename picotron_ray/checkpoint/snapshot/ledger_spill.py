@@ -4,6 +4,12 @@ While storage is out, each step adds a line that no commit takes away. Snapshots
 So the oldest lines go into files of one folder, ``<first>-<last>-<blake3>.ledger``. The first line of a file
 names the one before it, so the name of the newest vouches for all of them; that name is the first line of a
 slot's ledger (`marker`). Ranks write the same lines, so all nodes have the same files. Torch-free.
+
+A file outlives the commit that its lines are in for as long as a slot of the node is older than that: a
+rewind may go on from this slot, which makes the commit void, and its lines are to be committed once more. So
+the node's slots say which files may go (`sweep`). Several nodes may share a home: each has a folder of its
+own, which goes where its slots go. What was uploaded is also found in storage, by its name
+(``checkpoint.store.spilled_segments``).
 """
 
 from __future__ import annotations
@@ -11,8 +17,9 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -21,16 +28,29 @@ from picotron_ray.errors import CorruptError
 SUFFIX = ".ledger"
 
 
-def marker(name: str) -> str:
-    """First line of a slot's ledger whose earlier lines are in files, the newest of them ``name``."""
-    return json.dumps({"spilled": name})
+class Spilled(NamedTuple):
+    """Spilled part of a slot's ledger.
+
+    Fields:
+        name: of its newest file; "" where nothing is spilled.
+        first: step that it begins with; earlier ones were committed when the slot was written.
+    """
+
+    name: str = ""
+    first: int = 1
 
 
-def split_marker(ledger: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Name of the newest file of a slot's ledger ("" where nothing is spilled), and the lines after it."""
-    if ledger and (found := json.loads(ledger[0]).get("spilled")):
-        return Path(str(found)).name, ledger[1:]
-    return "", ledger
+def marker(spilled: Spilled) -> str:
+    """First line of a slot's ledger whose earlier lines are in files."""
+    return json.dumps({"spilled": spilled.name, "first": spilled.first})
+
+
+def split_marker(ledger: Sequence[str]) -> tuple[Spilled, Sequence[str]]:
+    """The spilled part of a slot's ledger, and the lines after it."""
+    head = json.loads(ledger[0]) if ledger else {}
+    if head.get("spilled"):
+        return Spilled(Path(str(head["spilled"])).name, int(head.get("first", 1))), ledger[1:]
+    return Spilled(), ledger
 
 
 def steps_of(name: str) -> tuple[int, int]:
@@ -48,11 +68,16 @@ def spill(folder: Path, after: str, lines: Sequence[str], first: int, last: int)
     Raises:
         OSError: the folder cannot be written.
     """
-    data = "".join(f"{line}\n" for line in (json.dumps({"after": after}), *lines)).encode()
+    data = whole(after, "".join(f"{line}\n" for line in lines).encode())
     name = f"{first}-{last}-{blake3(data).hexdigest()}{SUFFIX}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     keep(folder, name, data)
     return name
+
+
+def whole(after: str, lines: bytes) -> bytes:
+    """Content of a file, of its lines as text and the name of the one before it."""
+    return json.dumps({"after": after}).encode() + b"\n" + lines
 
 
 def keep(folder: Path, name: str, data: bytes) -> None:
@@ -94,26 +119,14 @@ def read(folder: Path, name: str) -> tuple[str, bytes]:
     return Path(str(json.loads(head)["after"])).name, lines
 
 
-def chain(folder: Path, newest: str) -> Iterator[tuple[str, bytes]]:
-    """Yield names and lines of a chain's files, the newest first, as far back as they are here.
+def sweep(folder: Path, step: int, ledgers: Iterable[Sequence[str]]) -> None:
+    """Remove the files all of whose steps are committed, but those that a slot may still need.
 
-    Files whose steps are committed are removed, so a chain may begin anywhere.
-
-    Raises:
-        CorruptError: one does not match its name.
+    Args:
+        step: of the newest commit.
+        ledgers: of the node's sealed slots.
     """
-    name = newest
-    while name:
-        try:
-            after, lines = read(folder, name)
-        except FileNotFoundError:
-            return
-        yield name, lines
-        name = after
-
-
-def sweep(folder: Path, step: int) -> None:
-    """Remove the files all of whose steps are at most ``step``: they are in storage."""
+    least = min((found.first for found, _ in map(split_marker, ledgers) if found.name), default=step + 1)
     for path in folder.glob(f"*{SUFFIX}"):
-        if steps_of(path.name)[1] <= step:
+        if steps_of(path.name)[1] < min(least, step + 1):
             path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from blake3 import blake3
 from picotron_ray.checkpoint.storage.base import Storage, clock_s
 from picotron_ray.checkpoint.storage.deadline import LISTED_AT_ONCE
 from picotron_ray.checkpoint.store.chunks import chunk_key
-from picotron_ray.checkpoint.store.commit_ledger import NewLedger, joined, new_ledger, with_cut_segments
+from picotron_ray.checkpoint.store.commit_ledger import NewLedger, Read, joined, new_ledger, reader
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, Manifest, Segment, StoredShard, check
 from picotron_ray.checkpoint.store.outline import Outline
 from picotron_ray.checkpoint.store.upload_part import UploadPart, unsure_chunks
@@ -35,6 +35,7 @@ class Stored:
     Fields:
         segments: of the ledger since the parent.
         intents: to be removed once it is committed.
+        unproven: steps whose ledger lines are lost, in words; "" where none is.
     """
 
     key: str
@@ -42,23 +43,28 @@ class Stored:
     segments: tuple[Segment, ...]
     intents: tuple[str, ...]
     written_bytes: int
+    unproven: str = ""
 
 
 class Assembler:
     """Assembly of one commit, in this process."""
 
-    def __init__(self, storage: Storage, parts: Sequence[UploadPart], grace_s: float = 0.0) -> None:
+    def __init__(
+        self, storage: Storage, parts: Sequence[UploadPart], grace_s: float = 0.0, unproven: bool = False
+    ) -> None:
         """
         Args:
             grace_s: of collection; 0: all chunks are looked for.
+            unproven: ledger lines that nobody has are left out (`commit_ledger`).
         """
         self._storage, self._parts, self._grace_s = storage, parts, grace_s
+        self._unproven = unproven
         self._made: tuple[Manifest, NewLedger] | None = None
 
     def assemble(self, parent: Outline | None) -> Outline:
         """Make the manifest; returns its outline, without a ledger. Raises as `assemble`."""
-        parts = with_cut_segments(self._storage, self._parts, (parent.step if parent else 0) + 1)
-        manifest, _ = self._made = assemble(parts, parent)
+        self._made = assemble(self._parts, parent, reader(self._storage), self._unproven)
+        manifest, _ = self._made
         return replace(Outline.of(manifest), ledger=())
 
     def store(self) -> Stored:
@@ -83,6 +89,7 @@ class Assembler:
             segments=manifest.ledger[len(manifest.ledger) - len(new.segments) :],
             intents=tuple(part.intent for part in self._parts),
             written_bytes=sum(part.written_bytes for part in self._parts),
+            unproven=", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in new.unproven),
         )
 
     def _unsure(self, manifest: Manifest) -> dict[str, ChunkInfo]:
@@ -92,17 +99,24 @@ class Assembler:
         return {address: info for address, info in manifest.chunks.items() if address in unsure}
 
 
-def assemble(parts: Sequence[UploadPart], parent: Outline | None) -> tuple[Manifest, NewLedger]:
+def assemble(
+    parts: Sequence[UploadPart],
+    parent: Outline | None,
+    read: Read = lambda _: (),
+    unproven: bool = False,
+) -> tuple[Manifest, NewLedger]:
     """Make one manifest of all parts, and what its ledger has beyond the parent's.
 
     Segments of that which are not stored yet have no key.
 
     Args:
         parent: the newest commit on the lineage, whose ledger this one continues.
+        read, unproven: as for `new_ledger`.
 
     Raises:
         StorageError: parts of different steps, a state group without all fragments, a tensor that is not
-            wholly covered, or ledger lines missing since the parent.
+            wholly covered.
+        LedgerGoneError: ledger lines are missing since the parent.
     """
     first = parts[0]
     for part in parts[1:]:
@@ -114,7 +128,7 @@ def assemble(parts: Sequence[UploadPart], parent: Outline | None) -> tuple[Manif
     for part in parts:
         chunks.update(part.chunks)
     used = {stored.chunk for stored in shards}
-    new = new_ledger(parts, (parent.step if parent else 0) + 1)
+    new = new_ledger(parts, (parent.step if parent else 0) + 1, read, unproven)
     manifest = Manifest(
         step=first.step,
         term=first.term,

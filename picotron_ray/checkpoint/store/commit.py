@@ -27,7 +27,10 @@ from picotron_ray.errors import CorruptError, StorageUnavailableError
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Durable commit. ``written_bytes`` counts new chunks, ``stored_bytes`` all of them."""
+    """Durable commit. ``written_bytes`` counts new chunks, ``stored_bytes`` all of them.
+
+    ``unproven``: steps whose ledger lines are lost, in words.
+    """
 
     seq: int
     step: int
@@ -35,6 +38,7 @@ class Committed:
     digest: str
     stored_bytes: int
     written_bytes: int
+    unproven: str = ""
 
 
 class Assembling(Protocol):
@@ -52,6 +56,7 @@ def commit(
     on_phase: Callable[[str], None] | None = None,
     in_use: InUse | None = None,
     grace_s: float = 0.0,
+    unproven: bool = False,
 ) -> Committed:
     """Commit what the nodes uploaded of one step, with all of the work in this process.
 
@@ -59,14 +64,16 @@ def commit(
         on_phase: called with "commit" between the manifest and the log entry (scripted faults).
         in_use: shared with the collection that another thread may be at; None: there is none.
         grace_s: of collection; 0: all chunks are looked for.
+        unproven: ledger lines that nobody has are left out (`commit_ledger`).
 
     Raises:
         FencedError: a newer term was claimed; nothing was committed.
-        StorageError: parts do not make up the whole state, a chunk or ledger line is missing, or the
-            storage refused. StorageUnavailableError: calling again is safe.
+        LedgerGoneError: a ledger line is missing.
+        StorageError: parts do not make up the whole state, a chunk is missing, or the storage refused.
+            StorageUnavailableError: calling again is safe.
     """
     writer = parts[0].term, parts[0].n
-    assembler = Assembler(storage, parts, grace_s)
+    assembler = Assembler(storage, parts, grace_s, unproven)
     return commit_assembled(storage, log, writer, assembler, Outlines(), on_phase, in_use)
 
 
@@ -101,7 +108,7 @@ def commit_assembled(
     for intent in stored.intents:
         storage.delete(intent)
     known = stored.key, stored.digest, outline.stored_bytes, stored.written_bytes
-    return Committed(seq, outline.step, *known)
+    return Committed(seq, outline.step, *known, stored.unproven)
 
 
 def _body(outline: Outline, stored: Stored) -> dict[str, Any]:
@@ -111,7 +118,7 @@ def _body(outline: Outline, stored: Stored) -> dict[str, Any]:
     rows = [segment_row(segment) for segment in stored.segments]
     if rows:
         body |= {"segment": rows[0]} if len(rows) == 1 else {"segments": rows}
-    return body
+    return body | ({"unproven": stored.unproven} if stored.unproven else {})
 
 
 _NOTHING = Outline(step=0, term=0, n=0)

@@ -24,7 +24,8 @@ from picotron_ray.errors import CorruptError, NotFoundError, StorageFullError
 log = logging.getLogger(__name__)
 PREFIX = "condemned/"
 MOST_NAMES = 10_000
-MOST_LISTS = 100  # of one collection: writers hold all of it in memory; the rest is left to the next one
+MOST_LISTS = 400  # of one collection; the rest is left to the next one
+"""Enough for the largest run planned for: a state of 405 billion parameters has 0.8 million chunks."""
 _ADDRESS = re.compile("[0-9a-f]{64}")
 T = TypeVar("T")
 
@@ -44,17 +45,18 @@ class CondemnedList:
         return {chunk_key(address) for address in self.chunks} | self.manifests
 
 
-def publish(storage: Storage, term: int, unused: Iterable[StoredObject]) -> int:
-    """Write lists of objects to be deleted; returns how many objects they name.
+def publish(storage: Storage, term: int, unused: Iterable[StoredObject]) -> tuple[int, bool]:
+    """Write lists of objects to be deleted; returns how many objects they name, and whether more were left.
 
     A disk that is full takes some of them at least: once what those name is deleted, there is room again.
 
     Raises:
         StorageError: not one list could be written.
     """
-    named = 0
+    named, left = 0, False
     for number, part in enumerate(in_batches(unused, MOST_NAMES)):
         if number == MOST_LISTS:
+            left = True
             break
         keys = [entry.key for entry in part]
         value = {
@@ -68,7 +70,7 @@ def publish(storage: Storage, term: int, unused: Iterable[StoredObject]) -> int:
                 raise
             break
         named += len(part)
-    return named
+    return named, left
 
 
 def read_lists(storage: Storage, entries: Iterable[StoredObject]) -> tuple[list[CondemnedList], list[str]]:

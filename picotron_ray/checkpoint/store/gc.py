@@ -48,7 +48,7 @@ Times are the storage's own, and may have whole seconds only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 from picotron_ray.checkpoint.storage.base import Storage, StoredObject, clock_s, get_json
 from picotron_ray.checkpoint.store import condemned as condemned_lists
 from picotron_ray.checkpoint.store.chunks import chunk_key
-from picotron_ray.checkpoint.store.condemned import CondemnedList
+from picotron_ray.checkpoint.store.condemned import in_batches
 from picotron_ray.checkpoint.store.deletion import Deleted, delete_listed
 from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.lineage import commits_on
@@ -66,6 +66,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import CorruptError, NotFoundError, StorageUnavailableError
 
+_LISTS_AT_ONCE = 100  # whose names are held in memory
+DOUBT_S = 60.0  # that a commit may be unreadable before it is given up
 _LEAST_INTENT_S = 60.0  # that any intent counts as a living save's, as it is renewed more often
 
 
@@ -77,7 +79,9 @@ class GcReport:
         retired: manifests that retention gave up.
         postponed: why a due list was left, "" where none was.
         damaged: a line for each commit that was given up because its manifest cannot be read.
-        overdue: a line where a list was left for longer than the grace time.
+        doubted: a line for each commit that was not, as it may be readable again soon; nothing was collected.
+        overdue: a line where a list was left for longer than the grace time, or where one collection could
+            not condemn all that is unused.
     """
 
     retired: tuple[str, ...] = ()
@@ -86,6 +90,7 @@ class GcReport:
     deleted_bytes: int = 0
     postponed: str = ""
     damaged: tuple[str, ...] = ()
+    doubted: tuple[str, ...] = ()
     overdue: str = ""
 
 
@@ -116,19 +121,26 @@ def rewind_reach(job: JobConfig) -> int:
 
 
 def retained(
-    log: RunLog, config: CheckpointConfig, damaged: Collection[int] = (), reach_steps: int = 0
+    log: RunLog,
+    config: CheckpointConfig,
+    damaged: Collection[int] = (),
+    reach_steps: int = 0,
+    owed_step: int | None = None,
 ) -> list[Entry]:
     """Commits that retention keeps.
 
     Those are the newest ones that count (the ledger continues at the last of them), those that the next
-    rewind may go back to, the newest ones of all, and those at multiples of ``keep_every_steps``.
+    rewind may go back to, the newest ones of all, those at multiples of ``keep_every_steps``, and those that
+    a user wants to go back to.
 
     Args:
         damaged: numbers of entries whose manifest cannot be read; they are not kept and fill no place.
         reach_steps: how far a rewind goes back from the step after the newest commit, at least.
+        owed_step: ``checkpoint.resume_step`` where the run has yet to go back to it.
     """
     commits = [entry for entry in log.commits() if entry.seq not in damaged]
     keep = {entry.seq for entry in commits[-config.keep_last :]}
+    keep |= {entry.seq for entry in commits if entry.body["step"] == owed_step}
     if config.keep_every_steps:
         keep |= {e.seq for e in commits if e.body["step"] % config.keep_every_steps == 0}
     for generation in _newest_generations(log, commits):
@@ -156,17 +168,21 @@ def collect(
     in_use: InUse | None = None,
     in_order: Callable[[Callable[[], Any]], Any] = lambda work: work(),
     outlines: Outlines | None = None,
+    owed_step: int | None = None,
+    doubts: dict[int, float] | None = None,
 ) -> GcReport:
     """Retire commits, delete what was condemned long enough ago, condemn what is not needed any more.
 
     The log must hold a claimed term. With a grace time of 0 one call does all of it.
 
     Args:
-        reach_steps: as for `retained`.
+        reach_steps: as for `retained`, like ``owed_step``.
         in_use: shared with the commits that another thread may make; None: there are none.
         in_order: does a short piece of work with the log where its writer does all of it, and returns its
             result; everything that takes long is done by a reader of its own, in the calling thread.
         outlines: of manifests that are known already; others are added.
+        doubts: commits that could not be read at the last collection, each with the time of the first look
+            that failed; None: there are no later collections to wait for.
 
     Raises:
         FencedError: a newer term was claimed.
@@ -176,11 +192,15 @@ def collect(
     with sharing.collection():
         reader: RunLog = in_order(log.witness)
         reader.refresh()
+        now = _now(storage) if doubts else 0.0  # before the look, so that little can happen after it
         damaged = damaged_commits(storage, reader, known)
-        retired: tuple[str, ...] = in_order(partial(_retire, log, config, damaged, reach_steps))
+        now = now or (_now(storage) if damaged else 0.0)
+        if doubts is not None and (doubted := _doubted(damaged, doubts, now)):
+            return GcReport(doubted=tuple(doubted))
+        retired: tuple[str, ...] = in_order(partial(_retire, log, config, damaged, reach_steps, owed_step))
         reader.read_on()
         swept = _delete_due(storage, reader, config.gc_grace_s, sharing, known)
-        condemned = _condemn(storage, reader, config.gc_grace_s, known)
+        condemned, left = _condemn(storage, reader, config.gc_grace_s, known)
         if condemned and not config.gc_grace_s:
             swept = swept.followed_by(_delete_due(storage, reader, config.gc_grace_s, sharing, known))
     if swept.hung:
@@ -189,7 +209,8 @@ def collect(
             " check the mount or network"
         )
     counts = retired, condemned, swept.deleted, swept.deleted_bytes
-    return GcReport(*counts, swept.postponed, tuple(damaged.values()), swept.overdue)
+    overdue = swept.overdue or left
+    return GcReport(*counts, swept.postponed, tuple(damaged.values()), overdue=overdue)
 
 
 def damaged_commits(storage: Storage, log: RunLog, outlines: Outlines) -> dict[int, str]:
@@ -209,6 +230,16 @@ def damaged_commits(storage: Storage, log: RunLog, outlines: Outlines) -> dict[i
     return found
 
 
+def _doubted(damaged: Mapping[int, str], doubts: dict[int, float], now: float) -> list[str]:
+    """Reasons of those damaged commits that were readable lately: a mount may show them whole again.
+
+    To give one up cannot be undone.
+    """
+    for seq in doubts.keys() - damaged.keys():
+        del doubts[seq]
+    return [why for seq, why in damaged.items() if now - doubts.setdefault(seq, now) < DOUBT_S]
+
+
 def _unreadable(storage: Storage, entry: Entry, outlines: Outlines) -> str:
     try:
         outlines.read(storage, entry.body)
@@ -218,10 +249,10 @@ def _unreadable(storage: Storage, entry: Entry, outlines: Outlines) -> str:
 
 
 def _retire(
-    log: RunLog, config: CheckpointConfig, damaged: Collection[int], reach_steps: int
+    log: RunLog, config: CheckpointConfig, damaged: Collection[int], reach_steps: int, owed_step: int | None
 ) -> tuple[str, ...]:
     log.read_on()
-    keep = {entry.seq for entry in retained(log, config, damaged, reach_steps)}
+    keep = {entry.seq for entry in retained(log, config, damaged, reach_steps, owed_step)}
     kept_manifests = {e.body["manifest"] for e in log.commits() if e.seq in keep}
     manifests = {e.body["manifest"] for e in log.commits() if e.seq not in keep} - kept_manifests
     if manifests:
@@ -240,16 +271,25 @@ def _marked(storage: Storage, log: RunLog, intents: Iterable[dict[str, Any]], ou
     return keys
 
 
-def _condemn(storage: Storage, log: RunLog, grace_s: float, outlines: Outlines) -> int:
-    """Publish what nothing needs, unless some of it waits for its time; returns how many objects that is."""
+def _condemn(storage: Storage, log: RunLog, grace_s: float, outlines: Outlines) -> tuple[int, str]:
+    """Publish what nothing needs, unless some of it waits for its time.
+
+    Returns how many objects that is, and a line where that was not all.
+    """
     now = _now(storage)
     listed = list(storage.list(condemned_lists.PREFIX))
     if any(now - entry.mtime_s < grace_s for entry in listed):
-        return 0
+        return 0, ""
     known = {key for each in condemned_lists.read_lists(storage, listed)[0] for key in each.keys}
     known |= _marked(storage, log, _live_intents(storage, now, grace_s), outlines)
     unused = (e for p in ("chunks/", "manifests/") for e in storage.list(p) if e.key not in known)
-    return condemned_lists.publish(storage, log.term, unused)
+    named, left = condemned_lists.publish(storage, log.term, unused)
+    text = (
+        f"{named} objects are condemned, as many as one collection may, and more are unused: they are left to"
+        f" the next one, {grace_s:g} s later. If that is told again and again storage grows: commit less"
+        " often, or lower checkpoint.gc_grace_s"
+    )
+    return named, text if left else ""
 
 
 def _delete_due(storage: Storage, log: RunLog, grace_s: float, in_use: InUse, outlines: Outlines) -> Swept:
@@ -257,35 +297,43 @@ def _delete_due(storage: Storage, log: RunLog, grace_s: float, in_use: InUse, ou
     now = _now(storage)
     _drop_dead_intents(storage, now, grace_s)
     old = [e for e in storage.list(condemned_lists.PREFIX) if now - e.mtime_s >= grace_s]
-    lists, unreadable = condemned_lists.read_lists(storage, old)
-    for key in unreadable:  # so that what it was to name is condemned anew
-        storage.delete(key)
-    if not lists:
+    if not old:
         return Swept()
     intents = _live_intents(storage, now, grace_s)
     log.read_on()  # after the intents: one that was removed in between is of a commit that is there
-    waiting = [each for each in lists if _began_before(intents, each)]
-    due = [each for each in lists if each not in waiting]
+    waiting = [each for each in old if _began_before(intents, each)]
+    due = sorted((each for each in old if each not in waiting), key=lambda each: each.mtime_s)
+    marked = _marked(storage, log, intents, outlines) if due else set()
     done = Deleted()
-    if due:
-        marked = _marked(storage, log, intents, outlines)
-        published: dict[str, float] = {}
-        for each in sorted(due, key=lambda each: each.mtime_s):
-            published.update(dict.fromkeys(each.keys - marked, each.mtime_s))
-        done = delete_listed(storage, log, in_use, published)
-    for each in () if done.hung else due:
-        storage.delete(each.key)
+    for some in in_batches(due, _LISTS_AT_ONCE):
+        if not done.hung:
+            _delete_named(storage, log, in_use, some, marked, done)
     postponed, overdue = _postponed(waiting, intents, now, grace_s)
     return Swept(done.count, done.size, postponed, overdue, done.hung)
 
 
-def _began_before(intents: Iterable[dict[str, Any]], listed: CondemnedList) -> list[dict[str, Any]]:
+def _delete_named(
+    storage: Storage, log: RunLog, in_use: InUse, due: list[StoredObject], marked: set[str], done: Deleted
+) -> None:
+    """Delete what some lists name but for what is marked, and those lists; ``due`` has the oldest first."""
+    lists, unreadable = condemned_lists.read_lists(storage, due)
+    published: dict[str, float] = {}
+    for each in lists:
+        published.update(dict.fromkeys(each.keys - marked, each.mtime_s))
+    part = delete_listed(storage, log, in_use, published)
+    done.count, done.size, done.hung = done.count + part.count, done.size + part.size, part.hung
+    # of an unreadable one too, so that what it was to name is condemned anew
+    for key in unreadable if part.hung else [each.key for each in due]:
+        storage.delete(key)
+
+
+def _began_before(intents: Iterable[dict[str, Any]], listed: StoredObject) -> list[dict[str, Any]]:
     """Intents of saves that began before a list was there to be read, and may count on what it names."""
     return [i for i in intents if i["chunks"] is None and listed.key not in i["obeyed"]]
 
 
 def _postponed(
-    waiting: Sequence[CondemnedList], intents: Sequence[dict[str, Any]], now: float, grace_s: float
+    waiting: Sequence[StoredObject], intents: Sequence[dict[str, Any]], now: float, grace_s: float
 ) -> tuple[str, str]:
     """Why lists wait beyond their time, and a line where that is for longer than the grace time."""
     if not waiting:

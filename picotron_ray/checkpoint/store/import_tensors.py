@@ -14,13 +14,14 @@ import numpy as np
 from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.store.absent import CondemnedReader
 from picotron_ray.checkpoint.store.assembly import put_fresh
 from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, cells
 from picotron_ray.checkpoint.store.import_commit import ORIGIN, WEIGHTS_ONLY
 from picotron_ray.checkpoint.store.manifest import ChunkInfo, Manifest, StoredShard, check
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.shard_sources import Piece
-from picotron_ray.checkpoint.store.upload import Pack, store_pack, unusable_chunks
+from picotron_ray.checkpoint.store.upload import Pack, store_pack
 from picotron_ray.errors import StorageError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Shard, whole
@@ -45,7 +46,7 @@ class TensorWriter:
     def __post_init__(self) -> None:
         self.shards: list[StoredShard] = []
         self.chunks: dict[str, ChunkInfo] = {}
-        self._absent, _ = unusable_chunks(self.storage)
+        self._absent, _ = CondemnedReader().look(self.storage)
         self._small: Pack = []
 
     def add(self, name: str, array: np.ndarray[Any, Any]) -> None:

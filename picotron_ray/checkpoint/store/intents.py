@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage, encode_json
+from picotron_ray.checkpoint.store.absent import CondemnedReader
 from picotron_ray.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class Intents:
 
     def __init__(self, storage: Storage, renew_s: float = RENEW_S) -> None:
         self._storage, self._renew_s = storage, renew_s
+        self.condemned = CondemnedReader()  # of the same node: what its saves go by
         self._lock = threading.Lock()
         self._live: dict[str, tuple[StateKey, bytes]] = {}
         self._settled: set[str] = set()

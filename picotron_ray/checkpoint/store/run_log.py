@@ -11,11 +11,14 @@ above any that the damaged entry may have held, and no writer appends after an e
 
 Many entries lie in one object a second time (`log_blocks`), from which a fresh reader takes the old ones.
 
+A generation names thousands of members, and a run has ever more generations. So of all but the newest one's
+entry a reader holds no more than who writes and continues a history needs (`slimmed`).
+
 Entry kinds and bodies:
 
 - ``term``: ``{owner}``
-- ``generation``: ``{term, n, members, layout, reason, source}``, with at least ``{kind, step, generation:
-  {term, n} | null}`` in source
+- ``generation``: ``{term, n, source, nodes, members, ...}``, with at least ``{kind, step, generation:
+  {term, n} | null}`` in source; its writer gives it the rest
 - ``commit``: ``{term, n, step, manifest, digest}``; refused before its generation's entry is there
 - ``retire``: ``{manifests: […]}``: commits that retention gave up; their chunks may be collected
 """
@@ -25,7 +28,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from blake3 import blake3
@@ -49,11 +52,16 @@ from picotron_ray.errors import AlreadyExistsError, CorruptError, FencedError, N
 
 SCHEMA = 1
 Kind = Literal["term", "generation", "commit", "retire"]
+_OF_THE_NEWEST = frozenset({"nodes", "members", "slots", "copies"})
+"""Keys of a generation's body, at any depth (an earlier version's spec), that are empty in older ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Entry of the log. ``term`` is its writer's; a commit's body names its generation's own."""
+    """Entry of the log. ``term`` is its writer's; a commit's body names its generation's own.
+
+    ``slim``: storage has more of the body (`slimmed`).
+    """
 
     seq: int
     kind: Kind
@@ -61,6 +69,7 @@ class Entry:
     writer: str
     nonce: str
     body: dict[str, Any] = field(default_factory=dict)
+    slim: bool = field(default=False, compare=False)
 
 
 def entry_key(seq: int) -> str:
@@ -96,6 +105,20 @@ def decode_entry(seq: int, data: bytes) -> Entry:
     return Entry(seq, value["kind"], value["term"], value["writer"], value["nonce"], value["body"])
 
 
+def slimmed(found: Entry | CorruptError) -> Entry | CorruptError:
+    """Return a generation's entry with no members and slots, and any other one as it is."""
+    if isinstance(found, CorruptError) or found.kind != "generation":
+        return found
+    body = _slim_body(found.body)
+    return found if body == found.body else replace(found, body=body, slim=True)
+
+
+def _slim_body(body: Any) -> Any:
+    if not isinstance(body, dict):
+        return body
+    return {key: [] if key in _OF_THE_NEWEST else _slim_body(value) for key, value in body.items()}
+
+
 def _digest(value: dict[str, Any]) -> str:
     try:
         return blake3(encode_json(value)).hexdigest()
@@ -120,6 +143,7 @@ class RunLog:
         self._writer = uuid.uuid4().hex
         self._read: dict[int, Entry | CorruptError] = {}
         self._last = 0
+        self._newest = 0  # number of the newest generation's entry; older ones are slim
         self._use_blocks = blocks
         self._blocks: set[int] = set()  # read, or written by this writer
         self._claimed = 0  # number of this writer's term entry, once it has a term
@@ -132,11 +156,14 @@ class RunLog:
         listed = {seq: found for found in self._storage.list("log/") if (seq := _seq_of(found.key))}
         wanted = [seq for seq in listed if seq not in self._read]
         with ThreadPoolExecutor(max_workers=8) as threads:
-            copied = self._copied(threads, whole_blocks(wanted), listed) if self._use_blocks else {}
+            copied = self._copied(threads, whole_blocks(wanted), listed) if self._use_blocks else set()
             alone = [seq for seq in wanted if seq not in copied]
-            found = list(threads.map(self._fetch, alone))
-        self._read.update({**copied, **dict(zip(alone, found, strict=True))})
+            for seq, found in zip(alone, threads.map(self._fetch_slim, alone), strict=True):
+                self._hold(seq, found)
         self._last = max([self._last, *listed])
+        newest = self._read.get(self._newest)
+        if isinstance(newest, Entry) and newest.slim:
+            self._hold(newest.seq, self._fetch(newest.seq))
 
     def read_on(self) -> None:
         """Read entries that are new since the last call, by a call for each and one more, however long it is.
@@ -178,6 +205,9 @@ class RunLog:
         except CorruptError as error:
             return error
 
+    def _fetch_slim(self, seq: int) -> Entry | CorruptError:
+        return slimmed(self._fetch(seq))
+
     # --- blocks ------------------------------------------------------------------------------------
 
     def keep_blocks(self, most: int = 2) -> int:
@@ -190,33 +220,53 @@ class RunLog:
         """
         written = 0
         for block in whole_blocks(range(1, self._last + 1)) if self.identity else []:
-            entries = [] if block in self._blocks else [self._read.get(seq) for seq in numbers(block)]
-            lines = [encode_entry(entry) for entry in entries if isinstance(entry, Entry)]
-            if not lines or len(lines) < len(entries):
-                continue
             if written == most:
                 break
+            lines = [] if block in self._blocks else self._lines(block)
+            if not lines:
+                continue
             write_block(self._storage, self.identity, block, lines)
             self._blocks.add(block)
             written += 1
         return written
 
+    def _lines(self, block: int) -> list[bytes]:
+        """Return the entries of a block as storage has them; none where one cannot be read."""
+        lines = []
+        for seq in numbers(block):
+            found = self._read.get(seq)
+            if isinstance(found, Entry) and found.slim:
+                try:
+                    found = self._fetch(seq)
+                except NotFoundError:
+                    return []
+            if not isinstance(found, Entry):
+                return []
+            lines.append(encode_entry(found))
+        return lines
+
     def _copied(
         self, threads: ThreadPoolExecutor, blocks: list[int], listed: dict[int, StoredObject]
-    ) -> dict[int, Entry]:
-        """Entries of those blocks that storage has and that are to be believed."""
+    ) -> set[int]:
+        """Hold the entries of blocks that storage has and that are to be believed; returns their numbers."""
         if not blocks:
-            return {}
+            return set()
         if 1 in listed and 1 not in self._read:
-            self._read[1] = self._fetch(1)
+            self._hold(1, self._fetch(1))
         stored = stored_blocks(self._storage, self.identity, blocks)
-        parts = threads.map(lambda block: self._block(block, stored[block], listed), stored)
-        return {seq: entry for part in parts for seq, entry in part.items()}
+        held: set[int] = set()
+        for part in threads.map(lambda block: self._block(block, stored[block], listed), stored):
+            for seq, entry in part.items():
+                self._hold(seq, entry)
+            held.update(part)
+        return held
 
-    def _block(self, block: int, stored: StoredObject, listed: dict[int, StoredObject]) -> dict[int, Entry]:
-        lines = read_block(self._storage, block, stored, listed)
+    def _block(
+        self, block: int, stored: StoredObject, listed: dict[int, StoredObject]
+    ) -> dict[int, Entry | CorruptError]:
+        lines = zip(numbers(block), read_block(self._storage, block, stored, listed), strict=False)
         try:
-            found = {seq: decode_entry(seq, line) for seq, line in zip(numbers(block), lines, strict=False)}
+            found = {seq: slimmed(decode_entry(seq, line)) for seq, line in lines}
         except CorruptError:
             return {}
         if found:
@@ -265,7 +315,7 @@ class RunLog:
         other = RunLog(self._storage)
         other._writer, other.term, other._claimed = self._writer, self.term, self._claimed
         other._last = self._last  # first: a writer notes an entry before its number
-        other._read = dict(self._read)
+        other._read, other._newest = dict(self._read), self._newest
         return other
 
     def _check_fence(self) -> None:
@@ -307,8 +357,16 @@ class RunLog:
         return True
 
     def _note(self, seq: int, entry: Entry | CorruptError) -> None:
-        self._read[seq] = entry
+        self._hold(seq, entry)
         self._last = max(self._last, seq)
+
+    def _hold(self, seq: int, found: Entry | CorruptError) -> None:
+        """Remember an entry; of generations the newest one alone whole."""
+        self._read[seq] = found
+        if isinstance(found, Entry) and found.kind == "generation":
+            older, self._newest = sorted((seq, self._newest))
+            if 0 < older < self._newest:
+                self._read[older] = slimmed(self._read[older])
 
     def _gaps(self) -> int:
         return sum(seq not in self._read for seq in range(1, self._last))

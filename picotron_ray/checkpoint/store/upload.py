@@ -9,7 +9,6 @@ checks that every chunk is there, and commits (``commit.py``).
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,19 +20,20 @@ import numpy as np
 import xxhash
 from blake3 import blake3
 
-from picotron_ray.checkpoint.snapshot.ledger_spill import chain, split_marker, steps_of
+from picotron_ray.checkpoint.snapshot.ledger_spill import split_marker
 from picotron_ray.checkpoint.snapshot.slot_reader import holds
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store import condemned
+from picotron_ray.checkpoint.store.absent import AbsentChunks
 from picotron_ray.checkpoint.store.chunks import PACK_BYTES, SMALL_BYTES, address_of, cells, chunk_key, encode
 from picotron_ray.checkpoint.store.intents import Intents, StateKey
-from picotron_ray.checkpoint.store.manifest import ChunkInfo, Segment, StoredShard
+from picotron_ray.checkpoint.store.manifest import ChunkInfo, StoredShard
 from picotron_ray.checkpoint.store.shard_sources import Piece, SlotSource
+from picotron_ray.checkpoint.store.spilled_segments import stored_segments
 from picotron_ray.checkpoint.store.upload_part import UploadPart
 from picotron_ray.errors import CorruptError, PicotronError, SlotReusedError
 from picotron_ray.layout.shards import Shard, as_elements, copy_common, element_type, uncovered
 
-log = logging.getLogger(__name__)
 _THREADS = 4
 
 
@@ -101,7 +101,7 @@ def _upload(
     promised = [entry.key for entry in storage.list(condemned.PREFIX)]
     intents.put(intent, state, None, obeyed=promised)  # in one go, so that no collection sees less
     begun_s = next((entry.mtime_s for entry in storage.list(intent)), 0.0)
-    absent, obeyed = unusable_chunks(storage)
+    absent, obeyed = intents.condemned.look(storage)
     if not obeyed.issuperset(promised):  # one of them cannot be read
         begun_s = 0.0
         intents.put(intent, state, None, obeyed=obeyed)
@@ -132,32 +132,10 @@ def _upload(
 
 
 def _with_spilled(storage: Storage, part: UploadPart, folder: Path | None) -> UploadPart:
-    """Store what was spilled of a part's ledger, as far back as it is here."""
-    newest, lines = split_marker(part.ledger)
-    if not newest or folder is None:
-        return part
-    segments: list[Segment] = []
-    try:
-        for name, text in chain(folder, newest):
-            digest = blake3(text).hexdigest()
-            segment = Segment(f"ledger/spilled/{digest}.jsonl", *steps_of(name), digest)
-            if storage.size(segment.key) != len(text):
-                storage.put(segment.key, text)
-            segments.append(segment)
-    except CorruptError as error:  # another node may have it sound; if not, the commit says what is missing
-        log.warning("%s", error)
-    return replace(part, ledger=tuple(lines), segments=tuple(segments[::-1]))
-
-
-def unusable_chunks(storage: Storage) -> tuple[set[str], set[str]]:
-    """Addresses that a writer must treat as absent: condemned by GC, or found damaged.
-
-    Beside them the keys of the condemned lists that they are from, which are those that can be read.
-    """
-    found = {entry.key.rpartition("/")[2] for entry in storage.list("quarantine/chunks/")}
-    listed, _ = condemned.read_lists(storage, storage.list(condemned.PREFIX))
-    found.update(*(each.chunks for each in listed))
-    return found, {each.key for each in listed}
+    """Store what was spilled of a part's ledger, as far back as it is needed and can be had."""
+    spilled, lines = split_marker(part.ledger)
+    segments = stored_segments(storage, spilled, folder)
+    return replace(part, ledger=tuple(lines), segments=tuple(segments))
 
 
 Pack = list[tuple[Shard, list[Piece]]]
@@ -200,7 +178,7 @@ class Reader(Protocol):
 
 
 def store_pack(
-    storage: Storage, source: Reader, pack: Pack, codec: str, absent: set[str]
+    storage: Storage, source: Reader, pack: Pack, codec: str, absent: AbsentChunks
 ) -> tuple[str, ChunkInfo, list[StoredShard], bool]:
     """Put one chunk unless it is there; returns its address, sizes, shards, and whether it was put."""
     raw = np.empty(sum(shard.nbytes for shard, _ in pack), dtype=np.uint8)
@@ -219,7 +197,7 @@ def store_pack(
     return address, ChunkInfo(len(stored), raw.nbytes, codec), shards, fresh
 
 
-def _put_chunk(storage: Storage, address: str, stored: bytes, absent: set[str]) -> bool:
+def _put_chunk(storage: Storage, address: str, stored: bytes, absent: AbsentChunks) -> bool:
     key = chunk_key(address)
     if address not in absent and storage.size(key) == len(stored):
         return False

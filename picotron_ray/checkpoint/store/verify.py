@@ -1,8 +1,8 @@
 """Verification of commits, and the choice of the newest good one. Torch-free.
 
 A commit is good where its manifest matches the digest in the log and every chunk and ledger segment that
-it names matches its own. ``latest_good`` walks back from the newest commit and says in one line each why
-it passed one over. Chunks found damaged are quarantined: later saves put those bytes again instead of
+it names matches its own. ``judge`` walks back from the newest commit and says in one line each why it
+passed one over. Chunks found damaged are quarantined: later saves put those bytes again instead of
 taking what lies there.
 
 A coordinator that resumes does not read the state through: at 1 TB that takes longer than all else of a
@@ -150,6 +150,23 @@ class GoodCommit:
     complaints: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Outcome of a look for the newest good commit.
+
+    Fields:
+        good: that commit.
+        damaged: those that were looked at and are not good, newest first.
+        complaints: a line for each of them, and for each log entry that cannot be read.
+        problem: a line where there are commits and none of them is good.
+    """
+
+    good: GoodCommit | None = None
+    damaged: tuple[Entry, ...] = ()
+    complaints: tuple[str, ...] = ()
+    problem: str = ""
+
+
 def latest_good(
     storage: Storage, log: RunLog, step: int | None = None, read_chunks: bool = True
 ) -> GoodCommit | None:
@@ -162,19 +179,36 @@ def latest_good(
     Raises:
         StorageError: there are commits, and none of them (of that step) is good.
     """
-    complaints = list(log.complaints())
+    found = judge(storage, log, step, read_chunks)
+    if found.problem:
+        raise StorageError(found.problem)
+    return found.good
+
+
+def judge(storage: Storage, log: RunLog, step: int | None = None, read_chunks: bool = True) -> Judgement:
+    """Look for the newest commit in log order that verifies, and mark damaged chunks on the way.
+
+    Args:
+        step: take a commit of this step, and no other.
+        read_chunks: False looks at their sizes alone.
+
+    Raises:
+        StorageError: the storage does not answer.
+    """
+    complaints, damaged = list(log.complaints()), list[Entry]()
     commits = [e for e in log.commits() if step is None or e.body["step"] == step]
     checker = Verifier(storage) if read_chunks else SizeCheck(storage)
     for entry in reversed(commits):
         report = checker.check(entry)
         if report.manifest is not None and not report.problems:
-            return GoodCommit(entry, report.manifest, tuple(complaints))
+            good = GoodCommit(entry, report.manifest, tuple(complaints))
+            return Judgement(good, tuple(damaged), good.complaints)
         quarantine(storage, report)
+        damaged.append(entry)
         more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
         complaints.append(f"commit of step {report.step} is not used: {report.problems[0]}{more}")
-    if not commits and step is None:
-        return None
-    raise StorageError(_none_good(storage, log, step, complaints))
+    problem = _none_good(storage, log, step, complaints) if commits or step is not None else ""
+    return Judgement(None, tuple(damaged), tuple(complaints), problem)
 
 
 def _none_good(storage: Storage, log: RunLog, step: int | None, complaints: list[str]) -> str:

@@ -84,6 +84,7 @@ class AppendCommit:
     generation: GenerationId
     step: int
     nodes: tuple[str, ...]  # whose upload parts make up the manifest
+    unproven: bool = False  # ledger lines that none of them has are left out
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ class Begin:
     """First event of every term: what the log and the cluster held when the term was claimed.
 
     ``running`` is the newest generation that any agent knows of (None on a first start); ``generations``
-    are all generation specs known from the log, oldest first, for judging which states are void.
+    are all generation specs known from the log, oldest first, for judging which states are void. Only the
+    last one has its members (``lineage.trimmed``).
     """
 
     term: int
@@ -53,7 +54,7 @@ class NodeJoined:
     it does not know.
 
     ``kept`` are slots that an earlier launch could not commit and left there, and ``kept_by`` the newest
-    generation that their node knew of then; its log entry may be missing.
+    generation that their node knew of then, without its members; its log entry may be missing.
     """
 
     node: str
@@ -119,14 +120,16 @@ class Heartbeat:
 
     ``node_timeout_s`` of silence is a lost node.
     ``steps`` maps a worker to its finished steps in the newest generation there; ``others`` live beside
-    them. A node that was counted as
-    lost and is heard again is taken back in (its old workers are killed first).
+    them. Of both, those ``rescued`` are stopped while their slots are saved from files that somebody deleted;
+    then they are killed. A node that was counted as lost and is heard again is taken back in (its old workers
+    are killed first).
     """
 
     node: str
     generation: GenerationId | None
     steps: dict[str, int] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    rescued: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,7 @@ class Appended:
     fenced: bool = False
     digest: str = ""  # commit: blake3 of the manifest
     parts_gone: bool = False  # commit: what was uploaded is not there any more; trying again needs it anew
+    unproven: str = ""  # commit: steps that it has no ledger lines of; with an error: what is missing
 
 
 @dataclass(frozen=True, slots=True)

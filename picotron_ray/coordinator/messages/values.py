@@ -208,6 +208,7 @@ class Commit:
     manifest: str  # key of the manifest
     seq: int  # number of the log entry
     digest: str = ""  # blake3 of the manifest
+    damaged: bool = False  # not all of it is there: it is not restored from
 
 
 OutcomeKind = Literal[

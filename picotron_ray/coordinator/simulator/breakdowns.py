@@ -100,6 +100,14 @@ def full(sim: Sim) -> None:
         node.full_until = sim.now + sim.rng.uniform(2.0, 15.0)
 
 
+def emptied(sim: Sim) -> None:
+    """Somebody deletes the folder of a node: its workers are stopped until what they hold open is saved."""
+    homes = [node for node in sim.nodes.values() if any(w.generation for w in node.workers.values())]
+    homes = [node for node in homes if sim.now >= node.rescued_until]
+    if homes:
+        sim.rng.pick(homes).rescue(sim.rng.uniform(1.0, 15.0))
+
+
 def hushed(sim: Sim) -> None:
     """A node tells of stalls and ended processes late."""
     if (node := _some_node(sim)) is not None:
@@ -126,4 +134,6 @@ def _back(sim: Sim) -> None:
         start_shell(sim)
 
 
-BREAKDOWNS = (freeze, stun, reborn, lose, deaf, dumb, part, stuck, sided, island, full, hushed, rack, head)
+BREAKDOWNS = (
+    *(freeze, stun, reborn, lose, deaf, dumb, part, stuck, sided, island, full, hushed, emptied, rack, head),
+)

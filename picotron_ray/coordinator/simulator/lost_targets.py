@@ -8,8 +8,9 @@ that was committed may be given up for it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.policies.rewind import owed_step
 from picotron_ray.coordinator.simulator.checks import Checks
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, coordinator
@@ -26,14 +27,12 @@ WORKERS = 4
 
 
 class _StoreShell(Shell):
-    """Coordinator that hears of commits what the store of a run tells: newer ones than asked for are void."""
+    """Coordinator that storage tells which commits are known to be damaged when its term begins."""
 
     def read_log(self) -> tuple[tuple[m.Commit, ...], tuple[m.GenerationSpec, ...]]:
         commits, generations = super().read_log()
-        step = owed_step(self.sim.job, generations)
-        running = any(node.spec is not None for node in self.sim.nodes.values())
-        last = max((c.seq for c in commits if c.step == step), default=0)
-        return tuple(c for c in commits if running or not last or c.seq <= last), generations
+        bad = self.sim.bad_manifests
+        return tuple(replace(each, damaged=each.manifest in bad) for each in commits), generations
 
 
 class LostTargets(Sim):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.lineage import slim
 from picotron_ray.coordinator.simulator.protocols import GenerationProtocol, World
 from picotron_ray.coordinator.simulator.slots import SimSlot
 from picotron_ray.failures import FailureKind
@@ -30,6 +31,7 @@ class SimWorker:
         "paged",
         "read_again_at",
         "ready",
+        "rescued",
         "stored",
         "term",
         "writing",
@@ -39,6 +41,7 @@ class SimWorker:
         self.name, self.node = name, node
         self.ready = self.hung = False
         self.paged, self.read_again_at = True, 0.0  # its agent can read its page; since when it can again
+        self.rescued = False  # stopped, until its slots are saved from a folder that was deleted
         self.generation: GenerationProtocol | None = None
         self.last: m.GenerationId | None = None  # newest generation that it was told to run
         self.term = 0  # of the coordinator that called it last
@@ -132,6 +135,7 @@ class SimNode:
         self.cut_until = 0.0  # no messages between here and any coordinator before this time
         self.store_fault, self.store_bad_until = "", 0.0  # of its rendezvous store, and until when
         self.stores_replaced = 0
+        self.rescued_until = 0.0  # slots are saved until then from a folder that was deleted
 
     def unheard_until(self) -> tuple[float, ...]:
         """Times until which messages to or from the node are late or lost."""
@@ -142,6 +146,7 @@ class SimNode:
         return (
             *self.unheard_until(),
             *(self.storage_down_until, self.full_until, self.hushed_until + HUSHED_S, self.store_bad_until),
+            self.rescued_until,
         )
 
     @property
@@ -216,9 +221,9 @@ class SimNode:
     def joined(self) -> m.NodeJoined:
         """Return what a coordinator hears when it meets this node."""
         kept = tuple(held.info for name, held in self.slots.items() if name in self.kept)
-        return m.NodeJoined(
-            self.name, self.capacity, kept=kept, kept_by=(self.kept_by or self.spec) if kept else None
-        )
+        kept_by = (self.kept_by or self.spec) if kept else None
+        kept_by = None if kept_by is None else slim(kept_by)
+        return m.NodeJoined(self.name, self.capacity, kept=kept, kept_by=kept_by)
 
     def keep(self, held: SimSlot) -> None:
         """Keep a sealed slot; there is one file per name, and none where there is no room."""
@@ -261,8 +266,24 @@ class SimNode:
         worker = self.workers.get(name)
         if worker is None:
             self.report(m.WorkerExited(name, "unknown"), True)
-        else:
+        elif not worker.rescued:  # else its end is told when its slots are saved
             self.worker_dies(worker, "killed")
+
+    def rescue(self, seconds: float) -> None:
+        """Stop all workers while their slots are saved, and end them then."""
+        self.rescued_until = self.sim.now + seconds
+        robbed = [worker for worker in self.workers.values() if worker.ready]
+        for worker in robbed:
+            worker.rescued = worker.hung = True
+        for generation in {id(w.generation): w.generation for w in robbed}.values():
+            if generation is not None:
+                self.sim.after(1.5, generation.stalled)
+        self.sim.after(seconds, self._saved, robbed)
+
+    def _saved(self, robbed: list[SimWorker]) -> None:
+        for worker in robbed:
+            worker.rescued = False
+            self.worker_dies(worker, "its files were deleted")
 
     def worker_dies(self, worker: SimWorker, cause: str) -> None:
         if self.workers.get(worker.name) is not worker:
@@ -288,7 +309,12 @@ class SimNode:
             self.sim.remove_node(self, told=False)
 
     def collect(self, request: int) -> None:
-        """Answer with what is sealed now; a busy node's answer takes long, and others overtake it."""
+        """Answer with what is sealed now; a busy node's answer takes long, and others overtake it.
+
+        While slots are saved there is none.
+        """
+        if self.sim.now < self.rescued_until:
+            return
         slots = tuple(held.info for held in self.slots.values())
         answer = m.Inventory(self.name, request, slots)
         if self.sim.rng.chance(BUSY):

@@ -3,8 +3,9 @@
 A launch awaits the answer of every node to the newest question, and the end of everybody who may still write.
 A worker counts as dead when that is heard, or after several orders to die. One that is not known is told to
 die. Only states that count are uploaded, by nodes that are there, and only their commits free what they hold.
-Growth waits for workers on their way, and none is started where a node is about to go. Nobody is killed for
-not leaving what it was never called for.
+Who is rescued neither counts as dead nor is left behind by a launch. Growth waits for workers on their way,
+and none is started where a node is about to go. Nobody is killed for not leaving what it was never called
+for.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Given:
     starts: dict[str, float] = field(default_factory=dict)  # worker that has yet to answer: since when
     kills: dict[str, tuple[str, int]] = field(default_factory=dict)  # worker: its node, orders to die
     writers: set[str] = field(default_factory=set)  # of those, who was in a generation
+    rescued: dict[str, set[str]] = field(default_factory=dict)  # node: who is, as its last heartbeat says
     stores: Counter[str] = field(default_factory=Counter)  # by node: failures of its rendezvous stores
 
 
@@ -88,6 +90,8 @@ class Orders:
             and event.node not in memory.unheard  # what lives there is judged when it joins
         ):
             self._strangers(shell, (*event.steps, *event.others), commands)
+        if isinstance(event, m.Heartbeat):
+            given.rescued[event.node] = set(event.rescued)
         if given.kills:
             self._counted_as_dead(shell, given)
         for command in commands:
@@ -148,6 +152,9 @@ class Orders:
         for worker in given.writers:
             if worker in memory.roster.workers:
                 self._say(f"{spec.id} is launched while {worker} dies, which may still write")
+        for node in memory.roster.nodes:
+            if saved := given.rescued.get(node, set()) & memory.roster.workers.keys():
+                self._say(f"{spec.id} is launched while slots of {', '.join(sorted(saved))} are saved")
 
     def _awaited_starts(self, shell: CoordinatorProtocol, given: Given) -> None:
         memory = shell.machine.memory
@@ -203,6 +210,8 @@ class Orders:
                 continue
             if node in roster.nodes and orders < LEAST_KILLS:
                 self._say(f"{worker} counts as dead after {orders} orders to die")
+            if node in roster.nodes and worker in given.rescued.get(node, ()):
+                self._say(f"{worker} counts as dead while its slots are saved")
             del given.kills[worker]
             given.writers.discard(worker)
 

@@ -41,6 +41,7 @@ class WorkerProtocol(Protocol):
     name: str
     hung: bool
     paged: bool
+    rescued: bool
     read_again_at: float
     clean: int
     writing: bool

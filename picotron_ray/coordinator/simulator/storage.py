@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.lineage import trimmed
 from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory, complete
 
 
@@ -115,4 +116,5 @@ class SimStorage:
         )
 
     def generations(self) -> tuple[m.GenerationSpec, ...]:
-        return tuple(entry.spec for entry in self.log if entry.spec is not None)
+        specs = [entry.spec for entry in self.log if entry.spec is not None]
+        return trimmed(specs, {commit.generation for commit in self.commits()})

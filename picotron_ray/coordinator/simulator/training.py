@@ -142,7 +142,7 @@ class SimGeneration:
     def _complain(self) -> None:
         """Report a stalled member, a random one each second, until the generation breaks, ends or goes on.
 
-        Agents see none whose page is lost.
+        Agents see none whose page is lost, and know why one stands still that they rescue.
         """
         present = [w for w in self.members() if w.generation is self]
         if self.broken or self.ended or not present:
@@ -150,7 +150,7 @@ class SimGeneration:
         if not (self._late() or self.torn or self.parted() or any(worker.hung for worker in present)):
             self.watched = False
             return
-        if shown := [worker for worker in present if worker.paged]:
+        if shown := [worker for worker in present if worker.paged and not worker.rescued]:
             self.complained = True
             worker = self.sim.rng.pick(shown)
             worker.node.report(m.Stalled(worker.name, self.spec.id, "reduce", 1.5))

@@ -127,7 +127,8 @@ class Sim:
         newest = max((worker.last for worker in ready if worker.last is not None), default=None)
         steps = {worker.name: worker.step for worker in ready if newest is not None and worker.last == newest}
         others = tuple(worker.name for worker in ready if worker.name not in steps)
-        event = m.Heartbeat(node.name, newest, steps, others)
+        rescued = tuple(worker.name for worker in ready if worker.rescued)
+        event = m.Heartbeat(node.name, newest, steps, others, rescued)
         if self.now < self.noise_until or self.shell is None or node.away or node.loses:
             node.report(event)
         else:

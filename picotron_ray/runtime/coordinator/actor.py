@@ -50,6 +50,7 @@ from picotron_ray.runtime.coordinator.event_log.files import decode_record
 from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
+from picotron_ray.runtime.coordinator.heartbeat_pages import read_heartbeat
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
 from picotron_ray.runtime.coordinator.owner_watch import OwnerWatch
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
@@ -170,12 +171,10 @@ class Coordinator:
         return self._cluster.groups.called(caller, len(beats) - 1, time.monotonic())
 
     def _heartbeat(self, node: str, figures: list[dict[str, Any]]) -> m.Heartbeat:
-        newest = max(((f["term"], f["n"]) for f in figures if f["term"]), default=None)
-        steps = {f["worker"]: f["step"] for f in figures if (f["term"], f["n"]) == newest}
-        others = tuple(f["worker"] for f in figures if f["worker"] not in steps)
+        beat, pages = read_heartbeat(node, figures)
         self._cluster.heard(node)
-        self._record.figures(node, figures)
-        return m.Heartbeat(node, None if newest is None else m.GenerationId(*newest), steps, others)
+        self._record.figures(node, pages)
+        return beat
 
     def agent_restarted(self, node: str, metrics: dict[str, str], why: str = "") -> None:
         """Hear that a node's agent has taken over what it found there: it had died, or ``why``."""
@@ -271,11 +270,12 @@ class Coordinator:
         found = await self._cluster.hello(self._executor.term, self._record.note, self._store.last_generation)
         running = any(agent["spec"] for agent in found.values())
         stored = await patience.call(partial(self._store.newest_record, decode_record))
-        return found, running, stored, *await patience.call(partial(self._store.state, not running))
+        commits, specs = await patience.call(partial(self._store.state, not running))
+        await patience.accept(self._store.unusable, partial(self._cluster.keeping, specs))
+        return found, running, stored, commits, specs
 
     async def _begin(self) -> None:
-        folder = Path(self._options["event_folder"])
-        self._supervisor.folder = folder
+        self._supervisor.folder = folder = Path(self._options["event_folder"])
         try:
             found, running, stored, commits, specs = await self._supervisor.retried("a begin", self._learn)
         except FencedError as error:

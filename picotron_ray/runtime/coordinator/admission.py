@@ -9,6 +9,7 @@ from typing import Any
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import precision_problem
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.lineage import slim
 from picotron_ray.runtime.ray_cluster.kept_slots import foreign_text
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, snapshot_problem
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds
@@ -40,13 +41,14 @@ def joined(
         hello: what its agent says, where it joins.
     """
     said = hello or {}
+    kept_by = said.get("kept_by")
     return m.NodeJoined(
         traits.node,
         capacity,
         refused,
         traits.device_bytes,
         said.get("kept", ()),
-        said.get("kept_by"),
+        None if kept_by is None else slim(kept_by),  # each of thousands of nodes names the same one
         traits.domain,
         traits.has_gpus,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.lineage import slim
 from picotron_ray.coordinator.replay import header_line
 from picotron_ray.runtime.coordinator.admission import idle_workers
 from picotron_ray.runtime.coordinator.event_log import files
@@ -71,7 +72,7 @@ def begin_event(
         data: fingerprint of the run's data; idle workers that see other data are left out.
         deaths: workers that earlier terms of this launch lost and did not replace.
     """
-    kept_by = [agent["kept_by"] for agent in found.values() if agent.get("kept_by")]
+    kept_by = [slim(agent["kept_by"]) for agent in found.values() if agent.get("kept_by")]
     specs = [agent["spec"] for agent in found.values() if agent["spec"]]
     return m.Begin(
         term=term,

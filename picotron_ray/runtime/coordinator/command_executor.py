@@ -259,7 +259,7 @@ class CommandExecutor:
 
     def _append_commit(self, command: m.AppendCommit) -> None:
         chosen = self._uploads.parts(command)
-        work = partial(self._store.commit, command.generation, command.step, chosen)
+        work = partial(self._store.commit, command.generation, command.step, chosen, command.unproven)
         self.spawn(self._appended(work, self._store.committer))
 
     async def _appended(self, work: Callable[[], m.Appended], threads: ThreadPoolExecutor) -> None:
@@ -285,6 +285,8 @@ class CommandExecutor:
             put_off = await self._loop.run_in_executor(self._store.collector, work)
         finally:
             self._collections -= 1
+        for why in self._store.take_given_up():
+            self._note("warning", "commit", f"a commit is given up, nothing can be restored from it: {why}")
         if retired := self._store.take_retired():
             self._report(m.Retired(retired))
         if put_off and not self._put_off:

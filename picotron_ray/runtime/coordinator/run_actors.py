@@ -19,6 +19,7 @@ from picotron_ray.coordinator.policies.store_home import StoreHomes, asked_s
 from picotron_ray.errors import FencedError
 from picotron_ray.runtime.coordinator.by_node import ByNode
 from picotron_ray.runtime.coordinator.call_turns import CallTurns
+from picotron_ray.runtime.node_agent.folder_guard import PUT_OFF
 from picotron_ray.runtime.ray_cluster import kept_slots
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, worker_actor_name
 from picotron_ray.runtime.ray_cluster.ray_calls import (
@@ -199,7 +200,10 @@ class RunActors:
         unasked, returning = handle is None and worker in self._workers, False
         try:
             call = self.call_agent(node, "kill", term, worker, timeout_s=CLOSE_TIMEOUT_S, patience_s=0.0)
-            if not await call and unasked:  # its page may be all that is gone
+            killed = await call
+            if killed == PUT_OFF:
+                return  # its end is told once its slots are saved
+            if not killed and unasked:  # its page may be all that is gone
                 handle = await self._look_up(worker)
         except (RayError, TimeoutError) as error:
             if (refused := refusal(error)) is not None:

@@ -3,6 +3,9 @@
 While workers train it tries for ever. Once nobody trains, it tries for ``storage.final_wait_s`` more, as the
 machine does at the end of a run. A first launch, which has no agent and nothing to lose, fails at once.
 
+Where no commit can be used, host memory may hold a newer state: that is for the machine to judge, unless
+nothing of the run lives or is kept.
+
 An object that reads torn is no better ground for an end than storage that does not answer: on a mount it may
 be whole a second later, or be mended by a person, and workers train on meanwhile.
 """
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, TypeVar
 
 from picotron_ray.config.schema.job import JobConfig
@@ -51,6 +54,19 @@ class StoragePatience:
             except StorageError as error:
                 await self._wait(attempt, error)
                 attempt += 1
+
+    async def accept(self, unusable: str, keeping: Callable[[], Awaitable[Mapping[str, int]]]) -> None:
+        """Go on without a commit that can be used, as long as a node may have a newer state.
+
+        Args:
+            unusable: why none can be used; "": that is not so.
+            keeping: nodes that keep slots of an earlier launch.
+
+        Raises:
+            StorageError: no agent lives, and no node keeps anything.
+        """
+        if unusable and await self._activity() == "none" and not await keeping():
+            raise StorageError(unusable)
 
     async def _wait(self, attempt: int, error: StorageError) -> None:
         activity = await self._activity()

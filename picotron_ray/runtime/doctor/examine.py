@@ -53,7 +53,7 @@ def _here(job: JobConfig, configured: bool) -> Iterator[Finding]:
     report = look(_question(job, local=True))
     yield from judge(report, configured, True, job.cluster.allow_unauthenticated)
     if configured and "snapshot folder" not in report.troubles:
-        yield from _planned_here(job)
+        yield from _with_its_model(job, _planned_here)
     if configured:
         yield from _data(job, lambda asked: [("", open_data(asked.model_dump(mode="json")))])
 
@@ -66,6 +66,20 @@ def _data(job: JobConfig, ask: Callable[[JobConfig], list[tuple[str, DataReport]
         yield from (Finding("data", "failed", line) for line in error.problems)
         return
     yield from judge_data(job, ask(asked))
+
+
+def _with_its_model(job: JobConfig, planned: Callable[[JobConfig], Iterator[Finding]]) -> Iterator[Finding]:
+    """Plan the job once a model of the user's own was built, as a launch builds it: that tells its sizes."""
+    from picotron_ray.runtime.driver.resolve_job import OWN_MODEL, ResolvedJob, resolve
+
+    try:
+        asked = resolve(ResolvedJob(job), (OWN_MODEL,)).job
+    except ConfigError as error:
+        yield from (Finding("model", "failed", line) for line in error.problems)
+        return
+    if asked.model.builder is not None:
+        yield Finding("model", "ok", f"{asked.model.builder} was built")
+    yield from planned(asked)
 
 
 def _planned_here(job: JobConfig) -> Iterator[Finding]:
@@ -104,7 +118,7 @@ def _over_a_cluster(address: str, job: JobConfig, configured: bool) -> Iterator[
         if configured:
             yield from _data(job, probes.open_data)
     if configured:
-        yield from _planned(job)
+        yield from _with_its_model(job, _planned)
 
 
 def _planned(job: JobConfig) -> Iterator[Finding]:

@@ -68,7 +68,7 @@ def check_resume_step(job: JobConfig, storage: Storage) -> None:
         return
     log = RunLog(storage)
     log.refresh()
-    wanted = owed_step(job, read_generations(log.entries()))
+    wanted = owed_step(job, read_generations(log.entries(), log.commits()))
     if wanted is None:
         return
     steps = sorted({int(entry.body["step"]) for entry in log.commits()})

@@ -14,7 +14,6 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, stream_ledger, verify_all
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
@@ -32,6 +31,7 @@ from picotron_ray.runtime.driver.resolve_job import (
 from picotron_ray.runtime.ray_cluster import local_ray
 from picotron_ray.runtime.ray_cluster.names import cache_folder
 from picotron_ray.runtime.run_storage.data_record import check_data
+from picotron_ray.runtime.run_storage.generation_entries import spec_of, step_owed
 from picotron_ray.runtime.run_storage.run_json import newest_config
 
 
@@ -125,7 +125,8 @@ def collect_garbage(job: JobConfig) -> dict[str, Any]:
     _refuse_running(job.name)
     storage, log = _open(job)
     log.claim_term(f"{socket.gethostname()}:{os.getpid()}:gc")
-    report = collect(storage, log, job.checkpoint, rewind_reach(job))
+    owed = step_owed(job, log.entries())
+    report = collect(storage, log, job.checkpoint, rewind_reach(job), owed_step=owed)
     return {
         "retired": len(report.retired),
         "condemned": report.condemned,
@@ -153,7 +154,8 @@ def _refuse_running(run: str) -> None:
 def _writer(log: RunLog, term: int, n: int) -> GenerationSpec:
     """The generation that wrote a commit, as the log holds it; its entry comes before the commit's."""
     bodies = [entry.body for entry in log.entries() if entry.kind == "generation"]
-    return decode_spec(next(body["spec"] for body in bodies if (body["term"], body["n"]) == (term, n)))
+    found = next(body for body in bodies if (body["term"], body["n"]) == (term, n))
+    return spec_of(found, with_lineage=False)
 
 
 def verify_ledger(job: JobConfig) -> dict[str, Any]:

@@ -34,11 +34,11 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, SlotInfo
 from picotron_ray.errors import UnmarkedError
 from picotron_ray.observability.nvml import Gpus
-from picotron_ray.runtime.heartbeat import PageView, read_page
+from picotron_ray.runtime.heartbeat import PageView
 from picotron_ray.runtime.node_agent.beats import Beats, Figures
 from picotron_ray.runtime.node_agent.burial import Burials
 from picotron_ray.runtime.node_agent.calls import call_agent, call_coordinator
-from picotron_ray.runtime.node_agent.folder_guard import FolderGuard
+from picotron_ray.runtime.node_agent.folder_guard import PUT_OFF, FolderGuard
 from picotron_ray.runtime.node_agent.kept_state import KeptState
 from picotron_ray.runtime.node_agent.member_calls import MemberCalls
 from picotron_ray.runtime.node_agent.metrics import AgentFigures, serve_metrics
@@ -58,7 +58,6 @@ from picotron_ray.runtime.ray_cluster.fingerprint import node_versions
 from picotron_ray.runtime.ray_cluster.interfaces import listen_address_or_problem
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, ledger_folder, node_folder, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import look
-from picotron_ray.runtime.ray_cluster.private_folder import remove_tree
 from picotron_ray.runtime.run_storage.shared_folder import unseen_problem
 from picotron_ray.runtime.worker.member_call import MemberEnd
 
@@ -78,6 +77,7 @@ class Agent:
         actor = ray.get_runtime_context().get_actor_id() or ""
         claim = partial(cleanup.claim, self._folder, kept_slots.marker_bytes(self._job.cluster.max_workers))
         claim()
+        self._guard = FolderGuard(self._folder, claim)
         self._info = partial(slot_info, node)
         self._terms = TermFile(self._folder, actor)
         self._kept = KeptState(self._folder, self._info)
@@ -99,13 +99,12 @@ class Agent:
             self._job.snapshot.fetch_timeout_s,
             self._job.snapshot.serve_bytes_per_s,
             lambda name, key: self._quarantined.get(name) == key,
-            ledger_folder(self._job.name),
+            ledger_folder(self._folder),
         )
         figures = AgentFigures(self._folder, self._living, self._shards)
         self._metrics = serve_metrics(self._job, node, self._host, figures)
         to_agent = partial(call_agent, self._job.name)
         self._beats = Beats(node, self._job.elastic.heartbeat_s, self._tell, to_agent)
-        self._guard = FolderGuard(self._folder, claim)
         self._newest_spec, self._specs = partial(newest_spec, self._folder), ToldSpecs()
         self._burials = Burials(self._folder, self._unburied, self._newest_spec)
         self._closing = threading.Event()
@@ -150,7 +149,7 @@ class Agent:
         return why
 
     def spec(self, term: int, digest: str) -> GenerationSpec | None:
-        """Return the spec that was named so at ``hello``; None where this process has not named it."""
+        """Return the spec that ``hello`` named so; None where this process has not."""
         self._accept(term)
         return self._specs.get(digest)
 
@@ -169,11 +168,12 @@ class Agent:
     # --- slots -----------------------------------------------------------------------------------------
 
     def inventory(self, term: int) -> tuple[SlotInfo, ...]:
-        """Return all sealed slots of this node, but those that were found bad.
+        """Return all sealed slots of this node, but those found bad; SlotError while some are saved.
 
         Headers alone are read, as recovery waits for the answer: who loads a slot checks what it loads.
         """
         self._accept(term)
+        self._guard.check_saved()
         return tuple(
             self._info(path, header)
             for path, header in list_slots(self._folder)
@@ -234,10 +234,12 @@ class Agent:
 
     # --- workers -----------------------------------------------------------------------------------------
 
-    def kill(self, term: int, worker: str) -> bool:
-        """Kill a worker of this node by SIGKILL to its pid; True where it was alive."""
+    def kill(self, term: int, worker: str) -> bool | str:
+        """Kill a worker by SIGKILL to its pid; True where it was alive, `PUT_OFF` where it is rescued."""
         self._accept(term)
-        page = read_page(self._folder / f"{worker}.page")
+        if worker in self._guard.rescued:
+            return PUT_OFF
+        page = next((page for page in self._pages() if page.worker == worker), None)
         if page is not None and page.phase != "idle" and is_alive(page):
             self._stalls.before_kill(page)
         return kill_worker(page)
@@ -321,7 +323,6 @@ class Agent:
             kept_slots.strip(self._folder)
         else:
             cleanup.release(self._folder)
-            remove_tree(ledger_folder(self._job.name))
 
     # --- watching --------------------------------------------------------------------------------------
 
@@ -329,7 +330,7 @@ class Agent:
         return self._terms.accept(term)
 
     def _pages(self) -> list[PageView]:
-        return read_pages(self._folder)
+        return [*read_pages(self._folder), *self._guard.robbed()]
 
     def _living(self) -> list[PageView]:
         return list(filter(is_alive, self._pages()))
@@ -361,7 +362,7 @@ class Agent:
         if self._back:
             self._reports.tell(now, "restarted", "agent_restarted", self._node, self._metrics)
             self._back = False
-        pages = self._pages()
+        pages = read_pages(self._folder)
         whole = not self._guard.look(pages, now)
         self._oom_watch.look()
         living = []
@@ -374,8 +375,8 @@ class Agent:
                 self._gone.add(page.worker)
                 self._handles.pop(page.worker, None)
         if heartbeat:  # first: no error of what follows may silence the node
-            self._beats.send([page.figures() for page in living], now)
-        self._stalls.report(living, now)
+            self._beats.send(self._guard.figures(living), now)
+        self._stalls.report([*living, *self._guard.forsaken()], now)
         self._seal_watch.look(living, now)
         for end in self._uploads.ended():
             self._reports.tell(now, ("uploaded", *end.key), "uploaded", self._node, end)

@@ -1,4 +1,7 @@
-"""Release of a node's slots up to a state that was committed, or given up."""
+"""Release of a node's slots up to a state that was committed, or given up.
+
+With them go the spilled ledgers that only they had need of.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from picotron_ray.checkpoint.snapshot.ledger_spill import sweep
 from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.checkpoint.snapshot.slot_reader import set_pinned
 from picotron_ray.checkpoint.snapshot.slot_sweep import owner
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, SlotInfo
 from picotron_ray.runtime.ray_cluster import kept_slots
+from picotron_ray.runtime.ray_cluster.names import ledger_folder
 
 
 def release_slots(
@@ -45,7 +50,9 @@ def release_slots(
     if done:
         kept_slots.let_go(folder, done, [name for name in done if owner(Path(name)) not in living])
     marker = kept_slots.read_marker(folder)
+    ledgers = []
     for path, header in list_slots(folder):
+        ledgers.append(header.ledger)
         if header.key > state or (marker is not None and path.name in marker["slots"]):
             continue
         if header.key in keep:
@@ -53,9 +60,11 @@ def release_slots(
         dead = header.key < state and owner(path) not in living
         if dead and path.name not in needed:
             path.unlink(missing_ok=True)
+            ledgers.pop()
             continue
         with suppress(FileNotFoundError):  # of a dead worker, and removed since the listing
             set_pinned(path, False)
+    sweep(ledger_folder(folder), committed, ledgers)
 
 
 def still_read(newest: GenerationSpec | None, released: GenerationId) -> frozenset[str]:

@@ -93,7 +93,7 @@ class Uploads:
             held = [path for path in paths if holds(path, (*generation, step))]
             _pin(held, reading=True)
         options: dict[str, Any] = {"owner": self._owner, "codec": self._job.checkpoint.codec}
-        spilled = ledger_folder(self._job.name)
+        spilled = ledger_folder(self._folder)
         try:
             part = upload_slots(
                 paths, storage, *generation, step, intents=intents, spilled=spilled, **options

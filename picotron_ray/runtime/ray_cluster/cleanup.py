@@ -84,7 +84,7 @@ def claim(folder: Path, marker_bytes: int = 0) -> None:
         if keeps and not _signed_by_living(other) and not _living(other.glob("*.page")):
             kept_slots.take_over(folder, other)
         elif not keeps and not _in_use(other):
-            private_folder.remove_tree(other)
+            kept_slots.remove_node(other)
 
 
 def _sign(path: Path, signature: str) -> None:
@@ -100,7 +100,7 @@ def _sign(path: Path, signature: str) -> None:
 
 def release(folder: Path) -> None:
     """Remove a node's folder, and the run's where it was the last one on this machine."""
-    private_folder.remove_tree(folder)
+    kept_slots.remove_node(folder)
     with contextlib.suppress(OSError):  # another node of a test's cluster may still have its folder there
         folder.parent.rmdir()
 

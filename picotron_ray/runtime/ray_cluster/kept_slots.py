@@ -12,6 +12,7 @@ Slots fill their file system, and a marker needs room there: an agent reserves i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Collection, Iterable
@@ -20,6 +21,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from picotron_ray.checkpoint.snapshot.ledger_spill import SUFFIX
 from picotron_ray.coordinator.messages import Source
 from picotron_ray.runtime.ray_cluster import names, reserved_room
 from picotron_ray.runtime.ray_cluster.private_folder import is_own, remove_tree, write_text
@@ -145,7 +147,23 @@ def take_over(folder: Path, other: Path) -> None:
     for name in theirs["slots"]:
         if (other / name).exists():  # else an earlier take-over was cut short after it
             (other / name).rename(folder / name)
-    remove_tree(other)
+    if _moved_ledger(folder, other):
+        remove_node(other)
+    else:
+        remove_tree(other)
+
+
+def _moved_ledger(folder: Path, other: Path) -> bool:
+    """Move what was spilled of the ledgers of slots; False where some of it stays where it is."""
+    mine = names.ledger_folder(folder)
+    try:
+        for path in names.ledger_folder(other).glob(f"*{SUFFIX}"):
+            mine.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.rename(mine / path.name)
+    except OSError as error:
+        log.warning("spilled ledgers are not moved to %s: %s", mine, error)
+        return False
+    return True
 
 
 def let_go(folder: Path, slots: Collection[str], dead: Iterable[str]) -> None:
@@ -240,7 +258,7 @@ def remove_rest(run_folder: Path) -> None:
         strip(path)
     for path in run_folder.iterdir() if run_folder.is_dir() else ():
         if path not in spared:
-            remove_tree(path)
+            remove_node(path)
     if not spared:
         remove_tree(run_folder)
 
@@ -248,4 +266,15 @@ def remove_rest(run_folder: Path) -> None:
 def discard(run_folders: Iterable[Path]) -> None:
     """Delete everything below a run's folders, kept slots included."""
     for folder in run_folders:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            remove_node(path)
         remove_tree(folder)
+
+
+def remove_node(folder: Path) -> None:
+    """Remove the folder of a node that is gone, and what was spilled of its slots' ledgers."""
+    remove_tree(folder)
+    spilled = names.ledger_folder(folder)
+    remove_tree(spilled)
+    with contextlib.suppress(OSError):  # on a shared home, or as its disk did not work
+        spilled.parent.rmdir()

@@ -46,9 +46,12 @@ def kept_index(run: str) -> Path:
     return event_folder(run).with_name("kept")
 
 
-def ledger_folder(run: str) -> Path:
-    """Folder on this machine's disk for ledger lines that snapshots do not carry any more."""
-    return event_folder(run).with_name("ledger")
+def ledger_folder(node_folder: Path) -> Path:
+    """Folder on disk for ledger lines that the snapshots in a node's folder do not carry any more.
+
+    One for each node: where several share a home, none may remove what another one's slots name.
+    """
+    return event_folder(node_folder.parent.name).with_name("ledger") / node_folder.name
 
 
 def event_folder(run: str) -> Path:

@@ -61,15 +61,18 @@ class AssemblyProcess:
         self._unread = bytearray()
         self._closed = False
 
-    def assembling(self, storage: Storage, parts: Sequence[bytes], grace_s: float) -> Assembling:
+    def assembling(
+        self, storage: Storage, parts: Sequence[bytes], grace_s: float, unproven: bool = False
+    ) -> Assembling:
         """Return the assembly of a commit: here where it is small.
 
         Args:
             storage: of this process.
+            unproven: ledger lines that nobody has are left out.
         """
         if sum(map(len, parts)) <= INLINE_BYTES:
-            return Assembler(storage, [decode_part(part) for part in parts], grace_s)
-        return _Remote(self, parts, grace_s)
+            return Assembler(storage, [decode_part(part) for part in parts], grace_s, unproven)
+        return _Remote(self, parts, grace_s, unproven)
 
     def outline(self, key: str, data: bytes) -> Outline:
         """Outline of an encoded manifest; raises as `decode_manifest`."""
@@ -174,8 +177,11 @@ class AssemblyProcess:
 class _Remote:
     """Assembly of one commit in that process."""
 
-    def __init__(self, process: AssemblyProcess, parts: Sequence[bytes], grace_s: float) -> None:
-        self._process, self._parts, self._grace_s = process, parts, grace_s
+    def __init__(
+        self, process: AssemblyProcess, parts: Sequence[bytes], grace_s: float, unproven: bool
+    ) -> None:
+        self._process, self._parts = process, parts
+        self._how = {"grace_s": grace_s, "unproven": unproven}
         self._parent: Outline | None = None
         self._pid: int | None = None  # of the process that has it
 
@@ -188,7 +194,7 @@ class _Remote:
         if self._parent is not None:
             rows = [segment_row(one) for one in self._parent.ledger]
             known = {"step": self._parent.step, "ledger": rows}
-        question = {"do": "assemble", "parent": known, "grace_s": self._grace_s}
+        question = {"do": "assemble", "parent": known, **self._how}
         outline = outline_from(*self._process.ask(question, self._parts))
         self._pid = self._process.pid
         return outline

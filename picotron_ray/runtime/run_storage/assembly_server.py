@@ -56,12 +56,14 @@ class Answers:
                 traceback.print_exc()
             return error_words(error), ()
 
-    def _assemble(self, blobs: Sequence[bytes], parent: dict[str, Any] | None, grace_s: float) -> Words:
+    def _assemble(
+        self, blobs: Sequence[bytes], parent: dict[str, Any] | None, grace_s: float, unproven: bool
+    ) -> Words:
         known = None
         if parent is not None:
             known = Outline(parent["step"], 0, 0, tuple(Segment(*row) for row in parent["ledger"]))
         self._at = None  # before the next one takes memory
-        self._at = Assembler(self._storage, [decode_part(blob) for blob in blobs], grace_s)
+        self._at = Assembler(self._storage, [decode_part(blob) for blob in blobs], grace_s, unproven)
         return outline_words(self._at.assemble(known))
 
     def _store(self, blobs: Sequence[bytes]) -> Words:

@@ -21,36 +21,36 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded, get_json
+from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit_assembled, parent_of
-from picotron_ray.checkpoint.store.import_commit import copy_commit
 from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.lineage import newest_commit, newest_generation
-from picotron_ray.checkpoint.store.manifest import load_manifest
 from picotron_ray.checkpoint.store.outline import Outline, Outlines
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
-from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, stream_ledger
+from picotron_ray.checkpoint.store.verify import judge, read_ledger, stream_ledger
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.codec import decode_spec
-from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec, Source
-from picotron_ray.coordinator.policies.rewind import owed_step
+from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec
 from picotron_ray.errors import (
     AlreadyExistsError,
     CorruptError,
     FencedError,
+    LedgerGoneError,
     NotFoundError,
     PartsGoneError,
     StorageError,
 )
-from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.run_storage.assembly_process import AssemblyProcess
 from picotron_ray.runtime.run_storage.data_record import ledger_figures, settle_data
-from picotron_ray.runtime.run_storage.generation_entries import generation_body, read_generations
-from picotron_ray.runtime.run_storage.hf_assets import copy_assets
-from picotron_ray.runtime.run_storage.init_from import open_origin
+from picotron_ray.runtime.run_storage.generation_entries import (
+    generation_body,
+    read_generations,
+    spec_of,
+    step_owed,
+)
+from picotron_ray.runtime.run_storage.origin_import import import_origin
 from picotron_ray.runtime.run_storage.run_json import NEWEST, saved_config
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,12 @@ class RunStore:
         self.commit_figures: dict[int, dict[str, Any]] = {}  # by step
         self._records = 0  # saved in this term
         self._retired: deque[str] = deque()  # manifests that retention gave up, until they are told
+        self._doubts: dict[int, float] = {}  # commits that could not be read: number, since when
+        self._given_up: deque[str] = deque()  # reasons, until they are told
+        self._obeyed = False  # checkpoint.resume_step, where there is one
         self.complaints: list[str] = []
+        self.unusable = ""
+        """Why no commit can be used, where there are some; host memory may hold a state all the same."""
         self.news: list[str] = []
 
     def claim(self) -> int:
@@ -119,57 +124,35 @@ class RunStore:
     def state(self, verify: bool) -> tuple[tuple[Commit, ...], tuple[GenerationSpec, ...]]:
         """Commits and generations, as the log holds them, oldest first.
 
-        ``verify``: look whether all of the newest commit is there, and leave out those that are damaged (told
-        in ``complaints``). No chunk is read: workers check what they load. Not for the adoption of a running
-        generation, which needs no commit and should not wait for it.
-        Where ``checkpoint.resume_step`` is owed, that is the commit of this step, and newer ones are void.
-        Raises StorageError where there are commits and none of them can be used.
+        ``verify``: look for the newest commit of which all is there, and mark newer ones as damaged (told in
+        ``complaints``; where that is all of them, in ``unusable``). No chunk is read: workers check what they
+        load. Not for the adoption of a running generation, which needs no commit and should not wait for it.
+        Where ``checkpoint.resume_step`` is owed, commits of that step alone are looked at.
         """
-        self._import_origin()
-        entries = self._log.commits()
-        generations = read_generations(self._log.entries())
+        self.news += import_origin(self._job, self._storage, self._log)
+        entries, damaged = self._log.entries(), set[int]()
         if verify:
-            step = owed_step(self._job, generations)
-            good = latest_good(self._storage, self._log, step, read_chunks=False)
-            self.complaints = list(good.complaints) if good else list(self._log.complaints())
-            entries = [entry for entry in entries if good is not None and entry.seq <= good.entry.seq]
-        return tuple(_commit(entry) for entry in entries), generations
-
-    def _import_origin(self) -> None:
-        """Make the commit that ``init_from`` names this run's first one, once.
-
-        Its writer is a generation of no members, number 0 of the term, so that the machine finds a commit
-        of step 0 and needs to know nothing else. After a crash in between it is done again.
-        """
-        if self._job.init_from.run is None:
-            return
-        entries = self._log.entries()
-        if any(e.kind == "commit" or (e.kind == "generation" and e.body["n"] > 0) for e in entries):
-            return
-        source = open_origin(self._job)
-        origin = get_json(self._storage, "run.json")["origin"]
-        identity = GenerationId(self._log.term, 0)
-        layout = load_manifest(source, origin["manifest"], origin["digest"]).layout
-        reason = f"initial state: step {origin['step']} of {origin['from']}"
-        spec = GenerationSpec(identity, (), Layout.from_dict(layout), Source("init"), reason)
-        moments = self._job.init_from.optimizer_state
-        pair = (identity.term, identity.n)
-        copy_assets(source, self._storage)
-        key, digest = copy_commit(source, origin["manifest"], origin["digest"], self._storage, pair, moments)
-        self._log.append("generation", generation_body(spec))
-        body = {"term": identity.term, "n": identity.n, "step": 0, "manifest": key, "digest": digest}
-        self._log.append("commit", body)
-        self.news.append(reason + (", with its optimizer state" if moments else ", weights alone"))
+            found = judge(self._storage, self._log, step_owed(self._job, entries), read_chunks=False)
+            self.complaints, self.unusable = list(found.complaints), found.problem
+            damaged = {entry.seq for entry in found.damaged}
+        commits = self._log.commits()
+        generations = read_generations(entries, [entry for entry in commits if entry.seq not in damaged])
+        return tuple(_commit(entry, entry.seq in damaged) for entry in commits), generations
 
     def append_generation(self, spec: GenerationSpec) -> Appended:
         """Make a generation durable; commits of it wait for this."""
         event = Appended("generation", spec.id, spec.resume_step)
         return self._settle(event, lambda: self._log.append("generation", generation_body(spec)))
 
-    def commit(self, generation: GenerationId, step: int, parts: list[bytes]) -> Appended:
+    def commit(
+        self, generation: GenerationId, step: int, parts: list[bytes], unproven: bool = False
+    ) -> Appended:
         """Assemble the manifest from the nodes' parts and append the commit entry.
 
         Not for ``executor``'s thread, which it waits for.
+
+        Args:
+            unproven: ledger lines that nobody has are left out.
         """
         known: Appended | None = self._in_order(partial(self._known_commit, generation, step))
         if known is not None:  # asked again, because the reply was lost
@@ -180,7 +163,7 @@ class RunStore:
         def work() -> int:
             if not parts:
                 raise PartsGoneError(f"no upload of step {step} is known here any more; upload it again")
-            done.append(self._commit(generation, step, parts))
+            done.append(self._commit(generation, step, parts, unproven))
             return done[0].seq
 
         event = self._settle(Appended("commit", generation, step), work)
@@ -190,11 +173,13 @@ class RunStore:
                 "written_bytes": done[0].written_bytes,
                 "commit_s": time.monotonic() - began,
             }
-            return replace(event, manifest=done[0].manifest, digest=done[0].digest)
+            made = done[0]
+            return replace(event, manifest=made.manifest, digest=made.digest, unproven=made.unproven)
         return event
 
-    def _commit(self, generation: GenerationId, step: int, parts: list[bytes]) -> Committed:
-        assembling = self._assembly.assembling(self._storage, parts, self._job.checkpoint.gc_grace_s)
+    def _commit(self, generation: GenerationId, step: int, parts: list[bytes], unproven: bool) -> Committed:
+        grace_s = self._job.checkpoint.gc_grace_s
+        assembling = self._assembly.assembling(self._storage, parts, grace_s, unproven)
         return commit_assembled(
             self._storage,
             self._log,
@@ -219,7 +204,7 @@ class RunStore:
             body = entry.body
             if (body["term"], body["n"], body["step"]) == (generation.term, generation.n, step):
                 found = {"seq": entry.seq, "manifest": body["manifest"], "digest": body["digest"]}
-                return Appended("commit", generation, step, **found)
+                return Appended("commit", generation, step, **found, unproven=body.get("unproven", ""))
         return None
 
     def _settle(self, event: Appended, work: Callable[[], int]) -> Appended:
@@ -229,7 +214,9 @@ class RunStore:
             return replace(event, error=str(error), fenced=True)
         except StorageError as error:
             log.warning("%s of step %d: %s", event.kind, event.step, error)
-            return replace(event, error=str(error), parts_gone=isinstance(error, PartsGoneError))
+            gone, unproven = isinstance(error, PartsGoneError), isinstance(error, LedgerGoneError)
+            told = str(error)
+            return replace(event, error=told, parts_gone=gone, unproven=told if unproven else "")
         except Exception as error:  # an entry that is never answered keeps all later ones waiting
             log.exception("%s of step %d: an error of the program", event.kind, event.step)
             return replace(event, error=f"an error of the program: {error!r}")
@@ -307,9 +294,10 @@ class RunStore:
                 self._in_use,
                 self._in_order,
                 self._outlines,
+                self._owed(),
+                self._doubts,
             )
-            for line in report.damaged:
-                log.warning("garbage collection gave up a commit: %s", line)
+            self._given_up += report.damaged
             self._in_order(self._log.keep_blocks)
         except FencedError as error:
             log.warning("garbage collection: %s", error)  # the next append ends this coordinator
@@ -319,7 +307,17 @@ class RunStore:
             return str(error)
         finally:
             self._retired += before - self._in_order(self._manifests)
+        if report.doubted:
+            return f"{report.doubted[0]}; it is given up unless it can be read in {gc.DOUBT_S:g} s"
         return report.overdue
+
+    def _owed(self) -> int | None:
+        """Step to go back to, until that was done: then it stays so for this term."""
+        if not self._obeyed:
+            owed = step_owed(self._job, self._in_order(self._log.entries))
+            self._obeyed = owed is None
+            return owed
+        return None
 
     def _manifests(self) -> set[str]:
         return {entry.body["manifest"] for entry in self._log.commits()}
@@ -327,6 +325,10 @@ class RunStore:
     def take_retired(self) -> tuple[str, ...]:
         """Return the manifests that collections have retired since the last call; any thread may ask."""
         return tuple(sorted(self._retired.popleft() for _ in range(len(self._retired))))
+
+    def take_given_up(self) -> list[str]:
+        """Return why collections have given up commits since the last call; any thread may ask."""
+        return [self._given_up.popleft() for _ in range(len(self._given_up))]
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Add what the committed ledger says, and store ``summary.json``.
@@ -351,7 +353,7 @@ class RunStore:
         newest = newest_commit(self._log)
         writer = (newest.body["term"], newest.body["n"]) if newest else None
         bodies = [entry.body for entry in self._log.entries() if entry.kind == "generation"]
-        found = [decode_spec(b["spec"]) for b in bodies if (b["term"], b["n"]) == writer]
+        found = [spec_of(b, with_lineage=False) for b in bodies if (b["term"], b["n"]) == writer]
         return [rewind.passed for spec in found for rewind in spec.rewinds]
 
     def ledger_lines(self, after: int = 0) -> list[dict[str, Any]]:
@@ -375,7 +377,7 @@ def _record_number(key: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
 
 
-def _commit(entry: Entry) -> Commit:
+def _commit(entry: Entry, damaged: bool) -> Commit:
     body = entry.body
     writer = GenerationId(body["term"], body["n"])
-    return Commit(body["step"], writer, body["manifest"], entry.seq, body["digest"])
+    return Commit(body["step"], writer, body["manifest"], entry.seq, body["digest"], damaged)

@@ -18,7 +18,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from picotron_ray.checkpoint.shard_service.channel import POLL_S, Endpoint
 from picotron_ray.checkpoint.shard_service.client import RemoteSlot, ShardClient
-from picotron_ray.checkpoint.snapshot.ledger_spill import keep, read, split_marker
+from picotron_ray.checkpoint.snapshot.ledger_spill import keep, read, split_marker, steps_of
 from picotron_ray.checkpoint.snapshot.slot_reader import SlotView
 from picotron_ray.config.schema.service import SnapshotConfig
 from picotron_ray.coordinator.messages import SlotInfo
@@ -85,19 +85,19 @@ def fetch_spilled(slot: SlotView | RemoteSlot, folder: Path | None) -> None:
         CorruptError: a file does not match its name.
         SlotUnreachableError: the other node does not answer.
     """
-    name, _ = split_marker(slot.header.ledger)
+    (name, first), _ = split_marker(slot.header.ledger)
     while name and folder is not None and isinstance(slot, RemoteSlot):
         try:
             if not (folder / name).exists() and not _fetch_one(slot, folder, name):
                 return
-            name, _ = read(folder, name)
+            name = "" if steps_of(name)[0] <= first else read(folder, name)[0]
         except OSError as error:
             log.warning("spilled ledger %s stays on its node alone: %s", name, error)
             return
 
 
 def _fetch_one(slot: RemoteSlot, folder: Path, name: str) -> bool:
-    """Bring one file; False where its steps are committed by now."""
+    """Bring one file; False where its steps are committed by now: the upload finds them in storage."""
     data = slot.spilled(name)
     if data:
         try:

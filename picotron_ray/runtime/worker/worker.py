@@ -83,7 +83,7 @@ class Worker:
             data=data,
             page=page,
             storage=self._open_storage,
-            ledger=ledger_folder(self._job.name),
+            ledger=ledger_folder(path),
             find_service=partial(find_service, self._job.name, self._job.snapshot.fetch_timeout_s),
             slot_bytes=slot_bytes,
         )

@@ -9,13 +9,16 @@ import pytest
 
 from picotron_ray.checkpoint.storage.base import JSON_BYTES, StoredObject
 from picotron_ray.checkpoint.storage.local import RESERVE_BYTES, LocalStorage
-from picotron_ray.checkpoint.store import condemned
+from picotron_ray.checkpoint.store import condemned, gc
 from picotron_ray.checkpoint.store.gc import collect
+from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.upload import upload_slots
+from picotron_ray.checkpoint.store.verify import Verifier
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import CorruptError, StorageError, StorageFullError
 from picotron_ray.runtime.node_agent.uploads import _told
-from tests.support.checkpoint.checkpoint_kit import make_state, save, upload
+from tests.support.checkpoint.checkpoint_kit import LAYOUT, make_state, save, upload, write_slots
 
 NOW = CheckpointConfig(keep_last=1, gc_grace_s=0)
 LATER = CheckpointConfig(keep_last=1, gc_grace_s=1000.0)
@@ -100,8 +103,8 @@ def test_lists_are_cut_into_parts_that_any_reader_takes(
     storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(condemned, "MOST_LISTS", 3)
-    named = condemned.publish(storage, 1, many(condemned.MOST_NAMES * 4))
-    assert named == 3 * condemned.MOST_NAMES, "the rest is left to the next collection"
+    named, left = condemned.publish(storage, 1, many(condemned.MOST_NAMES * 4))
+    assert (named, left) == (3 * condemned.MOST_NAMES, True), "the rest is left to the next collection"
     sizes = [entry.size for entry in storage.list("condemned/")]
     assert len(sizes) == 3
     assert max(sizes) < RESERVE_BYTES < JSON_BYTES, "one fits into a full disk's reserve"
@@ -139,3 +142,58 @@ def test_damage_is_told_of_slots_of_the_upload_alone() -> None:
 
     assert told(CorruptError("it is torn", where="w1.slot")) == "corrupt:w1.slot"
     assert told(CorruptError("it is torn", where=TORN)) == "it is torn"
+
+
+def test_what_a_collection_has_no_lists_for_is_told_and_left_to_the_next(
+    storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(condemned, "MOST_NAMES", 1)
+    monkeypatch.setattr(condemned, "MOST_LISTS", 1)
+    report = collect(storage, log, NOW)
+    assert (report.condemned, report.deleted) == (1, 1)
+    assert report.overdue.startswith("1 objects are condemned, as many as one collection may, and more are")
+    report = collect(storage, log, NOW)
+    assert (report.condemned, report.deleted, report.overdue) == (1, 1, "")
+
+
+def test_due_lists_are_worked_off_some_at_a_time(
+    storage: LocalStorage, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(condemned, "MOST_NAMES", 1)
+    monkeypatch.setattr(gc, "_LISTS_AT_ONCE", 1)
+    before = len(list(storage.list("chunks/")))
+    assert collect(storage, log, NOW).deleted == 2
+    assert lists(storage) == []
+    assert len(list(storage.list("chunks/"))) == before - 1
+    assert Verifier(storage).check(log.commits()[-1]).problems == ()
+
+
+def test_what_one_collection_may_delete_is_enough_for_the_largest_run() -> None:
+    """405 billion parameters, 16 bytes each, in chunks of 8 MiB, committed twice an hour."""
+    a_commit = 405e9 * 16 / (8 << 20)
+    assert 2 * a_commit * 2 <= condemned.MOST_NAMES * condemned.MOST_LISTS
+
+
+def test_a_node_reads_each_list_once_however_often_it_uploads(
+    storage: LocalStorage, log: RunLog, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect(storage, log, LATER)
+    (whole,) = lists(storage)
+    (named,) = json.loads(storage.get(whole))["chunks"]
+    intents, reads, get = Intents(storage), list[str](), storage.get_range
+    monkeypatch.setattr(
+        storage, "get_range", lambda key, *words: (reads.append(key), get(key, *words))[1], raising=False
+    )
+    whole_get = storage.get
+    monkeypatch.setattr(storage, "get", lambda key: (reads.append(key), whole_get(key))[1])
+    for step in (1, 3):
+        folder = memory_path / f"again-{step}"
+        folder.mkdir()
+        paths = write_slots(folder, make_state(step), LAYOUT, (1, 1, step))
+        part = upload_slots(paths, storage, 1, 1, step, owner="a", intents=intents)
+        assert (named in part.again) == (step == 1), "of step 1, which is condemned"
+        intents.settle((1, 1, step))
+    assert reads.count(whole) == 1
+    storage.delete(whole)
+    absent, obeyed = intents.condemned.look(storage)
+    assert (named in absent, obeyed) == (False, set()), "it is put again no more once the list is gone"

@@ -277,3 +277,24 @@ def test_blocks_never_hide_or_invent_an_entry(memory_path: Path) -> None:
         for _ in histories(random.Random(seed), storage):
             believed += len(same(storage)._blocks)
     assert believed > 40
+
+
+@pytest.mark.usefixtures("small")
+def test_a_block_has_generations_as_they_lie_in_the_log_though_a_reader_holds_less(
+    storage: Counted,
+) -> None:
+    log = RunLog(storage)
+    log.claim_term("a")
+    for n in range(1, 16):
+        log.append("generation", {**generation(1, n), "members": [[0, f"w{n}", "w"]], "nodes": ["a"]})
+    assert [entry.slim for entry in log.entries()] == [False, *[True] * 14, False]
+    assert log.keep_blocks() == 2
+    for path in paths(storage):
+        first = 1 + 8 * int(path.stem)
+        entries = [Path(storage.where) / entry_key(seq) for seq in range(first, first + 8)]
+        assert path.read_bytes().split(b"\n") == [entry.read_bytes() for entry in entries]
+    assert [entry.body["members"] for entry in same(storage).entries()[-2:]] == [[], [[0, "w15", "w"]]]
+    log = read(storage, blocks=False)
+    for path in (*paths(storage), Path(storage.where) / entry_key(9)):
+        path.unlink()
+    assert log.keep_blocks() == 1, "an entry that is gone is in no block"

@@ -120,6 +120,38 @@ def test_a_checkpoint_that_is_uploaded_is_not_replaced(tracker: CheckpointTracke
     assert tracker.commit() == m.AppendCommit(ONE.id, 5, ("n0", "n1"))
 
 
+def test_lines_of_the_ledger_that_no_part_had_are_asked_of_all_who_hold_the_state_and_then_left_out(
+    tracker: CheckpointTracker,
+) -> None:
+    replicas = Layout(dp=2)  # each node holds all of the state
+    two = spec(1, m.Source("init"), None, replicas)
+    for slot in snapshot(two, 5):
+        assert tracker.sealed((5, ONE.id), slot.node, (slot,), replicas) == []
+    (first,) = of(tracker.plan(0.0), m.Upload)
+    assert tracker.uploaded(m.Uploaded(first.node, ONE.id, 5), 1.0)
+    assert not tracker.commit().unproven
+    assert tracker.parts_gone((5, ONE.id), 2.0, ledger=True)
+    asked = of(tracker.plan(2.5), m.Upload)
+    assert {command.node for command in asked} == {"n0", "n1"}
+    assert not tracker.uploaded(m.Uploaded("n0", ONE.id, 5), 3.0)
+    assert tracker.uploaded(m.Uploaded("n1", ONE.id, 5), 3.0)
+    assert tracker.commit() == m.AppendCommit(ONE.id, 5, ("n0", "n1"), unproven=True)
+
+
+def test_a_newer_checkpoint_does_not_begin_to_ask_for_lost_lines_anew(tracker: CheckpointTracker) -> None:
+    """Where checkpoints come faster than they are uploaded twice, none would ever be committed."""
+    seal(tracker, 5)
+    tracker.plan(0.0)
+    assert tracker.parts_gone((5, ONE.id), 0.0, ledger=True)
+    seal(tracker, 6)
+    assert [command.step for command in of(tracker.plan(1.0), m.Upload)] == [6, 6]
+    assert tracker.commit().unproven
+    tracker.settled((6, ONE.id), ())
+    seal(tracker, 7)
+    tracker.plan(2.0)
+    assert not tracker.commit().unproven
+
+
 def test_starting_what_is_under_way_changes_nothing(tracker: CheckpointTracker) -> None:
     tracker.start((5, ONE.id), snapshot(ONE, 5))
     tracker.plan(0.0)

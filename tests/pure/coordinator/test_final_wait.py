@@ -185,6 +185,24 @@ def test_chunks_that_storage_has_lost_are_uploaded_again() -> None:
     assert of(world.send(m.Uploaded("a", one.id, 100)), m.AppendCommit)
 
 
+def test_a_commit_whose_ledger_lines_nobody_has_is_made_without_them_and_told() -> None:
+    world, one = ended()
+    world.send(m.Uploaded("a", one.id, 100))
+    gone = "there is no ledger line of step 8"
+    failed = m.Appended("commit", one.id, 100, error=gone, parts_gone=True, unproven=gone)
+    commands = world.send(failed) + world.wait(3)
+    assert [c.step for c in of(commands, m.Upload)] == [100]
+    (again,) = of(world.send(m.Uploaded("a", one.id, 100)), m.AppendCommit)
+    assert again.unproven
+    done = m.Appended("commit", one.id, 100, 9, "manifests/100", digest="d", unproven="8 to 11")
+    (told,) = [alert for alert in of(world.send(done), m.Alert) if alert.kind == "ledger"]
+    assert told.level == "error"
+    assert "steps 8 to 11" in told.text
+    assert "checkpoint.resume_step" in told.text
+    assert world.machine.view.result is not None
+    assert world.machine.view.result.status == "finished"
+
+
 def test_a_commit_of_an_older_state_that_cannot_be_made_does_not_hold_up_the_last_one() -> None:
     """Its parts were deleted as it waited for its turn, and nobody uploads them again."""
     world, one = ended()

@@ -152,6 +152,20 @@ def test_the_same_launch_again_still_owes_the_step_that_it_never_went_back_to() 
     assert (after.resume_step, after.obeyed_step) == (10, 10), "the user may have mended it"
 
 
+def test_a_launch_without_the_step_says_that_the_run_had_gone_back_to_it() -> None:
+    """Nothing is left of what it did since, and nobody knows whether it did anything."""
+    two = replace(spec(2, m.Source("commit", 10, gid(1), manifest="m10"), OLD), obeyed_step=10)
+    world, commands = launched(job(), two)
+    assert world.run(commands).resume_step == 30
+    told = [alert.text for alert in of(world.log, m.Alert) if alert.kind == "resume"]
+    assert [text[:39] for text in told] == ["the run had gone back to step 10, and n"]
+    assert told[0].endswith("launch with checkpoint.resume_step=10")
+    later = m.Commit(12, two.id, "n12", 90)
+    world, commands = launched(job(), two, commits=(*COMMITS, later))
+    assert world.run(commands).resume_step == 12
+    assert not [alert for alert in of(world.log, m.Alert) if alert.kind == "resume"]
+
+
 def test_a_user_may_go_back_to_a_commit_that_was_made_void() -> None:
     """Generation 1 went to 30; 2 went back to 10 and did 15 and 40; the user wants 30 of generation 1."""
     two = replace(
@@ -174,6 +188,16 @@ def test_the_machine_forgets_what_was_retired() -> None:
     assert world.send(m.Retired((f"manifests/25-{one.id}",))) == []
     after = world.run(world.answer(bad(world, 50), flush(one, 49, ALL)))
     assert after.resume_step == 10
+
+
+def test_what_is_committed_goes_back_with_a_newest_commit_that_is_given_up() -> None:
+    world = running()
+    for step in (10, 25, 40):
+        committed(world, step)
+    world.send(m.Retired((f"manifests/10-{world.spec.id}",)))
+    assert world.machine.view.committed == 40
+    world.send(m.Retired((f"manifests/40-{world.spec.id}",)))
+    assert world.machine.view.committed == 25
 
 
 class Retention:

@@ -96,6 +96,34 @@ def test_who_has_no_page_is_shown_nowhere(quiet: Quiet) -> None:
     assert len(quiet.planned) == 1, "none of its snapshots is told of"
 
 
+def test_a_folder_is_deleted_and_what_workers_hold_open_is_saved(quiet: Quiet) -> None:
+    breakdowns.emptied(quiet.sim)
+    assert quiet.planned == [], "nobody is at work"
+    generation, node = quiet.run(), quiet.sim.nodes["n1"]
+    breakdowns.emptied(quiet.sim)
+    one = quiet.worker(1)
+    assert (one.rescued, one.hung, quiet.worker(2).rescued) == (True, True, False)
+    assert quiet.planned == [(1.5, "stalled"), (8.0, "_saved", [one])]
+    assert node.rescued_until in node.disturbed_until()
+    quiet.planned.clear()
+    node.kill("w1")
+    node.collect(3)
+    assert quiet.planned == [], "neither its death nor an inventory, for now"
+    quiet.sim._beat(node)
+    assert quiet.heard == [m.Heartbeat("n1", A, {"w1": generation.step}, (), ("w1",))]
+    quiet.planned.clear()
+    generation.torn = True
+    generation._complain()
+    assert quiet.planned[0][2] == m.Stalled("w2", A, "reduce", 1.5), "w1 stands still for a reason"
+    quiet.planned.clear()
+    breakdowns.emptied(quiet.sim)
+    assert quiet.planned[-1] == (8.0, "_saved", [quiet.worker(2)]), "not the same node again"
+    quiet.planned.clear()
+    node._saved([one])
+    assert one.rescued is False
+    assert quiet.planned == [(0.04, "report", m.WorkerExited("w1", "its files were deleted"), True)]
+
+
 def test_a_node_dies_and_another_one_joins(quiet: Quiet) -> None:
     faults.node(quiet.sim)
     assert list(quiet.sim.nodes) == ["n2"]

@@ -103,6 +103,23 @@ def test_a_launch_awaits_who_may_still_write_and_a_commit_for_a_while(bench: Ben
     assert bench.launches() == []
 
 
+def test_who_is_rescued_is_awaited(bench: Bench) -> None:
+    bench.collects()
+    bench.handled(m.Inventory("n1", 1, ()))
+    bench.worker("dying")
+    bench.node.start_worker("w1")
+    for _ in range(3):
+        bench.handled(m.Tick(), m.KillWorker("w1", "why"))
+    saved = m.Heartbeat("n1", A, {"w1": 5}, (), ("w1",))
+    assert bench.handled(saved) == []
+    assert bench.launches() == ["1.2 is launched while slots of w1 are saved"]
+    worker = bench.memory.roster.workers.pop("w1")
+    assert bench.handled(m.Tick()) == ["w1 counts as dead while its slots are saved"]
+    bench.memory.roster.workers["w1"] = worker
+    assert bench.handled(m.Heartbeat("n1", A, {"w1": 5})) == []
+    assert bench.launches() == []
+
+
 def test_a_worker_counts_as_dead_when_that_is_heard_or_after_several_orders(bench: Bench) -> None:
     for orders, found in ((2, ["w1 counts as dead after 2 orders to die"]), (3, [])):
         bench.worker("dying")

@@ -342,6 +342,14 @@ def test_a_step_is_passed_over_where_the_log_says_so_and_there_alone(ledger: lis
     assert report.wrong == ("step 4 of generation 1.1 was fed, though a rewind passes over it",)
 
 
+def test_steps_whose_lines_were_lost_before_their_commit_prove_nothing(ledger: list[dict[str, Any]]) -> None:
+    lost = {"rows": [], "tokens": 0, "loss": None, "grad_norm": None, "at_s": None, "unproven": True}
+    report = run([line | lost if line["step"] in (4, 5, 12) else line for line in ledger])
+    assert (report.ok, report.steps, report.samples, report.lost) == (False, 12, 90, 30)
+    why = "the ledger lines were lost before they were committed, nothing proves what was fed"
+    assert report.wrong == (f"steps 4 to 5: {why}", f"step 12: {why}")
+
+
 def test_report_as_json(ledger: list[dict[str, Any]]) -> None:
     assert json.loads(json.dumps(run(ledger[1:]).to_dict())) == {
         "ok": False,

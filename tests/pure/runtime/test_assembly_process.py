@@ -128,6 +128,17 @@ def test_an_error_that_nobody_thought_of_is_an_answer_too(
     assert store.commit(A, 1, parts).error == ""
 
 
+def test_ledger_lines_that_nobody_has_are_left_out_where_that_is_asked_for(store: RunStore) -> None:
+    for step, chunks in ((2, 40), (5, LARGE)):  # here, and by the process
+        parts = upload(store, chunks, step, known=step - 1)
+        event = store.commit(A, step, parts)
+        assert (event.seq, event.parts_gone) == (0, True)
+        assert event.unproven == event.error != ""
+        event = store.commit(A, step, parts, unproven=True)
+        assert (event.error, event.unproven) == ("", "1" if step == 2 else "3 to 4")
+        assert store.commit(A, step, parts) == event, "asked again, as the reply was lost"
+
+
 def test_errors_are_those_of_the_commit(store: RunStore) -> None:
     parts = upload(store, LARGE, 1)
     gone = next(iter(store._storage.list("chunks/"))).key
@@ -137,7 +148,10 @@ def test_errors_are_those_of_the_commit(store: RunStore) -> None:
     assert event.error == f"1 chunks of step 1 are gone, first {gone.rpartition('/')[2]}; upload it again"
     before = pid(store)
     event = store.commit(A, 3, upload(store, LARGE, 3, known=2))
-    assert event.error == "checkpoint of step 3: the slots carry no ledger line of step 1, expected 1..3"
+    assert event.error == (
+        "checkpoint of step 3: the slots carry no ledger line of step 1, expected 1..3; every node that holds"
+        " the state is asked for it"
+    )
     assert pid(store) == before, "an error is no reason to replace it"
     assert store.commit(A, 1, upload(store, LARGE, 1)).error == ""
 

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from picotron_ray.checkpoint.snapshot.ledger_spill import SUFFIX
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import ElasticConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.heartbeat import Page, process_start_ticks
 from picotron_ray.runtime.ray_cluster import cleanup
-from picotron_ray.runtime.ray_cluster.names import node_folder, run_folder
+from picotron_ray.runtime.ray_cluster.names import event_folder, ledger_folder, node_folder, run_folder
 
 LONG_AGO = (0.0, 0.0)
+FILE = f"1-256-aa{SUFFIX}"
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> JobConfig:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # a home that the nodes share
     return JobConfig.model_validate({"name": "night", "snapshot": {"folder": str(tmp_path)}})
 
 
@@ -27,6 +30,16 @@ def folder_of(job: JobConfig, node: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "slot-0").write_bytes(b"state")
     return folder
+
+
+def spilled(folder: Path) -> bool:
+    """Whether what was spilled of a node's ledgers is there."""
+    return (ledger_folder(folder) / FILE).exists()
+
+
+def spill(folder: Path) -> None:
+    ledger_folder(folder).mkdir(parents=True)
+    (ledger_folder(folder) / FILE).write_text("lines")
 
 
 def test_clear_removes_the_folder_of_a_dead_run(job: JobConfig) -> None:
@@ -67,3 +80,27 @@ def test_the_last_node_takes_the_runs_folder_along(job: JobConfig) -> None:
     cleanup.claim(mine)
     cleanup.release(mine)
     assert not mine.parent.exists()
+
+
+def test_a_node_that_is_given_back_takes_no_other_nodes_ledger_along(job: JobConfig) -> None:
+    """Their homes may be one: the lines that the run's slots name would be gone for all."""
+    freed, other = folder_of(job, "a"), folder_of(job, "b")
+    for folder in (freed, other):
+        spill(folder)
+    cleanup.release(freed)
+    assert (spilled(freed), spilled(other)) == (False, True)
+    cleanup.release(other)
+    assert not event_folder(job.name).with_name("ledger").exists()
+
+
+def test_a_dead_nodes_ledger_goes_with_its_slots(job: JobConfig) -> None:
+    dead, living = folder_of(job, "a"), folder_of(job, "b")
+    for folder in (dead, living):
+        spill(folder)
+    (dead / cleanup.SIGNATURE).write_text("4194305 77")
+    ticks = process_start_ticks(os.getpid())
+    (living / cleanup.SIGNATURE).write_text(f"{os.getpid()} {ticks}")
+    cleanup.claim(node_folder(job.snapshot.folder, job.name, "c"))
+    assert (spilled(dead), spilled(living)) == (False, True)
+    cleanup.clear(job, None)
+    assert not spilled(living)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from picotron_ray.checkpoint.snapshot.ledger_spill import Spilled, marker, spill
+from picotron_ray.checkpoint.snapshot.slot_sweep import owner
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.schema.job import JobConfig
@@ -24,8 +26,9 @@ from picotron_ray.runtime.heartbeat import Page, process_start_ticks
 from picotron_ray.runtime.node_agent.slot_release import release_slots, still_read
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
-from picotron_ray.runtime.ray_cluster.names import kept_index, node_folder, run_folder
+from picotron_ray.runtime.ray_cluster.names import kept_index, ledger_folder, node_folder, run_folder
 from picotron_ray.runtime.ray_cluster.node_facts import small_files_bytes
+from tests.support.checkpoint.checkpoint_kit import make_state, write_slots
 from tests.support.simulation.states import write_slot
 
 OLD, NEW = ({"id": {"term": 1, "n": n}} for n in (1, 2))
@@ -65,6 +68,41 @@ def test_a_launch_clears_everything_else_of_a_dead_run(job: JobConfig) -> None:
     cleanup.clear(job, None)
     assert there(kept) == {"x.slot", kept_slots.MARKER}
     assert not other.exists()
+
+
+def test_what_was_spilled_of_kept_slots_goes_where_they_go(job: JobConfig) -> None:
+    kept, other = folder_of(job, "a", x=5), folder_of(job, "b")
+    name = spill(ledger_folder(kept), "", ["{}"], 1, 1)
+    spill(ledger_folder(other), "", ["{}"], 1, 1)
+    kept_slots.strip(kept)
+    cleanup.clear(job, None)
+    assert [ledger_folder(folder).exists() for folder in (kept, other)] == [True, False]
+    mine = node_folder(job.snapshot.folder, job.name, "c")
+    cleanup.claim(mine)
+    assert there(ledger_folder(mine)) == {name}
+    assert not ledger_folder(kept).exists()
+    kept_slots.discard([mine.parent])
+    assert not ledger_folder(mine).exists()
+
+
+def test_a_release_sweeps_the_files_that_no_slot_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that is older than the newest commit may be gone on from: its lines are to be had until then."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = tmp_path / "run" / "node"
+    folder.mkdir(parents=True)
+    names: list[str] = []
+    for first in (1, 5, 9):
+        names.append(spill(ledger_folder(folder), names[-1] if names else "", ["{}"], first, first + 3))
+    old = write_slots(folder, make_state(12), Layout(), (1, 1, 12), (marker(Spilled(names[-1], 5)),))
+    release_slots(folder, (1, 1, 20), (), living={owner(old[0])}, committed=20)
+    assert there(ledger_folder(folder)) == set(names[1:])
+    old[0].unlink()
+    release_slots(folder, (1, 1, 20), (), living={owner(old[0])}, committed=11)
+    assert there(ledger_folder(folder)) == set(names[2:]), "its last step is not committed"
+    release_slots(folder, (1, 1, 20), (), living={owner(old[0])}, committed=12)
+    assert there(ledger_folder(folder)) == set()
 
 
 def test_a_release_spares_kept_steps_that_are_not_done_again(tmp_path: Path) -> None:

@@ -40,17 +40,27 @@ def job(folder: Path, step: int | None) -> JobConfig:
     return JobConfig.model_validate(tree)
 
 
-def launch(config: JobConfig, commits: tuple[int, ...], folder: Path) -> m.GenerationSpec:
-    """A launch from storage as it is, through the real store and machine; it commits some steps."""
+def began(
+    config: JobConfig, slots: tuple[m.SlotInfo, ...] = (), joins: m.NodeJoined | None = None
+) -> tuple[RunStore, World, list[m.Command]]:
+    """A term begun from storage as it is, through the real store and machine; nodes hold some slots."""
     store = RunStore(config, lambda step: None)
     term = store.claim()
     found, generations = store.state(verify=True)
     world = World(config)
-    begun = world.begin(("a", 4), term=term, commits=found, generations=generations)
+    begun = world.send(m.Begin(term, found, generations), joins or m.NodeJoined("a", 4))
     commands = world.ready(begun)
-    commands += world.answer(commands)
+    return store, world, commands + world.answer(commands, slots)
+
+
+def launch(
+    config: JobConfig, commits: tuple[int, ...], folder: Path, slots: tuple[m.SlotInfo, ...] = ()
+) -> m.GenerationSpec:
+    """A launch that commits some steps."""
+    store, _, commands = began(config, slots)
     (order,) = of(commands, m.RunGeneration)
     spec = replace(order.spec, members=MEMBERS, layout=kit.LAYOUT)
+    term = spec.id.term
     store._log.append("generation", generation_body(spec))
     for step in commits:
         key = (spec.id.term, spec.id.n, step)
@@ -127,6 +137,23 @@ def test_logs_of_earlier_versions_tell_by_what_was_voided(
     _, generations = store.state(verify=False)
     assert [spec.obeyed_step for spec in generations] == [None, *([None, None] if owed else [10, 10])]
     assert plain(generations[1].source) == plain(source)
+
+
+def test_the_step_to_go_back_to_outlives_the_commit_of_what_was_kept(folder: Path) -> None:
+    """An earlier launch kept step 60; this one is to go back to 40, and commits 60 before it does."""
+    one = launch(job(folder, None), (40, 50, 55), folder)
+    config = job(folder, 40)
+    assert config.checkpoint.keep_last == 3
+    store, _, _ = began(config)
+    kit.save(store._storage, store._log, folder / "kept", kit.make_state(60), (one.id.term, one.id.n, 60))
+    assert store.collect_garbage() == ""
+    steps = [entry.body["step"] for entry in store._log.commits()]
+    assert steps == [40, 50, 55, 60]
+    assert launch(config, (), folder).resume_step == 40
+    launch(config, (41, 42, 43, 44), folder)
+    store, _, _ = began(config)
+    store.collect_garbage()
+    assert [entry.body["step"] for entry in store._log.commits()] == [42, 43, 44], "it was obeyed"
 
 
 def test_what_a_collection_retires_is_told_once_also_where_it_fails_after_that(

@@ -29,6 +29,7 @@ from picotron_ray.runtime.coordinator.beginning import EarlyEvents
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
+from picotron_ray.runtime.coordinator.heartbeat_pages import read_heartbeat
 from picotron_ray.runtime.coordinator.supervision import Supervisor
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
@@ -328,6 +329,19 @@ def test_a_heartbeat_tells_the_steps_of_the_newest_generation(coordinator: Any) 
     ]  # fmt: skip
 
 
+def test_a_heartbeat_names_workers_without_a_page_and_those_that_are_rescued(coordinator: Any) -> None:
+    figures = [
+        {"term": 1, "n": 2, "worker": "a", "step": 7, "rescued": True},
+        {"worker": "b", "rescued": True},
+        {"worker": "c"},
+    ]
+    coordinator.heartbeats("n1", {"n1": figures})
+    beat = m.Heartbeat("n1", B, {"a": 7}, ("b", "c"), ("a", "b"))
+    assert coordinator.told[1:3] == [("figures", "n1", 1), ("event", beat)]
+    _, pages = read_heartbeat("n1", figures)
+    assert pages == [{"term": 1, "n": 2, "worker": "a", "step": 7}]
+
+
 def test_a_status_says_how_many_others_wait(coordinator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor_module, "time", SimpleNamespace(monotonic=lambda: 1.0, time=lambda: 1.0))
     assert coordinator.status() == {"since": 0, "done": False}
@@ -349,7 +363,7 @@ class Store:
 
     def __init__(self, told: list[Any]) -> None:
         self.told, self.term, self.error = told, 2, None
-        self.news, self.complaints = ["started from x"], ["slow"]
+        self.news, self.complaints, self.unusable = ["started from x"], ["slow"], ""
 
     def claim(self) -> int:
         if self.error is not None:

@@ -34,11 +34,13 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import plain
+from picotron_ray.coordinator.lineage import slim
 from picotron_ray.coordinator.out_of_memory import STRUCK
 from picotron_ray.errors import (
     CorruptError,
     FencedError,
     PicotronError,
+    SlotError,
     SlotReusedError,
     SlotUnreachableError,
     StorageFullError,
@@ -58,6 +60,7 @@ from picotron_ray.runtime.node_agent import agent as agent_module
 from picotron_ray.runtime.node_agent import stall_watch, uploads
 from picotron_ray.runtime.node_agent.agent import Agent
 from picotron_ray.runtime.node_agent.burial import Burials, bury
+from picotron_ray.runtime.node_agent.folder_guard import PUT_OFF, FolderGuard
 from picotron_ray.runtime.node_agent.rendezvous import RendezvousServer
 from picotron_ray.runtime.node_agent.reports import AGAIN_S, Reports
 from picotron_ray.runtime.node_agent.uploads import Ended
@@ -715,7 +718,7 @@ def test_uploads_are_kept_for_their_commit(bench: Bench) -> None:
     assert sorted(bench.calls.seen) == after, "only after a commit that was made"
     bench.run(m.AppendCommit(A, 5, ("n1",)), m.AppendCommit(A, 6, ("n2",)))
     assert bench.committed == [
-        (A, 5, [b"1"]), (A, 5, [b"1"]), (A, 5, []), (A, 6, [b"2"])
+        (A, 5, []), (A, 5, [b"1"]), (A, 5, []), (A, 6, [b"2"])
     ]  # fmt: skip
     assert bench.run(m.AppendGeneration(SPEC)) == [m.Appended("generation", A, 0, 1)]
 
@@ -1354,7 +1357,7 @@ def test_slots_that_a_node_kept_are_told_when_it_joins(nodes: Nodes) -> None:
     nodes.views = [view("a")]
     info = m.SlotInfo("a", "s", A, 3, 0, ())
     nodes.hello["a"] = {"kept": (info,), "kept_by": SPEC}
-    assert nodes.changes() == [m.NodeJoined("a", 4, kept=(info,), kept_by=SPEC)]
+    assert nodes.changes() == [m.NodeJoined("a", 4, kept=(info,), kept_by=slim(SPEC))]
 
 
 def test_a_node_that_is_gone_is_forgotten_as_a_whole(nodes: Nodes) -> None:
@@ -1567,6 +1570,67 @@ def test_want_of_evidence_keeps_no_worker_alive(agent: Agent, monkeypatch: pytes
     monkeypatch.setattr(agent_module.os, "kill", lambda pid, signal: killed.append(pid))
     assert agent.kill(1, "w1")
     assert killed == [os.getpid()]
+
+
+def test_a_worker_whose_files_were_deleted_is_named_and_not_killed_before_they_are_saved(
+    agent: Agent, told: Told
+) -> None:
+    """Seen: the coordinator missed it, and had it killed while its slots were copied."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        page_of(agent, "w1").put(pid=process.pid, start_ticks=process_start_ticks(process.pid))
+        slot_of(agent, "w1", 3)
+        agent._look(1.0, heartbeat=False)
+        (agent._folder / "w1.page").unlink()
+        agent._look(1.1, heartbeat=True)
+        assert told == [("heartbeats", "n1", {"n1": [{"worker": "w1", "rescued": True}]})]
+        assert agent.kill(1, "w1") == PUT_OFF
+        with pytest.raises(SlotError, match="slots of w1 are being saved"):
+            agent.inventory(1)
+        told.clear()
+        deadline = time.monotonic() + 60.0
+        while ("worker_exited", "w1", "its files were deleted") not in told:
+            agent._look(time.monotonic(), heartbeat=False)
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert process.wait() == -signal.SIGKILL
+    assert not agent.kill(1, "w1")
+    assert [slot.step for slot in agent.inventory(1)] == [3]
+
+
+def test_a_worker_that_trains_on_without_its_files_can_be_seen_and_killed(
+    agent: Agent, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its page is read where it is open; here that is this process."""
+    killed: list[int] = []
+    page = page_of(agent, "w1")
+    agent._look(1.0, heartbeat=False)
+    (agent._folder / "w1.page").unlink()
+    monkeypatch.setattr(FolderGuard, "rescued", frozenset())
+    monkeypatch.setattr(agent._guard, "_work", Future())  # it is tried, and nothing comes of it
+    page.phase("forward", limit_s=0.01)
+    time.sleep(0.02)
+    agent._look(time.monotonic(), heartbeat=True)
+    reports = {words[0]: words for words in told}
+    assert [(page["worker"], page["step"]) for page in reports["heartbeats"][2]["n1"]] == [("w1", 3)]
+    assert agent.hello(1)["workers"] == ["w1"]
+    monkeypatch.setattr(agent_module.os, "kill", lambda pid, signal: killed.append(pid))
+    assert agent.kill(1, "w1") is True
+    assert killed == [os.getpid()]
+
+
+def test_a_kill_that_an_agent_puts_off_is_left_to_it(nodes: Nodes, lookups: Lookups) -> None:
+    cluster = nodes.cluster
+    cluster._agents["a"] = nodes._agent("a")
+    cluster.adopt_workers((m.Member("w1", "a"),))
+    cluster._workers["w2"], cluster._node_of["w2"] = "handle of w2", "a"
+    nodes.kill_answer = PUT_OFF
+    for worker in ("w1", "w2"):
+        asyncio.run(nodes.kill(worker))
+    assert (lookups.names, nodes.killed) == ([], [])
+    assert cluster.workers_on("a") == ["w1", "w2"], "its end is told once its slots are saved"
+    nodes.kill_answer = True
+    asyncio.run(nodes.kill("w2"))
+    assert nodes.killed == ["handle of w2"]
 
 
 def test_one_frozen_agent_keeps_no_other_from_being_heard(

@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import plain
+from picotron_ray.coordinator.lineage import slim
 from picotron_ray.errors import FencedError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator import greetings
@@ -121,7 +122,7 @@ def test_a_term_does_not_begin_as_if_nothing_ran_where_nobody_tells_what_does(no
 def test_nodes_that_join_with_what_they_kept_are_asked_for_its_spec_once(nodes: Nodes) -> None:
     info = {node: m.SlotInfo(node, "s", SMALL.id, 3, 0, ()) for node in "abc"}
     nodes.hello = {node: {"kept": (info[node],), "kept_by": SMALL, "spec": SMALL} for node in "abc"}
-    assert nodes.changes() == [m.NodeJoined(n, 4, kept=(info[n],), kept_by=SMALL) for n in "abc"]
+    assert nodes.changes() == [m.NodeJoined(n, 4, kept=(info[n],), kept_by=slim(SMALL)) for n in "abc"]
     assert len(nodes.asked_for_specs) == 1
 
 
@@ -131,7 +132,7 @@ def test_a_node_that_does_not_tell_what_it_kept_joins_once_it_does(nodes: Nodes)
     nodes.errors["spec"] = TimeoutError()
     assert nodes.changes() == []
     nodes.errors.clear()
-    assert nodes.changes() == [m.NodeJoined("a", 4, kept_by=SMALL)]
+    assert nodes.changes() == [m.NodeJoined("a", 4, kept_by=slim(SMALL))]
 
 
 def test_silent_agents_are_pinged_and_not_greeted(nodes: Nodes) -> None:

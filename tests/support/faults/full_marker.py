@@ -46,7 +46,9 @@ def lone_agent(base: Path, reserved: bool = True) -> Agent:
     agent._terms = SimpleNamespace(newest=lambda term: term, accept=lambda term: term, run="R")
     agent._closing, agent._node, agent._job = threading.Event(), "n1", SimpleNamespace(name="r")
     for part in ("_guard", "_burials", "_uploads", "_shards", "_members", "_rendezvous"):
-        ended = SimpleNamespace(close=lambda: None, stop=lambda: None, settle=lambda timeout_s: None)
+        ended = SimpleNamespace(
+            close=lambda: None, stop=lambda: None, settle=lambda timeout_s: None, robbed=list
+        )
         setattr(agent, part, ended)
     agent._watch = lambda: agent._closing.wait()
     agent._watcher = agent._begin_watch()

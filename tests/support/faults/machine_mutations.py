@@ -32,7 +32,6 @@ from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.policies import failure, membership, restore_point, scale_up, store_home
 from picotron_ray.coordinator.policies.membership import Roster
 from picotron_ray.coordinator.policies.store_home import StoreHomes, StoreSearch
-from picotron_ray.coordinator.simulator import lost_targets
 from picotron_ray.errors import CorruptError
 from picotron_ray.failures import Remedy
 from tests.support.faults.planting import Mutation, handler, nothing, put, wrap
@@ -148,6 +147,12 @@ def _missed_once_and_for_ever(real: Any, memory: MachineMemory, event: m.Heartbe
     missed = dict(memory.unseen)
     real(memory, event)
     memory.unseen |= missed
+
+
+def _nobody_is_rescued(real: Any, memory: MachineMemory) -> None:
+    rescued, memory.rescued = memory.rescued, {}
+    real(memory)
+    memory.rescued |= rescued
 
 
 def _starts_never_take_long(real: Any, memory: MachineMemory) -> None:
@@ -295,6 +300,11 @@ OWN: dict[str, Mutation] = {
     "who_was_missed_once_is_missed_for_ever": wrap(
         _missed_once_and_for_ever, (event_handlers, "look_for_members")
     ),
+    "rescues_are_not_noted": nothing(event_handlers, "note_rescues"),
+    "who_is_rescued_is_swept": wrap(_nobody_is_rescued, (housekeeping, "sweep_dying")),
+    "recovery_does_not_wait_for_a_rescue": wrap(
+        _nobody_is_rescued, (machine.STEPS, machine.MachineState.COLLECTING)
+    ),
     "a_store_is_always_asked_for_where_rank_0_is": put(
         lambda self, spec, silent: spec.members[0].node, (StoreHomes, "home")
     ),
@@ -335,12 +345,7 @@ TARGETS: dict[str, Mutation] = {
         *wrap(_begin_anew_for_want, (recovery, "newest_state")),
     ),
     "a_rewind_that_came_to_nothing_is_forgotten": put(lambda memory: None, (recovery, "owed_rewind")),
-    "each_launch_goes_back_again": put(
-        _always_owed, (lost_targets, "owed_step"), (term_begin, "owed_step"), (resume_state, "owed_step")
-    ),
-    "storage_leaves_out_what_came_after_a_step_that_was_obeyed": put(
-        _always_owed, (lost_targets, "owed_step")
-    ),
+    "each_launch_goes_back_again": put(_always_owed, (term_begin, "owed_step"), (resume_state, "owed_step")),
     "a_step_that_could_not_be_gone_back_to_was_obeyed": put(lambda *words: None, (resume_state, "owed_step")),
 }
 

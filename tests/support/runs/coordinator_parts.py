@@ -94,6 +94,7 @@ class Bench:
             commit=self._commit,
             collect_garbage=lambda: self.calls.seen.append(("garbage",)),
             take_retired=lambda: tuple(self.retired),
+            take_given_up=list,
             save_record=lambda record: self.calls.seen.append(("record", record[17:])),
         )
         record: Any = SimpleNamespace(note=lambda *words: self.notes.append(words), memo=lambda: {"seq": 9})
@@ -107,7 +108,9 @@ class Bench:
         self.on_commit: Callable[[], object] = lambda: None
         self.seq = 7
 
-    def _commit(self, generation: m.GenerationId, step: int, parts: list[Any]) -> m.Appended:
+    def _commit(
+        self, generation: m.GenerationId, step: int, parts: list[Any], unproven: bool = False
+    ) -> m.Appended:
         self.on_commit()
         self.committed.append((generation, step, parts))
         return m.Appended("commit", generation, step, self.seq)
@@ -142,6 +145,7 @@ class Nodes:
         self.seen: list[Any] = []  # arguments of the agents' methods
         self.restarting = False  # whether Ray says so of any agent
         self.away = 0  # calls that find no agent yet
+        self.kill_answer: bool | str = True
         self.specs: dict[str, m.GenerationSpec] = {}  # by digest, once an agent has named them
         self.asked_for_specs: list[str] = []  # nodes
         self.now = 100.0
@@ -208,6 +212,8 @@ class Nodes:
             raise found
         if name == "spec":
             return spec[0]
+        if name == "kill":
+            return self.kill_answer
         return self._named(plain | found) if name == "hello" else found
 
     def _named(self, hello: dict[str, Any]) -> dict[str, Any]:

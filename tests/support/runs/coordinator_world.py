@@ -79,8 +79,8 @@ class World:
             self.now = min(end, self.now + 0.5)
             if beat:
                 at = (self.spec.id, {self.spec.members[0].worker: steps}) if steps else (None, {})
-                beats = (m.Heartbeat(n, *at, self.living(n)) for n in self.machine.view.nodes if n not in but)
-                out += self.send(*beats)
+                nodes = [node for node in self.machine.view.nodes if node not in but]
+                out += self.send(*(m.Heartbeat(n, *at, self.living(n), self.rescued(n)) for n in nodes))
             out += self.send(m.Tick())
         return out
 
@@ -88,6 +88,10 @@ class World:
         """Workers on a node that are up, as far as the machine knows."""
         workers = self.machine.memory.roster.workers.on(node)
         return tuple(worker.name for worker in workers if worker.state != "starting")
+
+    def rescued(self, node: str) -> tuple[str, ...]:
+        """Workers on a node whose slots are being saved."""
+        return ()
 
     def begin(self, *nodes: tuple[str, int], term: int = 1, **kwargs: Any) -> list[m.Command]:
         return self.send(m.Begin(term, **kwargs), *(m.NodeJoined(n, c) for n, c in nodes))

@@ -26,6 +26,7 @@ from picotron_ray.checkpoint.snapshot.slot_reader import is_pinned, set_pinned
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import plain
+from picotron_ray.coordinator.lineage import slim
 from picotron_ray.coordinator.plan_book import Choose
 from picotron_ray.coordinator.simulator import blackout
 from picotron_ray.coordinator.simulator.checks import Checks
@@ -119,8 +120,9 @@ class KeptNode(SimNode):
         said = self.told()
         kept = tuple(replace(info, slot=info.slot.removesuffix(SUFFIX)) for info in said["kept"])
         foreign = [admission.foreign_text(said["foreign"], RUN)] if "foreign" in said else []
+        kept_by = said["kept_by"] and slim(said["kept_by"])
         refused = "; ".join([self.refused, *foreign] if self.refused else foreign)
-        return m.NodeJoined(self.name, self.capacity, refused, kept=kept, kept_by=said["kept_by"])
+        return m.NodeJoined(self.name, self.capacity, refused, kept=kept, kept_by=kept_by)
 
     def tell_seals(self) -> None:
         """Report what is pinned again, but what an earlier launch kept."""

@@ -23,10 +23,10 @@ from picotron_ray.checkpoint.store.manifest import Manifest, load_manifest
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog, decode_entry
 from picotron_ray.checkpoint.store.verify import read_ledger
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.codec import decode_spec
 from picotron_ray.coordinator.simulator.checks import Checks
 from picotron_ray.coordinator.simulator.storage import SimLogEntry, SimStorage
 from picotron_ray.errors import CorruptError, StorageError
+from picotron_ray.runtime.run_storage.generation_entries import spec_of
 from tests.support.simulation.objects import LATER_S, Client, Objects
 from tests.support.simulation.states import content, history_of
 
@@ -53,7 +53,7 @@ class StoreMirror(SimStorage):
         entry = decode_entry(seq, data)
         self.entries.append(entry)
         body = entry.body
-        spec = decode_spec(body["spec"]) if entry.kind == "generation" else None
+        spec = spec_of(body) if entry.kind == "generation" else None
         writer = m.GenerationId(body["term"], body["n"]) if "n" in body else None
         step = body["step"] if entry.kind == "commit" else 0
         self.log.append(SimLogEntry(entry.term, entry.kind, spec, writer, step))

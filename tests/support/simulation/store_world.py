@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from picotron_ray.checkpoint.store import condemned, deletion, upload
+from picotron_ray.checkpoint.store import condemned, deletion, gc, upload
 from picotron_ray.checkpoint.store.intents import Intents
 from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.config.schema.job import JobConfig
@@ -270,6 +270,7 @@ class StoreSim(Sim):
             ),
             mock.patch.object(deletion, "BATCH", 2),  # so that commits and takeovers come amid a collection
             mock.patch.object(condemned, "MOST_NAMES", 5),
+            mock.patch.object(gc, "DOUBT_S", 3.0),
         ]
         for patch in self._patches:
             patch.start()

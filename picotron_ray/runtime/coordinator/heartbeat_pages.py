@@ -1,0 +1,28 @@
+"""Heartbeats as agents bring them: pages of workers, of which the machine hears who lives and how far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from picotron_ray.coordinator.messages import GenerationId, Heartbeat
+
+Figures = list[dict[str, Any]]
+
+
+def read_heartbeat(node: str, figures: Figures) -> tuple[Heartbeat, Figures]:
+    """Return a node's heartbeat and the pages in it.
+
+    A worker whose page is gone is there by its name alone; one whose slots are saved is marked as rescued
+    (`node_agent.folder_guard`).
+    """
+    pages = [_page(entry) if "rescued" in entry else entry for entry in figures if "term" in entry]
+    newest = max(((page["term"], page["n"]) for page in pages if page["term"]), default=None)
+    steps = {page["worker"]: page["step"] for page in pages if (page["term"], page["n"]) == newest}
+    others = tuple(entry["worker"] for entry in figures if entry["worker"] not in steps)
+    rescued = tuple(entry["worker"] for entry in figures if entry.get("rescued"))
+    generation = None if newest is None else GenerationId(*newest)
+    return Heartbeat(node, generation, steps, others, rescued), pages
+
+
+def _page(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "rescued"}

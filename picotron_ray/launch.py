@@ -37,6 +37,14 @@ TakeOver = Annotated[
         " its newest commit; without it such a run is refused",
     ),
 ]
+BeginAnew = Annotated[
+    bool,
+    typer.Option(
+        "--begin-anew",
+        help="begin at step 0 where storage has nothing of a run of this name that this machine remembers;"
+        " without it such a launch is refused",
+    ),
+]
 
 
 @contextlib.contextmanager
@@ -62,6 +70,7 @@ def train(
     as_json: AsJson = False,
     detach: Detach = False,
     take_over: TakeOver = False,
+    begin_anew: BeginAnew = False,
 ) -> None:
     """Run a job, or attach to the run of its name; SIGINT or SIGTERM stops it with a commit.
 
@@ -70,7 +79,14 @@ def train(
     with reported(as_json):
         from picotron_ray.runtime.driver.driver import drive
 
-        code = drive(config, overrides or [], as_json=as_json, detach=detach, take_over=take_over)
+        code = drive(
+            config,
+            overrides or [],
+            as_json=as_json,
+            detach=detach,
+            take_over=take_over,
+            begin_anew=begin_anew,
+        )
     raise typer.Exit(code)
 
 

@@ -288,7 +288,7 @@ class Coordinator:
             return
         planner = {"device": self._device, "answers": "events", "flush_s": self._flush_s}
         term, record, store = self._executor.term, self._record, self._store
-        known = (self._job, self._options, planner, term, record, stored, self._supervisor)
+        known = (self._job, self._options, planner, term, record, stored, store.identity, self._supervisor)
         self._event_log = await open_event_log(*known)
         record.begin(term, store.commit_figures, lambda: self._machine.memory.checkpoints.committed)
         self._evidence.begin(term, folder)

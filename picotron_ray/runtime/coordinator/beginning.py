@@ -109,6 +109,7 @@ async def open_event_log(
     term: int,
     record: RunRecord,
     stored: bytes | None,
+    identity: str,
     supervisor: Supervisor,
 ) -> EventLogWriter:
     """Have the record learn from the logs of earlier terms, and begin this one's.
@@ -117,6 +118,7 @@ async def open_event_log(
         options: of the coordinator; ``launch`` tells which of its terms belong to one launch.
         planner: what a replay needs to build the planner again.
         stored: newest record in storage; None: there is none.
+        identity: tells the run from another one of its name (`RunLog.identity`).
         supervisor: hears of a log that cannot be read; the term begins all the same.
     """
     folder, launch = Path(options["event_folder"]), options.get("launch", "")
@@ -125,7 +127,8 @@ async def open_event_log(
         record.recall(memo, lines, launch)
     except (OSError, ValueError, KeyError, TypeError) as error:
         supervisor.failed("what earlier terms knew", error)
-    header = header_line(job, planner, launch=launch, offset_s=time.time() - time.monotonic())
+    offset_s = time.time() - time.monotonic()
+    header = header_line(job, planner, launch=launch, offset_s=offset_s, identity=identity)
     return EventLogWriter(folder, term, header, record.memo, record.note)
 
 

@@ -65,6 +65,7 @@ def drive(
     as_json: bool = False,
     detach: bool = False,
     take_over: bool = False,
+    begin_anew: bool = False,
     console: Console | None = None,
 ) -> int:
     """Run a job, or attach to the run of its name; returns the exit code of the run.
@@ -75,6 +76,7 @@ def drive(
         as_json: progress goes to stderr, and stdout carries the summary as its last line.
         detach: return 0 as soon as the run is on its way.
         take_over: end a run of that name that goes on where this process cannot ask it.
+        begin_anew: as `ResolvedJob` has it.
 
     Raises:
         ConfigError, StorageError, ClusterError, LocalRayError: nothing was started.
@@ -87,7 +89,7 @@ def drive(
     with contextlib.ExitStack() as marked:
         marked.enter_context(launch_mark.held(words.job.name))
         with waiting.told(say, "the checks of config, data and storage"):
-            words = replace(words, taking_over=TakingOver(take_over, say))
+            words = replace(words, taking_over=TakingOver(take_over, say), begin_anew=begin_anew)
             asked = resolve(words, (*FROM_WORDS, OWN_RAY))
         with without_rays_messages():
             code, summary = _drive(asked, detach, console, marked.close)
@@ -188,7 +190,7 @@ def _start(asked: ResolvedJob, local: LocalRay | None, console: Console, signals
     try:
         if local is None:
             user = asked.taking_over._replace(stopped=lambda: signals.asked > 0)
-            checked = check_machine(job, False, asked.relative_url, user)
+            checked = check_machine(job, False, asked.relative_url, user, asked.begin_anew)
             _note(checked.notes, console)
             job = checked.job
         if signals.asked:

@@ -23,6 +23,7 @@ from picotron_ray.config.validation.check import check as broken_rules
 from picotron_ray.errors import ConfigError, naming
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.driver.elsewhere import NOT_ASKED, TakingOver, await_silence
+from picotron_ray.runtime.driver.resolve_start import settle_start
 from picotron_ray.runtime.driver.submission import Submission
 from picotron_ray.runtime.driver.user_paths import absolute_paths, is_relative
 from picotron_ray.runtime.ray_cluster import cleanup, local_ray, open_files
@@ -48,6 +49,7 @@ class ResolvedJob:
         submission: the Ray job that this process runs in.
         relative_url: ``storage.url`` as the user wrote it, where that depends on the present folder; else "".
         owns_ray: the Ray that the run gets was started for it alone.
+        begin_anew: a run of that name which this machine remembers is given up, where storage lacks it.
         say: told one line per fact that the user may want to see.
         taking_over: what is asked and told where the run seems to go on elsewhere.
         storage: the run's, once a step opened it.
@@ -62,6 +64,7 @@ class ResolvedJob:
     submission: Submission | None = None
     relative_url: str = ""
     owns_ray: bool = False
+    begin_anew: bool = False
     say: Say = _silent
     taking_over: TakingOver = NOT_ASKED
     storage: Storage | None = None
@@ -124,20 +127,26 @@ def resolve_words(
 
 
 def check_machine(
-    job: JobConfig, own_ray: bool, relative_url: str = "", taking_over: TakingOver = NOT_ASKED
+    job: JobConfig,
+    own_ray: bool,
+    relative_url: str = "",
+    taking_over: TakingOver = NOT_ASKED,
+    begin_anew: bool = False,
 ) -> ResolvedJob:
     """Take the steps that ask no node of a cluster; what was checked, its ``job``, is what has to run.
 
     Args:
         own_ray: the run gets a Ray of its own on this machine, so that it has to have room for all workers;
             else the cluster is connected.
-        relative_url, taking_over: as `ResolvedJob` has them.
+        relative_url, taking_over, begin_anew: as `ResolvedJob` has them.
 
     Raises:
         ConfigError, StorageError: one line per problem; only the token cache was changed.
     """
-    known = ResolvedJob(job, relative_url=relative_url, owns_ray=own_ray, taking_over=taking_over)
-    return resolve(known, (*ON_THE_MACHINE, ELSEWHERE))
+    asked = ResolvedJob(
+        job, relative_url=relative_url, owns_ray=own_ray, taking_over=taking_over, begin_anew=begin_anew
+    )
+    return resolve(asked, (KNOWN_RUN, *ON_THE_MACHINE, ELSEWHERE))
 
 
 # --- the words ---------------------------------------------------------------------------------------------
@@ -167,6 +176,15 @@ def _own_model(at: ResolvedJob) -> ResolvedJob:
 
 
 # --- the machine -------------------------------------------------------------------------------------------
+
+
+def _known_run(at: ResolvedJob) -> ResolvedJob:
+    """Refuse to begin anew where this machine knows better. Touches: reads its event logs and storage; asks
+    every node of a cluster for its logs.
+    """
+    from picotron_ray.runtime.driver.known_run import check_known_run
+
+    return at if at.begin_anew else at.noting(check_known_run(at.job, _opened(at), at.owns_ray))
 
 
 def _nodes(at: ResolvedJob) -> ResolvedJob:
@@ -285,8 +303,9 @@ def _own_ray(at: ResolvedJob) -> ResolvedJob:
         found = local_ray.find(at.job.name)
         if found is not None and found.alive:
             return at
+        at = resolve(replace(at, owns_ray=True), (KNOWN_RUN,))
         cleanup.clear(at.job, found)
-        at = resolve(replace(at, owns_ray=True), ON_THE_MACHINE)
+        at = resolve(at, ON_THE_MACHINE)
     return resolve(at, (ELSEWHERE,))  # may wait: not with the lock, which `stop` needs
 
 
@@ -316,27 +335,6 @@ def _init_from(at: ResolvedJob) -> ResolvedJob:
     """Settle the commit that the run starts from. Touches: reads both runs' storage."""
     job, record = settle_start(at.job, _opened(at))
     return replace(at, job=job, start=record)
-
-
-def settle_start(
-    job: JobConfig, storage: Storage, verify: bool = False
-) -> tuple[JobConfig, dict[str, Any] | None]:
-    """The job with ``init_from.step`` filled in, and the commit's record for a new run's run.json.
-
-    A run that exists keeps the step that its run.json holds; the record is then None.
-
-    Args:
-        verify: read the whole commit; without it, what is damaged is found when it is taken over.
-
-    Raises:
-        ConfigError: there is no such run or step, it does not verify, or its model is another one.
-    """
-    if job.init_from.run is None:
-        return job, None
-    from picotron_ray.runtime.run_storage.init_from import find_start
-
-    step, record = find_start(job, storage, verify)
-    return changed(job, init_from=job.init_from.model_copy(update={"step": step})), record
 
 
 def _addresses(at: ResolvedJob) -> ResolvedJob:
@@ -370,6 +368,8 @@ OWN_PRECISION = ResolveStep("precision", _own_precision)
 
 FROM_WORDS = (PATHS, OWN_MODEL)
 """From a valid config to a job that any process can read."""
+KNOWN_RUN = ResolveStep("known run", _known_run)
+"""Before ``ON_THE_MACHINE``, and before what a dead Ray left is removed."""
 ON_THE_MACHINE = (
     NODES,
     *ROOM_HERE,

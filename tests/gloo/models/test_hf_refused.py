@@ -17,7 +17,8 @@ from picotron_ray.cli import app
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.load import parse_job
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver.resolve_job import check_machine, settle_start
+from picotron_ray.runtime.driver.resolve_job import check_machine
+from picotron_ray.runtime.driver.resolve_start import settle_start
 from picotron_ray.runtime.run_storage.hf_export import export_hf
 from picotron_ray.runtime.run_storage.hf_import import import_hf
 from picotron_ray.runtime.run_storage.run_store import RunStore

@@ -257,10 +257,10 @@ def test_train_ends_with_the_drivers_code(asked: Callable[[str, Any], Asked]) ->
     drive = asked(f"{DRIVER}.driver.drive", 0)
     out("train", "tiny")
     drive.gives = 130
-    out("train", "tiny", "steps=3", "--json", "--detach", "--take-over", code=130)
+    out("train", "tiny", "steps=3", "--json", "--detach", "--take-over", "--begin-anew", code=130)
     assert drive.calls == [
-        ("tiny", [], {"as_json": False, "detach": False, "take_over": False}),
-        ("tiny", ["steps=3"], {"as_json": True, "detach": True, "take_over": True}),
+        ("tiny", [], {"as_json": False, "detach": False, "take_over": False, "begin_anew": False}),
+        ("tiny", ["steps=3"], {"as_json": True, "detach": True, "take_over": True, "begin_anew": True}),
     ]
     drive.gives = PicotronError("no worker\nis left")
     failed = CliRunner().invoke(cli.app, ["train", "tiny"])
@@ -284,4 +284,7 @@ def test_entry_points_take_the_command_line(
         with pytest.raises(SystemExit) as end:
             run()
         assert end.value.code == 1
-    assert drive.calls == [("tiny", [], {"as_json": False, "detach": True, "take_over": False})] * 2
+    assert (
+        drive.calls
+        == [("tiny", [], {"as_json": False, "detach": True, "take_over": False, "begin_anew": False})] * 2
+    )

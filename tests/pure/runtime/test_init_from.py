@@ -20,7 +20,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import ConfigError, CorruptError
-from picotron_ray.runtime.driver.resolve_job import settle_start
+from picotron_ray.runtime.driver.resolve_start import settle_start
 from tests.support.checkpoint.checkpoint_kit import generation, load, make_state, same, save
 
 STATE = make_state(7)

@@ -1,0 +1,108 @@
+"""A launch that finds its storage empty, against what the machine remembers of that very run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.config.load import load_job
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.replay import header_line
+from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
+from picotron_ray.runtime.driver.known_run import check_known_run, known_here
+from picotron_ray.runtime.driver.resolve_job import check_machine
+from picotron_ray.runtime.ray_cluster.names import event_folder
+
+ONE = m.GenerationId(1, 1)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def job_in(folder: Path) -> JobConfig:
+    folder.mkdir(exist_ok=True)
+    return load_job("tiny", ["name=night", f"storage.url={folder}"])
+
+
+def storage_of(job: JobConfig, begun: bool = False) -> LocalStorage:
+    storage = LocalStorage(job.storage.url, job.name)
+    if begun:
+        RunLog(storage).claim_term("here:1")
+    return storage
+
+
+def identity_of(storage: LocalStorage) -> str:
+    log = RunLog(storage)
+    log.refresh()
+    return log.identity
+
+
+def remember(job: JobConfig, identity: str, step: int = 40, finished: bool = False) -> None:
+    """Leave the event log of a coordinator that had a commit."""
+    folder = event_folder(job.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    offset_s = time.time() - time.monotonic()
+    header = header_line(job, {"device": "cpu"}, launch="l", offset_s=offset_s, identity=identity)
+    log = EventLogWriter(folder, 1, header, lambda: {"line": 0}, lambda *words: None)
+    if step:
+        log.add(time.monotonic(), 0.0, m.Appended("commit", ONE, step, 9), [])
+    end: list[m.Command] = [m.Finish("finished", "all steps")] if finished else []
+    log.add(time.monotonic(), 0.0, m.Tick(), end)
+    log.close()
+
+
+def test_storage_that_is_not_mounted_is_refused_with_what_is_missed_and_what_to_do(tmp_path: Path) -> None:
+    """It began at step 0 without a word, below the mount point, and cleared what told of the real run."""
+    job = job_in(tmp_path / "mnt")
+    remember(job, "a", finished=True)
+    with pytest.raises(ConfigError) as refused:
+        check_known_run(job, storage_of(job), True)
+    said = str(refused.value)
+    for words in (
+        "storage.url: saw nothing of run 'night' in",
+        "up to step 40",
+        "mount or restore",
+        "--begin-anew",
+    ):
+        assert words in said
+    assert known_here(job.name) is not None, "nothing of it was deleted"
+    with pytest.raises(ConfigError, match="saw nothing of run"):
+        check_machine(job, True)
+    assert check_machine(job, True, begin_anew=True).job == job
+
+
+def test_a_run_of_that_name_that_finished_elsewhere_is_noted(tmp_path: Path) -> None:
+    remember(job_in(tmp_path / "one"), "a", finished=True)
+    other = job_in(tmp_path / "two")
+    assert "the one that finished has its commits up to step 40" in check_known_run(
+        other, storage_of(other), True
+    )
+    remember(job_in(tmp_path / "one"), "a", finished=False)
+    with pytest.raises(ConfigError, match="saw nothing of run 'night'"):
+        check_known_run(other, storage_of(other), True)
+
+
+def test_another_run_of_the_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    job = job_in(tmp_path / "runs")
+    storage = storage_of(job, begun=True)
+    remember(job, "a")
+    with pytest.raises(ConfigError, match="saw another run of the name 'night'"):
+        check_known_run(job, storage, True)
+
+
+def test_its_own_storage_first_launches_and_what_never_committed_are_let_by(tmp_path: Path) -> None:
+    job = job_in(tmp_path / "runs")
+    assert check_known_run(job, storage_of(job), True) == "", "it is the first"
+    remember(job, "a", step=0)
+    assert check_known_run(job, storage_of(job), True) == "", "nothing was committed"
+    storage = storage_of(job, begun=True)
+    remember(job, identity_of(storage))
+    assert check_known_run(job, storage, True) == ""

@@ -90,7 +90,7 @@ def wanted(specs: list[ParameterSpec], layout: Layout, rank: int) -> list[Shard]
 
 
 def holders(specs: list[ParameterSpec], layout: Layout) -> ShareHolders:
-    return ShareHolders([each for each in specs if not each.copy], layout, bounds(layout))
+    return ShareHolders(specs, layout, bounds(layout))
 
 
 @st.composite

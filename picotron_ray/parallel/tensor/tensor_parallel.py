@@ -130,7 +130,7 @@ class TensorParallel:
         """Replace one of the module's parameters by this rank's part of it (without values).
 
         Args:
-            even: whether all parts must be of one size; a vocabulary's need not (`local_shards.chunk`).
+            even: whether all parts must be of one size; a vocabulary's need not (`shard_boxes.chunk`).
         """
         whole = getattr(module, name)
         shape = list(whole.shape)

@@ -27,7 +27,6 @@ SHARD = Shard("w", "float32", (6,), whole((6,)))
 
 def write(folder: Path, number: int, step: int = 5) -> SlotFile:
     path = folder / f"w{number}.0.slot"
-
     slot = SlotFile.create(path, slot_bytes([SHARD]))
     slot.write(SlotHeader(1, 2, step, 0, ledger=("line",)), [SHARD], [content(number, step)])
     return slot

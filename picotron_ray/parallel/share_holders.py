@@ -28,7 +28,7 @@ class ShareHolders:
             table: every parameter of the model.
             bounds: half-open ranges of layer numbers, of all pipeline stages of ``layout``.
         """
-        self._specs = {spec.name: spec for spec in table}
+        self._specs = {spec.name: spec for spec in table if not spec.copy}
         self._layout, self._bounds = layout, bounds
         self._pp_of = {stage: pp for pp in range(layout.pp) for stage in layout.rank_stages(pp)}
 

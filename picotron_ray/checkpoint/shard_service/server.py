@@ -41,7 +41,7 @@ REQUEST_BYTES = 64 << 10
 IDLE_S = 60.0
 MOST_CONNECTIONS = 1024
 MOST_HEADS = 32
-"""Slots of which the parsed table is kept for whoever opens them next."""
+"""Slots of which head and parsed table are kept for whoever opens them next."""
 BACKLOG = 256
 PAUSE_S = 0.1
 """Pause after a connection that could not be taken: the next one would fare no better at once."""
@@ -91,8 +91,8 @@ class ShardServer:
         self._spilled = spilled or folder
         self._folder, self._timeout_s, self._withheld = folder, timeout_s, withheld
         self._pacer = Pacer(bytes_per_s)
-        self._heads: dict[str, SlotHead] = {}  # by slot, of the seal that was opened last
-        self._heads_lock = threading.Lock()
+        self._known = threading.Lock()  # of the two below, which all clients' threads use
+        self._heads: dict[str, SlotHead] = {}  # by slot, those last that were opened last
         self._checked: dict[tuple[str, bytes], set[int]] = {}
         self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._closing = threading.Event()
@@ -179,10 +179,9 @@ class ShardServer:
             raise SlotError(str(error)) from error
         if self._withheld(name, view.header.key):
             raise SlotError(f"slot {name} is set aside")
-        with self._heads_lock:
+        with self._known:
             view.share_head(self._heads)
-            while len(self._heads) > MOST_HEADS:
-                del self._heads[next(iter(self._heads))]
+            _keep_last(self._heads, MOST_HEADS)
         views[name] = view
         head = view.head()
         channel.send_json(MESSAGE, {"lengths": [len(part) for part in head]})
@@ -211,14 +210,19 @@ class ShardServer:
         cut = elements[tuple(slice(at, at + n) for at, n in zip(box.offset, box.size, strict=True))]
         if cut.shape != box.size or cut.nbytes > MOST_BYTES:
             raise ValueError(f"box {box} of a shard of {entry.shard.box.size}")
-        checked = self._checked.setdefault((view.name, view.seal), set())
+        with self._known:
+            checked = self._checked.setdefault((view.name, view.seal), set())
+            _keep_last(self._checked, MOST_CONNECTIONS)
         if index not in checked:
             view.checked(entry)
             checked.add(index)
-            while len(self._checked) > MOST_CONNECTIONS:
-                del self._checked[next(iter(self._checked))]
         self._pacer.take(cut.nbytes)
         channel.send(MESSAGE, np.ascontiguousarray(cut).reshape(-1).view(np.uint8).data)
+
+
+def _keep_last(known: dict[Any, Any], most: int) -> None:
+    while len(known) > most:
+        del known[next(iter(known))]
 
 
 def _send_all(channel: Channel, data: bytes) -> None:

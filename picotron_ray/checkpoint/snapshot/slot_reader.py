@@ -43,8 +43,8 @@ class SlotShard:
 class SlotHead:
     """All of a slot but its body: what its seal vouches for.
 
-    It is a copy, so that nothing written over the slot later comes into it. Its table is parsed once, when it
-    is first asked for: with thousands of shards that takes far longer than header and seal.
+    It is a copy, so that nothing written over the slot later comes into it. Its table, which takes most of
+    the time, is parsed once, when it is first asked for.
     """
 
     def __init__(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -96,11 +96,14 @@ class SlotView:
         return self._head.parts
 
     def share_head(self, heads: MutableMapping[str, SlotHead]) -> None:
-        """Take over the head that ``heads`` has of this slot, if it is of this seal; else leave it there."""
-        known = heads.get(self.name)
-        if known is None or known.seal != self.seal:
-            known = heads[self.name] = self._head
-        self._head = known
+        """Take over the head that ``heads`` has of this slot, if it is of this seal; it is the last one then.
+
+        Whoever shares ``heads`` with other threads holds a lock.
+        """
+        known = heads.pop(self.name, None)
+        if known is not None and known.seal == self.seal:
+            self._head = known
+        heads[self.name] = self._head
 
     def raw(self, entry: SlotShard) -> memoryview:
         """The shard's bytes, unchecked."""

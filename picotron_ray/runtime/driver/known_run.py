@@ -1,4 +1,4 @@
-"""What this machine remembers of a run, against what the storage of a launch holds.
+"""Memory that this machine has of a run, against what the storage of a launch holds.
 
 A mount point without its disk, or another folder, looks like a run that never was, and would begin at step 0
 and have the logs and the trackers' files of the real one cleared. The event logs on the coordinator's machine

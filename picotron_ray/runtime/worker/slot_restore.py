@@ -33,6 +33,7 @@ PAUSES_S = (0.25, 8.0)
 """Pause before busy nodes are asked again, the first and the longest; half as much to half as much again."""
 MOST_BUSY_S = 1800.0
 """Longest wait for busy nodes."""
+NOWHERE = "no other node holds what is needed of the state"
 
 
 def unknown(wanted: Sequence[Shard]) -> Collection[int]:
@@ -111,10 +112,13 @@ class SlotRestore:
             self._useful = set(self._holders(wanted))
             self._told = not self._useful
         missing, opened, useful = MissingBoxes(wanted), dict[str, View](), self._useful
+        passed_by = False
         for group in self._order.groups(frozenset(useful)):
-            if group not in useful and opened and not self._told:
-                self._told = True
-                log.warning("snapshots: shares %s do not hold all; others are tried", sorted(useful))
+            if group not in useful:
+                if not self._whole(group):  # it may hold nothing of this member's
+                    passed_by = True
+                    continue
+                self._tell_of_others(bool(opened))
             chosen = self._chosen(group)
             for info in chosen:
                 view = self._view(info)
@@ -124,8 +128,20 @@ class SlotRestore:
             if not missing:
                 break
             self._leave_others({self._node_of[name] for name in opened} | {info.node for info in chosen})
+        if passed_by and (missing or not opened):
+            raise self._gone(NOWHERE, self._lost)
         self._leave_others({self._node_of[name] for name in opened})
         return list(opened.values())
+
+    def _tell_of_others(self, opened: bool) -> None:
+        """Say once that other shares than those that were computed are looked through."""
+        if opened and not self._told and self._useful is not None:
+            self._told = True
+            log.warning("snapshots: shares %s do not hold all; others are tried", sorted(self._useful))
+
+    def _whole(self, group: int) -> list[tuple[SlotInfo, ...]]:
+        """Sets of slots that hold all of a group, on nodes that are not lost."""
+        return [c for c in self._order.candidates(group) if not any(i.node in self._lost for i in c)]
 
     def _leave_others(self, nodes: Collection[str]) -> None:
         """Close connections to all nodes but these."""
@@ -135,9 +151,9 @@ class SlotRestore:
     def _chosen(self, group: int) -> tuple[SlotInfo, ...]:
         """The slots of a group to read now: none is of a node that is lost, or busy while another is not."""
         for attempt in (1, 2):
-            whole = [c for c in self._order.candidates(group) if not any(i.node in self._lost for i in c)]
+            whole = self._whole(group)
             if not whole:
-                raise self._gone("no other node holds what is needed of the state", self._lost)
+                raise self._gone(NOWHERE, self._lost)
             free = [c for c in whole if not any(i.node in self._busy for i in c)]
             if free or attempt == 2:
                 return (free or whole)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.policies.state_copies import ReadingOrder
-from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.layout import Layout, Zero
 from picotron_ray.layout.shards import Shard
 from picotron_ray.models.parameters import ParameterSpec, Part
 from picotron_ray.parallel.shard_boxes import is_primary, local_box
@@ -26,7 +27,8 @@ SCALE = "scaler/loss_scale"
 def spec(
     name: str, shape: tuple[int, ...], tp_dim: int | None, at: int | Part, **more: bool
 ) -> ParameterSpec:
-    layer, part = (at, "block") if isinstance(at, int) else (None, at)
+    layer = at if isinstance(at, int) else None
+    part: Part = "block" if isinstance(at, int) else at
     return ParameterSpec(name, shape, layer, part, tp_dim, True, 0.02, **more)
 
 
@@ -90,7 +92,7 @@ def wanted(specs: list[ParameterSpec], layout: Layout, rank: int) -> list[Shard]
 
 
 def holders(specs: list[ParameterSpec], layout: Layout) -> ShareHolders:
-    return ShareHolders([each for each in specs if not each.copy], layout, bounds(layout))
+    return ShareHolders(specs, layout, bounds(layout))
 
 
 @st.composite
@@ -101,7 +103,7 @@ def layouts(draw: st.DrawFn, experts: int) -> Layout:
         draw(st.integers(1, 2)),
     )
     ep = draw(st.sampled_from([n for n in (1, 2, 4) if experts and experts % n == 0] or [1]))
-    zero = draw(st.sampled_from((0, 1, 2, 3)))
+    zero = draw(st.sampled_from(get_args(Zero)))
     replicate = draw(st.sampled_from((1, 2))) if zero else 1
     dp = ep * replicate * draw(st.integers(1, 5))
     interleaved = pp == 2 and draw(st.booleans())

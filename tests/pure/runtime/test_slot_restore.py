@@ -14,7 +14,7 @@ import pytest
 from picotron_ray.checkpoint.shard_service.channel import Channel, Endpoint
 from picotron_ray.checkpoint.shard_service.server import ShardServer
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
-from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey, slot_bytes
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, Member, SlotInfo, Source
 from picotron_ray.coordinator.policies.state_copies import ReadingOrder, with_copies
@@ -41,15 +41,15 @@ class Node:
         self.folder, self.name, self.slots = folder, name, list[SlotInfo]()
         self.service = ShardServer(folder, "127.0.0.1", timeout_s=2.0)
 
-    def write(self, low: int, high: int, part: Fragment, key: tuple[int, int, int] = KEY) -> Path:
+    def write(self, low: int, high: int, part: Fragment | None, key: SlotKey = KEY) -> Path:
         """Seal rows of the state in a slot of their own."""
         name = f"{self.name}-{low}.0.slot"
         shard = Shard("w", "float32", (ROWS, WIDTH), Box((low, 0), (high - low, WIDTH)))
         slot = SlotFile.create(self.folder / name, slot_bytes([shard]))
-        fragments = ((part.group, part.index, part.count),)
+        fragments = ((part.group, part.index, part.count),) if part else ()
         slot.write(SlotHeader(*key, 0, fragments), [shard], [values()[low:high].tobytes()])
         slot.close()
-        self.slots.append(SlotInfo(self.name, name, WROTE, STEP, 0, (part,)))
+        self.slots.append(SlotInfo(self.name, name, WROTE, STEP, 0, (part,) if part else ()))
         return slot.path
 
     def write_halves(self, group: int = 0, low: int = 0, high: int = ROWS) -> None:
@@ -80,8 +80,8 @@ class Cluster:
         self, *members: str, layout: Layout | None = None, wrote: Layout | None = None
     ) -> GenerationSpec:
         held = [slot for node in self.nodes.values() for slot in node.slots]
-        first = min(self.nodes.values(), key=lambda node: node.name)
-        anchors = first.slots if len({p.group for s in held for p in s.fragments}) == 1 else held
+        first = dict[Any, str]()  # node, by the shares of its slot
+        anchors = [s for s in held if first.setdefault(tuple(p.group for p in s.fragments), s.node) == s.node]
         source = Source("slots", STEP, WROTE, tuple(anchors), layout=wrote or Layout(dp=2))
         who = tuple(Member(f"w{rank}", node) for rank, node in enumerate(members))
         layout = layout or Layout(dp=len(members))
@@ -288,3 +288,91 @@ def test_no_more_slots_are_opened_than_a_member_needs(cluster: Cluster) -> None:
     mine = Shard("w", "float32", (ROWS, WIDTH), Box((6, 0), (12, WIDTH)))
     assert np.array_equal(cluster.restored(spec, 1, wanted=mine), values()[6:18])
     assert cluster.served() == {"a": 0, "b": 0, "c": STATE_BYTES // 4, "d": 0}
+
+
+def shares(cluster: Cluster) -> Cluster:
+    """Four shares, each on a node of its own; nodes e and f hold copies of c's; the reader has none."""
+    for group, node in enumerate(cluster.add("a", "b", "c", "d")):
+        node.write_halves(group, 6 * group, 6 * group + 6)
+    for node in cluster.add("e", "f"):
+        node.write_halves(2, 12, 18)
+    cluster.add("new")
+    return cluster
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Nodes of the slots that were opened, one for each."""
+    found = list[str]()
+    plain = RemoteSlots.open
+
+    def spy(others: RemoteSlots, info: SlotInfo) -> Any:
+        found.append(info.node)
+        return plain(others, info)
+
+    monkeypatch.setattr(RemoteSlots, "open", spy)
+    return found
+
+
+CUT = Layout(dp=4, zero=1)
+MINE = Shard("w", "float32", (ROWS, WIDTH), Box((9, 0), (12, WIDTH)))
+"""Boxes of the last three shares."""
+
+
+def test_only_the_shares_that_are_known_to_hold_its_boxes_are_opened(
+    cluster: Cluster, opened: list[str]
+) -> None:
+    spec = shares(cluster).spec("new", wrote=CUT)
+    cluster.holders = lambda wanted: {1, 2, 3}
+    assert np.array_equal(cluster.restored(spec, 0, wanted=MINE), values()[9:21])
+    assert len(opened) == 6
+    assert {"b", "d"} < set(opened) <= {*"bcdef"}
+
+
+def test_where_they_lack_something_the_others_are_looked_through(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = shares(cluster).spec("new", wrote=CUT)
+    cluster.holders = lambda wanted: {1}
+    assert np.array_equal(cluster.restored(spec, 0, wanted=MINE), values()[9:21])
+    assert [r.getMessage() for r in caplog.records if "others are tried" in r.getMessage()] == [
+        "snapshots: shares [1] do not hold all; others are tried"
+    ]
+
+
+def test_then_a_lost_share_of_which_nothing_is_needed_is_passed_by(cluster: Cluster) -> None:
+    """Nobody knew that it holds nothing of this member's; it was taken for the end of the state."""
+    spec = shares(cluster).spec("new", wrote=CUT)
+    cluster.holders = lambda wanted: {1}
+    cluster.nodes["a"].service.close()
+    assert np.array_equal(cluster.restored(spec, 0, wanted=MINE), values()[9:21])
+
+
+def test_a_lost_share_is_read_from_the_nodes_with_copies_of_it(cluster: Cluster, opened: list[str]) -> None:
+    spec = shares(cluster).spec("new", wrote=CUT)
+    cluster.holders = lambda wanted: {1, 2, 3}
+    for lost in "ce":
+        cluster.nodes[lost].service.close()
+    assert np.array_equal(cluster.restored(spec, 0, wanted=MINE), values()[9:21])
+    assert "a" not in opened
+
+
+@pytest.mark.parametrize("known", [{1, 2, 3}, {1}, set()], ids=str)
+def test_a_share_without_another_copy_is_the_end_of_the_state(cluster: Cluster, known: set[int]) -> None:
+    spec = shares(cluster).spec("new", wrote=CUT)
+    cluster.holders = lambda wanted: known
+    cluster.nodes["d"].service.close()
+    with pytest.raises(SlotUnreachableError, match="no other node") as caught:
+        cluster.restored(spec, 0, wanted=MINE)
+    assert caught.value.where.startswith("d-")
+
+
+def test_slots_that_do_not_say_their_share_are_read_whatever_was_computed(cluster: Cluster) -> None:
+    """As those of a state that every worker wrote whole."""
+    (node,) = cluster.add("a")
+    node.write(0, 12, None)
+    node.write(12, ROWS, None)
+    cluster.add("new")
+    cluster.holders = lambda wanted: {3}
+    for rank in range(2):
+        assert np.array_equal(cluster.restored(cluster.spec("a", "new"), rank), values())

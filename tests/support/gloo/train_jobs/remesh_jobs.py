@@ -6,19 +6,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from picotron_ray.checkpoint.shard_service.channel import Endpoint
+from picotron_ray.checkpoint.snapshot.slot_reader import open_slot
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome
 from picotron_ray.data.dataset import build_dataset
+from picotron_ray.layout.shards import Shard
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.generation import GenerationRun
 from picotron_ray.runtime.worker.resources import WorkerResources
+from picotron_ray.runtime.worker.slot_restore import SlotRestore
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
 from tests.support.gloo.pool import Job
 
@@ -71,7 +75,27 @@ def generation(
     home.page.on_phase = on_phase
     run = GenerationRun(home, spec, (job.host, job.port))
     threading.Thread(target=watch, args=(run, Path(told)), daemon=True).start()
-    return run.run()
+    plain = SlotRestore._opened
+
+    def opened(restore: SlotRestore, wanted: Sequence[Shard]) -> Any:
+        check_holders(spec, Path(folder), restore._holders(wanted), wanted)
+        return plain(restore, wanted)
+
+    with patch.object(SlotRestore, "_opened", opened):
+        return run.run()
+
+
+def check_holders(
+    spec: GenerationSpec, folder: Path, known: Collection[int], wanted: Sequence[Shard]
+) -> None:
+    """Compare the shares that were computed with what all slots of the state hold of what is wanted."""
+    boxes = {shard.name: shard.box for shard in wanted}
+    useful = set[int]()
+    for info in spec.source.slots:
+        held = [entry.shard for entry in open_slot(folder / info.slot).shards]
+        if any(s.name in boxes and s.box.intersect(boxes[s.name]) is not None for s in held):
+            useful |= {part.group for part in info.fragments}
+    assert set(known) == useful, f"{spec.source.layout}: computed {sorted(known)}, found {sorted(useful)}"
 
 
 def watch(run: Any, told: Path) -> None:

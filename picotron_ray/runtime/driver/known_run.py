@@ -24,7 +24,6 @@ from picotron_ray.runtime.coordinator.event_log.memo import observations
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.kept_slots import kept_step
 from picotron_ray.runtime.ray_cluster.names import event_folder
-from picotron_ray.runtime.ray_cluster.placement import ask_nodes, connected, living_nodes
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +117,10 @@ def check_known_run(job: JobConfig, storage: Storage, own_ray: bool) -> str:
 
 def _newest_known(run: str, identity: str, own_ray: bool) -> KnownRun | None:
     found = [known_here(run, identity)]
-    if not own_ray and connected():
+    if own_ray:
+        return found[0]
+    from picotron_ray.runtime.ray_cluster.placement import ask_nodes, connected, living_nodes
+
+    if connected():
         found += ask_nodes(living_nodes(), known_here, run, identity).values()
     return max((known for known in found if known), key=lambda known: known.term, default=None)

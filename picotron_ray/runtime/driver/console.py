@@ -175,6 +175,8 @@ def end_line(end: dict[str, Any]) -> str:
         return f"run {end['run']} has ended already"
     at = end["committed"]
     again = "begins anew" if at is None else f"goes on from the commit of step {at}"
+    if end.get("missing"):
+        again = "is refused while they are missing, unless it is to `--begin-anew`"
     return f"run {end['run']} has ended already: {end['detail']}; another launch {again}"
 
 

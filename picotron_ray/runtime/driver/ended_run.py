@@ -21,6 +21,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError, StorageError
 from picotron_ray.runtime.coordinator.event_log import files
 from picotron_ray.runtime.coordinator.run_record import EXIT_CODES
+from picotron_ray.runtime.driver.known_run import known_here
 from picotron_ray.runtime.ray_cluster.names import event_folder
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ def kept_end(run: str) -> dict[str, Any] | None:
     """Return how a run ended that was coordinated on this machine; None where none of that name was.
 
     Its ``state`` is "cut-off" where its last launch left no summary, and "unknown" where its storage cannot
-    tell; ``committed`` is the newest step that a launch would go on from.
+    tell; ``committed`` is the newest step that a launch would go on from, ``missing`` one that is remembered
+    here alone, where storage has no commit any more.
     """
     found = _last_launch(run)
     if found is None:
@@ -69,6 +71,10 @@ def kept_end(run: str) -> dict[str, Any] | None:
     except PicotronError as error:
         return {**told, "state": "unknown", "detail": f"its storage does not tell: {error}", "summary": None}
     detail = f"its last launch left no summary in {storage.where}"
+    known = known_here(run) if told["committed"] is None else None
+    if known is not None and known.step:
+        told["missing"] = known.step
+        detail = f"its commits up to step {known.step} are not in {storage.where} any more"
     return {**told, "state": "cut-off", "detail": detail, "summary": None, **(stored_end(job, term) or {})}
 
 

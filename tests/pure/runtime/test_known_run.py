@@ -15,6 +15,8 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.replay import header_line
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
+from picotron_ray.runtime.driver.console import end_line
+from picotron_ray.runtime.driver.ended_run import kept_end
 from picotron_ray.runtime.driver.known_run import check_known_run, known_here
 from picotron_ray.runtime.driver.resolve_job import check_machine
 from picotron_ray.runtime.ray_cluster.names import event_folder
@@ -74,6 +76,12 @@ def test_storage_that_is_not_mounted_is_refused_with_what_is_missed_and_what_to_
     ):
         assert words in said
     assert known_here(job.name) is not None, "nothing of it was deleted"
+    end = kept_end(job.name)
+    assert end is not None
+    assert "its commits up to step 40 are not in" in end_line(end)
+    assert end_line(end).endswith(
+        "another launch is refused while they are missing, unless it is to `--begin-anew`"
+    )
     with pytest.raises(ConfigError, match="saw nothing of run"):
         check_machine(job, True)
     assert check_machine(job, True, begin_anew=True).job == job

@@ -271,10 +271,11 @@ class RunRecord:
 
     def _judged(self, data: dict[str, Any], at_s: float) -> None:
         """Note a failure that the machine found without a sign of its own, as at a term's beginning."""
-        if not self._open and self._facts.generations:
-            kind = FailureKind.named(str(data.get("cause", ""))) or FailureKind.FAILED
-            target = str(data.get("target", ""))
-            self._failed(FAILURE_RULES[kind].reported_as, target, self._facts.generations[-1], at_s)
+        kind = FailureKind.named(str(data.get("cause", ""))) or FailureKind.FAILED
+        if kind is FailureKind.START_FAILED or self._open or not self._facts.generations:
+            return  # where a replacement does not start, the generation trains on
+        kind, target = FAILURE_RULES[kind].reported_as, str(data.get("target", ""))
+        self._failed(kind, target, self._facts.generations[-1], at_s)
 
     def _went_on(self, record: GenerationRecord, at_s: float) -> None:
         """Close the records of all failures before a generation, whose first step is finished."""

@@ -425,6 +425,14 @@ def test_what_the_machine_found_by_itself_is_a_failure_too(run: Run) -> None:
     assert (failure["target"], failure["detected_s"]) == ("a", 2.0)
 
 
+def test_a_replacement_that_does_not_start_strikes_no_generation(run: Run) -> None:
+    """At the end it was told as not survived, after thousands of further steps."""
+    run.generation(1, "ab", 0, 1.0, "init")
+    data = {"cause": FailureKind.START_FAILED.value, "target": "node"}
+    run.record.observe(m.Tick(), [m.Alert("warning", "text", "failure", data)], BEGAN + 2.0)
+    assert run.failures() == []
+
+
 def test_a_record_keeps_no_slots_of_the_generations_that_were(run: Run) -> None:
     """At 1,000 ranks they would be most of it, and it is written with every commit."""
     run.record.begin(1, {})

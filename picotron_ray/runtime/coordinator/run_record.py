@@ -1,7 +1,6 @@
 """Record of a run: events for the driver, generations, failures with their cost, and the summary.
 
-Filled from what the coordinator handles anyway; read by ``status`` from other threads, so every public
-method takes the lock.
+Filled from what the coordinator handles; ``status`` reads it from other threads: public methods take the lock.
 """
 
 from __future__ import annotations

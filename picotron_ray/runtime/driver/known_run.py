@@ -64,7 +64,9 @@ def _read(folder: Path, identity: str) -> KnownRun | None:
     term, head = files.read_head(logs[-1][0]) if logs else (0, None)
     if head is None or (identity and head.get("identity", identity) == identity):
         return None
-    step, at_s, finished = 0, 0.0, False
+    facts = (files.read_record(folder) or {}).get("facts", {})  # also of what the logs are too long for
+    step = max((int(commit["step"]) for commit in facts.get("checkpoints", ())), default=0)
+    at_s, finished = float(facts.get("committed_at_s") or 0.0), False
     for _, event, commands, now_s in observations(files.lines_since(folder, None)):
         if isinstance(event, m.Begin):
             finished = False
@@ -81,16 +83,18 @@ def _committed(event: m.Event) -> Iterable[int]:
     return [event.step] if isinstance(event, m.Appended) and event.kind == "commit" and event.seq else []
 
 
-def check_known_run(job: JobConfig, storage: Storage, own_ray: bool) -> str:
-    """Refuse to begin anew in place of a run that has commits, as this machine knows; returns a note, or "".
+def check_known_run(job: JobConfig, storage: Storage, own_ray: bool, relative: bool = False) -> str:
+    """Refuse to begin anew in place of a run that has commits, as this machine knows; returns a note.
 
-    One that finished elsewhere lacks nothing: a launch with another ``storage.url`` is told so and begins.
+    Refused is a launch that finds its run's own ``storage.url`` empty, and one from another folder that misses
+    an unfinished run. Otherwise a name is taken to be used again on purpose, which is noted.
 
     Args:
+        relative: ``storage.url`` depends on the folder that the launch was called from.
         own_ray: else the nodes of the connected cluster are asked too: one of them had the coordinator.
 
     Raises:
-        ConfigError: the storage holds nothing of that run, or another run of its name.
+        ConfigError: the storage holds nothing of that run.
     """
     try:
         identity = decode_entry(1, get_bounded(storage, entry_key(1), JSON_BYTES)).nonce
@@ -106,8 +110,9 @@ def check_known_run(job: JobConfig, storage: Storage, own_ray: bool) -> str:
     seen = f"another run of the name {job.name!r}" if identity else f"nothing of run {job.name!r}"
     when = f"{datetime.fromtimestamp(known.committed_at_s, UTC):%Y-%m-%d %H:%M} UTC"
     expected = f"its commits up to step {known.step} (heard of on {when}) in {known.url}"
-    if known.finished and known.url != public_dict(job)["storage"]["url"]:
-        return f"storage.url: {storage.where} has {seen}; the one that finished has {expected}"
+    same = known.url == public_dict(job)["storage"]["url"]
+    if identity or not (same or (relative and not known.finished)):
+        return f"storage.url: {storage.where} has {seen}; the one that this machine remembers has {expected}"
     raise ConfigError(
         f"storage.url: saw {seen} in {storage.where}, expected {expected}, as remembered here; mount or"
         " restore it, or give that storage.url; to begin at step 0 on purpose, launch with --begin-anew or"

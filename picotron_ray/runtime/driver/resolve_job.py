@@ -184,7 +184,9 @@ def _known_run(at: ResolvedJob) -> ResolvedJob:
     """
     from picotron_ray.runtime.driver.known_run import check_known_run
 
-    return at if at.begin_anew else at.noting(check_known_run(at.job, _opened(at), at.owns_ray))
+    if at.begin_anew:
+        return at
+    return at.noting(check_known_run(at.job, _opened(at), at.owns_ray, bool(at.relative_url)))
 
 
 def _nodes(at: ResolvedJob) -> ResolvedJob:

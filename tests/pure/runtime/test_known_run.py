@@ -14,6 +14,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.replay import header_line
 from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.coordinator.event_log import files
 from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.driver.console import end_line
 from picotron_ray.runtime.driver.ended_run import kept_end
@@ -87,23 +88,36 @@ def test_storage_that_is_not_mounted_is_refused_with_what_is_missed_and_what_to_
     assert check_machine(job, True, begin_anew=True).job == job
 
 
-def test_a_run_of_that_name_that_finished_elsewhere_is_noted(tmp_path: Path) -> None:
+def test_another_folder_is_refused_where_the_run_was_not_finished(tmp_path: Path) -> None:
+    """``storage.url=./runs`` means another place wherever a launch is called from."""
     remember(job_in(tmp_path / "one"), "a", finished=True)
     other = job_in(tmp_path / "two")
-    assert "the one that finished has its commits up to step 40" in check_known_run(
-        other, storage_of(other), True
-    )
+    note = check_known_run(other, storage_of(other), True, relative=True)
+    assert "the one that this machine remembers has its commits up to step 40" in note
     remember(job_in(tmp_path / "one"), "a", finished=False)
     with pytest.raises(ConfigError, match="saw nothing of run 'night'"):
-        check_known_run(other, storage_of(other), True)
+        check_known_run(other, storage_of(other), True, relative=True)
+    assert "has nothing of run 'night'" in check_known_run(other, storage_of(other), True), (
+        "it was named in full"
+    )
 
 
-def test_another_run_of_the_name_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_another_run_of_the_name_is_noted(tmp_path: Path) -> None:
+    """``--begin-anew`` would go on with that one."""
     job = job_in(tmp_path / "runs")
     storage = storage_of(job, begun=True)
     remember(job, "a")
-    with pytest.raises(ConfigError, match="saw another run of the name 'night'"):
-        check_known_run(job, storage, True)
+    assert "has another run of the name 'night'" in check_known_run(job, storage, True)
+
+
+def test_a_commit_that_only_the_record_tells_of_counts(tmp_path: Path) -> None:
+    """Of a long run no more than the last part of its logs is read."""
+    job = job_in(tmp_path / "runs")
+    remember(job, "a", step=0)
+    facts = {"checkpoints": [{"step": 7}], "committed_at_s": 9.0}
+    files.write_record(event_folder(job.name), {"term": 1, "line": 0, "facts": facts})
+    with pytest.raises(ConfigError, match=r"up to step 7 .heard of on 1970"):
+        check_known_run(job, storage_of(job), True)
 
 
 def test_its_own_storage_first_launches_and_what_never_committed_are_let_by(tmp_path: Path) -> None:

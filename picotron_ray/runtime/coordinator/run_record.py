@@ -1,6 +1,6 @@
 """Record of a run: events for the driver, generations, failures with their cost, and the summary.
 
-Filled from what the coordinator handles; ``status`` reads it from other threads: public methods take the lock.
+Filled from what the coordinator handles; ``status`` reads it from other threads, so public methods lock.
 """
 
 from __future__ import annotations

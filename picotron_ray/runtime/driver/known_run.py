@@ -86,8 +86,8 @@ def _committed(event: m.Event) -> Iterable[int]:
 def check_known_run(job: JobConfig, storage: Storage, own_ray: bool, relative: bool = False) -> str:
     """Refuse to begin anew in place of a run that has commits, as this machine knows; returns a note.
 
-    Refused is a launch that finds its run's own ``storage.url`` empty, and one from another folder that misses
-    an unfinished run. Otherwise a name is taken to be used again on purpose, which is noted.
+    Refused is a launch that finds its run's own ``storage.url`` empty, and one from another folder that
+    misses an unfinished run. Otherwise a name is taken to be used again on purpose, which is noted.
 
     Args:
         relative: ``storage.url`` depends on the folder that the launch was called from.

@@ -34,6 +34,7 @@ from picotron_ray.runtime.coordinator.upload_requests import UploadRequests
 from picotron_ray.runtime.node_agent.term_file import TermFile
 from picotron_ray.runtime.node_agent.uploads import _told
 from picotron_ray.runtime.run_storage import run_store
+from picotron_ray.runtime.run_storage.life_sign import LifeSign
 from picotron_ray.runtime.run_storage.run_store import RunStore
 from tests.support.simulation.objects import Client, Objects
 from tests.support.simulation.processes import Process, Processes, VirtualEvent
@@ -64,11 +65,22 @@ def _expect_no_error(result: Any, error: Exception | None) -> None:
         raise error
 
 
+class NoSign(LifeSign):
+    """Life without signs: they are put by a thread of their own, in which virtual time knows no process."""
+
+    def begin(self, term: int) -> None:
+        pass
+
+
 class StoreOfRun(RunStore):
     """The coordinator's side of storage; what a ledger's digests say needs data, and is another test's."""
 
     processes: Processes
     log_process: Process
+
+    def __init__(self, *words: Any, **named: Any) -> None:
+        super().__init__(*words, **named)
+        self._life = NoSign(self._storage)
 
     def _in_order(self, work: Callable[[], Any]) -> Any:
         over, ended = VirtualEvent(self.processes), list[tuple[Any, Exception | None]]()

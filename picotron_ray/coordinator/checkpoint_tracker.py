@@ -141,6 +141,9 @@ class CheckpointTracker:
         """Note a pinned checkpoint snapshot of a node; one that comes too late is released at once."""
         if state[0] <= self.committed or (self.released is not None and state <= self.released):
             return [self.release(node, state)]
+        overtaken = self.pending is not None and state < self.pending.state
+        if overtaken and state not in self.seals:  # it gave way to the one under way
+            return [self.release(node, state)]
         self.seals.setdefault(state, SealedState(layout)).add(node, slots)
         return []
 
@@ -230,6 +233,13 @@ class CheckpointTracker:
         return any(
             state[1] == generation and sealed.covered() is not None for state, sealed in self.seals.items()
         )
+
+    def newest_whole(self) -> StateKey | None:
+        """Newest state that is sealed as a whole, and that storage has not all of."""
+        pending = self.pending
+        stored = pending.state if pending is not None and pending.uploaded else None
+        whole = (state for state, sealed in self.seals.items() if sealed.covered() is not None)
+        return max((state for state in whole if state != stored), default=None)
 
     def needs(self, node: str) -> bool:
         """Whether the checkpoint under way waits for slots of this node."""

@@ -132,7 +132,8 @@ def progress(memory: MachineMemory, step: int) -> None:
     """Note finished steps of the present generation."""
     if memory.spec is None or step <= memory.seen_step:
         return
-    memory.seen_step, memory.progressed, memory.held = step, True, True
+    memory.seen_step, memory.progressed = step, True
+    memory.held = memory.held or step > memory.spec.resume_step  # who only waits to restore says that one
     memory.pace = memory.pace.seen(step, memory.now)
     memory.emit(*memory.checkpoints.release_void())
     if memory.breaker.progressed(step):

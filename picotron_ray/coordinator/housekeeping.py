@@ -17,6 +17,7 @@ from picotron_ray.coordinator.unseen_members import end_unseen
 from picotron_ray.failures import FailureKind
 
 REPLACE_AFTER_S = 2.0  # replacements wait for the survivors' first step, which they would slow down
+WOKEN_S = 2.0  # as much of its sleep as the clock of the machine counts (LONGEST_GAP_S)
 NOT_REPLACED = "not-replaced"  # kind of the alerts that tell how many workers were lost for good
 
 
@@ -34,6 +35,7 @@ def lose_node(memory: MachineMemory, node: str, reason: str, *, silent: bool = F
     gone = memory.roster.lose(node, silent=silent)
     memory.checkpoints.node_lost(node)
     memory.inventory.pop(node, None)
+    memory.outdated.pop(node, None)
     memory.awaited.pop(node, None)
     text = f"node {node} lost ({reason}) with {len(gone)} workers"
     hit = any(memory.is_member(worker.name) and worker.name not in memory.outcomes for worker in gone)
@@ -113,9 +115,18 @@ def bar(memory: MachineMemory, worker: RosterWorker, why: str) -> None:
         memory.finish("failed", text)
 
 
+def _silence_limit_s(memory: MachineMemory) -> float:
+    """Silence after which a node is lost.
+
+    Just after the coordinator's own sleep it is longer: what came meanwhile may still wait to be read.
+    """
+    limit_s = memory.job.elastic.node_timeout_s
+    return limit_s + WOKEN_S if memory.now < memory.woke_at + WOKEN_S else limit_s
+
+
 def keep_house(memory: MachineMemory) -> None:
     """Do everything that time alone brings about."""
-    for node in memory.roster.silent_nodes(memory.now, memory.job.elastic.node_timeout_s):
+    for node in memory.roster.silent_nodes(memory.now, _silence_limit_s(memory)):
         lose_node(memory, node, f"silent for {memory.job.elastic.node_timeout_s:g} s", silent=True)
     end_unseen(memory)
     workers = memory.roster.in_state("dying", "starting")

@@ -162,12 +162,17 @@ class Machine:
 
     def _clock(self, now: float, slept_s: float | None) -> float:
         """Return ``now`` without the time that the coordinator itself slept through."""
+        memory = self.memory
+        before = memory.slept_s
         if slept_s is not None:
-            self.memory.slept_s = slept_s
+            memory.slept_s = slept_s
         elif self._last is not None:
-            self.memory.slept_s += max(0.0, now - self._last - LONGEST_GAP_S)
+            memory.slept_s += max(0.0, now - self._last - LONGEST_GAP_S)
         self._last = now if self._last is None else max(now, self._last)
-        return self._last - self.memory.slept_s
+        now = self._last - memory.slept_s
+        if memory.slept_s > before:
+            memory.woke_at = now
+        return now
 
     @property
     def wake_at(self) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal
 
 from picotron_ray.config.schema.job import JobConfig
@@ -92,6 +93,7 @@ class MachineMemory:
     quiet: bool = False  # the event at hand changed nothing that anything follows from
     transitions: list[tuple[MachineState, MachineState]] = field(default_factory=list)  # of the event at hand
     slept_s: float = 0.0  # the coordinator's own sleep so far: ``now + slept_s`` is the clock of events
+    woke_at: float = -inf  # when it last woke from such a sleep
     term: int = 0
     generations: int = 0  # started in this term
     names: int = 0  # worker names given in this term
@@ -149,6 +151,9 @@ class MachineMemory:
     patient_until: float = 0.0  # how long a commit under way is awaited before the next decision
     asked: int = 0  # how often the awaited were asked
     inventory: dict[str, tuple[SlotInfo, ...]] = field(default_factory=dict)
+    outdated: dict[str, tuple[SlotInfo, ...]] = field(default_factory=dict)
+    """Inventories of this round by nodes that were asked again since."""
+    doubted: set[str] = field(default_factory=set)  # nodes asked again as they had told of more
     # storage
     commits: list[Commit] = field(default_factory=list)
     bad_slots: set[SlotIdentity] = field(default_factory=set)

@@ -52,6 +52,8 @@ def collect(memory: MachineMemory) -> None:
     memory.go(MachineState.COLLECTING)
     memory.request += 1
     memory.inventory.clear()
+    memory.outdated.clear()
+    memory.doubted.clear()
     memory.awaited = dict.fromkeys(memory.roster.nodes, memory.request)
     memory.asked = 0
     memory.patient_until = memory.now + COMMIT_PATIENCE_S
@@ -70,7 +72,8 @@ def ask_again(memory: MachineMemory, node: str) -> None:
     It has just joined, or the last worker that wrote into its slots has ended.
     """
     if node in memory.roster.nodes:
-        memory.inventory.pop(node, None)
+        if node in memory.inventory:
+            memory.outdated[node] = memory.inventory.pop(node)
         memory.request += 1
         memory.awaited[node] = memory.request
         alone = memory.now + memory.job.elastic.interrupt_timeout_s
@@ -89,12 +92,46 @@ def step_collecting(memory: MachineMemory) -> None:
         if memory.asked < MOST_ASKED:
             _ask(memory)
             return
-        memory.alert(
-            "error", "inventory", f"no inventory from {', '.join(sorted(memory.awaited))}: going on without"
-        )
-        memory.awaited.clear()
+        _do_without(memory)
     if not memory.awaited:
         _decide(memory)
+
+
+def _do_without(memory: MachineMemory) -> None:
+    """Go on with what the awaited nodes told earlier in this round, if anything.
+
+    What is gone of it is found where it is read, and passed over.
+    """
+    told = {node: memory.outdated[node] for node in memory.awaited if node in memory.outdated}
+    text = f"no inventory from {', '.join(sorted(memory.awaited))}: going on without"
+    if told:
+        text += f", and with what {', '.join(sorted(told))} told before"
+    memory.alert("error", "inventory", text)
+    memory.inventory.update(told)
+    memory.awaited.clear()
+
+
+def _ask_who_sealed(memory: MachineMemory, point: Source) -> bool:
+    """Ask nodes again, once, that told of a newer whole state and whose inventories lack their part of it.
+
+    They may have answered before it was sealed. Returns whether any was asked.
+    """
+    newest = None if memory.distrust_slots else memory.checkpoints.newest_whole()
+    if newest is None or newest[0] <= point.step or not on_lineage(memory.history, newest[1], newest[0]):
+        return False
+    lacking = []
+    for node, slots in memory.checkpoints.seals[newest].held.items():
+        told = {slot.identity for slot in memory.inventory.get(node, ())}
+        if (
+            node in memory.roster.nodes
+            and node not in memory.doubted
+            and not told.issuperset(slot.identity for slot in slots)
+        ):
+            lacking.append(node)
+    memory.doubted.update(lacking)
+    for node in lacking:
+        ask_again(memory, node)
+    return bool(lacking)
 
 
 def _decide(memory: MachineMemory) -> None:
@@ -106,6 +143,8 @@ def _decide(memory: MachineMemory) -> None:
         return
     except CorruptError as error:
         memory.finish("storage", str(error))
+        return
+    if _ask_who_sealed(memory, point):
         return
     if memory.now < memory.patient_until and _commit_would_help(memory, point):
         return

@@ -170,6 +170,8 @@ class Checks:
         unread = any(w.read_again_at and not self.sim.reachable(w.node) for w in members)
         stalled = kind is FailureKind.HANG and (generation.complained or unread)
         late = kind is FailureKind.LATE and self.sim.now - generation.made_at <= BEGUN_S  # not heard of yet
+        # who was never called by the coordinator before says so
+        late |= kind is FailureKind.PEER_LOST and any(w.generation is not generation for w in members)
         lost = kind in (FailureKind.NODE_LOST, None)  # None: the run was stopping, and ended with it
         silent = lost and not all(self.sim.reachable(w.node) for w in members)
         if well and not (stalled or late or silent):

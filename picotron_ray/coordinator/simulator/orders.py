@@ -181,7 +181,9 @@ class Orders:
         """
         sim, memory = self.checks.sim, shell.machine.memory
         worker = sim.worker(command.worker)
-        if memory.state is not MachineState.ABORTING or memory.spec is None or worker is None or worker.hung:
+        if memory.state is not MachineState.ABORTING or memory.spec is None or worker is None:
+            return
+        if worker.hung or not worker.paged:  # whose page is gone is ended for that
             return
         lost_until = max(shell.paused_until, shell.born_at, sim.noise_until, *worker.node.unheard_until())
         uncalled = worker.last is None or worker.last < memory.spec.id

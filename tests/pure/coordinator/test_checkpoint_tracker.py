@@ -102,9 +102,10 @@ def test_of_several_whole_states_the_newest_is_uploaded_and_the_older_are_freed(
     assert tracker.plan(0.0) == [*freed, upload("n0", 6), upload("n1", 6)]
     assert list(tracker.seals) == [(6, ONE.id), (7, ONE.id)]
     tracker.uploaded(m.Uploaded("n0", ONE.id, 6, "down"), 1.0)
-    seal(tracker, 4)
     assert tracker.plan(1.2) == [], "there is nothing better than the one that fails"
-    assert list(tracker.seals) == [(6, ONE.id), (7, ONE.id), (4, ONE.id)]
+    late = tracker.sealed((4, ONE.id), "n0", (snapshot(ONE, 4)[0],), ONE.layout)
+    assert late == [release("n0", 5)], "told late, it would stay pinned until the next commit"
+    assert list(tracker.seals) == [(6, ONE.id), (7, ONE.id)]
     seal(tracker, 7, nodes=("n0",))
     assert [command.step for command in of(tracker.plan(1.3), m.Upload)] == [7, 7]
 
@@ -213,7 +214,7 @@ def test_a_commit_that_failed_waits_for_a_newer_state(tracker: CheckpointTracker
     seal(tracker, 5)
     tracker.plan(0.0)
     assert not tracker.outdated((5, ONE.id)), "it is no newer than itself"
-    seal(tracker, 4, 6)
+    seal(tracker, 6)
     assert not tracker.outdated((4, ONE.id))
     assert tracker.pending is not None
     assert tracker.outdated((5, ONE.id))

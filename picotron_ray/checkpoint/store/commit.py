@@ -8,6 +8,7 @@ commit says what it needs (``in_use.py``).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.deadline import deletions_given_up
 from picotron_ray.checkpoint.store.assembly import Assembler, Stored
+from picotron_ray.checkpoint.store.deletion import delete_settled
 from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.lineage import commits_on
 from picotron_ray.checkpoint.store.manifest import Segment, segment_row
@@ -29,7 +31,7 @@ from picotron_ray.errors import CorruptError, StorageUnavailableError
 class Committed:
     """Durable commit. ``written_bytes`` counts new chunks, ``stored_bytes`` all of them.
 
-    ``unproven``: steps whose ledger lines are lost, in words.
+    ``unproven``: steps whose ledger lines are lost, in words. ``intents``: of its saves, to be deleted.
     """
 
     seq: int
@@ -39,6 +41,7 @@ class Committed:
     stored_bytes: int
     written_bytes: int
     unproven: str = ""
+    intents: tuple[str, ...] = ()
 
 
 class Assembling(Protocol):
@@ -74,7 +77,9 @@ def commit(
     """
     writer = parts[0].term, parts[0].n
     assembler = Assembler(storage, parts, grace_s, unproven)
-    return commit_assembled(storage, log, writer, assembler, Outlines(), on_phase, in_use)
+    done = commit_assembled(storage, log, writer, assembler, Outlines(), on_phase, in_use)
+    delete_settled(storage, deque(done.intents))
+    return done
 
 
 def commit_assembled(
@@ -88,6 +93,8 @@ def commit_assembled(
     in_order: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> Committed:
     """Commit what generation ``writer`` has uploaded; as `commit`, with the assembly done elsewhere.
+
+    The intents are left to the caller (`deletion.delete_settled`): there is one a node.
 
     Args:
         outlines: of manifests that are known already; others, and this one, are added.
@@ -105,10 +112,8 @@ def commit_assembled(
             on_phase("commit")
         seq: int = in_order(partial(log.append, "commit", _body(outline, stored)))
     outlines.add(stored.digest, outline)
-    for intent in stored.intents:
-        storage.delete(intent)
     known = stored.key, stored.digest, outline.stored_bytes, stored.written_bytes
-    return Committed(seq, outline.step, *known, stored.unproven)
+    return Committed(seq, outline.step, *known, stored.unproven, stored.intents)
 
 
 def _body(outline: Outline, stored: Stored) -> dict[str, Any]:

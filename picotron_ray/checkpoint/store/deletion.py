@@ -10,7 +10,9 @@ it goes on, so that none is deleted long after it was listed. What a commit on a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from picotron_ray.checkpoint.storage.base import Storage, StoredObject
@@ -57,6 +59,30 @@ def delete_listed(storage: Storage, log: RunLog, in_use: InUse, doomed: Mapping[
             done.hung = next((each.key for each in batch if each.key in hung), done.hung)
             _delete_batch(storage, log, in_use, [each for each in batch if each.key not in hung], done)
     return done
+
+
+def delete_settled(storage: Storage, intents: deque[str]) -> None:
+    """Delete intents of saves that are committed; what is left stays in ``intents``, for the next time.
+
+    Raises:
+        StorageError: the storage refused, or did not answer.
+    """
+    for _ in range(-(-len(intents) // BATCH)):
+        batch = _taken(intents)
+        left: Sequence[str] = batch
+        try:
+            left = storage.delete_many(batch, time.monotonic() + KNOWN_S) if batch else ()
+        finally:
+            intents.extend(left)
+
+
+def _taken(intents: deque[str]) -> list[str]:
+    """Take a batch of what other threads may add to, or take from."""
+    batch: list[str] = []
+    with suppress(IndexError):
+        while len(batch) < BATCH:
+            batch.append(intents.popleft())
+    return batch
 
 
 def _delete_batch(

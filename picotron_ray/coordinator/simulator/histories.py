@@ -75,7 +75,7 @@ class Histories:
                 found.append(self.walk(at))
             if counts:
                 break
-            at = self._before(at)
+            at = self._before(shell, at)
         return found or [self.walk(newest)]
 
     def counts(self, shell: CoordinatorProtocol, generation: m.GenerationId, step: int) -> bool:
@@ -114,10 +114,13 @@ class Histories:
         generation = self.checks.sim.generations.get(spec.id)
         return generation is not None and generation.step > spec.resume_step
 
-    def _before(self, spec: m.GenerationSpec) -> m.GenerationSpec | None:
-        known = self.checks.specs
-        older = max((generation for generation in known if generation < spec.id), default=None)
-        return None if older is None else known[older]
+    def _before(self, shell: CoordinatorProtocol, spec: m.GenerationSpec) -> m.GenerationSpec | None:
+        """The generation before, of those that a coordinator can know: its own, logged ones and ancestors."""
+        specs = self.checks.specs
+        known = {logged.id for logged in self.checks.sim.storage.generations()} | self.walk(spec).keys()
+        known |= {generation for generation in specs if generation.term == shell.term}
+        older = max((generation for generation in known & specs.keys() if generation < spec.id), default=None)
+        return None if older is None else specs[older]
 
     def _came_to_something(self, shell: CoordinatorProtocol, spec: m.GenerationSpec) -> bool:
         if (id(shell), spec.id) in self._heard:

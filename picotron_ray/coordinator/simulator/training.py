@@ -175,12 +175,25 @@ class SimGeneration:
         here = [worker for worker in self.members() if worker.node is node and not worker.hung]
         living = [worker for worker in here if worker.paged]
         if node is not None and living and self.sim.now >= node.full_until:
-            slots = [self._write(worker, step, pinned=True) for worker in living]
+            slots = [self._sealed_by(worker, step) for worker in living]
             sealed = tuple(slot for slot in slots if slot is not None)
             if len(sealed) == len(slots):
                 node.report(m.SnapshotSealed(name, self.spec.id, step, sealed))
             else:
                 self.sim.checks.skipped(node, self)
+
+    def _sealed_by(self, worker: WorkerProtocol, step: int) -> m.SlotInfo | None:
+        """Slot of a member with a checkpoint; who has left the generation has sealed it by then, or never."""
+        if worker.generation is self:
+            return self._write(worker, step, pinned=True)
+        for held in worker.node.slots.values():
+            info = held.info
+            if (info.generation, info.step) == (self.spec.id, step) and info.slot.startswith(
+                f"{worker.name}."
+            ):
+                held.pinned = True
+                return info
+        return None
 
     def _file(self, worker: WorkerProtocol, step: int) -> str | None:
         """File for a snapshot: the state's own, an empty one, or that of the oldest state nobody needs.
@@ -202,11 +215,10 @@ class SimGeneration:
             if slot is not None and slot.info.identity not in source
             if states[name] < (self.spec.id, self.step - 1)
         ]
-        pinned = sorted(
-            (s for s in held.values() if s is not None and s.pinned), key=lambda s: states[s.info.slot]
-        )
-        if not (same or empty) and all(slot.pinned for slot in needless) and len(pinned) > 1:
-            pinned[0].pinned = False  # as a slot pool does: a newer checkpoint waits for its upload
+        pinned = [slot for slot in held.values() if slot is not None and slot.pinned]
+        if needless and not (same or empty) and all(slot.pinned for slot in needless) and len(pinned) > 1:
+            oldest = min(needless, key=lambda slot: states[slot.info.slot])
+            oldest.pinned = False  # as a slot pool does: a newer checkpoint waits for its upload
         old = [slot.info.slot for slot in needless if not slot.pinned]
         return next(iter((*same, *empty, *sorted(old, key=states.__getitem__))), None)
 

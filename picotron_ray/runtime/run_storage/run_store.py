@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounde
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store import gc
 from picotron_ray.checkpoint.store.commit import Committed, commit_assembled, parent_of
+from picotron_ray.checkpoint.store.deletion import delete_settled
 from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.lineage import newest_commit, newest_generation
 from picotron_ray.checkpoint.store.outline import Outline, Outlines
@@ -94,6 +96,7 @@ class RunStore:
         self._retired: deque[str] = deque()  # manifests that retention gave up, until they are told
         self._doubts: dict[int, float] = {}  # commits that could not be read: number, since when
         self._given_up: deque[str] = deque()  # reasons, until they are told
+        self._settled: deque[str] = deque()  # intents of commits, until they are deleted
         self._obeyed = False  # checkpoint.resume_step, where there is one
         self.overtaken_by = ""  # owner of a newer term, once one was found
         self.complaints: list[str] = []
@@ -179,6 +182,7 @@ class RunStore:
                 "commit_s": time.monotonic() - began,
             }
             made = done[0]
+            self._settled.extend(made.intents)
             return replace(event, manifest=made.manifest, digest=made.digest, unproven=made.unproven)
         return event
 
@@ -290,6 +294,7 @@ class RunStore:
         """
         before = self._in_order(self._manifests)
         try:
+            delete_settled(self._storage, self._settled)
             for key in self._record_keys()[:-RECORDS_KEPT]:
                 self._storage.delete(key)
             remove_older(self._storage, self._log.term)
@@ -348,6 +353,8 @@ class RunStore:
         self._log.confirm()
         complete = {**summary, "term": self._log.term, **self._ledger_figures()}
         self._storage.put("summary.json", json.dumps(complete, indent=1).encode())
+        with suppress(StorageError):
+            delete_settled(self._storage, self._settled)
         self._life.end(str(summary.get("status") or "over"))
         return complete
 

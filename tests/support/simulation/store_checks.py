@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from picotron_ray.checkpoint.store import deletion, gc
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tests.support.simulation.store_world import StoreSim
 
 DEAD_INTENT_S = 60.0
+UNREAD_S = 3.0
 CALM_S, SETTLED_S = 5.0, 40.0
 LATE_S = deletion.KNOWN_S + LATER_S + 0.1
 JUNK = f"chunks/00/{'0' * 64}"
@@ -46,7 +48,8 @@ class StoreMirror(SimStorage):
         super().__init__()
         self._objects = objects
         self.entries: list[Entry] = []
-        self.damaged: set[str] = set()  # manifests
+        self.damaged: dict[str, float] = {}  # manifests, and since when
+        self.now_s: Callable[[], float] = lambda: 0.0
 
     def note(self, data: bytes, seq: int, now: float) -> Entry:
         """Take over an entry that was just written."""
@@ -77,7 +80,7 @@ class StoreMirror(SimStorage):
 
     def damage(self, manifest: str, *, missing: bool) -> None:
         held = self._objects.held.pop(manifest, None)
-        self.damaged.add(manifest)
+        self.damaged.setdefault(manifest, self.now_s())
         if held is not None and not missing:
             data = bytearray(held[0])
             data[len(data) // 2] ^= 1
@@ -89,6 +92,7 @@ class StoreChecks:
 
     def __init__(self, sim: StoreSim, mirror: StoreMirror) -> None:
         self._sim, self._mirror, self._objects = sim, mirror, sim.objects
+        mirror.now_s = lambda: sim.now
         self._needed: dict[str, set[str]] = {}  # by manifest: keys of all that it needs
         self._announced: set[str] = set()  # saves whose intent was ever put
         self._begun: dict[str, float] = {}  # by intent: when its save began
@@ -139,7 +143,8 @@ class StoreChecks:
     def _retired(self, given_up: set[str]) -> None:
         """Check that the newest commits are not given up, as many as are to be kept, void ones apart."""
         there = {e.body["manifest"]: e for e in self._mirror.entries if e.kind == "commit"}
-        good = [key for key in there if key not in self._mirror.damaged]
+        unread = self._sim.now - UNREAD_S  # a collection looks at the manifests, and then gives up others
+        good = [key for key in there if self._mirror.damaged.get(key, math.inf) > unread]
         specs = [e.spec for e in self._mirror.log if e.spec is not None]
         counting = [key for key in good if self._counts(specs[-1], there[key].body)]
         kept = self._sim.job.checkpoint.keep_last
@@ -194,7 +199,7 @@ class StoreChecks:
             self._say(f"{key} is deleted by term {client.term}, {late_s:.1f} s after a newer one was claimed")
 
     def _batch(self, client: Client, key: str) -> None:
-        if client.latest != "list log":
+        if client.latest != "list log" and not key.startswith("intents/"):  # nothing counts on those
             self._say(f"{key} is deleted after a {client.latest}: the log was not read just before")
 
     def _condemned_s(self, key: str) -> float:

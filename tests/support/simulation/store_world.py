@@ -33,7 +33,7 @@ from picotron_ray.errors import CorruptError, PicotronError, StorageError, Stora
 from picotron_ray.runtime.coordinator.upload_requests import UploadRequests
 from picotron_ray.runtime.node_agent.term_file import TermFile
 from picotron_ray.runtime.node_agent.uploads import _told
-from picotron_ray.runtime.run_storage import run_store
+from picotron_ray.runtime.run_storage import assembly_process, run_store
 from picotron_ray.runtime.run_storage.life_sign import LifeSign
 from picotron_ray.runtime.run_storage.run_store import RunStore
 from tests.support.simulation.objects import Client, Objects
@@ -283,6 +283,7 @@ class StoreSim(Sim):
             mock.patch.object(deletion, "BATCH", 2),  # so that commits and takeovers come amid a collection
             mock.patch.object(condemned, "MOST_NAMES", 5),
             mock.patch.object(gc, "DOUBT_S", 3.0),
+            mock.patch.object(assembly_process, "INLINE_BYTES", 1 << 30),  # another process sees no objects
         ]
         for patch in self._patches:
             patch.start()

@@ -202,21 +202,25 @@ class StoreChecks:
         if client.latest != "list log" and not key.startswith("intents/"):  # nothing counts on those
             self._say(f"{key} is deleted after a {client.latest}: the log was not read just before")
 
-    def _condemned_s(self, key: str) -> float:
-        """When the first list was published that names an object."""
+    def _condemned(self, key: str) -> dict[str, float]:
+        """Lists that name an object, and when each was last put: again, where an answer was lost."""
         name, held = key.rpartition("/")[2].encode(), self._objects.held
-        lists = [held[entry.key] for entry in self._objects.list("condemned/")]
-        return min((at for data, at in lists if name in data), default=math.inf)
+        lists = {entry.key: held[entry.key] for entry in self._objects.list("condemned/")}
+        return {list_key: at for list_key, (data, at) in lists.items() if name in data}
 
     def _spares_saves(self, key: str) -> None:
-        condemned_s = self._condemned_s(key)
+        condemned = self._condemned(key)
+        condemned_s = min(condemned.values(), default=math.inf)
         now, grace_s = self._sim.now, max(DEAD_INTENT_S, self._sim.job.checkpoint.gc_grace_s)
         for intent, (data, written_s) in self._objects.held.items():
             if not intent.startswith("intents/") or now - written_s > grace_s:
                 continue
             if self._begun[intent] >= condemned_s:
                 continue  # it began when the list was there to be read
-            chunks = json.loads(data)["chunks"]
+            said = json.loads(data)
+            chunks = said["chunks"]
+            if chunks is None and condemned.keys() & set(said.get("obeyed", ())):
+                continue  # it has read the list
             if chunks is None:
                 self._say(f"{key} is deleted while {intent} has not said what it counts on")
             elif key in {chunk_key(address) for address in chunks}:

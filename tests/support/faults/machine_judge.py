@@ -42,7 +42,6 @@ ALL = {name: mutation for table, _ in TABLES for name, mutation in table.items()
 FIRST = {
     "what_a_silent_node_holds_is_forgotten": 1000,
     "a_launch_that_nobody_begins_may_not_leave": 2000,
-    "a_rewind_finds_what_was_given_up": 160,
 }
 """First seed of mutations that only rare schedules show."""
 RAISED = (AssertionError, KeyError, IndexError, RuntimeError, TypeError)  # by code that is broken

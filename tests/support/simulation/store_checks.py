@@ -150,6 +150,12 @@ class StoreChecks:
         kept = self._sim.job.checkpoint.keep_last
         for key in {*good[-kept:], *counting[-kept:]} & given_up:
             self._say(f"the commit of step {there[key].body['step']} is given up, one of the newest")
+        steps = {there[key].body["step"]: key for key in counting}
+        elastic = self._sim.job.elastic
+        reach = elastic.rewind_steps if elastic.on_nonfinite == "rewind" else math.inf
+        early = [step for step in steps if step <= max(steps) + 1 - reach]
+        if early and steps[max(early)] in given_up:
+            self._say(f"the commit of step {max(early)} is given up, to which a rewind would go back")
 
     def _counts(self, newest: m.GenerationSpec, body: dict[str, Any]) -> bool:
         return self._sim.checks.counts(newest, m.GenerationId(body["term"], body["n"]), body["step"])

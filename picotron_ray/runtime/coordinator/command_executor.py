@@ -39,6 +39,7 @@ from picotron_ray.runtime.ray_cluster.ray_calls import (
     refusal,
     unmarked,
 )
+from picotron_ray.runtime.ray_cluster.temporary_room import start_problem
 from picotron_ray.runtime.run_storage.data_record import data_problem
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
@@ -122,7 +123,8 @@ class CommandExecutor:
             try:
                 data = await self._cluster.start_worker(command.worker, command.node)
             except CALL_ERRORS as error:
-                self._report(m.WorkerExited(command.worker, f"start_failed: {error_line(error)}"))
+                why = await self._loop.run_in_executor(None, start_problem, command.node, error)
+                self._report(m.WorkerExited(command.worker, f"start_failed: {why}"))
             else:
                 refused = data_problem(self._store.data, data)
                 self._report(m.WorkerReady(command.worker, command.node, refused))

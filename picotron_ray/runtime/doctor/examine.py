@@ -12,7 +12,7 @@ from picotron_ray.runtime.doctor.drill import judge_drill
 from picotron_ray.runtime.doctor.finding import Finding
 from picotron_ray.runtime.doctor.judgement import judge, judge_together
 from picotron_ray.runtime.doctor.machine_report import MachineReport, Question, look
-from picotron_ray.runtime.doctor.state_folder import judge_state_folder
+from picotron_ray.runtime.doctor.state_folder import judge_state_folder, judge_temporary_folder
 from picotron_ray.runtime.doctor.storage_rights import judge_storage
 
 DRILL_MEND = "mend that first"
@@ -28,7 +28,7 @@ def examine(job: JobConfig, configured: bool, drill: bool) -> Iterator[list[Find
     """
     address = os.environ.get("RAY_ADDRESS", "")
     found = list(_over_a_cluster(address, job, configured) if address else _here(job, configured))
-    found.append(judge_state_folder(local=not address))
+    found += [judge_state_folder(local=not address), judge_temporary_folder(local=not address)]
     yield found
     if configured:
         stored = list(judge_storage(job.storage))

@@ -1,4 +1,4 @@
-"""Check of the folder in which a launch remembers its Ray and its logs: room in the user's home."""
+"""Checks of the folders that a launch needs besides its own: of its records, at home, and Ray's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from picotron_ray.runtime.doctor.finding import Finding, Status, timed
+from picotron_ray.runtime.ray_cluster import temporary_room
 from picotron_ray.runtime.ray_cluster.local_ray import state_folder
 
 ROOM_BYTES = 1 << 20
@@ -33,6 +34,22 @@ def judge_state_folder(local: bool) -> Finding:
         why = error.strerror or str(error)
         return Finding("state folder", broken, f"{folder}: {at} does not take 1 MiB ({why})", MEND)
     return Finding("state folder", "ok", f"{folder} can be written")
+
+
+def judge_temporary_folder(local: bool) -> Finding:
+    """Allocate what Ray needs in the folder for temporary files.
+
+    Args:
+        local: launch starts its own Ray there; else the cluster's has its folders already.
+    """
+    broken: Status = "failed" if local else "warning"
+    try:
+        why = timed(LIMIT_S, temporary_room.room_problem)
+    except TimeoutError:
+        why = f"{tempfile.gettempdir()} did not answer within {LIMIT_S:g} s"
+    if why:
+        return Finding("temporary folder", broken, why, temporary_room.MEND)
+    return Finding("temporary folder", "ok", f"{tempfile.gettempdir()} has room for Ray's files")
 
 
 def _write(folder: Path) -> None:

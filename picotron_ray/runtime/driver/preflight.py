@@ -24,6 +24,7 @@ from picotron_ray.observability.trackers import check_trackers
 from picotron_ray.runtime.driver.inventory import InventoryNode, Plan, plan, with_those_to_come
 from picotron_ray.runtime.driver.resolve_precision import able_nodes
 from picotron_ray.runtime.driver.snapshot_folder import plan_with_folder
+from picotron_ray.runtime.ray_cluster import temporary_room
 from picotron_ray.runtime.ray_cluster.connect import refuse_unauthenticated, run_folders
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
 from picotron_ray.runtime.ray_cluster.interfaces import interface_problem
@@ -47,12 +48,14 @@ NO_RUN = "none yet"
 
 def check_services(job: JobConfig) -> None:
     """Raise ConfigError where Ray would ask nobody who they are, the interface is not there, ports are taken,
-    or a tracker is no use.
+    Ray's folder has no room, or a tracker is no use.
     """
     refuse_unauthenticated(job)
     local = not os.environ.get("RAY_ADDRESS")
     if local:
         refuse_long_folder(job.name)
+    if local and (why := temporary_room.room_problem()):
+        raise ConfigError(f"TMPDIR: {why}, where Ray keeps its sockets and logs; {temporary_room.MEND}")
     if local and (why := interface_problem(job.cluster.interface, os.uname().nodename)):
         raise ConfigError(why)
     check_ports(job.metrics, local)

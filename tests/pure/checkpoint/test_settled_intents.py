@@ -1,4 +1,4 @@
-"""Intents of saves that are committed: there is one a node, and no commit's answer waits for their deletion."""
+"""Intents of saves that are committed: one a node, and no commit's answer waits for their deletion."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Histories:
         """The generation before, of those that a coordinator can know: its own, logged ones and ancestors."""
         specs = self.checks.specs
         known = {logged.id for logged in self.checks.sim.storage.generations()} | self.walk(spec).keys()
-        known |= {generation for generation in specs if generation.term == shell.term}
+        known |= {generation for generation in specs if generation.term == shell.machine.memory.term}
         older = max((generation for generation in known & specs.keys() if generation < spec.id), default=None)
         return None if older is None else specs[older]
 

@@ -2,7 +2,7 @@
 
 It owns nothing. Order matters: a run that goes on is attached to before anything is checked or cleaned,
 since its slots are in use; where none goes on, everything that can be refused is refused before Ray is
-started. The handlers of signals are set after ``ray.init``: earlier ones never fire.
+started. The handlers of signals are set again after ``ray.init``: it sets its own.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ def _drive(
     asked: ResolvedJob, detach: bool, console: Console, started: Callable[[], None] = lambda: None
 ) -> tuple[int, dict[str, Any] | None]:
     """Start the run or attach to it, follow it to its end; ``started`` hears once it has a coordinator."""
-    local, job = _connected(asked, console), asked.job
-    with signal_handlers() as signals:  # before the run exists: from here on no request to stop is lost
+    job = asked.job
+    with signal_handlers(_before(job.name)) as signals:  # before the run exists: no request to stop is lost
+        local = _connected(asked, console, signals.note)
         with waiting.told(_said_on(console), "the coordinator"):
             coordinator, attached = _coordinator(asked, local, console, signals)
         started()
@@ -146,8 +147,17 @@ def prepare(job: JobConfig, console: Console) -> tuple[LocalRay | None, JobConfi
     return _connected(asked, console), asked.job
 
 
-def _connected(asked: ResolvedJob, console: Console) -> LocalRay | None:
-    """Connect to the Ray that holds the run, or to one that is started for it; returns a local one."""
+def _before(run: str) -> str:
+    return f"run {run}: stopped by request before anything was started"
+
+
+def _connected(
+    asked: ResolvedJob, console: Console, connected: Callable[[], None] = lambda: None
+) -> LocalRay | None:
+    """Connect to the Ray that holds the run, or to one that is started for it; returns a local one.
+
+    ``connected`` is called as soon as it is.
+    """
     say = _said_on(console)
     if asked.owns_ray:
         _note(asked.notes, console)
@@ -156,7 +166,7 @@ def _connected(asked: ResolvedJob, console: Console) -> LocalRay | None:
         say(line)
     began = time.monotonic()
     with waiting.told(say, "Ray"):
-        local = connect.connect(asked.job)
+        local = connect.connect(asked.job, connected)
     if asked.owns_ray:
         say(f"run {asked.job.name}: Ray is up ({time.monotonic() - began:.1f} s); starting its coordinator")
     return local
@@ -194,7 +204,7 @@ def _start(asked: ResolvedJob, local: LocalRay | None, console: Console, signals
             _note(checked.notes, console)
             job = checked.job
         if signals.asked:
-            raise StoppedEarlyError(f"run {job.name}: stopped by request before anything was started")
+            raise StoppedEarlyError(_before(job.name))
         coordinator, _ = ensure_coordinator(job, local is not None, asked.submission)
     except BaseException:
         take_down(local)

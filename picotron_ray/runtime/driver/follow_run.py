@@ -48,15 +48,32 @@ class LostRunError(PicotronError):
 
 @dataclass(slots=True)
 class Signals:
-    """Requests of the user by signal."""
+    """Requests of the user by signal.
+
+    ``early``: what to say of one that comes before there is anything to ask: it is raised, as
+    StoppedEarlyError, so that whatever is being started is taken down again.
+    """
 
     asked: int = 0
     detach: bool = False
+    early: str = ""
     _told: bool = field(default=False)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.early and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.early:
+            raise StoppedEarlyError(self.early)
         self.detach = self.detach or (self.asked > 0 and number == signal.SIGINT)
         self.asked += 1
+
+    def note(self) -> None:
+        """Note requests from here on; to be called after ``ray.init``, which sets handlers of its own."""
+        self.early = ""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self)
+        if signal.getsignal(signal.SIGHUP) is self:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a closed terminal leaves the run alone
 
     def first_request(self) -> bool:
         """True once, for the first signal."""
@@ -65,10 +82,17 @@ class Signals:
 
 
 @contextlib.contextmanager
-def signal_handlers() -> Iterator[Signals]:
-    """Note SIGINT and SIGTERM instead of raising them."""
-    signals = Signals()
-    before = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
+def signal_handlers(early: str = "") -> Iterator[Signals]:
+    """Note SIGINT and SIGTERM instead of raising them.
+
+    Args:
+        early: raise them, and SIGHUP, with these words until `Signals.note`.
+    """
+    signals = Signals(early=early)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if early and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, or the caller, knows better
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, signals) for number in numbers}
     try:
         yield signals
     finally:

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
@@ -50,18 +51,38 @@ def refuse_unauthenticated(job: JobConfig) -> None:
         )
 
 
-def connect(job: JobConfig) -> LocalRay | None:
-    """Connect this process to Ray, starting a local one where none runs; None: RAY_ADDRESS was used."""
+def connect(job: JobConfig, connected: Callable[[], None] = lambda: None) -> LocalRay | None:
+    """Connect this process to Ray, starting a local one where none runs; None: RAY_ADDRESS was used.
+
+    Args:
+        connected: called as soon as it is. What is raised until then takes down what was started.
+    """
     if os.environ.get("RAY_ADDRESS"):
         connect_to(os.environ["RAY_ADDRESS"])
+        connected()
         return None
     with local_ray.locked(job.name):
         ray = local_ray.find(job.name)
-        if ray is None or not ray.alive:
+        fresh = ray is None or not ray.alive
+        if ray is None or fresh:
             gpus = 0 if job.cluster.device == "cpu" else None
             ray = local_ray.start(job.name, cpus=local_cpus(job), gpus=gpus, folders=run_folders(job))
-    attach(ray)
+    try:
+        attach(ray)
+        connected()
+    except BaseException:
+        if fresh:
+            _take_down(ray)
+        raise
     return ray
+
+
+def _take_down(started: LocalRay) -> None:
+    import ray
+
+    ray.shutdown()
+    with local_ray.locked(started.run):
+        local_ray.stop(started)
 
 
 def attach(ray: LocalRay) -> None:

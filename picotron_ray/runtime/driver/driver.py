@@ -22,8 +22,8 @@ from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import console as report
 from picotron_ray.runtime.driver import launch_mark, submission, waiting
+from picotron_ray.runtime.driver.consent import NOT_ASKED, Consent
 from picotron_ray.runtime.driver.console import ProgressView, summary_lines
-from picotron_ray.runtime.driver.elsewhere import TakingOver
 from picotron_ray.runtime.driver.ended_run import stored_end
 from picotron_ray.runtime.driver.follow_run import (
     ALL_SEEN,
@@ -76,7 +76,7 @@ def drive(
         as_json: progress goes to stderr, and stdout carries the summary as its last line.
         detach: return 0 as soon as the run is on its way.
         take_over: end a run of that name that goes on where this process cannot ask it.
-        begin_anew: as `ResolvedJob` has it.
+        begin_anew: begin at step 0 where storage lacks a run of that name that this machine remembers.
 
     Raises:
         ConfigError, StorageError, ClusterError, LocalRayError: nothing was started.
@@ -89,7 +89,7 @@ def drive(
     with contextlib.ExitStack() as marked:
         marked.enter_context(launch_mark.held(words.job.name))
         with waiting.told(say, "the checks of config, data and storage"):
-            words = replace(words, taking_over=TakingOver(take_over, say), begin_anew=begin_anew)
+            words = replace(words, consent=Consent(take_over, begin_anew, say=say))
             asked = resolve(words, (*FROM_WORDS, OWN_RAY))
         with without_rays_messages():
             code, summary = _drive(asked, detach, console, marked.close)
@@ -138,12 +138,17 @@ def _drive(
     return int(final["exit_code"]), final["summary"]
 
 
-def prepare(job: JobConfig, console: Console) -> tuple[LocalRay | None, JobConfig]:
+def prepare(
+    job: JobConfig, console: Console, relative_url: str = "", consent: Consent = NOT_ASKED
+) -> tuple[LocalRay | None, JobConfig]:
     """Connect to the Ray that holds the run; where it must be started, check everything before.
+
+    Args:
+        relative_url, consent: as `ResolvedJob` has them.
 
     Returns that Ray, None for a cluster, and the job as it was checked.
     """
-    asked = resolve(ResolvedJob(job, taking_over=TakingOver(say=_said_on(console))), (OWN_RAY,))
+    asked = resolve(ResolvedJob(job, relative_url=relative_url, consent=consent), (OWN_RAY,))
     return _connected(asked, console), asked.job
 
 
@@ -199,8 +204,8 @@ def _start(asked: ResolvedJob, local: LocalRay | None, console: Console, signals
     job = asked.job
     try:
         if local is None:
-            user = asked.taking_over._replace(stopped=lambda: signals.asked > 0)
-            checked = check_machine(job, False, asked.relative_url, user, asked.begin_anew)
+            user = asked.consent._replace(stopped=lambda: signals.asked > 0)
+            checked = check_machine(job, False, asked.relative_url, user)
             _note(checked.notes, console)
             job = checked.job
         if signals.asked:

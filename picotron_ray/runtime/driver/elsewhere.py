@@ -15,10 +15,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.driver.consent import NOT_ASKED, Consent, Options
 from picotron_ray.runtime.driver.waiting import LINE_S
 from picotron_ray.runtime.run_storage.life_sign import LIFE_S, SILENT_S, Life, newest_life
 
@@ -26,30 +26,12 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 WATCHED_S = 2 * LIFE_S
 """Least time for which a sign is watched before it is called the last one."""
-TAKE_OVER = "--take-over"
-
-
-class TakingOver(NamedTuple):
-    """Wish of a user where the run seems to go on elsewhere, and the ear for what is told meanwhile.
-
-    Fields:
-        asked: that run is to be ended.
-        say: told one line now and then.
-        stopped: whether nobody waits any more.
-    """
-
-    asked: bool = False
-    say: Callable[[str], object] = bool
-    stopped: Callable[[], bool] = bool
-
-
-NOT_ASKED = TakingOver()
 
 
 def await_silence(
     run: str,
     storage: Storage,
-    user: TakingOver = NOT_ASKED,
+    user: Consent = NOT_ASKED,
     look: Callable[[Storage], Life | None] = newest_life,
     pause: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
@@ -59,7 +41,7 @@ def await_silence(
     Raises:
         ConfigError: one does.
     """
-    if user.asked:
+    if user.take_over:
         return
     first, told_s = look(storage), float("inf")
     if first is None:
@@ -70,7 +52,7 @@ def await_silence(
         seen = found.seen_here()
         left_s = until_s - clock()
         if seen == "alive":
-            raise ConfigError(_living(run, found))
+            raise ConfigError(_living(run, found, user.options))
         if seen == "dead" or left_s <= 0 or user.stopped():
             return
         if told_s - left_s >= LINE_S:
@@ -79,7 +61,7 @@ def await_silence(
         pause(min(POLL_S, left_s))
         found = look(storage)
     if found is not None and found.seen_here() != "dead":
-        raise ConfigError(_living(run, found))
+        raise ConfigError(_living(run, found, user.options))
 
 
 def _countdown(run: str, life: Life, left_s: float) -> str:
@@ -90,11 +72,11 @@ def _countdown(run: str, life: Life, left_s: float) -> str:
     )
 
 
-def _living(run: str, life: Life) -> str:
+def _living(run: str, life: Life, options: Options) -> str:
     return (
         f"name: run {run!r} goes on elsewhere: {life.where} was last heard {life.age_s:.0f} s ago; to attach"
-        f" to it launch {_there(life)}, or stop it there first; {TAKE_OVER} ends it, with what it has not"
-        " committed"
+        f" to it launch {_there(life)}, or stop it there first; {options.take_over} ends it, with what it"
+        " has not committed"
     )
 
 

@@ -21,6 +21,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError, StorageError
 from picotron_ray.runtime.coordinator.event_log import files
 from picotron_ray.runtime.coordinator.event_log.memo import observations
+from picotron_ray.runtime.driver.consent import COMMAND, Options
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.kept_slots import kept_step
 from picotron_ray.runtime.ray_cluster.names import event_folder
@@ -83,15 +84,18 @@ def _committed(event: m.Event) -> Iterable[int]:
     return [event.step] if isinstance(event, m.Appended) and event.kind == "commit" and event.seq else []
 
 
-def check_known_run(job: JobConfig, storage: Storage, own_ray: bool, relative: bool = False) -> str:
+def check_known_run(
+    job: JobConfig, storage: Storage, own_ray: bool, relative: bool = False, options: Options = COMMAND
+) -> str:
     """Refuse to begin anew in place of a run that has commits, as this machine knows; returns a note.
 
     Refused is a launch that finds its run's own ``storage.url`` empty, and one from another folder that
     misses an unfinished run. Otherwise a name is taken to be used again on purpose, which is noted.
 
     Args:
-        relative: ``storage.url`` depends on the folder that the launch was called from.
         own_ray: else the nodes of the connected cluster are asked too: one of them had the coordinator.
+        relative: ``storage.url`` depends on the folder that the launch was called from.
+        options: what the door calls the one that begins all the same.
 
     Raises:
         ConfigError: the storage holds nothing of that run.
@@ -115,8 +119,8 @@ def check_known_run(job: JobConfig, storage: Storage, own_ray: bool, relative: b
         return f"storage.url: {storage.where} has {seen}; the one that this machine remembers has {expected}"
     raise ConfigError(
         f"storage.url: saw {seen} in {storage.where}, expected {expected}, as remembered here; mount or"
-        " restore it, or give that storage.url; to begin at step 0 on purpose, launch with --begin-anew or"
-        " choose another name"
+        f" restore it, or give that storage.url; to begin at step 0 on purpose, give {options.begin_anew}"
+        " or choose another name"
     )
 
 

@@ -22,7 +22,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.check import check as broken_rules
 from picotron_ray.errors import ConfigError, naming
 from picotron_ray.layout.layout import Layout
-from picotron_ray.runtime.driver.elsewhere import NOT_ASKED, TakingOver, await_silence
+from picotron_ray.runtime.driver.consent import NOT_ASKED, Consent
+from picotron_ray.runtime.driver.elsewhere import await_silence
 from picotron_ray.runtime.driver.resolve_start import settle_start
 from picotron_ray.runtime.driver.submission import Submission
 from picotron_ray.runtime.driver.user_paths import absolute_paths, is_relative
@@ -49,9 +50,8 @@ class ResolvedJob:
         submission: the Ray job that this process runs in.
         relative_url: ``storage.url`` as the user wrote it, where that depends on the present folder; else "".
         owns_ray: the Ray that the run gets was started for it alone.
-        begin_anew: a run of that name which this machine remembers is given up, where storage lacks it.
         say: told one line per fact that the user may want to see.
-        taking_over: what is asked and told where the run seems to go on elsewhere.
+        consent: what the user agrees to, and hears, where the launch would be refused or wait.
         storage: the run's, once a step opened it.
         data: the opened dataset.
         layout: the cheapest one on the machines that the run may use.
@@ -64,9 +64,8 @@ class ResolvedJob:
     submission: Submission | None = None
     relative_url: str = ""
     owns_ray: bool = False
-    begin_anew: bool = False
     say: Say = _silent
-    taking_over: TakingOver = NOT_ASKED
+    consent: Consent = NOT_ASKED
     storage: Storage | None = None
     data: DataSplits | None = None
     layout: Layout | None = None
@@ -127,25 +126,19 @@ def resolve_words(
 
 
 def check_machine(
-    job: JobConfig,
-    own_ray: bool,
-    relative_url: str = "",
-    taking_over: TakingOver = NOT_ASKED,
-    begin_anew: bool = False,
+    job: JobConfig, own_ray: bool, relative_url: str = "", consent: Consent = NOT_ASKED
 ) -> ResolvedJob:
     """Take the steps that ask no node of a cluster; what was checked, its ``job``, is what has to run.
 
     Args:
         own_ray: the run gets a Ray of its own on this machine, so that it has to have room for all workers;
             else the cluster is connected.
-        relative_url, taking_over, begin_anew: as `ResolvedJob` has them.
+        relative_url, consent: as `ResolvedJob` has them.
 
     Raises:
         ConfigError, StorageError: one line per problem; only the token cache was changed.
     """
-    asked = ResolvedJob(
-        job, relative_url=relative_url, owns_ray=own_ray, taking_over=taking_over, begin_anew=begin_anew
-    )
+    asked = ResolvedJob(job, relative_url=relative_url, owns_ray=own_ray, consent=consent)
     return resolve(asked, (KNOWN_RUN, *ON_THE_MACHINE, ELSEWHERE))
 
 
@@ -184,9 +177,10 @@ def _known_run(at: ResolvedJob) -> ResolvedJob:
     """
     from picotron_ray.runtime.driver.known_run import check_known_run
 
-    if at.begin_anew:
+    if at.consent.begin_anew:
         return at
-    return at.noting(check_known_run(at.job, _opened(at), at.owns_ray, bool(at.relative_url)))
+    relative, options = bool(at.relative_url), at.consent.options
+    return at.noting(check_known_run(at.job, _opened(at), at.owns_ray, relative, options))
 
 
 def _nodes(at: ResolvedJob) -> ResolvedJob:
@@ -282,7 +276,7 @@ def _running_run(at: ResolvedJob) -> ResolvedJob:
 
 def _elsewhere(at: ResolvedJob) -> ResolvedJob:
     """Wait until no coordinator of the run lives elsewhere. Touches: reads storage, writes an object."""
-    await_silence(at.job.name, _opened(at), at.taking_over)
+    await_silence(at.job.name, _opened(at), at.consent)
     return at
 
 

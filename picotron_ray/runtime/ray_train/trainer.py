@@ -31,7 +31,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.driver import console, driver, follow_run, launch_mark
-from picotron_ray.runtime.driver.elsewhere import TakingOver
+from picotron_ray.runtime.driver.consent import PYTHON, Consent
 from picotron_ray.runtime.driver.ended_run import stored_end
 from picotron_ray.runtime.driver.resolve_job import FROM_WORDS, RUNNING_RUN, ResolvedJob, check_machine
 from picotron_ray.runtime.driver.resolve_job import resolve as resolve_job
@@ -68,6 +68,10 @@ class ElasticTrainer:
         run_config: ``ray.train.RunConfig``. Its ``UserCallback`` objects are called in this process:
             ``after_report`` with figures and, where there is a new one, a commit; ``after_exception`` for
             every failure that the run survived or not.
+        take_over: end a run of this name that goes on elsewhere, with what it has not committed, and go on
+            from its newest commit; without it such a run is refused (``launch --take-over``).
+        begin_anew: begin at step 0 where storage has nothing of a run of this name that this machine
+            remembers; without it such a launch is refused (``launch --begin-anew``).
 
     Raises:
         ConfigError: one line per mistake, also for a field of Ray's configs that is not applied.
@@ -78,6 +82,9 @@ class ElasticTrainer:
         job: Job,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
+        *,
+        take_over: bool = False,
+        begin_anew: bool = False,
     ) -> None:
         asked = ResolvedJob(job_of(job, scaling_config, run_config), submission=current())
         resolved = resolve_job(asked, FROM_WORDS)
@@ -87,6 +94,7 @@ class ElasticTrainer:
             num_workers=(cluster.min_workers, cluster.max_workers), use_gpu=cluster.device == "cuda"
         )
         self.run_config = run_config or RunConfig(name=self.job.name)
+        self._consent = Consent(take_over, begin_anew, PYTHON, _say)
 
     def fit(self) -> Result:
         """Train to the end; returns metrics, checkpoint and path as Ray's ``Result``.
@@ -119,7 +127,9 @@ class ElasticTrainer:
         given = ray.is_initialized()
         local = None
         if not given:
-            local, self.job = driver.prepare(self.job, console.console(as_json=True))
+            local, self.job = driver.prepare(
+                self.job, console.console(as_json=True), self._relative_url, self._consent
+            )
         coordinator: Any = None
         try:
             while True:
@@ -146,8 +156,7 @@ class ElasticTrainer:
             ray.kill(found)
             time.sleep(follow_run.POLL_S)
         if local is None:
-            user = TakingOver(say=partial(console.console(as_json=True).print, markup=False, soft_wrap=True))
-            self.job = check_machine(self.job, False, self._relative_url, user).job
+            self.job = check_machine(self.job, False, self._relative_url, self._consent).job
         return driver.ensure_coordinator(
             self.job, owns_ray=local is not None, tied_to=owner_process.this_process()
         )
@@ -219,6 +228,10 @@ class _Watcher(console.ProgressView):
                 callback.after_exception(self._context, failed)
         self._failures = len(status["failures"])
         self._ranks = {worker: rank for rank, worker in enumerate(status["members"])}
+
+
+def _say(line: str) -> None:
+    console.console(as_json=True).print(line, markup=False, soft_wrap=True)
 
 
 def figures(status: dict[str, Any]) -> list[dict[str, Any]]:

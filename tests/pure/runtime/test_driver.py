@@ -177,9 +177,9 @@ def test_a_start_waits_for_the_first_answer(bench: Bench, local: Any) -> None:
     bench.note_of("ensure_coordinator", ("fresh", False))
     assert driver._start(ASKED, local, bench.console, bench.signals) == "fresh"
     assert asked == [("fresh", driver.ALL_SEEN, 1.0)] * 3
-    user = bench.told[0][-2] if local is None else None
+    user = bench.told[0][-1] if local is None else None
     assert user is None or not user.stopped()
-    checked = [("check_machine", JOB, False, "runs", user, False)] if local is None else []
+    checked = [("check_machine", JOB, False, "runs", user)] if local is None else []
     runs = JOB if local else CHECKED
     assert bench.told == [*checked, ("ensure_coordinator", runs, local is not None, None)]
     answers[:] = [None]

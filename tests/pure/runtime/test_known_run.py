@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,15 @@ from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.replay import header_line
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.coordinator.event_log import files
-from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
+from picotron_ray.runtime.driver.consent import Consent
 from picotron_ray.runtime.driver.console import end_line
 from picotron_ray.runtime.driver.ended_run import kept_end
 from picotron_ray.runtime.driver.known_run import check_known_run, known_here
 from picotron_ray.runtime.driver.resolve_job import check_machine
 from picotron_ray.runtime.ray_cluster.names import event_folder
-
-ONE = m.GenerationId(1, 1)
+from tests.support.runs.remembered import remember
 
 
 @pytest.fixture(autouse=True)
@@ -48,20 +44,6 @@ def identity_of(storage: LocalStorage) -> str:
     return log.identity
 
 
-def remember(job: JobConfig, identity: str, step: int = 40, finished: bool = False) -> None:
-    """Leave the event log of a coordinator that had a commit."""
-    folder = event_folder(job.name)
-    folder.mkdir(parents=True, exist_ok=True)
-    offset_s = time.time() - time.monotonic()
-    header = header_line(job, {"device": "cpu"}, launch="l", offset_s=offset_s, identity=identity)
-    log = EventLogWriter(folder, 1, header, lambda: {"line": 0}, lambda *words: None)
-    if step:
-        log.add(time.monotonic(), 0.0, m.Appended("commit", ONE, step, 9), [])
-    end: list[m.Command] = [m.Finish("finished", "all steps")] if finished else []
-    log.add(time.monotonic(), 0.0, m.Tick(), end)
-    log.close()
-
-
 def test_storage_that_is_not_mounted_is_refused_with_what_is_missed_and_what_to_do(tmp_path: Path) -> None:
     """It began at step 0 without a word, below the mount point, and cleared what told of the real run."""
     job = job_in(tmp_path / "mnt")
@@ -85,7 +67,7 @@ def test_storage_that_is_not_mounted_is_refused_with_what_is_missed_and_what_to_
     )
     with pytest.raises(ConfigError, match="saw nothing of run"):
         check_machine(job, True)
-    assert check_machine(job, True, begin_anew=True).job == job
+    assert check_machine(job, True, consent=Consent(begin_anew=True)).job == job
 
 
 def test_another_folder_is_refused_where_the_run_was_not_finished(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver.elsewhere import WATCHED_S, TakingOver, await_silence, refuse_living
+from picotron_ray.runtime.driver.consent import COMMAND, PYTHON, Consent, Options
+from picotron_ray.runtime.driver.elsewhere import WATCHED_S, await_silence, refuse_living
 from picotron_ray.runtime.driver.storage_commands import collect_garbage
 from picotron_ray.runtime.ray_cluster import local_ray, processes
 from picotron_ray.runtime.run_storage import life_sign
@@ -85,6 +86,8 @@ def put(storage: Storage, term: int = 1, **values: Any) -> None:
 class Watch:
     """Looks at storage, as they come one after another; the last one stays."""
 
+    options = COMMAND
+
     def __init__(self, *looks: Life | None) -> None:
         self.looks, self.paused_s, self.lines = list(looks), 0.0, list[str]()
 
@@ -98,7 +101,7 @@ class Watch:
             self.looks = [replace(last, age_s=last.age_s + seconds)]
 
     def wait(self, storage: Storage, stopped: Callable[[], bool] = bool, asked: bool = False) -> None:
-        user = TakingOver(asked, self.lines.append, stopped)
+        user = Consent(asked, options=self.options, say=self.lines.append, stopped=stopped)
         await_silence("night", storage, user, self.look, self.pause, lambda: self.paused_s)
 
 
@@ -252,13 +255,15 @@ def test_a_launch_goes_on_at_once_where_nobody_lives(storage: Storage, found: Li
     assert (watch.paused_s, watch.lines) == (0.0, [])
 
 
-def test_a_launch_is_refused_by_the_next_sign(storage: Storage) -> None:
+@pytest.mark.parametrize(("options", "option"), [(COMMAND, "--take-over"), (PYTHON, "take_over=True")])
+def test_a_launch_is_refused_by_the_next_sign(storage: Storage, options: Options, option: str) -> None:
     watch = Watch(life(), life(age_s=6.0), life(beat=8, age_s=0.0))
+    watch.options = options
     with pytest.raises(ConfigError) as refused:
         watch.wait(storage)
     said = str(refused.value)
     assert "process 4194303 on far, in the Ray at 10.0.0.7:6379 was last heard 2 s ago" in said
-    assert all(word in said for word in ("RAY_ADDRESS=10.0.0.7:6379", "--take-over"))
+    assert all(word in said for word in ("RAY_ADDRESS=10.0.0.7:6379", f"; {option} ends it"))
     assert "\n" not in said
     assert watch.paused_s < LIFE_S
 

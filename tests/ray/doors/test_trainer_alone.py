@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from picotron_ray.config.load import load_job
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.driver import driver, resolve_job
+from picotron_ray.runtime.driver.consent import NOT_ASKED, PYTHON, Consent
+from picotron_ray.runtime.ray_cluster import placement
 from picotron_ray.runtime.ray_train import trainer as module
 from picotron_ray.runtime.ray_train.trainer import ElasticTrainer, _stop, _Watcher, figures
 from tests.support.runs.coordinator_world import job
+from tests.support.runs.remembered import remember
 
 JOB = job(name="night")
 CHECKED = SimpleNamespace(job=job(name="night", steps=77))
@@ -37,7 +45,7 @@ class Bench:
             return check(job, own_ray, relative_url) or CHECKED
 
         patch.setattr(module, "check_machine", check_machine)
-        patch.setattr(module.driver, "prepare", lambda job, console: ("local", job))
+        patch.setattr(module.driver, "prepare", lambda job, *_: ("local", job))
         patch.setattr(
             module.driver,
             "ensure_coordinator",
@@ -46,7 +54,7 @@ class Bench:
         patch.setattr(module.owner_process, "this_process", lambda: {"pid": 1})
         self.given = False
         self.trainer: Any = ElasticTrainer.__new__(ElasticTrainer)
-        self.trainer.job, self.trainer._relative_url = JOB, "runs"
+        self.trainer.job, self.trainer._relative_url, self.trainer._consent = JOB, "runs", NOT_ASKED
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -69,6 +77,62 @@ def test_a_run_that_is_done_is_taken_away_before_a_new_one(bench: Bench, local: 
     away = [("kill", "old"), ("sleep", 0.5)]
     assert bench.told == [*away, *away, *checked, ("ensure", local is not None, {"pid": 1})]
     assert bench.trainer.job == (JOB if local else CHECKED.job), "what was checked is what runs"
+
+
+class BegunError(Exception):
+    """Nothing was refused."""
+
+
+def begun(*_: Any, **__: Any) -> None:
+    raise BegunError
+
+
+@pytest.fixture(params=[False, True], ids=["own Ray", "given Ray"])
+def before_ray(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks neither the machine nor Ray; whatever is let by raises `BegunError`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: request.param)
+    monkeypatch.setattr(module.follow_run, "find_coordinator", lambda run: None)
+    monkeypatch.setattr(resolve_job, "ON_THE_MACHINE", ())
+    monkeypatch.setattr(placement, "connected", lambda: False)
+    monkeypatch.setattr(driver.connect, "connect", begun)
+    monkeypatch.setattr(driver, "ensure_coordinator", begun)
+
+
+def named(url: str) -> JobConfig:
+    return load_job("tiny", ["name=night", f"storage.url={url}"])
+
+
+@pytest.mark.usefixtures("before_ray")
+def test_an_empty_storage_is_refused_in_this_doors_words_and_begun_in_where_asked(tmp_path: Path) -> None:
+    remember(named(str(tmp_path)), "a")
+    with pytest.raises(ConfigError, match=r"saw nothing of run 'night'.*give begin_anew=True or choose"):
+        ElasticTrainer(named(str(tmp_path))).fit()
+    with pytest.raises(BegunError):
+        ElasticTrainer(named(str(tmp_path)), begin_anew=True).fit()
+
+
+@pytest.mark.usefixtures("before_ray")
+def test_a_relative_folder_is_refused_where_the_run_of_another_is_unfinished(tmp_path: Path) -> None:
+    """As by a launch; for a Ray of its own this door forgot that the user's folder was relative."""
+    remember(named(str(tmp_path / "one")), "a")
+    with pytest.raises(ConfigError, match=r"saw nothing of run 'night'.*expected its commits up to step 40"):
+        ElasticTrainer(named("./two")).fit()
+
+
+@pytest.mark.usefixtures("before_ray")
+def test_a_run_that_goes_on_elsewhere_is_ended_where_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Consent] = []
+    monkeypatch.setattr(resolve_job, "await_silence", lambda run, storage, consent: told.append(consent))
+    for wanted in (False, True):
+        with pytest.raises(BegunError):
+            ElasticTrainer(named(str(tmp_path)), take_over=wanted).fit()
+    assert [consent.take_over for consent in told] == [False, True]
+    assert {consent.options for consent in told} == {PYTHON}
 
 
 @pytest.mark.parametrize("status", [None, {"done": False}])

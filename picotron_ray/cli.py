@@ -140,7 +140,7 @@ def status(run: Run, as_json: AsJson = False) -> None:
 @app.command()
 def logs(
     run: Run,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep reading")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep reading until the run ends")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print what the run's processes on this machine wrote, each line after its pid; it outlives the run.

@@ -13,7 +13,9 @@ from picotron_ray.runtime.ray_cluster import local_ray
 
 
 def log_lines(run: str, follow: bool = False) -> Iterator[tuple[str, str]]:
-    """(process, line) of the run's actors on this machine, file after file; ``follow`` keeps reading.
+    """(process, line) of the run's actors on this machine, file after file.
+
+    ``follow`` keeps reading until the run's Ray has ended.
 
     Raises:
         ConfigError: no log of that run lies on this machine.
@@ -27,9 +29,10 @@ def log_lines(run: str, follow: bool = False) -> Iterator[tuple[str, str]]:
         )
     offsets: dict[Path, int] = {}
     while True:
+        ray = local_ray.find(run)  # before the reading: what it wrote last is read too
         for path in sorted(folder.glob("worker-*.err")) + sorted(folder.glob("worker-*.out")):
             yield from _new_lines(path, offsets)
-        if not follow:
+        if not follow or ray is None or not ray.running:
             return
         time.sleep(follow_run.POLL_S)
 

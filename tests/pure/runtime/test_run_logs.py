@@ -35,6 +35,8 @@ def test_logs_of_both_streams_are_read_and_once_without_follow(
     assert list(run_logs.log_lines("night")) == [("1", "err"), ("1", "out")]
     monkeypatch.setattr(follow_run, "POLL_S", 0.0)
     naps: list[float] = []
+    lives = iter((True, True, False))
+    monkeypatch.setattr(local_ray, "find", lambda run: SimpleNamespace(running=next(lives)))
     monkeypatch.setattr(run_logs, "time", SimpleNamespace(sleep=naps.append))
     lines = run_logs.log_lines("night", follow=True)
     assert [next(lines), next(lines)] == [("1", "err"), ("1", "out")]
@@ -42,3 +44,8 @@ def test_logs_of_both_streams_are_read_and_once_without_follow(
         file.write("more\n")
     assert next(lines) == ("1", "more")
     assert naps == [0.0]
+    with (tmp_path / "night" / "worker-a-1.out").open("a") as file:
+        file.write("last\n")
+    assert list(lines) == [("1", "last")], "it ends with the run's Ray"
+    monkeypatch.setattr(local_ray, "find", lambda run: None)
+    assert len(list(run_logs.log_lines("night", follow=True))) == 4, "the run had ended before"

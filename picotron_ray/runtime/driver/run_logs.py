@@ -22,6 +22,8 @@ def log_lines(run: str, follow: bool = False) -> Iterator[tuple[str, str]]:
     """
     refuse_no_name(run)
     folder = local_ray.log_folder(run)
+    if not folder.is_dir() and (ray := local_ray.find(run)) is not None and ray.running:
+        raise ConfigError(f"run: the logs of {run!r} in {folder} were deleted, though its Ray still runs")
     if not folder.is_dir():
         raise ConfigError(
             f"run: saw {run!r}, which had no Ray of its own on this machine; what a cluster's processes"

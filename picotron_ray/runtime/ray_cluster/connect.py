@@ -86,7 +86,17 @@ def _take_down(started: LocalRay) -> None:
 
 
 def attach(ray: LocalRay) -> None:
-    """Connect this process to a local Ray that runs."""
+    """Connect this process to a local Ray that runs.
+
+    Raises:
+        ClusterError: nothing answers, or its files were deleted, without which ``ray.init`` aborts at length.
+    """
+    if not (local_ray.rays_folder(Path(ray.temp_folder)) / "session_latest" / "sockets").is_dir():
+        raise ClusterError(
+            f"the files of the Ray of run {ray.run} in {ray.temp_folder} are gone (a cleaner of temporary"
+            " files?), so the run goes on and cannot be asked; follow it by its commits in storage and its"
+            f" trackers, or end it with `picotron-ray stop {ray.run} --now` and launch it again"
+        )
     if ray.token:
         os.environ.update(local_ray.authentication(ray.token))
         _refresh_authentication()

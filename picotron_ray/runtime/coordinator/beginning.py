@@ -123,7 +123,7 @@ async def open_event_log(
     """
     folder, launch = Path(options["event_folder"]), options.get("launch", "")
     try:
-        memo, lines = await asyncio.to_thread(files.read_memory, folder, lambda: stored, forget=term == 1)
+        memo, lines = await asyncio.to_thread(files.read_memory, folder, lambda: stored, term, identity)
         record.recall(memo, lines, launch)
     except (OSError, ValueError, KeyError, TypeError) as error:
         supervisor.failed("what earlier terms knew", error)

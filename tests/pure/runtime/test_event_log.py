@@ -20,7 +20,9 @@ from picotron_ray.runtime.coordinator.event_log import files, writer
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.ray_cluster.names import event_folder
 from tests.support.runs.coordinator_world import job
+from tests.support.runs.remembered import remember
 
 HEADER = header_line(job(), {"device": "cpu"}, launch="l", offset_s=0.0)
 EXIT = m.WorkerExited("w1", "x" * 200)
@@ -176,8 +178,35 @@ def test_an_event_that_cannot_be_written_is_left_out(logs: Logs, monkeypatch: py
 def test_logs_of_another_run_go_with_the_count_of_its_exits(tmp_path: Path) -> None:
     for name in ("events-1.jsonl", files.RECORD, files.EXITS):
         (tmp_path / name).write_text("x")
-    files.read_memory(tmp_path, lambda: None, forget=True)
+    files.read_memory(tmp_path, lambda: None, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("term", [2, 3, 9])
+def test_logs_of_another_run_go_at_any_term(tmp_path: Path, term: int) -> None:
+    """A run that began elsewhere comes to a machine that remembers another one of its name."""
+    night = job(name="night", storage={"url": str(tmp_path)})
+    folder = event_folder("night")
+    for theirs in (2, 3):
+        remember(night, "theirs", term=theirs)
+    files.write_record(folder, {"term": 3, "line": 1, "facts": {}})
+    (folder / files.EXITS).write_text("7")
+    remember(night, "mine", step=7, term=1)
+    memo, lines = files.read_memory(folder, lambda: None, term, "mine")
+    assert memo is None
+    told = [line.head["identity"] for line in lines]
+    assert (set(told), [path.name for path in folder.iterdir()]) == ({"mine"}, ["events-1.jsonl"])
+
+
+def test_logs_that_may_be_the_runs_own_stay(tmp_path: Path) -> None:
+    night = job(name="night", storage={"url": str(tmp_path)})
+    remember(night, "mine", term=2)
+    remember(night, "", term=3)  # of a version that did not note it
+    files.log_file(event_folder("night"), 4, 0).write_text("torn")
+    files.write_record(event_folder("night"), {"term": 3, "line": 0})
+    for identity in ("mine", ""):  # "": storage does not tell
+        memo, _ = files.read_memory(event_folder("night"), lambda: None, 5, identity)
+        assert (memo, len(files.log_files(event_folder("night")))) == ({"term": 3, "line": 0}, 4)
 
 
 def test_a_log_never_has_more_than_two_parts(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +245,7 @@ def test_a_restart_reads_the_record_and_the_lines_since(logs: Logs, monkeypatch:
     logs.add(log, 7)
     until(lambda: len(logs.read()) == 107)
     monkeypatch.setattr(files, "read_record", lambda _, read=files.read_record: read(logs.folder))
-    record, lines = files.read_memory(logs.folder, lambda: None)
+    record, lines = files.read_memory(logs.folder, lambda: None, 2)
     assert record is not None
     assert record["line"] >= 100
     assert [line.data["i"] for line in lines] == list(range(record["line"] + 1, 108))
@@ -251,9 +280,9 @@ def test_a_torn_record_counts_as_none(tmp_path: Path) -> None:
 
 def test_another_head_begins_with_what_storage_has(tmp_path: Path) -> None:
     stored = files.encode_record({"term": 4, "line": 9})
-    assert files.read_memory(tmp_path, lambda: stored) == ({"term": 4, "line": 9}, [])
+    assert files.read_memory(tmp_path, lambda: stored, 9) == ({"term": 4, "line": 9}, [])
     files.log_file(tmp_path, 5, 0).write_text(seal(HEADER) + "\n" + seal(event_line(1.0, EXIT, [], i=1)))
-    record, lines = files.read_memory(tmp_path, lambda: stored)
+    record, lines = files.read_memory(tmp_path, lambda: stored, 9)
     assert (record, len(lines)) == ({"term": 4, "line": 9}, 1), "and what this machine has beyond that"
 
 
@@ -262,13 +291,13 @@ def test_a_machine_that_ran_the_run_before_takes_the_newer_record_of_storage(tmp
     stored = files.encode_record({"term": 5, "line": 9})
     files.log_file(tmp_path, 2, 0).write_text(seal(HEADER) + "\n" + seal(event_line(1.0, EXIT, [], i=12)))
     files.write_record(tmp_path, {"term": 2, "line": 10})
-    assert files.read_memory(tmp_path, lambda: stored) == ({"term": 5, "line": 9}, [])
+    assert files.read_memory(tmp_path, lambda: stored, 9) == ({"term": 5, "line": 9}, [])
     older = files.encode_record({"term": 2, "line": 8})
     for kept in (older, None, older[:-1]):
-        record, lines = files.read_memory(tmp_path, partial(bytes, kept) if kept else lambda: None)
+        record, lines = files.read_memory(tmp_path, partial(bytes, kept) if kept else lambda: None, 9)
         assert (record, [line.data["i"] for line in lines]) == ({"term": 2, "line": 10}, [12])
     (tmp_path / files.RECORD).write_bytes(b"torn")
-    record, lines = files.read_memory(tmp_path, lambda: stored)
+    record, lines = files.read_memory(tmp_path, lambda: stored, 9)
     assert (record, lines) == ({"term": 5, "line": 9}, [])
 
 
@@ -291,7 +320,7 @@ def test_a_week_of_events_is_read_in_two_seconds(tmp_path: Path, monkeypatch: py
     files.write_record(tmp_path, {**record.memo(), "line": 99_000, "file": path.name, "offset": offset})
     later = RunRecord(job())
     began = time.process_time()
-    memo, since = files.read_memory(tmp_path, lambda: None)
+    memo, since = files.read_memory(tmp_path, lambda: None, 2)
     later.recall(memo, since)
     taken_s = time.process_time() - began
     assert len(since) == 1000

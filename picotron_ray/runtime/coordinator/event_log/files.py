@@ -68,10 +68,22 @@ def prune(folder: Path, keep: Path) -> None:
             path.unlink()
 
 
-def clear(folder: Path) -> None:
-    """Delete all logs, and what is beside them: they are of another run that had this name once."""
-    for path in (*log_files(folder), folder / RECORD, folder / EXITS):
+def forget_others(folder: Path, term: int, identity: str) -> None:
+    """Delete the logs of another run that had this name once, and what is beside them.
+
+    Args:
+        term: the one that begins; before a run's first term all logs are another's.
+        identity: of the run; logs whose header names none may be its own.
+    """
+    others = [path for path in log_files(folder) if term == 1 or _is_of_another(path, identity)]
+    beside = (folder / RECORD, folder / EXITS) if others or term == 1 else ()
+    for path in (*others, *beside):
         path.unlink(missing_ok=True)
+
+
+def _is_of_another(path: Path, identity: str) -> bool:
+    head = read_head(path)[1] or {}
+    return bool(identity) and head.get("identity", identity) not in ("", identity)
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
@@ -110,18 +122,17 @@ class LoggedLine:
 
 
 def read_memory(
-    folder: Path, stored: Callable[[], bytes | None], forget: bool = False
+    folder: Path, stored: Callable[[], bytes | None], term: int, identity: str = ""
 ) -> tuple[dict[str, Any] | None, list[LoggedLine]]:
     """Return the newest record of earlier terms, and the lines since.
 
     Args:
         stored: reads the record that storage has. It is newer than what is here where the terms since were on
             another machine, or where the record here is torn.
-        forget: what is there is of another run, which had this name once.
+        term, identity: as `forget_others` has them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if forget:
-        clear(folder)
+    forget_others(folder, term, identity)
     record = max(read_record(folder), _stored_record(stored), key=_covered)
     return record, list(lines_since(folder, record))
 

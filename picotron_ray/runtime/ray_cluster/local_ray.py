@@ -189,7 +189,12 @@ def runs() -> list[str]:
     return sorted(path.stem for path in state_folder().glob("*.json"))
 
 
-def _save(ray: LocalRay) -> None:
+def save(ray: LocalRay) -> None:
+    """Write the state file of a run's Ray, whose lock the caller holds.
+
+    Raises:
+        ConfigError: its folder cannot be written.
+    """
     path = state_file(ray.run)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
@@ -306,9 +311,9 @@ def _start_once(
     _children.append(process)
     ray = LocalRay(run, mark, process.pid, "", str(temp_folder), token, tuple(str(path) for path in folders))
     try:
-        _save(ray)
+        save(ray)
         ray = replace(ray, address=_wait_for_address(process, temp_folder, timeout_s))
-        _save(ray)
+        save(ray)
     except BaseException:
         stop(ray, grace_s=0.0)
         raise

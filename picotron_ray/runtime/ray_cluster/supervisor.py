@@ -3,6 +3,7 @@
 ``python -m picotron_ray.runtime.ray_cluster.supervisor RUN ENDED COMMAND…``. It imports neither Ray nor
 torch. It ends when Ray's head ends, on SIGTERM, or once the file ENDED has existed for ``LINGER_S`` (drivers
 that are attached read the run's result meanwhile), and leaves no process, slot folder or state file behind.
+A state file that is deleted meanwhile it writes again: by that alone other commands find the run.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.ray_cluster import local_ray, processes
+from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
 LINGER_S = 10.0
 POLL_S = 0.2
+KEEP_S = 5.0
 
 
 class _Terminated(BaseException):
@@ -29,10 +33,35 @@ def _terminate(number: int, frame: object) -> None:
     raise _Terminated
 
 
-def _wait(head: subprocess.Popen[bytes], ended: Path) -> None:
+class StateKeeper:
+    """Keeper of the state file of the Ray with a mark."""
+
+    def __init__(self, run: str, mark: str) -> None:
+        self._run, self._mark = run, mark
+        self._seen: LocalRay | None = None
+        self._look_at = 0.0
+
+    def look(self, now: float) -> None:
+        """Remember the file each ``KEEP_S``, or write it again where it is gone; passes over what fails."""
+        if now < self._look_at:
+            return
+        self._look_at = now + KEEP_S
+        with suppress(OSError, PicotronError):
+            found = local_ray.find(self._run)
+            if found is not None and found.mark == self._mark:
+                self._seen = found
+            elif found is None and self._seen is not None:
+                with local_ray.locked(self._run):
+                    if local_ray.find(self._run) is None:
+                        local_ray.save(self._seen)
+
+
+def _wait(head: subprocess.Popen[bytes], ended: Path, keeper: StateKeeper) -> None:
     while head.poll() is None:
         if ended.exists() and time.time() - ended.stat().st_mtime > LINGER_S:
             return
+        if not ended.exists():
+            keeper.look(time.monotonic())
         time.sleep(POLL_S)
 
 
@@ -48,7 +77,7 @@ def main(run: str, ended: str, command: list[str]) -> int:
     mark = os.environ[processes.MARK]
     head = subprocess.Popen(command)
     try:
-        _wait(head, Path(ended))
+        _wait(head, Path(ended), StateKeeper(run, mark))
     except _Terminated:
         # Whoever sent it (``local_ray.stop``) holds the lock and removes the folders and the state file.
         _end(head, mark)

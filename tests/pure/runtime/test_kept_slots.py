@@ -302,7 +302,7 @@ def test_the_end_of_a_local_ray_spares_them_and_remembers_where_they_are(
     kept, other = folder_of(job, "a", x=5), folder_of(job, "b")
     run = run_folder(job.snapshot.folder, job.name)
     ray = LocalRay("night", "mark", 1, "", str(tmp_path / "ray"), "", (str(run),))
-    local_ray._save(ray)
+    local_ray.save(ray)
     local_ray.stop(ray)
     assert (kept / "x.slot").exists()
     assert not other.exists()

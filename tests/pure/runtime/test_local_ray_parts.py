@@ -57,12 +57,12 @@ class Clock:
 def test_a_state_file_is_kept_for_its_owner_alone(home: Path) -> None:
     assert (local_ray.find("night"), local_ray.runs()) == (None, [])
     saved = ray_at(home)
-    local_ray._save(saved)
-    local_ray._save(ray_at(home, run="day"))
+    local_ray.save(saved)
+    local_ray.save(ray_at(home, run="day"))
     assert (local_ray.find("night"), local_ray.runs()) == (saved, ["day", "night"])
     path = home / "state" / "picotron_ray" / "night.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    local_ray._save(ray_at(home, address="b:2"))
+    local_ray.save(ray_at(home, address="b:2"))
     assert local_ray.find("night") == ray_at(home, address="b:2")
     with local_ray.locked("night"):
         assert (path.parent / "night.lock").exists()
@@ -97,11 +97,11 @@ def test_an_end_removes_what_is_its_own_and_keeps_the_logs(
     for name in ("logs", "sockets"):
         (session / name).mkdir(parents=True)
     (session / "file").touch()
-    local_ray._save(ray_at(home, mark="newer"))
+    local_ray.save(ray_at(home, mark="newer"))
     local_ray.stop(ray_at(home))
     assert (home / "slots").exists(), "a newer Ray uses it"
     assert (session / "sockets").exists()
-    local_ray._save(ray_at(home))
+    local_ray.save(ray_at(home))
     local_ray._children[:] = [SimpleNamespace(pid=1, poll=lambda code=code: code) for code in (None, 0)]  # type: ignore[misc]
     local_ray.stop(ray_at(home))
     assert not (home / "slots").exists()
@@ -144,7 +144,7 @@ def test_a_ray_starts_in_a_session_of_its_own_with_a_secret(
     monkeypatch.setattr(local_ray, "_wait_for_address", lambda process, folder, timeout_s: "a:9")
     monkeypatch.setattr(local_ray, "_free_port", lambda: 5)
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
-    local_ray._save(ray_at(home, mark="old"))
+    local_ray.save(ray_at(home, mark="old"))
     folder = home / "temp"
     folder.mkdir()
     (folder / "stale").touch()
@@ -284,8 +284,8 @@ from picotron_ray.runtime.ray_cluster import local_ray, processes
 from tests.support.faults.full_folder import run_on_small_disk
 local_ray._head_command = lambda *words: [sys.executable, "-c", "import time; time.sleep(90)"]
 begun = []
-real = local_ray._save
-local_ray._save = lambda ray: begun.append(ray) or real(ray)
+real = local_ray.save
+local_ray.save = lambda ray: begun.append(ray) or real(ray)
 with local_ray.locked("night"):
     fill(folder)
     try:
@@ -309,13 +309,14 @@ def test_a_supervisor_lingers_after_the_end_of_the_run(home: Path, monkeypatch: 
     monkeypatch.setattr(supervisor, "time", clock)
     polls = iter([None, None, 0])
     head: Any = SimpleNamespace(poll=lambda: next(polls))
-    supervisor._wait(head, ended)
+    keeper = supervisor.StateKeeper("night", "mine")
+    supervisor._wait(head, ended, keeper)
     assert len(clock.naps) == 2, "until Ray is gone"
     ended.touch()
     os.utime(ended, (clock.now, clock.now))
     begun, head.poll = clock.now, lambda: None
     monkeypatch.setattr(supervisor, "POLL_S", 0.5)
-    supervisor._wait(head, ended)
+    supervisor._wait(head, ended, keeper)
     assert clock.now == begun + supervisor.LINGER_S + 0.5
 
 
@@ -326,7 +327,7 @@ def test_a_supervisor_ends_all_and_cleans_up_unless_others_do(
     told: list[Any] = []
     head = SimpleNamespace(poll=lambda: None, terminate=lambda: told.append("terminate"), wait=lambda: 5)
 
-    def wait(head: Any, ended: Path) -> None:
+    def wait(head: Any, ended: Path, keeper: Any) -> None:
         if terminated:
             supervisor._terminate(15, None)
 
@@ -336,7 +337,7 @@ def test_a_supervisor_ends_all_and_cleans_up_unless_others_do(
     monkeypatch.setattr(supervisor, "_wait", wait)
     monkeypatch.setattr(processes, "end_all", lambda *words, grace_s: told.append((*words, grace_s)))
     monkeypatch.setattr(local_ray, "stop", lambda ray, grace_s: told.append(("stop", ray.mark, grace_s)))
-    local_ray._save(ray_at(home, mark=mark))
+    local_ray.save(ray_at(home, mark=mark))
     assert supervisor.main("night", str(home / "ended"), ["ray"]) == 5
     stopped = [("stop", "mine", 0.0)] if mark == "mine" and not terminated else []
     assert told == [

@@ -148,8 +148,12 @@ class Facts:
         return {}
 
     def enter(self, record: GenerationRecord) -> None:
-        """Add a generation; of the oldest ones less is kept, so that this does not grow with their number."""
+        """Add a generation; of the oldest ones less is kept, so that this does not grow with their number.
+
+        Evaluations beyond where it begins are void, and will be done again.
+        """
         self.generations.append(record)
+        self.evaluations = {s: loss for s, loss in self.evaluations.items() if s <= record.start_step}
         del self.generations[1 : 1 - GENERATIONS_KEPT]  # the first one tells where the run began
         named = [at for at, one in enumerate(self.generations) if one.members is not None]
         kept = 0
@@ -214,7 +218,9 @@ class Facts:
     def newest_eval(self) -> dict[str, Any]:
         """Return the newest held-out loss with its step, of whichever launch; empty while there is none."""
         known = [{"eval_step": step, "eval_loss": loss} for step, loss in self.evaluations.items()]
-        told = [page for page in self.pages.values() if page["eval_step"] >= 0]
+        newest = self.newest
+        now = None if newest is None else (newest.id.term, newest.id.n)
+        told = [p for p in self.pages.values() if p["eval_step"] >= 0 and (p["term"], p["n"]) == now]
         return max(known + told, key=lambda found: found["eval_step"], default={})
 
     def count(self, level: str, kind: str, data: Mapping[str, Any]) -> None:

@@ -261,6 +261,17 @@ def test_events_go_to_the_log_of_the_process_too(run: Run, capsys: pytest.Captur
     assert [line.split(" ", 1)[1] for line in lines] == ["WARNING it is full", "INFO step 5 committed"]
 
 
+def test_a_held_out_loss_of_steps_that_were_given_up_is_shown_no_more(run: Run) -> None:
+    run.generation(1, "a", 0, 1.0)
+    for step, loss in ((5, 3.0), (10, 2.5)):
+        run.record.figures("n1", [page("a", step=step, eval_step=step, eval_loss=loss)])
+    assert run.record.status(0)["eval_loss"] == 2.5
+    run.generation(2, "a", 7, 2.0)
+    assert (run.record.status(0)["eval_loss"], run.record.measured().evaluations) == (3.0, {5: 3.0})
+    run.record.figures("n1", [page("a", 2, step=10, eval_step=10, eval_loss=2.0)])
+    assert run.record.status(0)["eval_loss"] == 2.0
+
+
 def test_a_held_out_loss_of_nan_is_no_figure(run: Run) -> None:
     run.generation(1, "a", 0, 1.0)
     run.record.figures("n1", [page("a", eval_step=5, eval_loss=math.nan)])

@@ -8,7 +8,9 @@ checkpoint committed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated
@@ -62,6 +64,27 @@ def reported(as_json: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
+    except OSError as error:
+        if error.errno not in OUTPUT_ENDS:
+            raise
+        _output_ended(error)
+        raise typer.Exit(1) from None
+
+
+OUTPUT_ENDS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a pipe that nobody reads any more, or of a log on a full disk."""
+
+
+def _output_ended(error: OSError) -> None:
+    """Say on stderr, where that still can be, that the output takes no more, and print no more into it."""
+    with contextlib.suppress(OSError, ValueError):  # the interpreter flushes it as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError):
+        print(
+            f"error: what is printed is not taken ({error.strerror}); a run that was started goes on: ask"
+            " with `picotron-ray status`, or launch it again to attach to it",
+            file=sys.stderr,
+        )
 
 
 def train(

@@ -30,9 +30,17 @@ _NODE_ID = re.compile(r"\b[0-9a-f]{56}\b")
 _STYLES = {"warning": "yellow", "error": "bold red"}
 
 
+class OwnConsole(Console):
+    """Console whose reader may go away: rich would end the process without a word."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise on; called while the error is handled."""
+        raise
+
+
 def console(as_json: bool) -> Console:
     """Console for people: stdout, or stderr where stdout is JSON; it keeps its stream if others redirect."""
-    return Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
+    return OwnConsole(file=sys.stderr if as_json else sys.stdout, highlight=False)
 
 
 def number(value: float | None, form: str = ".4f") -> str:

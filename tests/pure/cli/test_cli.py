@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -194,3 +195,20 @@ def test_the_doctor_says_a_line_for_each_check_and_fails_by_its_exit_code(
     assert found["ok"] is False
     assert [check["check"] for check in found["checks"] if check["status"] == "failed"] == ["snapshot folder"]
     assert CliRunner().invoke(cli.app, ["doctor", "tiny", "steps=0"]).exit_code == 2
+
+
+def test_an_output_that_takes_no_more_is_said_in_one_line() -> None:
+    """A log on a full disk, a pipe that nobody reads: forty lines of traceback, or not a word."""
+    code = "from picotron_ray.runtime.driver.console import console\n"
+    code += "from picotron_ray.launch import reported\n"
+    code += "import time, typer\ndef say():\n  with reported(False):\n    for at in range(100):\n"
+    code += "      console(False).print('x' * 99)\n      time.sleep(0.01)\n"
+    code += "typer.run(say)\n"
+    python = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"
+    wanted = "error: what is printed is not taken ({}); a run that was started goes on: "
+    for ends, why in ((">/dev/full", "No space left on device"), ("| head -2 >/dev/null", "Broken pipe")):
+        command = ["bash", "-c", f"{python} {ends}; exit ${{PIPESTATUS[0]}}"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(wanted.format(why))

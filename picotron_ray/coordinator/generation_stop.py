@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from picotron_ray.coordinator.final_wait import KEPT
 from picotron_ray.coordinator.machine_memory import Incident, MachineMemory
-from picotron_ray.coordinator.messages import Fenced, Interrupt, KillWorker, Member, Outcome
+from picotron_ray.coordinator.messages import Fenced, Interrupt, KillWorker, Member, Outcome, Source
 from picotron_ray.coordinator.policies.precedence import goes_before
 from picotron_ray.coordinator.policies.rewind import BadStep
 from picotron_ray.coordinator.states import MachineState
@@ -203,7 +204,8 @@ def kill(memory: MachineMemory, name: str, reason: str) -> None:
 
 def fenced(memory: MachineMemory, event: Fenced) -> None:
     """Stop at once, whatever is under way: it belongs to the coordinator of the newer term."""
-    memory.finish("fenced", f"a newer coordinator has taken over ({event.why}); this one stops")
+    why = f"a newer coordinator has taken over ({event.why}); this one stops, {KEPT}"
+    memory.finish("fenced", why, Source("slots"))
 
 
 def sweep_dying(memory: MachineMemory) -> None:

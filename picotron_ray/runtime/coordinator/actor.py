@@ -44,7 +44,7 @@ from picotron_ray.runtime.coordinator.beginning import (
     open_event_log,
     tell_beginning,
 )
-from picotron_ray.runtime.coordinator.closing import close_nodes
+from picotron_ray.runtime.coordinator.closing import close_nodes, leave_to_successor
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
 from picotron_ray.runtime.coordinator.event_log.files import decode_record
@@ -64,7 +64,6 @@ from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.ray_cluster.owner_process import POLL_S
-from picotron_ray.runtime.ray_cluster.ray_calls import is_this_process
 from picotron_ray.runtime.ray_cluster.supervisor import LINGER_S
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
@@ -364,10 +363,9 @@ class Coordinator:
         if finish.status != "fenced" and term and await self._executor.is_newest() is False:
             finish = fenced_end(self._store.overtaken_by, self._job.name)
         doubtful = finish.status == "fenced" or not term
-        if doubtful and not await is_this_process(coordinator_name(self._job.name)):
-            log.warning("%s (%s): this process leaves everything as it is", finish.status, finish.detail)
-            os._exit(0)
-        finish = await close_nodes(self._cluster, self._record, term, finish)
+        if doubtful:
+            await leave_to_successor(self._job.name, finish)
+        finish = await close_nodes(self._cluster, self._record, self._job.name, term, finish)
         summary = self._record.summary(finish)
         if finish.status not in ("fenced", "storage"):
             summary = await self._summed_up(summary)

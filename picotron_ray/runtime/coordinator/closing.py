@@ -8,15 +8,33 @@ meanwhile still fences it off.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.final_wait import unkept
+from picotron_ray.coordinator.final_wait import KEPT, unkept
 from picotron_ray.errors import FencedError
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.ray_cluster.names import coordinator_name
+from picotron_ray.runtime.ray_cluster.ray_calls import is_this_process
+
+log = logging.getLogger(__name__)
 
 
-async def close_nodes(cluster: Cluster, record: RunRecord, term: int, finish: m.Finish) -> m.Finish:
+async def leave_to_successor(run: str, finish: m.Finish) -> None:
+    """Leave everything as it is, this process too, where Ray calls another one by the run's name."""
+    if not await is_this_process(coordinator_name(run)):
+        log.warning("%s (%s): this process leaves everything as it is", finish.status, finish.detail)
+        os._exit(0)
+
+
+async def close_nodes(cluster: Cluster, record: RunRecord, run: str, term: int, finish: m.Finish) -> m.Finish:
     """Close all nodes of a run, and have the record learn the workers' last figures.
+
+    Where an agent heard of a newer term, of which storage did not tell, all snapshots are kept: they are
+    closed in that term, unless its coordinator is of this Ray.
 
     Args:
         term: of the coordinator; 0: it has none, but is the one that Ray knows.
@@ -26,10 +44,22 @@ async def close_nodes(cluster: Cluster, record: RunRecord, term: int, finish: m.
     """
     if not term:
         await cluster.find()
-        term = await cluster.heard_term()
-    for node, figures in (await cluster.figures()).items():
-        record.figures(node, figures)  # the last evaluation may be younger than a heartbeat
+    figures, heard = await asyncio.gather(cluster.figures(), cluster.heard_term(patient=not term))
+    for node, pages in figures.items():
+        record.figures(node, pages)  # the last evaluation may be younger than a heartbeat
     try:
-        return unkept(finish, await cluster.close(term, finish.keep, finish.status == "finished"))
+        if term and heard > term:  # before any agent that did not hear of it deletes slots
+            raise FencedError(f"refused: term {term} is older than {heard}; another coordinator took over")
+        return await _closed(cluster, term or heard, finish)
     except FencedError as error:
-        return m.Finish("fenced", str(error))
+        finish = m.Finish("fenced", f"{error}; {KEPT}", m.Source("slots"))
+    await leave_to_successor(run, finish)
+    try:
+        return await _closed(cluster, await cluster.heard_term(), finish)
+    except FencedError as error:  # yet another
+        log.warning("%s: left as it is", error)
+        return finish
+
+
+async def _closed(cluster: Cluster, term: int, finish: m.Finish) -> m.Finish:
+    return unkept(finish, await cluster.close(term, finish.keep, finish.status == "finished"))

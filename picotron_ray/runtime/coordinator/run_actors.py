@@ -255,10 +255,15 @@ class RunActors:
                 log.debug("no figures from node %s: %s", node[:8], error)
         return {node: pages for node, pages in said.items() if not isinstance(pages, BaseException)}
 
-    async def heard_term(self) -> int:
-        """Return the newest term that the run's agents have heard of; 0: none says one."""
+    async def heard_term(self, patient: bool = True) -> int:
+        """Return the newest term that the run's agents have heard of; 0: none says one.
+
+        Args:
+            patient: agents that are restarted meanwhile are waited for.
+        """
         limit_s = CLOSE_TIMEOUT_S
-        said = await self._ask_all(self._agents, "newest_term", limit_s, patience_s=limit_s)
+        patience_s = limit_s if patient else 0.0
+        said = await self._ask_all(self._agents, "newest_term", limit_s, patience_s=patience_s)
         return max((term for term in said.values() if isinstance(term, int)), default=0)
 
     async def evidence(self, generation: GenerationId, most_bytes: int, term: int) -> list[dict[str, Any]]:
@@ -291,8 +296,8 @@ class RunActors:
         self._closed = True
         key = kept_slots.key_of(keep, finished)
         workers = {node: self._workers_of(node) for node in self._agents}
-        errors = await self._close_nodes(term, key, self._agents, workers)
         lost = {w: handle for w, handle in self._workers.items() if self._node_of[w] not in self._agents}
+        errors = await self._close_nodes(term, key, dict(self._agents), workers)
         await self._kill_all(lost, ended=False)
         return {
             node: str(unmarked(why) or error_line(why)) for node, why in errors.items() if keep is not None
@@ -323,7 +328,7 @@ class RunActors:
         Args:
             is_newest: asked where an agent says nothing; None: it was asked before.
         """
-        refusals, errors = [], {}
+        refusals, errors, closed = [], {}, list[str]()
         said_by = await self._ask_all(agents, "close", CLOSE_TIMEOUT_S, term, key, patience_s=CLOSE_TIMEOUT_S)
         for node, said in said_by.items():
             refused = refusal(said) if isinstance(said, BaseException) else None
@@ -338,6 +343,10 @@ class RunActors:
             await self._kill_all(workers[node], ended=not isinstance(said, BaseException))
             if node not in errors or unmarked(errors[node]) is None:  # else it is all that guards its slots
                 ray.kill(agents[node])
+                closed.append(node)
+        for node in closed if refusals else ():
+            if self._agents.get(node) is agents[node]:
+                del self._agents[node]  # not to be asked again
         for refused in refusals:
             raise refused
         return errors

@@ -577,6 +577,7 @@ def test_a_refusal_that_names_a_newer_term_ends_the_coordinator_at_once() -> Non
         why = "refused: term 1 is older than 2"
         finish = of(world.send(m.Fenced(why)), m.Finish)
         assert [(end.status, why in end.detail) for end in finish] == [("fenced", True)]
+        assert [end.keep for end in finish] == [m.Source("slots")], "where nobody here has taken over"
         assert world.send(m.WorkerExited("w1-1", "killed"), m.Tick()) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 from dataclasses import replace
@@ -22,7 +23,7 @@ from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator import actor as actor_module
-from picotron_ray.runtime.coordinator import owner_watch, supervision
+from picotron_ray.runtime.coordinator import closing, owner_watch, supervision
 from picotron_ray.runtime.coordinator.actor import Coordinator
 from picotron_ray.runtime.coordinator.beat_groups import BeatGroups
 from picotron_ray.runtime.coordinator.beginning import EarlyEvents
@@ -423,6 +424,12 @@ def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     coordinator._cluster.activity = note_async("activity", "none")
     coordinator._cluster.hello = note_async("hello", coordinator.agents)
     coordinator._cluster.close = note_async("close", {})
+    coordinator._cluster.heard = 0
+
+    async def heard_term(patient: bool = True) -> int:
+        return int(coordinator._cluster.heard)
+
+    coordinator._cluster.heard_term = heard_term
     coordinator._cluster.figures = note_async("ask figures", {"n1": [1, 2]})
     coordinator._cluster.adopt_workers = note("adopt")
     coordinator._cluster.traits = ()
@@ -438,7 +445,7 @@ def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     async def is_living(name: str) -> bool:
         return coordinator.living
 
-    monkeypatch.setattr(actor_module, "is_this_process", is_living)
+    monkeypatch.setattr(closing, "is_this_process", is_living)
 
     async def is_newest() -> bool | None:
         return coordinator._store.is_newest()
@@ -697,16 +704,47 @@ def test_a_run_that_another_cluster_took_over_goes_without_a_summary(whole: Any)
     assert ("track",) not in whole.told
 
 
-def test_an_end_that_an_agent_refuses_is_another_coordinators(whole: Any) -> None:
+def test_an_end_that_an_agent_refuses_is_another_coordinators(
+    whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin(whole)
+    gone: list[int] = []
 
-    async def close(*words: Any) -> None:
-        raise FencedError("refused: term 2 is older than 3")
+    def leave(code: int) -> None:
+        gone.append(code)
+        raise SystemExit
 
-    whole._cluster.close = close
+    monkeypatch.setattr(actor_module.os, "_exit", leave)
+    whole._cluster.heard, whole.living = 3, False
+    whole.told.clear()
+    with pytest.raises(SystemExit):
+        asyncio.run(whole._end(m.Finish("finished", "all steps")))
+    assert (gone, [words[0] for words in whole.told]) == ([0], ["ask figures", "figures"])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["agent asked", "agent refuses"])
+def test_a_fence_that_agents_tell_of_keeps_all_slots_where_nobody_here_took_over(
+    whole: Any, late: bool
+) -> None:
+    """The name and storage are used elsewhere; storage did not answer who has the newest term."""
+    begin(whole)
+    whole.told.clear()
+    closed: list[Any] = []
+
+    async def close(term: int, *words: Any) -> dict[str, str]:
+        closed.append((term, *words))
+        if term < 3:
+            whole._cluster.heard = 3
+            raise FencedError("refused: term 2 is older than 3")
+        return {}
+
+    whole._cluster.close, whole._cluster.heard = close, 0 if late else 3
     asyncio.run(whole._end(m.Finish("finished", "all steps")))
-    (done,) = (words for words in whole.told if words[0] == "done")
-    assert done[1:] == (m.Finish("fenced", "refused: term 2 is older than 3"), {"status": "s"})
+    assert closed == [(2, None, True)] * late + [(3, m.Source("slots"), False)]
+    (done,) = (words[1] for words in whole.told if words[0] == "done")
+    assert (done.status, done.keep) == ("fenced", m.Source("slots"))
+    assert re.search("term 2 is older than 3.*its snapshots are kept", done.detail)
+    assert not [words for words in whole.told if words[0] == "discard"]
 
 
 def test_what_comes_before_the_begin_is_handled_after_it(whole: Any) -> None:

@@ -1322,6 +1322,20 @@ def test_a_fault_unplugs_the_node_of_its_number(nodes: Nodes, monkeypatch: pytes
     assert told == ["b", "a"]
 
 
+def test_an_agent_that_has_closed_is_not_asked_again_where_another_refused(nodes: Nodes) -> None:
+    """It is gone: its silence would say that its slots are not marked as kept."""
+    nodes.views = [view("a"), view("b")]
+    nodes.changes()
+    nodes.errors["close b"] = refused()
+    with pytest.raises(FencedError, match="term 3 is older than 4"):
+        asyncio.run(nodes.cluster.close(3))
+    assert len(nodes.killed) == 1
+    del nodes.errors["close b"]
+    nodes.seen.clear()
+    assert asyncio.run(nodes.cluster.close(4, m.Source("slots"))) == {}
+    assert nodes.seen == [(4, ())], "the other one alone"
+
+
 def test_an_end_closes_all_there_is(nodes: Nodes) -> None:
     nodes.views = [view("a"), view("b")]
     nodes.hello["a"] = {"workers": ["w1"]}

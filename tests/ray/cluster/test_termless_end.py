@@ -41,7 +41,7 @@ def end(nodes: Nodes, terms: dict[str, Any]) -> tuple[m.Finish, list[Any]]:
 
     nodes.cluster.close, nodes.cluster._ask_all = close, ask  # type: ignore[method-assign]
     record: Any = SimpleNamespace(figures=lambda *_: None)
-    return asyncio.run(close_nodes(nodes.cluster, record, 0, KEEPING)), closed
+    return asyncio.run(close_nodes(nodes.cluster, record, "night", 0, KEEPING)), closed
 
 
 def test_an_end_without_a_term_is_ordered_in_the_newest_that_agents_know(nodes: Nodes) -> None:

@@ -204,6 +204,7 @@ class Checks:
             self.sim.violation(f"generation {spec.id} has more than max_workers members")
         chains = self.histories.chains(shell, shell.newest)
         self._source_is_sound(shell, spec, chains)
+        self.histories.launched(shell, spec)
         self._does_not_begin_anew(shell, spec, chains)
         if self.sim.shell is shell:
             self._source_is_newest(shell, spec, chains)

@@ -217,11 +217,17 @@ def _flip(sim: Sim) -> None:
 
 
 def rot(sim: Sim) -> None:
-    """The newest commit is damaged in storage, or its manifest is missing there."""
+    """The newest commit is damaged in storage, or its manifest is missing there.
+
+    Now and then that is found soon: all nodes go at once, with all that they held.
+    """
     commits = sim.storage.commits()
     if len(commits) > 1 and sim.rng.chance(0.5):
         sim.bad_manifests.add(commits[-1].manifest)
         sim.storage.damage(commits[-1].manifest, missing=sim.rng.chance(0.5))
+        for gone in list(sim.nodes.values()) if sim.rng.chance(0.3) else ():
+            sim.remove_node(gone, told=sim.rng.chance(0.5))
+            sim.after(sim.rng.uniform(2.0, 15.0), sim.add_node, gone.capacity)
 
 
 def request(sim: Sim) -> None:

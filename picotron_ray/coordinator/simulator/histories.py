@@ -46,6 +46,7 @@ class Histories:
     def __init__(self, checks: Checks) -> None:
         self.checks = checks
         self._heard: set[tuple[int, m.GenerationId]] = set()  # coordinator, generation: a step of it
+        self._told_bad: set[tuple[int, str]] = set()  # coordinator, manifest that a member found damaged
 
     def handled(self, shell: CoordinatorProtocol, event: m.Event) -> None:
         """Note what a coordinator hears of a generation at work."""
@@ -57,9 +58,17 @@ class Histories:
         spec = None if generation is None else self.checks.specs.get(generation)
         if spec is None:
             return
+        found = isinstance(event, m.Outcome) and event.detail == f"corrupt:{spec.source.manifest}"
+        if found and event in shell.machine.memory.outcomes.values():
+            self._told_bad.add((id(shell), spec.source.manifest))
         bad_step = isinstance(event, m.Outcome) and event.kind is FailureKind.NUMERICS
         if step > spec.resume_step or bad_step:
             self._heard.add((id(shell), spec.id))
+
+    def launched(self, shell: CoordinatorProtocol, spec: m.GenerationSpec) -> None:
+        """Check that no commit is tried again that was found damaged."""
+        if (id(shell), spec.source.manifest) in self._told_bad:
+            self.checks.sim.violation(f"{spec.id} resumes from {spec.source.manifest}, known to be damaged")
 
     def chains(self, shell: CoordinatorProtocol, newest: m.GenerationSpec | None) -> list[Chain]:
         """Histories that may count for a coordinator, the newest first; one where there is no doubt.

@@ -7,7 +7,8 @@ own machine or cluster sees the coordinator; one elsewhere sees storage alone. S
 
 Ages are differences of times by the storage's clock, so machines' clocks do not matter. Each term has a key
 of its own: a fenced coordinator goes on signing for as long as it does not know. A term without one was
-claimed by a command, or by an earlier version, and is nobody's life.
+claimed by a command, or by an earlier version, and is nobody's life, or by a coordinator that is about to
+sign: a claim of the last ``SILENT_S`` is watched, as is a sign that cannot be read.
 
 Silence need not be waited for where death shows: the coordinator's process and its raylet, which would start
 it again, are gone from this machine, or this process is connected to the very Ray that has no such
@@ -18,14 +19,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from picotron_ray.checkpoint.storage.base import Storage, clock_s, encode_json, get_json
-from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject, clock_s, encode_json, get_json
+from picotron_ray.checkpoint.store.run_log import Entry, RunLog, entry_key
 from picotron_ray.errors import CorruptError, NotFoundError
 from picotron_ray.runtime.ray_cluster import local_ray, processes
 
@@ -35,6 +37,8 @@ SILENT_S = 120.0
 END_S = 5.0
 """Longest wait for storage to take the last sign: without it a launch elsewhere waits, and no more."""
 PREFIX = "life/"
+COORDINATOR = re.compile(r".+:\d+")
+"""Owner of a term that a coordinator claimed: its host and process; commands say more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +115,14 @@ def newest_life(storage: Storage) -> Life | None:
     """
     entries = RunLog(storage)
     entries.refresh()
-    term = max((entry.term for entry in entries.entries()), default=0)
-    key = _key(term)
+    claims = [entry for entry in entries.entries() if entry.kind == "term"]
+    if not claims:
+        return None
+    claim = max(claims, key=lambda entry: entry.term)
+    key = _key(claim.term)
     listed = [entry for entry in storage.list(key) if entry.key == key]
     if not listed:
-        return None
+        return _unsigned(storage, claim)
     try:
         said = get_json(storage, key)
         if said["ended"]:
@@ -128,8 +135,27 @@ def newest_life(storage: Storage) -> Life | None:
             age_s=max(clock_s(storage) - listed[0].mtime_s, 0.0),
         )
     except (NotFoundError, CorruptError, KeyError, TypeError) as error:
-        log.warning("the sign of life %s is passed over: %s", key, error)
+        log.warning("the sign of life %s cannot be read: %s", key, error)
+        return _unknown(storage, claim, listed[0], beat=int(listed[0].mtime_s * 1000))
+
+
+def _unsigned(storage: Storage, claim: Entry) -> Life | None:
+    """Return the life of a coordinator that claimed its term lately, and has yet to sign; None: of none."""
+    key = entry_key(claim.seq)
+    listed = [entry for entry in storage.list(key) if entry.key == key]  # an older one is in a block
+    if not listed or not COORDINATOR.fullmatch(str(claim.body.get("owner", ""))):
         return None
+    found = _unknown(storage, claim, listed[0])
+    return found if found.age_s < SILENT_S else None
+
+
+def _unknown(storage: Storage, claim: Entry, last: StoredObject, beat: int = 0) -> Life:
+    """Life of which no more is known than who claimed the term, and when it was heard."""
+    host, _, pid = str(claim.body.get("owner", "")).rpartition(":")
+    process = Process(int(pid) if pid.isdecimal() else 0, "")
+    age_s = max(clock_s(storage) - last.mtime_s, 0.0)
+    nowhere = ProcessSpace(host, "", "not known")
+    return Life(claim.term, beat, "", nowhere, process, Process(0, ""), "", "", age_s)
 
 
 class LifeSign:

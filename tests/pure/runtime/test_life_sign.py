@@ -208,9 +208,37 @@ def test_the_newest_term_alone_counts(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("said", [b"{", b"{}", b'{"ended": ""}', b"[]"])
-def test_a_damaged_sign_is_none(storage: Storage, said: bytes) -> None:
+def test_a_damaged_sign_is_watched(storage: Storage, said: bytes) -> None:
+    """One more field, of another version, would have the run taken over unasked."""
     RunLog(storage).claim_term("far:5")
     storage.put("life/000001.json", said)
+    found = newest_life(storage)
+    assert found is not None
+    assert (found.where, found.seen_here()) == ("coordinator of term 1, process 5 on far", "")
+    time.sleep(0.05)
+    storage.put("life/000001.json", said)
+    again = newest_life(storage)
+    assert again is not None
+    assert again.beat != found.beat, "it is put again and again: somebody lives"
+
+
+def test_a_coordinator_that_has_yet_to_sign_lives(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its claim and its first sign a watcher of the one before took it for nobody."""
+    log = RunLog(storage)
+    log.claim_term("far:5")
+    put(storage)
+    first = newest_life(storage)
+    log.claim_term("far:8")
+    found = newest_life(storage)
+    assert first is not None
+    assert found is not None
+    assert (found.term, found.beat, found.where) == (2, 0, "coordinator of term 2, process 8 on far")
+    with pytest.raises(ConfigError, match="coordinator of term 2, process 8 on far was last heard"):
+        Watch(first, found).wait(storage)
+    monkeypatch.setattr(life_sign, "SILENT_S", -1.0)
+    assert newest_life(storage) is None, "of an earlier version, which does not sign"
+    monkeypatch.undo()
+    log.claim_term("import")
     assert newest_life(storage) is None
 
 

@@ -142,7 +142,7 @@ def test_stop_resubmit_kill_and_attach(cluster: TwoNodes, project: Path) -> None
     job = cluster.api("jobs/three")
     assert (job["status"], job["driver_exit_code"]) == ("FAILED", 130)
     summary = json.loads((storage(project) / "summary.json").read_text())
-    assert [entry["submission_id"] for entry in summary["submissions"]] == ["two", "three"]
+    assert [entry["submission_id"] for entry in summary["submissions"]] == ["one", "two", "three"]
     assert summary["steps"] == commits(project)[-1] > stopped_at
     ledger = json.loads(cluster.run("picotron_ray.cli", "ledger", "verify", "my.yaml", "--json", cwd=project))
     assert (ledger["ok"], ledger["steps"]) == (True, summary["steps"])

@@ -137,7 +137,7 @@ def check_trials(rows: list[dict[str, Any]]) -> None:
     assert len(rows) == 8
     failed = [row for row in rows if row["status"] == "failed"]
     assert [row["layout"] for row in failed] == ["dp1-tp1-pp1-mb64"]
-    assert "oom" in failed[0]["reason"]
+    assert "out of memory" in failed[0]["reason"]
     assert "can't allocate memory" in failed[0]["reason"]
     assert {row["status"] for row in rows} <= {"finished", "failed", "stopped"}
     layouts = [row for row in rows if row["stage"] == "layouts" and row["status"] == "finished"]

@@ -101,8 +101,9 @@ def check_checkpoint(result: Any, layers: int) -> None:
 def kill_worker(run: str) -> None:
     """SIGKILL the worker of rank 0, found by its page."""
     from picotron_ray.runtime.heartbeat import read_page
+    from picotron_ray.runtime.ray_cluster.names import run_folder
 
-    pages = [read_page(path) for path in Path(f"/dev/shm/picotron_ray/{run}").glob("*/*.page")]
+    pages = [read_page(path) for path in run_folder("/dev/shm", run).glob("*/*.page")]
     kill(next(page.pid for page in pages if page is not None and page.rank == 0))
 
 

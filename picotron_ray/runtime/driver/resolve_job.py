@@ -24,7 +24,7 @@ from picotron_ray.errors import ConfigError, naming
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.driver.consent import NOT_ASKED, Consent
 from picotron_ray.runtime.driver.elsewhere import await_silence
-from picotron_ray.runtime.driver.resolve_start import settle_start
+from picotron_ray.runtime.driver.resolve_start import settled_start
 from picotron_ray.runtime.driver.submission import Submission
 from picotron_ray.runtime.driver.user_paths import absolute_paths, is_relative
 from picotron_ray.runtime.ray_cluster import cleanup, local_ray, open_files
@@ -250,8 +250,8 @@ def _start(at: ResolvedJob) -> ResolvedJob:
     """Verify the commit that the run starts from, whole. Touches: reads both runs' storage."""
     from picotron_ray.runtime.run_storage.init_from import imported_note
 
-    job, record = settle_start(at.job, _opened(at), verify=True)
-    return replace(at, job=job, start=record).noting(imported_note(job, _opened(at)))
+    at = _started_from(at, verify=True)
+    return at.noting(imported_note(at.job, _opened(at)))
 
 
 def _same_run(at: ResolvedJob) -> ResolvedJob:
@@ -310,10 +310,10 @@ def _own_ray(at: ResolvedJob) -> ResolvedJob:
 
 def _precision(at: ResolvedJob) -> ResolvedJob:
     """Settle ``precision: auto``. Touches: reads storage; asks every node for its GPUs."""
-    from picotron_ray.runtime.driver.resolve_precision import settle_precision
+    from picotron_ray.runtime.driver.resolve_precision import settled_precision
 
-    job, note = settle_precision(at.job, _opened(at))
-    return replace(at, job=job).noting(note)
+    precision, note = settled_precision(at.job, _opened(at))
+    return replace(at, job=changed(at.job, precision=precision)).noting(note)
 
 
 def _room(at: ResolvedJob) -> ResolvedJob:
@@ -329,8 +329,13 @@ def _room(at: ResolvedJob) -> ResolvedJob:
 
 def _init_from(at: ResolvedJob) -> ResolvedJob:
     """Settle the commit that the run starts from. Touches: reads both runs' storage."""
-    job, record = settle_start(at.job, _opened(at))
-    return replace(at, job=job, start=record)
+    return _started_from(at, verify=False)
+
+
+def _started_from(at: ResolvedJob, verify: bool) -> ResolvedJob:
+    step, record = settled_start(at.job, _opened(at), verify)
+    init_from = at.job.init_from.model_copy(update={"step": step})
+    return replace(at, job=changed(at.job, init_from=init_from), start=record)
 
 
 def _addresses(at: ResolvedJob) -> ResolvedJob:

@@ -17,20 +17,19 @@ from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, facts_of, living_nodes, worker_needs
 
 
-def settle_precision(job: JobConfig, storage: Storage) -> tuple[JobConfig, str]:
-    """The job with a named precision, and a line that says which and why; empty where it was named.
+def settled_precision(job: JobConfig, storage: Storage) -> tuple[Precision, str]:
+    """The job's precision by name, and a line that says which and why; empty where it was named.
 
     Raises:
         ConfigError: no GPU is there to look at, or the config does not go with what was found.
     """
     if job.precision != "auto":
-        return job, ""
+        return job.precision, ""
     found, why = choose_precision(job, storage)
-    job = job.model_copy(update={"precision": found})
     came = f"precision: auto came to {found}: {why}"
-    if problems := broken_rules(job):
+    if problems := broken_rules(job.model_copy(update={"precision": found})):
         raise ConfigError(*(f"{problem.key}: {problem.text} ({came})" for problem in problems))
-    return job, came
+    return found, came
 
 
 def choose_precision(job: JobConfig, storage: Storage) -> tuple[Precision, str]:

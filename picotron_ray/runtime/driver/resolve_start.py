@@ -8,10 +8,10 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.config.schema.job import JobConfig
 
 
-def settle_start(
+def settled_start(
     job: JobConfig, storage: Storage, verify: bool = False
-) -> tuple[JobConfig, dict[str, Any] | None]:
-    """The job with ``init_from.step`` filled in, and the commit's record for a new run's run.json.
+) -> tuple[int | None, dict[str, Any] | None]:
+    """``init_from.step`` as a number, where there is one, and the commit's record for a new run's run.json.
 
     A run that exists keeps the step that its run.json holds; the record is then None.
 
@@ -22,9 +22,7 @@ def settle_start(
         ConfigError: there is no such run or step, it does not verify, or its model is another one.
     """
     if job.init_from.run is None:
-        return job, None
+        return job.init_from.step, None
     from picotron_ray.runtime.run_storage.init_from import find_start
 
-    step, record = find_start(job, storage, verify)
-    init_from = job.init_from.model_copy(update={"step": step})
-    return job.model_copy(update={"init_from": init_from}), record
+    return find_start(job, storage, verify)

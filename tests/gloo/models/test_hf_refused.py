@@ -18,7 +18,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.load import parse_job
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver.resolve_job import check_machine
-from picotron_ray.runtime.driver.resolve_start import settle_start
+from picotron_ray.runtime.driver.resolve_start import settled_start
 from picotron_ray.runtime.run_storage.hf_export import export_hf
 from picotron_ray.runtime.run_storage.hf_import import import_hf
 from picotron_ray.runtime.run_storage.run_store import RunStore
@@ -270,7 +270,7 @@ def test_a_run_from_an_import_keeps_it_and_takes_no_bytes(copy: Path) -> None:
     check_machine(good, own_ray=True)
     storage = open_storage(good.storage, good.name)
     assert not list(storage.list("")), "a check leaves nothing"
-    store = RunStore(good, lambda _: None, settle_start(good, storage)[1])
+    store = RunStore(good, lambda _: None, settled_start(good, storage)[1])
     store.claim()
     store.state(verify=True)
     out = copy.parent / "out"

@@ -20,7 +20,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import CheckpointConfig
 from picotron_ray.errors import ConfigError, CorruptError
-from picotron_ray.runtime.driver.resolve_start import settle_start
+from picotron_ray.runtime.driver.resolve_start import settled_start
 from tests.support.checkpoint.checkpoint_kit import generation, load, make_state, same, save
 
 STATE = make_state(7)
@@ -131,17 +131,15 @@ def test_damage_is_found_at_the_launch_and_again_while_copying(old: LocalStorage
 
 def test_the_step_is_settled_once(old: LocalStorage, memory_path: Path, job: MakeJob) -> None:
     new = LocalStorage(str(memory_path), "new")
-    settled, record = settle_start(job(), new, verify=True)
-    assert settled.init_from.step == 8
+    step, record = settled_start(job(), new, verify=True)
+    assert step == 8
     assert record is not None
     assert (record["from"], record["step"]) == (old.where, 8)
-    assert settle_start(job(step=4), new)[0].init_from.step == 4
-    chosen, _ = settle_start(job(step=4), new)
+    assert settled_start(job(step=4), new)[0] == 4
+    chosen = job(step=4)
     new.put("run.json", json.dumps({"config": public_dict(chosen), "origin": record}).encode())
-    assert settle_start(job(), new) == (chosen, None), (
-        "the step that run.json holds, though there is a newer one"
-    )
-    assert settle_start(JobConfig(), new) == (JobConfig(), None)
+    assert settled_start(job(), new) == (4, None), "the step that run.json holds, though there is a newer one"
+    assert settled_start(JobConfig(), new) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,7 @@ def test_what_cannot_be_taken_is_refused(
     old: LocalStorage, memory_path: Path, job: MakeJob, asked: dict[str, Any], expected: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        settle_start(job(**asked), LocalStorage(str(memory_path), "new"), verify=True)
+        settled_start(job(**asked), LocalStorage(str(memory_path), "new"), verify=True)
     assert len(refused.value.problems) == len(expected)
     for line, pattern in zip(refused.value.problems, expected, strict=True):
         with pytest.raises(ConfigError, match=pattern):
@@ -172,8 +170,8 @@ def test_other_optimizers_and_bf16_take_the_weights(
     old: LocalStorage, memory_path: Path, job: MakeJob
 ) -> None:
     new = LocalStorage(str(memory_path), "new")
-    assert settle_start(job(optimizer={"name": "sgd"}), new)[0].init_from.step == 8
-    assert settle_start(job(precision="bf16"), new)[0].init_from.step == 8
+    assert settled_start(job(optimizer={"name": "sgd"}), new)[0] == 8
+    assert settled_start(job(precision="bf16"), new)[0] == 8
 
 
 def test_moments_are_not_taken_from_a_commit_without_them(
@@ -183,4 +181,4 @@ def test_moments_are_not_taken_from_a_commit_without_them(
     new.put("run.json", json.dumps({"config": public_dict(JobConfig(name="new"))}).encode())
     asked = job(run="new", optimizer_state=True).model_copy(update={"name": "third"})
     with pytest.raises(ConfigError, match=r"init_from\.optimizer_state: .*holds weights alone"):
-        settle_start(asked, LocalStorage(str(memory_path), "third"))
+        settled_start(asked, LocalStorage(str(memory_path), "third"))

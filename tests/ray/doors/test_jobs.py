@@ -25,6 +25,7 @@ import picotron_ray
 from picotron_ray.runtime.heartbeat import process_alive, read_page
 from picotron_ray.runtime.ray_cluster.fingerprint import package_fingerprint
 from picotron_ray.runtime.ray_cluster.names import run_folder
+from tests.support.runs.memory_group import until
 from tests.support.runs.ray_jobs import TwoNodes
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
@@ -164,7 +165,9 @@ def test_a_driver_killed_while_it_stops_leaves_the_stop_to_the_coordinator(
         assert "run child" not in cluster.log("four").splitlines()[-1], "the driver saw the end after all"
         os.kill(worker.pid, signal.SIGCONT)
     gone("child")
-    summary = json.loads((storage(project, "child") / "summary.json").read_text())
+    summed_up = storage(project, "child") / "summary.json"  # it is told last of all, after the nodes are left
+    until(summed_up.exists, "the run ended without a summary")
+    summary = json.loads(summed_up.read_text())
     assert summary["status"] == "stopped"
     assert summary["checkpoints"][-1]["step"] == summary["steps"] >= 50
     assert summary["first_loss"] < 4.0, "drawn from a seed it begins at ln 264 = 5.6"

@@ -318,6 +318,8 @@ def test_a_small_memory_folder_is_left_for_the_overflow_folder(door: Door, tmp_p
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(f"; using {disk} instead (slower)") == 1
-    assert "note: snapshot" not in done.stderr.replace("note: snapshot.folder: saw", "", 1), "no change to tell"
+    assert "note: snapshot" not in done.stderr.replace("note: snapshot.folder: saw", "", 1), (
+        "no change to tell"
+    )
     summary = json.loads(done.stdout.splitlines()[0])
     assert (summary["status"], summary["steps"], summary["failures"]) == ("finished", 20, [])

@@ -24,7 +24,7 @@ from picotron_ray.runtime.driver.resolve_job import (
     ResolvedJob,
     resolve,
 )
-from picotron_ray.runtime.driver.resolve_precision import able_nodes, settle_precision
+from picotron_ray.runtime.driver.resolve_precision import able_nodes, settled_precision
 from picotron_ray.runtime.ray_cluster import placement
 from picotron_ray.runtime.ray_cluster.connect import ClusterError
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts, small_files_bytes
@@ -61,8 +61,8 @@ def test_the_least_of_all_nodes_decides(
     nodes: list[NodeView], tmp_path: Path, names: list[str], expected: str
 ) -> None:
     nodes += map(node, names)
-    job, note = settle_precision(*auto(tmp_path))
-    assert job.precision == expected
+    found, note = settled_precision(*auto(tmp_path))
+    assert found == expected
     assert note.startswith(f"precision: auto came to {expected}: ")
 
 
@@ -70,25 +70,25 @@ def test_what_the_run_was_started_with_stays(nodes: list[NodeView], tmp_path: Pa
     job, storage = auto(tmp_path)
     nodes.append(node("old"))
     storage.put("run.json", json.dumps({"config": {"precision": "bf16"}}).encode())
-    assert settle_precision(job, storage)[0].precision == "bf16"
+    assert settled_precision(job, storage)[0] == "bf16"
 
 
 def test_no_gpu_to_look_at_is_refused(nodes: list[NodeView], tmp_path: Path) -> None:
     job, storage = auto(tmp_path)
     with pytest.raises(ConfigError, match="saw auto, but no node with a GPU is there yet"):
-        settle_precision(job, storage)
+        settled_precision(job, storage)
     nodes += [node("new"), node("silent")]
     with pytest.raises(ConfigError, match="NVML tells nothing of the GPUs on host-silent; name one"):
-        settle_precision(job, storage)
+        settled_precision(job, storage)
 
 
 def test_the_config_is_judged_again(nodes: list[NodeView], tmp_path: Path) -> None:
     job, storage = auto(tmp_path, "auto", adaptive_precision={"error_bound": 0.01})
     said = r"adaptive_precision.error_bound: saw 0.01 with precision=fp32.*\(precision: auto came to fp32"
     with pytest.raises(ConfigError, match=said):
-        settle_precision(job, storage)
+        settled_precision(job, storage)
     nodes.append(node("old"))
-    assert settle_precision(job, storage)[0].precision == "fp16"
+    assert settled_precision(job, storage)[0] == "fp16"
 
 
 def test_nodes_that_lack_it_do_not_count(nodes: list[NodeView], tmp_path: Path) -> None:

@@ -138,7 +138,6 @@ def check_trials(rows: list[dict[str, Any]]) -> None:
     failed = [row for row in rows if row["status"] == "failed"]
     assert [row["layout"] for row in failed] == ["dp1-tp1-pp1-mb64"]
     assert "out of memory" in failed[0]["reason"]
-    assert "can't allocate memory" in failed[0]["reason"]
     assert {row["status"] for row in rows} <= {"finished", "failed", "stopped"}
     layouts = [row for row in rows if row["stage"] == "layouts" and row["status"] == "finished"]
     assert len(layouts) == 2

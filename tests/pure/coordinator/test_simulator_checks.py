@@ -38,6 +38,8 @@ class Bench:
         for member in TWO:
             self.node.workers[member.worker] = SimWorker(member.worker, self.node)
         self.memory = SimpleNamespace(
+            term=1,
+            outcomes={},
             stop_requested=False,
             transitions=[],
             now=100.0,

@@ -62,6 +62,9 @@ class Run:
         async def figures() -> dict[str, Any]:
             return {}
 
+        async def heard_term(patient: bool = True) -> int:
+            return 0
+
         async def close(term: int, keep: Any, finished: bool) -> None:
             self.told.append(("closed", term))
 
@@ -70,7 +73,7 @@ class Run:
         ended._options = {"owns_ray": True, "event_folder": str(self.folder)}
         ended._store = self.store
         ended._planner = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
-        ended._cluster = SimpleNamespace(figures=figures, close=close)  # type: ignore[assignment]
+        ended._cluster = SimpleNamespace(figures=figures, heard_term=heard_term, close=close)  # type: ignore[assignment]
         ended._record = SimpleNamespace(  # type: ignore[assignment]
             summary=lambda finish: {}, done=lambda finish, summary: self.told.append(finish.status)
         )

@@ -26,7 +26,7 @@ class EnoughError(Exception):
     """Everything before Ray is through."""
 
 
-def enough(job: JobConfig) -> None:
+def enough(job: JobConfig, connected: Any = None) -> None:
     raise EnoughError
 
 
@@ -97,7 +97,7 @@ def test_the_job_that_was_checked_is_the_one_that_runs(
     disk.mkdir()
     room = {str(small): 1 << 20, str(disk): 1 << 40}
     monkeypatch.setattr(slot_pool, "free_bytes", lambda folder: room[str(folder)])
-    monkeypatch.setattr(driver.connect, "connect", lambda job: "local")
+    monkeypatch.setattr(driver.connect, "connect", lambda job, connected: "local")
     monkeypatch.setattr(driver, "find_coordinator", lambda run: None)
     monkeypatch.setattr(driver, "take_down", lambda *parts: None)
     ran: list[JobConfig] = []

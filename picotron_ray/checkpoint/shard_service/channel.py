@@ -30,7 +30,8 @@ from picotron_ray.errors import ServiceBusyError, SlotUnreachableError
 
 MOST_BYTES = 16 << 20
 """Most bytes of a frame's payload."""
-MESSAGE, REFUSAL = range(2)
+MESSAGE, REFUSAL, WAIT = range(3)
+"""Kinds of a frame; ``WAIT``: none yet, but the other end lives and has not forgotten."""
 MAGIC = b"PRSHARD1"
 BUSY = b"PRSHBUSY"
 """Greeting of a service that takes no more connections for now; it closes this one."""
@@ -158,7 +159,13 @@ class Channel:
         Raises:
             SlotUnreachableError: the other end is gone, silent, or sends what does not match its digest.
         """
-        self._meanwhile()
+        kind = WAIT
+        while kind == WAIT:
+            self._meanwhile()
+            kind, data = self._receive_one(most, idle_s)
+        return kind, data
+
+    def _receive_one(self, most: int, idle_s: float) -> tuple[int, memoryview]:
         kind, length, digest = _FRAME.unpack(self._receive_exactly(_FRAME.size, idle_s))
         if length > most:
             raise SlotUnreachableError(f"the shard service sent {length} bytes, expected at most {most}")

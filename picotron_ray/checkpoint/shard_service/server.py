@@ -27,6 +27,7 @@ from picotron_ray.checkpoint.shard_service.channel import (
     MESSAGE,
     MOST_BYTES,
     REFUSAL,
+    WAIT,
     Channel,
     Endpoint,
 )
@@ -58,14 +59,17 @@ class Pacer:
         self.taken_bytes = 0
         """Bytes that were sent so far, or are about to be."""
 
-    def take(self, count: int) -> None:
-        """Wait until ``count`` bytes may be sent."""
+    def take(self, count: int, waiting: Callable[[], None], every_s: float) -> None:
+        """Wait until ``count`` bytes may be sent; ``waiting`` is called so often meanwhile."""
         with self._lock:
             now = time.monotonic()
             begin = max(now, self._free_at)
             self.taken_bytes += count
             self._free_at = begin + count / self._bytes_per_s
-        time.sleep(max(0.0, begin - now))
+        while (left_s := begin - time.monotonic()) > every_s:
+            time.sleep(every_s)
+            waiting()
+        time.sleep(max(0.0, left_s))
 
 
 class ShardServer:
@@ -216,7 +220,8 @@ class ShardServer:
         if index not in checked:
             view.checked(entry)
             checked.add(index)
-        self._pacer.take(cut.nbytes)
+        # a reader that hears nothing gives a healthy node up, and all of them would at once
+        self._pacer.take(cut.nbytes, lambda: channel.send(WAIT, b""), self._timeout_s / 4)
         channel.send(MESSAGE, np.ascontiguousarray(cut).reshape(-1).view(np.uint8).data)
 
 

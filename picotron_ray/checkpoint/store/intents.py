@@ -14,7 +14,6 @@ from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage, encode_json
 from picotron_ray.checkpoint.store.absent import CondemnedReader
-from picotron_ray.errors import StorageError
 
 log = logging.getLogger(__name__)
 RENEW_S = 15.0  # well below the 60 s that collection gives every intent
@@ -101,5 +100,5 @@ class Intents:
                 self._storage.delete(key)  # a renewal may have come after the commit that removed it
             else:
                 self._storage.put(key, data)
-        except StorageError as error:
-            log.warning("intent %s: %s", key, error)  # the next renewal tries again; a dead one is collected
+        except Exception as error:  # noqa: BLE001 - storage, or no thread for its call: this thread has to go on
+            log.warning("intent %s: %r", key, error)  # the next renewal tries again; a dead one is collected

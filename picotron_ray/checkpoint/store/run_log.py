@@ -48,6 +48,7 @@ from picotron_ray.checkpoint.store.log_blocks import (
     whole_blocks,
     write_block,
 )
+from picotron_ray.checkpoint.store.term_claim import Launch
 from picotron_ray.errors import AlreadyExistsError, CorruptError, FencedError, NotFoundError, StorageError
 
 SCHEMA = 1
@@ -275,13 +276,19 @@ class RunLog:
 
     # --- writing -----------------------------------------------------------------------------------
 
-    def claim_term(self, owner: str) -> int:
-        """Claim the next term and fence every older writer; returns the term."""
+    def claim_term(self, owner: str, launch: Launch | None = None) -> int:
+        """Claim the next term and fence every older writer; returns the term.
+
+        Raises:
+            FencedError: another launch than ``launch`` claimed one in between (`Launch`).
+        """
         while True:
             self.refresh()
+            if launch is not None:
+                launch.refuse_after_another(self.entries())
             damaged = sum(isinstance(entry, CorruptError) for entry in self._read.values())
             term = max((e.term for e in self.entries()), default=0) + 1 + damaged + self._gaps()
-            entry = self._entry("term", term, {"owner": owner})
+            entry = self._entry("term", term, {"owner": owner, **(launch.body if launch else {})})
             if self._put(entry):
                 self.term, self._claimed = term, entry.seq
                 return term

@@ -27,6 +27,7 @@ import ray
 from ray.util import get_node_ip_address
 
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.term_claim import launch_of
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
@@ -112,8 +113,9 @@ class Coordinator:
         threading.Thread(target=self._serve, name="coordinator", daemon=True).start()
 
     def _open_store(self) -> RunStore:
-        origin, data = self._options.get("origin"), self._options.get("data", "")
-        return RunStore(self._job, lambda step: self._chaos.committing(step), origin, data)
+        get = self._options.get
+        known = get("origin"), get("data", ""), launch_of(get("launch", ""), get("follows"))
+        return RunStore(self._job, lambda step: self._chaos.committing(step), *known)
 
     def _find_planner(self) -> PlannerProcess:
         return PlannerProcess(self._job, self._device, self._post)

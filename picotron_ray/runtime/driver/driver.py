@@ -140,16 +140,16 @@ def _drive(
 
 def prepare(
     job: JobConfig, console: Console, relative_url: str = "", consent: Consent = NOT_ASKED
-) -> tuple[LocalRay | None, JobConfig]:
+) -> tuple[LocalRay | None, ResolvedJob]:
     """Connect to the Ray that holds the run; where it must be started, check everything before.
 
     Args:
         relative_url, consent: as `ResolvedJob` has them.
 
-    Returns that Ray, None for a cluster, and the job as it was checked.
+    Returns that Ray, None for a cluster, and the job as it was checked, with what was found.
     """
     asked = resolve(ResolvedJob(job, relative_url=relative_url, consent=consent), (OWN_RAY,))
-    return _connected(asked, console), asked.job
+    return _connected(asked, console), asked
 
 
 def _before(run: str) -> str:
@@ -201,16 +201,16 @@ def _coordinator(
 
 
 def _start(asked: ResolvedJob, local: LocalRay | None, console: Console, signals: Signals) -> Any:
-    job = asked.job
+    job, follows = asked.job, asked.follows
     try:
         if local is None:
             user = asked.consent._replace(stopped=lambda: signals.asked > 0)
             checked = check_machine(job, False, asked.relative_url, user)
             _note(checked.notes, console)
-            job = checked.job
+            job, follows = checked.job, checked.follows
         if signals.asked:
             raise StoppedEarlyError(_before(job.name))
-        coordinator, _ = ensure_coordinator(job, local is not None, asked.submission)
+        coordinator, _ = ensure_coordinator(job, local is not None, asked.submission, follows=follows)
     except BaseException:
         take_down(local)
         raise
@@ -260,6 +260,7 @@ def ensure_coordinator(
     owns_ray: bool = False,
     submission: Submission | None = None,
     tied_to: dict[str, Any] | None = None,
+    follows: int | None = None,
 ) -> tuple[Any, bool]:
     """Attach to the run's coordinator, or start one; returns (handle, attached).
 
@@ -271,6 +272,7 @@ def ensure_coordinator(
         submission: the Ray job that starts the run.
         tied_to: the process (``ray_cluster.owner_process``) with which a new run ends; None: it outlives all
             drivers.
+        follows: newest term of the run that is known to be over, as `ResolvedJob` has it.
     """
     found = find_coordinator(job.name)
     if found is not None:
@@ -303,6 +305,7 @@ def ensure_coordinator(
         "notes": list(resolved.notes),
         "slot_bytes": resolved.slot_bytes,
         "launch": uuid.uuid4().hex,
+        "follows": follows,
         "data": resolved.data.fingerprint if resolved.data else "",
     }
     return actor.remote(resolved.job.model_dump(mode="json"), settings), False

@@ -20,7 +20,7 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver.consent import NOT_ASKED, Consent, Options
 from picotron_ray.runtime.driver.waiting import LINE_S
-from picotron_ray.runtime.run_storage.life_sign import LIFE_S, SILENT_S, Life, newest_life
+from picotron_ray.runtime.run_storage.life_sign import LIFE_S, SILENT_S, Life, newest_life, newest_term
 
 log = logging.getLogger(__name__)
 POLL_S = 2.0
@@ -35,17 +35,21 @@ def await_silence(
     look: Callable[[Storage], Life | None] = newest_life,
     pause: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
-) -> None:
+) -> int | None:
     """Return once no coordinator of the run lives elsewhere, or the user wants no wait.
+
+    Returns:
+        The newest term of the run that is over; None where the user wants one that goes on to be ended.
 
     Raises:
         ConfigError: one does.
     """
     if user.take_over:
-        return
-    first, told_s = look(storage), float("inf")
+        return None
+    over, told_s = newest_term(storage), float("inf")  # read first: what is claimed from now on is not over
+    first = look(storage)
     if first is None:
-        return
+        return over
     until_s = clock() + max(SILENT_S - first.age_s, WATCHED_S)
     found: Life | None = first
     while found is not None and (found.term, found.beat) == (first.term, first.beat):
@@ -54,7 +58,7 @@ def await_silence(
         if seen == "alive":
             raise ConfigError(_living(run, found, user.options))
         if seen == "dead" or left_s <= 0 or user.stopped():
-            return
+            return found.term
         if told_s - left_s >= LINE_S:
             told_s = left_s
             user.say(_countdown(run, found, left_s))
@@ -62,6 +66,7 @@ def await_silence(
         found = look(storage)
     if found is not None and found.seen_here() != "dead":
         raise ConfigError(_living(run, found, user.options))
+    return max(over, first.term) if found is None else found.term
 
 
 def _countdown(run: str, life: Life, left_s: float) -> str:

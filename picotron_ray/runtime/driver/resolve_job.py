@@ -56,6 +56,7 @@ class ResolvedJob:
         data: the opened dataset.
         layout: the cheapest one on the machines that the run may use.
         slot_bytes: of one snapshot slot of a worker in that layout; 0: not looked at.
+        follows: newest term of the run that is over; None: nobody looked, or the user wants any to be ended.
         start: record of the commit that ``init_from`` names, for a new run's run.json.
         notes: lines about what was settled, or differs from an earlier launch.
     """
@@ -70,6 +71,7 @@ class ResolvedJob:
     data: DataSplits | None = None
     layout: Layout | None = None
     slot_bytes: int = 0
+    follows: int | None = None
     start: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
@@ -276,8 +278,7 @@ def _running_run(at: ResolvedJob) -> ResolvedJob:
 
 def _elsewhere(at: ResolvedJob) -> ResolvedJob:
     """Wait until no coordinator of the run lives elsewhere. Touches: reads storage, writes an object."""
-    await_silence(at.job.name, _opened(at), at.consent)
-    return at
+    return replace(at, follows=await_silence(at.job.name, _opened(at), at.consent))
 
 
 def _own_precision(at: ResolvedJob) -> ResolvedJob:

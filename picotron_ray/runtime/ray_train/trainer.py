@@ -95,6 +95,7 @@ class ElasticTrainer:
         )
         self.run_config = run_config or RunConfig(name=self.job.name)
         self._consent = Consent(take_over, begin_anew, PYTHON, _say)
+        self._follows: int | None = None
 
     def fit(self) -> Result:
         """Train to the end; returns metrics, checkpoint and path as Ray's ``Result``.
@@ -127,9 +128,10 @@ class ElasticTrainer:
         given = ray.is_initialized()
         local = None
         if not given:
-            local, self.job = driver.prepare(
+            local, asked = driver.prepare(
                 self.job, console.console(as_json=True), self._relative_url, self._consent
             )
+            self.job, self._follows = asked.job, asked.follows
         coordinator: Any = None
         try:
             while True:
@@ -156,9 +158,13 @@ class ElasticTrainer:
             ray.kill(found)
             time.sleep(follow_run.POLL_S)
         if local is None:
-            self.job = check_machine(self.job, False, self._relative_url, self._consent).job
+            asked = check_machine(self.job, False, self._relative_url, self._consent)
+            self.job, self._follows = asked.job, asked.follows
         return driver.ensure_coordinator(
-            self.job, owns_ray=local is not None, tied_to=owner_process.this_process()
+            self.job,
+            owns_ray=local is not None,
+            tied_to=owner_process.this_process(),
+            follows=self._follows,
         )
 
     def _follow(self, coordinator: Any, local: LocalRay | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import os
 import re
 import sys
 import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +37,8 @@ LIFE_S = 15.0
 SILENT_S = 120.0
 END_S = 5.0
 """Longest wait for storage to take the last sign: without it a launch elsewhere waits, and no more."""
+MOST_PUTS = 8
+"""Signs under way at once: where storage hangs, one is given up after its calls' deadline, or later."""
 PREFIX = "life/"
 COORDINATOR = re.compile(r".+:\d+")
 """Owner of a term that a coordinator claimed: its host and process; commands say more."""
@@ -108,17 +111,27 @@ def this_space() -> ProcessSpace:
     )
 
 
+def newest_term(storage: Storage) -> int:
+    """Return the newest term that was claimed, by whomever; 0: none was."""
+    claim = _newest_claim(storage)
+    return 0 if claim is None else claim.term
+
+
+def _newest_claim(storage: Storage) -> Entry | None:
+    entries = RunLog(storage)
+    entries.refresh()
+    claims = [entry for entry in entries.entries() if entry.kind == "term"]
+    return max(claims, key=lambda entry: entry.term, default=None)
+
+
 def newest_life(storage: Storage) -> Life | None:
     """Return the sign of the newest term's coordinator; None where it ended, or there is none.
 
     Touches: puts one object, to learn the storage's time, where a sign was found.
     """
-    entries = RunLog(storage)
-    entries.refresh()
-    claims = [entry for entry in entries.entries() if entry.kind == "term"]
-    if not claims:
+    claim = _newest_claim(storage)
+    if claim is None:
         return None
-    claim = max(claims, key=lambda entry: entry.term)
     key = _key(claim.term)
     listed = [entry for entry in storage.list(key) if entry.key == key]
     if not listed:
@@ -166,6 +179,7 @@ class LifeSign:
         self._said: dict[str, Any] = {}
         self._over = threading.Event()
         self._one = threading.Lock()
+        self._puts: list[threading.Thread] = []
         self._thread: threading.Thread | None = None
 
     def begin(self, term: int) -> None:
@@ -190,7 +204,7 @@ class LifeSign:
         """Say that the run has ended: nobody need wait. Storage that hangs keeps it from no more."""
         self._over.set()
         if self._said and not self._said["ended"]:
-            last = threading.Thread(target=self._sign, args=(status,), name="life-end", daemon=True)
+            last = threading.Thread(target=self._sign_last, args=(status,), name="life-end", daemon=True)
             last.start()
             last.join(END_S)
 
@@ -200,18 +214,32 @@ class LifeSign:
 
     def _keep_signing(self) -> None:
         while not self._over.is_set():
-            self._sign()
+            self._puts = [put for put in self._puts if put.is_alive()]
+            if (
+                len(self._puts) < MOST_PUTS
+            ):  # each on a thread of its own: one that hangs is in no other's way
+                put = threading.Thread(target=self._sign, name="life-put", daemon=True)
+                self._puts.append(put)
+                put.start()
             self._over.wait(LIFE_S)
+
+    def _sign_last(self, status: str) -> None:
+        """Say that the run has ended, after what is under way, which would say later that it goes on."""
+        until_s = time.monotonic() + END_S / 2
+        for put in list(self._puts):
+            put.join(max(until_s - time.monotonic(), 0.0))
+        self._sign(status)
 
     def _sign(self, ended: str = "") -> None:
         with self._one:
             if self._said["ended"]:
                 return  # a sign that was under way while the end was told
             self._said |= {"beat": self._said["beat"] + 1, "ended": ended}
-            try:
-                self._storage.put(_key(self._said["term"]), encode_json(self._said))
-            except Exception as error:  # noqa: BLE001 - whatever storage does, the run goes on, and the next is due
-                log.info("no sign of life in storage: %s", error)
+            key, sign = _key(self._said["term"]), encode_json(self._said)
+        try:
+            self._storage.put(key, sign)
+        except Exception as error:  # noqa: BLE001 - whatever storage does, the run goes on, and the next is due
+            log.info("no sign of life in storage: %s", error)
 
 
 def remove_older(storage: Storage, term: int) -> None:

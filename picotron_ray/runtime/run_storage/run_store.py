@@ -31,6 +31,7 @@ from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.lineage import newest_commit, newest_generation
 from picotron_ray.checkpoint.store.outline import Outline, Outlines
 from picotron_ray.checkpoint.store.run_log import Entry, RunLog
+from picotron_ray.checkpoint.store.term_claim import Launch
 from picotron_ray.checkpoint.store.verify import judge, read_ledger, stream_ledger
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import Appended, Commit, GenerationId, GenerationSpec
@@ -71,14 +72,16 @@ class RunStore:
         on_commit: Callable[[int], None],
         origin: dict[str, Any] | None = None,
         data: str = "",
+        launch: Launch | None = None,
     ) -> None:
         """
         Args:
             on_commit: called with the step between a manifest and its log entry (scripted faults).
             origin: the verified commit that ``init_from`` names, for a run that has no run.json yet.
             data: fingerprint of the data that the launch saw; "": it did not look.
+            launch: whose coordinator this is.
         """
-        self._origin = origin
+        self._origin, self._launch = origin, launch
         self.data = data  # the run's own, once the term is claimed
         self._job = job
         self._on_commit = on_commit
@@ -105,7 +108,7 @@ class RunStore:
         self.news: list[str] = []
 
     def claim(self) -> int:
-        """Write run.json where there is none and launch.json, claim the next term and show life since."""
+        """Write run.json (if absent) and launch.json, claim a term where `Launch` may and show life since."""
         config = saved_config(self._job)
         try:
             saved = {**config, "origin": self._origin}
@@ -114,7 +117,7 @@ class RunStore:
             log.debug("run.json is there already")
         self.data = settle_data(self._storage, self._job.name, self.data)
         self._storage.put(NEWEST, json.dumps(config, indent=1).encode())
-        term = self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}")
+        term = self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}", self._launch)
         self._life.begin(term)
         return term
 
@@ -253,8 +256,7 @@ class RunStore:
     def save_record(self, record: bytes) -> None:
         """Keep the run's record so far beside the commits.
 
-        Each save has a name of its own, by term and number: one that was given up may still happen later, and
-        a replaced coordinator may save for as long as it does not know. Neither takes a newer one's place.
+        A save that was given up, or of a replaced coordinator, may still happen later, so each has its name.
 
         Raises:
             StorageError: storage does not take it.

@@ -120,13 +120,14 @@ def test_intents_are_renewed_until_their_state_is_settled(storage: LocalStorage)
     assert there() == ["intents/b"], "its save has failed; it may be tried again"
 
 
-def test_storage_that_fails_does_not_end_the_renewals() -> None:
+@pytest.mark.parametrize("error", [StorageUnavailableError("down"), RuntimeError("can't start new thread")])
+def test_a_call_that_fails_does_not_end_the_renewals(error: Exception) -> None:
     puts: list[str] = []
 
     def put(key: str, data: bytes) -> None:
         puts.append(key)
         if len(puts) in (2, 3):
-            raise StorageUnavailableError("down")
+            raise error
 
     intents = Intents(cast(Any, SimpleNamespace(put=put)), renew_s=0.01)
     intents.put("intents/a", (1, 1, 5), None)

@@ -63,7 +63,7 @@ def test_a_reader_gets_the_boxes_that_it_asks_for_and_no_others(
     peer: ShardClient, slot: SlotFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    monkeypatch.setattr(Pacer, "take", lambda self, count: sent.append(count))
+    monkeypatch.setattr(Pacer, "take", lambda self, count, *_: sent.append(count))
     local, far = SlotSource([("w.0.slot", slot.path)]), SlotSource([("w", RemoteSlot(peer, "w.0.slot", KEY))])
     assert far.views[0].header == local.views[0].header
     names = [shard.name for shard in SHARDS]
@@ -335,13 +335,36 @@ def test_a_request_that_makes_no_sense_ends_its_connection_alone(service: ShardS
                 asked.receive()
 
 
+def test_readers_that_wait_for_the_pace_do_not_give_a_healthy_node_up(tmp_path: Path, slot: SlotFile) -> None:
+    """All of them would at once: the last one's turn comes after more than its patience."""
+    patience_s = 1.0
+    service = ShardServer(tmp_path, "127.0.0.1", patience_s, SHARDS[0].nbytes / 0.7)
+    problems: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            with closing(ShardClient(lambda: service.endpoint, patience_s)) as peer:
+                found = RemoteSlot(peer, "w.0.slot", KEY)
+                list(found.boxes(found.shards[0], found.shards[0].shard.box))
+        except SlotUnreachableError as error:
+            problems.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(60.0)
+    service.close()
+    assert not problems
+
+
 def test_all_connections_keep_one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(server, "time", FakeTime(slept))
     pacer = Pacer(100.0)
     for count in (50, 100, 10):
-        pacer.take(count)
-    Pacer(None).take(1 << 40)
+        pacer.take(count, channel.nothing, float("inf"))
+    Pacer(None).take(1 << 40, channel.nothing, 1.0)
     assert slept == [0.0, 0.5, 1.5, 0.0]
 
 

@@ -25,5 +25,6 @@ def no_sign_outlives_its_test(
     yield
     for sign in begun:
         sign.close()
-        if sign._thread is not None:
-            sign._thread.join(10.0)
+        for thread in (sign._thread, *sign._puts):
+            if thread is not None:
+                thread.join(10.0)

@@ -348,7 +348,7 @@ def test_a_stop_on_a_cluster_asks_its_nodes_for_what_they_keep(
 def test_a_start_that_fails_takes_its_ray_down(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[object] = []
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(driver, "ensure_coordinator", fail)

@@ -40,10 +40,14 @@ class Bench:
         self.signals = Signals()
         self.ray = self.module("ray", kill=None, remote=None)
         self.note_of("take_down")
-        self.note_of("check_machine", SimpleNamespace(notes=["too small"], job=CHECKED))
+        self.note_of("check_machine", SimpleNamespace(notes=["too small"], job=CHECKED, follows=4))
 
     def note_of(self, name: str, answer: Any = None, where: Any = driver) -> None:
-        self.patch.setattr(where, name, lambda *words: self.told.append((name, *words)) or answer)
+        def noted(*words: Any, **named: Any) -> Any:
+            self.told.append((name, *words, *named.values()))
+            return answer
+
+        self.patch.setattr(where, name, noted)
 
     def module(self, name: str, **values: Any) -> Any:
         """A module that stands in for one that would import Ray or torch."""
@@ -148,7 +152,8 @@ def test_a_ray_is_checked_before_it_is_started(bench: Bench, address: str, found
 
     bench.patch.setattr(resolve_job, "ON_THE_MACHINE", (ResolveStep("machine", machine),))
     runs = CHECKED if checked else JOB
-    assert driver.prepare(JOB, bench.console) == ("ray", runs)
+    local, asked = driver.prepare(JOB, bench.console)
+    assert (local, asked.job) == ("ray", runs)
     steps = [("clear", JOB, found), ("machine", JOB, True)] if checked else []
     *before, (name, job, _) = bench.told
     assert [*before, (name, job)] == [*steps, ("connect", runs)]
@@ -181,7 +186,10 @@ def test_a_start_waits_for_the_first_answer(bench: Bench, local: Any) -> None:
     assert user is None or not user.stopped()
     checked = [("check_machine", JOB, False, "runs", user)] if local is None else []
     runs = JOB if local else CHECKED
-    assert bench.told == [*checked, ("ensure_coordinator", runs, local is not None, None)]
+    assert bench.told == [
+        *checked,
+        ("ensure_coordinator", runs, local is not None, None, None if local else 4),
+    ]
     answers[:] = [None]
     bench.patch.setattr(driver, "START_S", 0.0)
     assert driver._start(ASKED, local, bench.console, bench.signals) == "fresh"
@@ -257,13 +265,13 @@ def test_one_coordinator_is_started_on_the_head_and_lives_without_its_driver(
 
     bench.patch.setattr(bench.ray, "remote", lambda actor: SimpleNamespace(options=options))
     submitted: Any = SimpleNamespace(plain=lambda: {"submission_id": "x"})
-    (config, settings), attached = driver.ensure_coordinator(JOB, True, submitted, {"pid": 1})
+    (config, settings), attached = driver.ensure_coordinator(JOB, True, submitted, {"pid": 1}, 4)
     assert (config, attached) == (JOB.model_dump(mode="json"), False)
     assert len(settings.pop("launch")) == 32
     assert settings == {
         "event_folder": str(tmp_path), "owns_ray": True, "origin": "origin",
         "submission": {"submission_id": "x"}, "tied_to": {"pid": 1}, "notes": ["n"], "slot_bytes": 7,
-        "data": "aa",
+        "data": "aa", "follows": 4,
     }  # fmt: skip
     known = ("lifetime", "get_if_exists", "num_cpus", "max_restarts", "max_task_retries")
     assert [seen[name] for name in known] == ["detached", True, 0, -1, 0]

@@ -19,9 +19,10 @@ import pytest
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.run_log import RunLog
+from picotron_ray.checkpoint.store.term_claim import Launch
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, FencedError
 from picotron_ray.runtime.driver.consent import COMMAND, PYTHON, Consent, Options
 from picotron_ray.runtime.driver.elsewhere import WATCHED_S, await_silence, refuse_living
 from picotron_ray.runtime.driver.storage_commands import collect_garbage
@@ -100,9 +101,9 @@ class Watch:
         if len(self.looks) == 1 and last is not None:
             self.looks = [replace(last, age_s=last.age_s + seconds)]
 
-    def wait(self, storage: Storage, stopped: Callable[[], bool] = bool, asked: bool = False) -> None:
+    def wait(self, storage: Storage, stopped: Callable[[], bool] = bool, asked: bool = False) -> int | None:
         user = Consent(asked, options=self.options, say=self.lines.append, stopped=stopped)
-        await_silence("night", storage, user, self.look, self.pause, lambda: self.paused_s)
+        return await_silence("night", storage, user, self.look, self.pause, lambda: self.paused_s)
 
 
 # --- the sign ----------------------------------------------------------------------------------------------
@@ -192,6 +193,27 @@ def test_a_storage_that_fails_keeps_no_sign_from_being_tried_again(
     sign.begin(1)
     eventually(lambda: bool(list(storage.list("life/"))))
     sign.close()
+
+
+def test_a_put_that_hangs_keeps_no_later_sign_back(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is given up after a minute at the earliest; a door elsewhere watches for half of one."""
+    monkeypatch.setattr(life_sign, "LIFE_S", 0.01)
+    RunLog(storage).claim_term("far:5")
+    put_object, stuck, tries = storage.put, threading.Event(), list[str]()
+
+    def hanging_once(key: str, data: bytes) -> None:
+        tries.append(key)
+        if len(tries) == 1:
+            assert stuck.wait(60.0)
+        put_object(key, data)
+
+    monkeypatch.setattr(storage, "put", hanging_once)
+    sign = LifeSign(storage)
+    sign.begin(1)
+    eventually(lambda: (found := newest_life(storage)) is not None and found.beat > 3)
+    threading.Timer(0.2, stuck.set).start()
+    sign.end("finished")
+    assert newest_life(storage) is None, "the one that hung landed before the last"
 
 
 def test_the_newest_term_alone_counts(storage: Storage) -> None:
@@ -380,3 +402,62 @@ def test_garbage_of_a_dead_or_ended_run_is_collected(
     signs = iter((old, replace(old, beat=old.beat + 1, age_s=2.0)))
     with pytest.raises(ConfigError, match="last heard 2 s ago; stop it first"):
         refuse_living(job.name, storage, lambda _: next(signs), pauses.append)
+
+
+# --- two doors at once -------------------------------------------------------------------------------------
+
+
+def store_of(job: JobConfig, launch: Launch) -> RunStore:
+    return RunStore(job, lambda step: None, launch=launch)
+
+
+def test_of_two_launches_that_saw_the_same_coordinator_dead_the_first_has_the_run(
+    job: JobConfig, storage: Storage
+) -> None:
+    """The second one's claim would fence the first, which trains by then."""
+    RunLog(storage).claim_term("far:5")
+    put(storage)
+    doors = [Watch(life(age_s=500.0), life(age_s=500.0)) for _ in range(2)]
+    follows = [door.wait(storage) for door in doors]
+    assert follows == [1, 1]
+    first, second = (store_of(job, Launch(name, follows[0])) for name in ("a", "b"))
+    assert first.claim() == 2
+    with pytest.raises(FencedError, match=r"another launch was begun first: its coordinator .* term 2"):
+        second.claim()
+    assert first.is_newest()
+    first.close()
+    second.close()
+
+
+def test_two_first_launches_at_once_are_one(job: JobConfig, storage: Storage) -> None:
+    follows = Watch(None).wait(storage)
+    assert follows == 0
+    first, second = (store_of(job, Launch(name, follows)) for name in ("a", "b"))
+    assert first.claim() == 1
+    with pytest.raises(FencedError):
+        second.claim()
+    first.close()
+
+
+def test_a_coordinator_that_ray_starts_again_fences_no_launch_that_took_over(
+    job: JobConfig, storage: Storage
+) -> None:
+    first = store_of(job, Launch("a", 0))
+    assert first.claim() == 1
+    again = store_of(job, Launch("a", 0))
+    assert again.claim() == 2, "its own terms, at each restart"
+    assert store_of(job, Launch("b", Watch(life()).wait(storage, asked=True))).claim() == 3
+    with pytest.raises(FencedError, match=r"another launch has taken the run over: .* term 3") as refused:
+        store_of(job, Launch("a", 0)).claim()
+    assert refused.value.owner
+
+
+def test_what_commands_claimed_keeps_no_launch_from_its_term(job: JobConfig, storage: Storage) -> None:
+    RunLog(storage).claim_term("here:6:gc")
+    assert store_of(job, Launch("a", 0)).claim() == 2
+
+
+def test_a_term_that_ended_while_its_sign_was_watched_is_followed(storage: Storage) -> None:
+    RunLog(storage).claim_term("far:5")
+    assert Watch(life(term=4), None).wait(storage) == 4, "claimed after the log was read"
+    assert Watch(life(), replace(life(), term=2, machine=this_space())).wait(storage) == 2

@@ -23,6 +23,8 @@ RECENT = 8
 """Events shown under the live table."""
 REMEMBERED = 1000
 """Events that are known again when a restarted coordinator recalls them."""
+PAUSE_S = 1.0
+"""Time without a launch from which on a run's end is told as after its begin."""
 ENDS = {"storage": "ended for want of storage", "fenced": "was fenced off by another claim"}
 """How a run ended, where the status is no verb."""
 _STEP = re.compile(r"step (\d+)")
@@ -130,8 +132,10 @@ def _outcome_lines(summary: dict[str, Any]) -> list[str]:
     if detail.endswith(BEFORE):
         at = detail.partition(":")[0]
         return [f"run {run} had finished at {at} before; nothing to do (a larger `steps` goes on)"]
-    again = len({record["term"] for record in summary.get("generations", ())}) > 1
-    took = f", {summary['wall_s']:.1f} s after it first began" if again else f" in {summary['wall_s']:.1f} s"
+    wall_s = summary["wall_s"]
+    paused = wall_s - summary.get("lived_s", wall_s) >= PAUSE_S  # also by a launch that only commits
+    again = paused or len({record["term"] for record in summary.get("generations", ())}) > 1
+    took = f", {wall_s:.1f} s after it first began" if again else f" in {wall_s:.1f} s"
     seen, verb = summary["steps"], ENDS.get(summary["status"], summary["status"])
     committed = _STEP.fullmatch(detail)  # where that says all, the run ended at the step that it names
     step = seen if committed is None else int(committed[1])

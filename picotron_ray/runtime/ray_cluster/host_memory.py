@@ -14,6 +14,8 @@ from pathlib import Path
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 GRAIN_BYTES = 2**28
 """Shares are rounded down to multiples of this, so that nodes of one kind count as equal."""
+PROCESS_BYTES = 2**28
+"""What a worker's process takes of the host before it holds a tensor: Python, torch and Ray."""
 
 
 def host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -27,12 +29,14 @@ def host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 
 def share_of(host: int, workers: int) -> int:
-    """Bytes for each of so many workers on a node without GPUs; 0: not known.
+    """Bytes for the tensors of each of so many workers on a node without GPUs; 0: not known.
 
     >>> share_of(64 * 2**30, 3) / 2**30
-    21.25
+    21.0
     """
-    share = host // max(1, workers)
+    if not host:
+        return 0
+    share = max(1, host // max(1, workers) - PROCESS_BYTES)
     return share // GRAIN_BYTES * GRAIN_BYTES if share >= 4 * GRAIN_BYTES else share
 
 

@@ -110,11 +110,9 @@ class RunStore:
     def claim(self) -> int:
         """Write run.json (if absent) and launch.json, claim a term where `Launch` may and show life since."""
         config = saved_config(self._job)
-        try:
-            saved = {**config, "origin": self._origin}
+        saved = {**config, "origin": self._origin}
+        with suppress(AlreadyExistsError):
             self._storage.put_if_absent("run.json", json.dumps(saved, indent=1).encode())
-        except AlreadyExistsError:
-            log.debug("run.json is there already")
         self.data = settle_data(self._storage, self._job.name, self.data)
         self._storage.put(NEWEST, json.dumps(config, indent=1).encode())
         term = self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}", self._launch)

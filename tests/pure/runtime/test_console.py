@@ -108,6 +108,8 @@ def test_the_end_of_a_run_in_a_few_lines() -> None:
     assert out.getvalue() == "", "it makes no progress"
     again = {**SUMMARY, "generations": [{"term": 1}, {"term": 1}, {"term": 2}]}
     assert summary_lines(again)[0] == "run night finished at step 9, 2.0 s after it first began"
+    paused = {**SUMMARY, "wall_s": 611.8, "lived_s": 60.0, "generations": [{"term": 1}]}
+    assert summary_lines(paused)[0] == "run night finished at step 9, 611.8 s after it first began"
     assert (
         summary_lines({**SUMMARY, "generations": [{"term": 1}]})[0] == "run night finished at step 9 in 2.0 s"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from picotron_ray.runtime.ray_cluster.host_memory import host_bytes, oom_kills, share_of
+from picotron_ray.runtime.ray_cluster.host_memory import PROCESS_BYTES, host_bytes, oom_kills, share_of
 
 GIB = 2**30
 
@@ -50,6 +50,7 @@ def test_version_1_and_a_path_of_the_host_that_is_not_mounted(proc: Path) -> Non
 
 
 def test_a_share_is_rounded_down_so_that_equal_nodes_are_equal() -> None:
-    assert share_of(64 * GIB, 4) == share_of(64 * GIB + 12345678, 4) == 16 * GIB
-    assert share_of(1000, 3) == 333
+    assert share_of(64 * GIB, 4) == share_of(64 * GIB + 12345678, 4) == 16 * GIB - PROCESS_BYTES
+    assert share_of(3 * PROCESS_BYTES + 1000, 2) == PROCESS_BYTES // 2 + 500
+    assert share_of(24 * GIB, 500) == 1, "the processes alone are more than there is, which is known"
     assert share_of(0, 4) == 0

@@ -196,10 +196,10 @@ def test_nodes_that_ray_may_add_are_planned_with() -> None:
 
 
 def test_a_node_without_cards_counts_with_its_share_of_the_measured_memory() -> None:
-    """8 GiB a worker hold what 1 GiB does not."""
+    """8 GiB a worker, less what its process takes, hold what 1 GiB does not."""
     job = recipe("smollm-135m", "cluster.max_workers=4", "data.global_batch=8")
-    ample, small = (InventoryNode("host", 4, NodeFacts([], AMPLE, host_bytes=gib * 2**30)) for gib in (32, 4))
-    assert ample.facts.worker_bytes("cpu", 4) == 8 * 2**30
+    ample, small = (InventoryNode("host", 4, NodeFacts([], AMPLE, host_bytes=gib * 2**30)) for gib in (32, 5))
+    assert ample.facts.worker_bytes("cpu", 4) == 31 * 2**28
     assert ample.facts.worker_bytes("cuda", 4) == 0
     room = budget_bytes(job, profile_of("cpu", 8 * 2**30).memory_bytes)
     assert memory_estimate(job, plan(job, "cpu", [ample]).planned.layout).total_bytes <= room
@@ -222,7 +222,7 @@ def test_one_machine_is_never_told_to_add_workers_that_would_share_its_memory() 
     assert "add workers" not in line
     assert "would do" not in line
     seen, needed = map(float, re.findall(r"([\d.]+) GB", line))
-    assert seen == pytest.approx(0.81 * 3 * 1.073741824, rel=0.01)
+    assert seen == pytest.approx(0.81 * 2.75 * 1.073741824, rel=0.01)
     assert needed > max(seen, 16 * 0.35)
     assert "cluster.max_workers" not in line
     assert line.endswith("or take a machine with more memory")
@@ -231,3 +231,11 @@ def test_one_machine_is_never_told_to_add_workers_that_would_share_its_memory() 
     here = InventoryNode("host", number, NodeFacts([], AMPLE, host_bytes=6 * 2**30))
     job = recipe("smollm-135m", "data.global_batch=8", f"cluster.max_workers={number}")
     assert plan(job, "cpu", [here], alone=True).planned.layout.world_size <= number
+
+
+def test_more_workers_than_their_processes_alone_have_room_for_are_refused_with_the_number_that_has() -> None:
+    """A typo in ``cluster.max_workers`` started process after process until the machine ran out."""
+    job = recipe("quickstart", "cluster.max_workers=500")
+    here = InventoryNode("laptop", 500, NodeFacts([], AMPLE, host_bytes=24 * 2**30))
+    with pytest.raises(ConfigError, match=r"on this machine.*set cluster\.max_workers=\d\d,"):
+        plan(job, "cpu", [here], alone=True)

@@ -139,7 +139,8 @@ def _outcome_lines(summary: dict[str, Any]) -> list[str]:
     seen, verb = summary["steps"], ENDS.get(summary["status"], summary["status"])
     committed = _STEP.fullmatch(detail)  # where that says all, the run ended at the step that it names
     step = seen if committed is None else int(committed[1])
-    lines = [f"run {run} {verb} at step {step}{took}"]
+    where = f" at step {step}{took}" if seen or summary["status"] != "fenced" else ""  # refused as it began
+    lines = [f"run {run} {verb}{where}"]
     if step < seen:
         lines.append(f"steps up to {seen}, of an earlier launch, are not committed: they are trained again")
     return lines if committed is not None or not detail else [*lines, f"because: {detail}"]

@@ -108,6 +108,8 @@ def test_the_end_of_a_run_in_a_few_lines() -> None:
     assert out.getvalue() == "", "it makes no progress"
     again = {**SUMMARY, "generations": [{"term": 1}, {"term": 1}, {"term": 2}]}
     assert summary_lines(again)[0] == "run night finished at step 9, 2.0 s after it first began"
+    refused = {**SUMMARY, "status": "fenced", "detail": "another launch was begun first", "steps": 0}
+    assert summary_lines(refused)[0] == "run night was fenced off by another claim", "it knows no step"
     paused = {**SUMMARY, "wall_s": 611.8, "lived_s": 60.0, "generations": [{"term": 1}]}
     assert summary_lines(paused)[0] == "run night finished at step 9, 611.8 s after it first began"
     assert (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,3 +98,27 @@ def test_a_run_is_ended_by_nobody_who_does_not_say_so(shells: tuple[Shell, Shell
     first = next(entry for entry in summary["generations"] if entry["term"] > 2)
     assert first["start_step"] >= 600, "its snapshots were kept; committed were 300 steps"
     assert summary["ledger"]["lost"] == 0
+
+
+@pytest.mark.deep
+def test_a_coordinator_that_ray_starts_again_ends_no_run_of_its_successor(
+    shells: tuple[Shell, Shell], tmp_path: Path
+) -> None:
+    """It knows nothing of the terms since its own; its claim of the next one would fence who has the run."""
+    here, there = shells
+    overtaken = here.start("steps=100000", "checkpoint.interval_steps=100000")
+    until(lambda: overtaken.poll() is not None or here.step() > 10, "no step of the run", 200)
+    assert overtaken.poll() is None, here.said.read_text()
+    coordinator = json.loads((tmp_path / "runs" / RUN / "life" / "000001.json").read_text())["process"]["pid"]
+    os.kill(coordinator, signal.SIGSTOP)  # else it may hear of the other claim before it dies
+    run = there.start("steps=100000", "--take-over")
+    until(lambda: run.poll() is not None or there.step() > 10, "no step of the run's successor", 200)
+    os.kill(coordinator, signal.SIGKILL)
+    said = here.ended(overtaken, 3)
+    assert re.search(r"because: another launch has taken the run over: .* claimed term 2", said), said
+    assert re.search(r"run elsewhere was fenced off by another claim\n", said), "of no step it knows"
+    step = there.step()
+    until(lambda: run.poll() is not None or there.step() > step, "the successor stands still", 100)
+    assert run.poll() is None, there.said.read_text()
+    there.command("stop", RUN, "--now")
+    run.wait(200)

@@ -53,6 +53,7 @@ def served(status: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.deep
+@pytest.mark.deep  # half a minute; tests/pure/runtime/test_slot_restore.py has the rule
 def test_replicas_restore_from_their_own_nodes(cluster: Any, tmp_path: Path) -> None:
     """One of the three workers is killed; its replacement's node has slept through the newest state."""
     job = tiny_job(

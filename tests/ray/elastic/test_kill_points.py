@@ -40,14 +40,8 @@ def draw_faults(seed: int, kills: int) -> tuple[dict[str, Any], ...]:
     return (*faults, {"fault": "kill", "target": "coordinator", "step": step, "phase": "commit"})
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one process without Ray or faults."""
-    return in_one_process(tiny_job("one", tmp_path_factory.mktemp("one"), steps=steps_for(25)))
-
-
-@pytest.mark.parametrize(("seed", "kills"), [(0, 8), *also_deep((1, 25), (2, 25))])
-def test_kills_leave_no_trace(seed: int, kills: int, reference: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seed", "kills"), [(0, 3), *also_deep((0, 8), (1, 25), (2, 25))])
+def test_kills_leave_no_trace(seed: int, kills: int, tmp_path: Path) -> None:
     faults, steps = draw_faults(seed, kills), steps_for(kills)
     elastic = {"max_failures_without_progress": 50, "first_step_timeout_s": 30.0}
     layout = {"zero": 3 if seed % 2 else 0, "pp": 1}
@@ -58,6 +52,7 @@ def test_kills_leave_no_trace(seed: int, kills: int, reference: list[float], tmp
     run(job, timeout_s=500)
     struck = {entry.key for entry in storage_of(job).list("chaos/")}
     assert struck == {f"chaos/{index}" for index in range(len(faults))}
-    assert losses(job) == pytest.approx(reference[:steps], rel=1e-9)
+    calm = in_one_process(tiny_job("one", tmp_path / "calm", steps=steps))  # without Ray or faults
+    assert losses(job) == pytest.approx(calm, rel=1e-9)
     check_ledger(job)
     assert check_replay(event_folder(job.name)) == 2, "the log of each term replays to identical commands"

@@ -102,7 +102,7 @@ def test_the_job_that_was_checked_is_the_one_that_runs(
     monkeypatch.setattr(driver, "take_down", lambda *parts: None)
     ran: list[JobConfig] = []
 
-    def started(job: JobConfig, *rest: object) -> None:
+    def started(job: JobConfig, *rest: object, **named: object) -> None:
         ran.append(job)
         raise EnoughError
 

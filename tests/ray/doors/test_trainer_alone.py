@@ -20,7 +20,7 @@ from tests.support.runs.coordinator_world import job
 from tests.support.runs.remembered import remember
 
 JOB = job(name="night")
-CHECKED = SimpleNamespace(job=job(name="night", steps=77))
+CHECKED = SimpleNamespace(job=job(name="night", steps=77), follows=4)
 
 
 class Bench:
@@ -45,16 +45,21 @@ class Bench:
             return check(job, own_ray, relative_url) or CHECKED
 
         patch.setattr(module, "check_machine", check_machine)
-        patch.setattr(module.driver, "prepare", lambda job, *_: ("local", job))
+        patch.setattr(
+            module.driver, "prepare", lambda job, *_: ("local", SimpleNamespace(job=job, follows=4))
+        )
         patch.setattr(
             module.driver,
             "ensure_coordinator",
-            lambda job, owns_ray, tied_to: self.told.append(("ensure", owns_ray, tied_to)) or ("new", False),
+            lambda job, owns_ray, tied_to, follows: (
+                self.told.append(("ensure", owns_ray, tied_to, follows)) or ("new", False)
+            ),
         )
         patch.setattr(module.owner_process, "this_process", lambda: {"pid": 1})
         self.given = False
         self.trainer: Any = ElasticTrainer.__new__(ElasticTrainer)
         self.trainer.job, self.trainer._relative_url, self.trainer._consent = JOB, "runs", NOT_ASKED
+        self.trainer._follows = 4
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -75,7 +80,7 @@ def test_a_run_that_is_done_is_taken_away_before_a_new_one(bench: Bench, local: 
     assert bench.trainer._start(local) == ("new", False)
     checked = [("check", JOB, False, "runs")] if local is None else []
     away = [("kill", "old"), ("sleep", 0.5)]
-    assert bench.told == [*away, *away, *checked, ("ensure", local is not None, {"pid": 1})]
+    assert bench.told == [*away, *away, *checked, ("ensure", local is not None, {"pid": 1}, 4)]
     assert bench.trainer.job == (JOB if local else CHECKED.job), "what was checked is what runs"
 
 

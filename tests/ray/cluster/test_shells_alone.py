@@ -66,6 +66,7 @@ from picotron_ray.runtime.node_agent.reports import AGAIN_S, Reports
 from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.ray_cluster import kept_slots, ray_calls
 from picotron_ray.runtime.ray_cluster.data_notes import leave_note
+from picotron_ray.runtime.ray_cluster.host_memory import PROCESS_BYTES
 from picotron_ray.runtime.ray_cluster.names import agent_name, worker_actor_name
 from picotron_ray.runtime.ray_cluster.node_facts import NodeFacts
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, worker_needs
@@ -1823,7 +1824,8 @@ def test_a_nodes_traits_come_from_its_labels_and_its_agent() -> None:
     hello = {"facts": NodeFacts([Card("T4", (7, 5), 15 * 2**30)], host_bytes=32 * 2**30)}
     here = NodeView("n", "host", 8.0, 2.0, 8.0, 2.0, {"rack": "r1"})
     on_host = traits_of(racked, here, hello, WorkerNeeds(1.0, 0.0))
-    assert on_host == m.NodeTraits("n", 8 * 2**30, "r1", False), "32 GiB for the 4 that may run there"
+    share = 8 * 2**30 - PROCESS_BYTES
+    assert on_host == m.NodeTraits("n", share, "r1", False), "32 GiB for the 4 that may run there"
     assert traits_of(racked, here, hello, WorkerNeeds(1.0, 1.0)) == m.NodeTraits("n", 15 * 2**30, "r1", True)
     bare = JobConfig.model_validate({"cluster": {"failure_domain_label": None}})
     assert traits_of(bare, here, {}, WorkerNeeds(1.0, 1.0)) == m.NodeTraits("n", 0, "", True)

@@ -1829,7 +1829,7 @@ def test_a_nodes_traits_come_from_its_labels_and_its_agent() -> None:
     assert traits_of(racked, here, hello, WorkerNeeds(1.0, 1.0)) == m.NodeTraits("n", 15 * 2**30, "r1", True)
     bare = JobConfig.model_validate({"cluster": {"failure_domain_label": None}})
     assert traits_of(bare, here, {}, WorkerNeeds(1.0, 1.0)) == m.NodeTraits("n", 0, "", True)
-    assert joined(on_host, 3) == m.NodeJoined("n", 3, "", 8 * 2**30, domain="r1")
+    assert joined(on_host, 3) == m.NodeJoined("n", 3, "", share, domain="r1")
 
 
 # --- reports -------------------------------------------------------------------------------------------

@@ -105,6 +105,15 @@ def test_a_full_disk_delays_no_decision_and_loses_no_line_that_waits(logs: Logs)
     assert logs.read() == [(1, i) for i in range(1, 54)]
 
 
+def test_a_header_that_is_written_while_its_file_is_read_is_no_event(tmp_path: Path) -> None:
+    path = tmp_path / "events-1.jsonl"
+    path.touch()
+    texts = files._texts(path, 0)
+    first = next(texts, "")
+    path.write_text("a header\n")
+    assert [first, *texts] == [""]
+
+
 def test_what_waits_for_a_disk_is_bounded_and_what_is_missing_counted(
     logs: Logs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,7 +184,8 @@ def _starts(folder: Path, record: dict[str, Any] | None) -> list[tuple[Path, int
 def _texts(path: Path, start: int) -> Iterator[str]:
     """Yield a file's header, then its lines from byte ``start`` on; the first may be the end of one."""
     with path.open("rb") as file:
-        head = file.readline()
+        if not (head := file.readline()):
+            return  # it was just made: its header, written meanwhile, would be read as a line
         yield head.decode(errors="replace").rstrip("\n")
         file.seek(max(start, len(head)))
         for line in file:

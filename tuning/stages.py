@@ -23,7 +23,8 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.device_profile import CPU, DeviceProfile, profile_of
+from picotron_ray.planner.datasheet import profile_of
+from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, living_nodes, worker_needs
 from picotron_ray.runtime.ray_train.result import filesystem_of
 from tuning import plan, results

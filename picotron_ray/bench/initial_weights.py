@@ -19,7 +19,7 @@ from picotron_ray.layout.shards import Box, slabs
 from picotron_ray.models.build import definition_of
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.shard_boxes import local_box
-from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.model_sizes import stage_bounds
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.driver.resolve_job import resolve_words

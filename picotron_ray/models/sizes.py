@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+
+class BlockProduct(NamedTuple):
+    """One matrix product of a block, per token: ``into`` values become ``out``.
+
+    Fields:
+        cut: the side that tensor parallelism divides.
+        share: tokens that go through it, as a multiple of all tokens (a mixture's experts: ``top_k /
+            experts`` each).
+        copies: products of this shape.
+    """
+
+    out: int
+    into: int
+    cut: Literal["out", "into"]
+    share: float = 1.0
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +51,7 @@ class ModelSizes:
         recast: elements per token that one block's projections cast again under autocast, each for itself,
             where another has cast the same input.
         rms_normed: elements per token that one block's RMSNorms keep where torch has no kernel for them.
+        block_products: the matrix products of one block's forward pass; empty: their shapes are not known.
     """
 
     layers: int
@@ -59,3 +78,4 @@ class ModelSizes:
     fused_experts: int = 0
     recast: int = 0
     rms_normed: int = 0
+    block_products: tuple[BlockProduct, ...] = field(default=(), compare=False)

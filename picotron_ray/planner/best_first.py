@@ -73,7 +73,7 @@ class BestFirst:
         for micro_batch in micro_batches(self.job, degrees.dp, degrees.pp):
             layout = candidate(self.job, degrees, ALONE, micro_batch)
             cost = step_cost(self.job, layout, self.profile, self.node_sizes)
-            yield cost.total_s - cost.data_s - cost.offload_s, 1, (degrees, micro_batch)
+            yield cost.total_s - cost.data_s - cost.offload_s - cost.optimizer_s, 1, (degrees, micro_batch)
 
     def _with_shardings(self, degrees: Degrees, micro_batch: int) -> Iterator[tuple[float, int, Layout]]:
         for sharding in shardings(self.job, degrees):

@@ -40,9 +40,8 @@ def tensor_passes(
     """
     if layout.tp == 1:
         return NOTHING
-    crosses = any(size % layout.tp for size in node_sizes)
     moved = hidden_bytes(job, layout) * (layout.tp - 1) / layout.tp
-    seconds = moved / link(profile, crosses) + profile.latency_s
+    seconds = moved / group_link(profile, node_sizes, layout.tp, 1) + profile.latency_s
     if job.kernels.tp_overlap != "none":
         parted = seconds + (layout.tp - 2) * profile.latency_s
         if job.model.moe.experts:  # attention alone
@@ -102,3 +101,19 @@ def hidden_bytes(job: JobConfig, layout: Layout) -> int:
 def link(profile: DeviceProfile, between_nodes: bool) -> float:
     """Bytes per second between workers of one node, or of several."""
     return (between_nodes and profile.node_link_bytes_s) or profile.link_bytes_s
+
+
+def group_link(profile: DeviceProfile, node_sizes: tuple[int, ...], ranks: int, stride: int) -> float:
+    """Bytes per second and rank of a collective over ``ranks`` that lie ``stride`` apart.
+
+    Between nodes every rank of a group sends through its own network card, and a ring enters and leaves each
+    node once. So the members that share a node share its traffic: the link is as many times as fast, at most
+    as fast as inside the node.
+    """
+    if len(node_sizes) < 2 or all(size % (ranks * stride) == 0 for size in node_sizes):
+        return profile.link_bytes_s
+    if not profile.node_link_bytes_s:
+        return profile.link_bytes_s
+    over = (size % (ranks * stride) for size in node_sizes)
+    together = min(max(1, left // stride) for left in over if left)
+    return min(profile.link_bytes_s, together * profile.node_link_bytes_s)

@@ -1,13 +1,13 @@
 """Step cost model: seconds per optimizer step of a layout, from arithmetic, bubble and communication.
 
-    step = (m + w) · (slowest rank's arithmetic, twice where it is repeated, and collectives in its blocks
+    step = (m + w) · (slowest rank's arithmetic, and what it repeats, and collectives in its blocks
                       per micro-batch, + the stage-to-stage hops there and back)
-           +  gradient reduction  +  one exchange
+           +  gradient reduction that nothing hides  +  the optimizer  +  one exchange
 
 with m micro-batches and w micro-batches of waiting, which the schedule states (``layout.schedules``). Every
 replica runs m micro-batches of ``micro_batch`` rows. So uneven rows (11, 11, 10 of 32) and fill rows are
-counted: each replica is as slow as the fullest one. No overlap is counted, for any layout: the cost ranks
-layouts and does not predict MFU.
+counted: each replica is as slow as the fullest one. Arithmetic is `block_cost`'s; what overlaps, the
+profile's software says. ``picotron-ray plan --validate`` holds the model against published runs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.recompute_policy import RecomputeKind
+from picotron_ray.layout.recompute_policy import RecomputedBlocks, RecomputeKind
 from picotron_ray.layout.schedules import schedule_of
+from picotron_ray.planner.block_cost import block_times, head_s
 from picotron_ray.planner.comm_cost import (
     context_passes,
     expert_passes,
+    group_link,
     hidden_bytes,
     link,
     micro_batch_tokens,
@@ -32,17 +34,13 @@ from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.memory import STATE_BYTES, memory_estimate, offloaded_activations
 from picotron_ray.planner.model_sizes import (
     blocks_again,
+    rank_depths,
     sizes_of,
-    stage_bounds,
-    stage_flops_per_token,
     stage_parameters,
     tied_copy,
 )
 
 BUCKET_BYTES = 25e6  # gradients reduced per collective
-# Arithmetic lost to thinner matrices per doubling of tp. Megatron-LM (Shoeybi et al. 2019) kept 77 % at
-# 8-way, its collectives included.
-TENSOR_LOSS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +60,22 @@ class StepCost:
     pipeline_s: float
     """hidden states and their gradients between stages"""
     data_s: float
-    """gradient reduction and ZeRO's gathering over the replicas"""
+    """gradient reduction and ZeRO's gathering over the replicas, as far as computing does not hide them"""
     sync_s: float
     """the one exchange between all ranks at the end of a step"""
     offload_s: float = 0.0
     """to host memory and back, and what the host's cores compute there"""
     again_s: float = 0.0
     """forward passes that blocks repeat: what they add to the slowest stage"""
+    optimizer_s: float = 0.0
+    """reading and writing weights, gradients and moments"""
 
     @property
     def total_s(self) -> float:
         inside = (
             self.compute_s + self.again_s + self.bubble_s + self.tensor_s + self.context_s + self.expert_s
         )
-        return inside + self.pipeline_s + self.data_s + self.sync_s + self.offload_s
+        return inside + self.pipeline_s + self.data_s + self.sync_s + self.offload_s + self.optimizer_s
 
 
 def step_cost(
@@ -88,9 +88,8 @@ def step_cost(
             crosses nodes, and gradients between nodes, go over the slower link.
     """
     micro_batches = layout.micro_batches(job.data.global_batch)
-    depth = _depth(job, layout)
-    arithmetic, again = _busy(job, layout, profile, node_sizes)
-    compute = arithmetic + depth * profile.kernel_s
+    depth = _depth(job, layout, profile)
+    compute, again = _busy(job, layout, profile, node_sizes)
     tensor, context, expert = (
         depth * passes(job, layout, profile, node_sizes).both
         for passes in (tensor_passes, context_passes, expert_passes)
@@ -98,48 +97,45 @@ def step_cost(
     hop = _hop(job, layout, profile, node_sizes)
     schedule = schedule_of(layout.schedule, job.layout.actions)
     waiting = schedule.waiting(layout.pipeline_shape(job.data.global_batch))
+    traffic = _data(job, layout, profile, node_sizes, micro_batches)
     return StepCost(
         compute_s=micro_batches * compute,
         bubble_s=waiting * (compute + again + tensor + context + expert),
         tensor_s=micro_batches * tensor,
         context_s=micro_batches * context,
         expert_s=micro_batches * expert,
-        pipeline_s=(micro_batches + waiting) * hop,
-        data_s=_data(job, layout, profile, node_sizes, micro_batches),
+        pipeline_s=(micro_batches + waiting) * hop * profile.software.hop_exposed,
+        data_s=_exposed(layout, profile, traffic, compute + again, micro_batches),
         sync_s=profile.latency_s * math.log2(layout.world_size),
         offload_s=_offload(job, layout, profile),
         again_s=micro_batches * again,
+        optimizer_s=_optimizer(job, layout, profile),
     )
 
 
-def _depth(job: JobConfig, layout: Layout) -> int:
+def _depths(job: JobConfig, layout: Layout, profile: DeviceProfile, rank: int) -> int:
+    """Layers of a pipeline rank."""
+    layers, stages = sizes_of(job.model).layers, layout.stages
+    if profile.software.even_stages and layers % stages == 0:
+        return layers // stages * len(layout.rank_stages(rank))
+    return sum(rank_depths(job, layout, rank))
+
+
+def _depth(job: JobConfig, layout: Layout, profile: DeviceProfile) -> int:
     """Layers of the pipeline rank that has most."""
-    depths = [end - start for start, end in stage_bounds(job.model, layout.stages)]
-    return max(sum(depths[stage] for stage in layout.rank_stages(rank)) for rank in range(layout.pp))
-
-
-def _arithmetic(job: JobConfig, layout: Layout, profile: DeviceProfile, flops: float) -> float:
-    """Seconds of so many FLOPs per token of a micro-batch."""
-    loss = 1 + TENSOR_LOSS * math.log2(layout.tp)
-    return loss * micro_batch_tokens(job, layout) * flops / profile.flops
+    return max(_depths(job, layout, profile, rank) for rank in range(layout.pp))
 
 
 def arithmetic_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
     """Seconds of one micro-batch's arithmetic on the slowest rank, launches included."""
-    busy = max(_arithmetic(job, layout, profile, _flops(job, layout, rank)) for rank in range(layout.pp))
-    return busy + _depth(job, layout) * profile.kernel_s
+    busy = max(_rank_s(job, layout, profile, rank) for rank in range(layout.pp))
+    return busy + _depth(job, layout, profile) * profile.kernel_s
 
 
-def _flops(job: JobConfig, layout: Layout, rank: int) -> float:
-    """FLOPs per token of a pipeline rank. The linear cross-entropy adds one more product of the head."""
-    total = sum(
-        stage_flops_per_token(job.model, job.data.sequence_length, layout.stages, stage, layout.tp)
-        for stage in layout.rank_stages(rank)
-    )
-    if job.kernels.loss == "linear" and rank == layout.last_stage_rank:
-        sizes = sizes_of(job.model)
-        total += 2 * sizes.vocabulary * sizes.hidden / layout.tp
-    return total
+def _rank_s(job: JobConfig, layout: Layout, profile: DeviceProfile, rank: int) -> float:
+    """Seconds of one micro-batch's arithmetic on a pipeline rank, launches left out."""
+    seconds = _depths(job, layout, profile, rank) * block_times(job, layout, profile).total
+    return seconds + (head_s(job, layout, profile) if rank == layout.last_stage_rank else 0.0)
 
 
 def block_again(
@@ -149,36 +145,55 @@ def block_again(
 
     A repeated forward pass repeats operations on single elements, which are counted by the bytes that they
     move. It repeats launches (a third of ``DeviceProfile.kernel_s``) and collectives. In full it also repeats
-    the arithmetic, a third of a block's.
+    the arithmetic, but the last product where the software stops before it.
     """
-    sizes, cut = sizes_of(job.model), layout.tp if sizes_of(job.model).sequence_cut else 1
-    moved = micro_batch_tokens(job, layout) * sizes.pointwise * COMPUTE_BYTES[job.precision] / cut
+    software, times = profile.software, block_times(job, layout, profile)
     traffic = (tensor_passes, context_passes, expert_passes)
-    seconds = sum(passes(job, layout, profile, node_sizes).again for passes in traffic)
-    seconds += moved / profile.memory_bytes_s + profile.kernel_s / 3
-    attention = 4 * sizes.scores * job.data.sequence_length
-    flops = (2 * (sizes.block - sizes.idle) + attention) / layout.tp
+    seconds = sum(passes(job, layout, profile, node_sizes).again for passes in traffic) + profile.kernel_s / 3
+    pointwise = times.pointwise_forward if software.pointwise else _pointwise_once(job, layout, profile)
+    full = seconds + pointwise + times.products_forward + times.attention_forward
+    some = seconds + pointwise
+    if software.selective == "attention":
+        some = times.attention_forward
+    elif software.selective == "half-products":
+        some += times.products_forward / 2
     return {
         "kept": 0.0,
-        "selective": seconds,
-        "full": seconds + _arithmetic(job, layout, profile, flops),
+        "selective": some,
+        "full": full - (times.last_product if software.stops_early and profile.matmul_half else 0.0),
     }
+
+
+def _pointwise_once(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
+    """Seconds of a forward pass's operations on single elements, where they are part of ``flops``."""
+    sizes = sizes_of(job.model)
+    moved = micro_batch_tokens(job, layout) * sizes.pointwise * COMPUTE_BYTES[job.precision]
+    return moved / (layout.tp if sizes.sequence_cut else 1) / profile.memory_bytes_s
 
 
 def _busy(
     job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]
 ) -> tuple[float, float]:
     """Seconds per micro-batch on the slowest rank: of arithmetic, and of recomputation on top."""
-    plain = [_arithmetic(job, layout, profile, _flops(job, layout, rank)) for rank in range(layout.pp)]
+    launches = _depth(job, layout, profile) * profile.kernel_s
+    plain = [_rank_s(job, layout, profile, rank) for rank in range(layout.pp)]
     if layout.recompute == "none":
-        return max(plain), 0.0
+        return max(plain) + launches, 0.0
     of = block_again(job, layout, profile, node_sizes)
-    again = [blocks_again(job, layout, rank) for rank in range(layout.pp)]
+    again = [_again(job, layout, profile, rank) for rank in range(layout.pp)]
     slowest = max(
         seconds + here.full * of["full"] + here.selective * of["selective"]
         for seconds, here in zip(plain, again, strict=True)
     )
-    return max(plain), slowest - max(plain)
+    return max(plain) + launches, slowest - max(plain)
+
+
+def _again(job: JobConfig, layout: Layout, profile: DeviceProfile, rank: int) -> RecomputedBlocks:
+    """Blocks that a pipeline rank computes again."""
+    if layout.recompute not in ("selective", "full"):
+        return blocks_again(job, layout, rank)
+    depth = _depths(job, layout, profile, rank)
+    return RecomputedBlocks(*((depth, 0) if layout.recompute == "full" else (0, depth)), depth)
 
 
 def _hop(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...]) -> float:
@@ -196,7 +211,7 @@ def _data(
     node_sizes: tuple[int, ...],
     micro_batches: int,
 ) -> float:
-    """Seconds of data-parallel traffic per step.
+    """Seconds of data-parallel traffic per step, hidden or not.
 
     - Replicated: one all-reduce of the stage's gradients, 2·(dp - 1)/dp of their bytes.
     - ZeRO works block by block. Weights are gathered once per step, under ZeRO-3 twice per micro-batch.
@@ -207,7 +222,7 @@ def _data(
     ends = 0.0
     if layout.first_stage_rank != layout.last_stage_rank:
         tied = STATE_BYTES[job.precision] * tied_copy(job.model, layout) / layout.shards
-        ends = 2 * _pass(tied, 2, 1, profile, len(node_sizes) > 1) if tied else 0.0
+        ends = 2 * _pass(tied, 2, 1, profile, link(profile, len(node_sizes) > 1)) if tied else 0.0
     if layout.replicas == 1:
         return ends
     size = STATE_BYTES[job.precision] * max(
@@ -217,16 +232,59 @@ def _data(
         )
         for rank in range(layout.pp)
     )
-    between = len(node_sizes) > 1
-    apart = any(nodes % (layout.shards * layout.tp) for nodes in node_sizes)  # a copy on several nodes
     copies = layout.replicas // layout.shards
-    total = 2 * _pass(size / layout.shards, copies, size / layout.shards / BUCKET_BYTES, profile, between)
+    shards_link = group_link(profile, node_sizes, layout.shards, layout.tp)
+    copies_link = group_link(profile, node_sizes, copies, layout.shards * layout.tp)
+    gradients, weights = _wire_shares(job, profile)
+    part = size / layout.shards
+    total = 2 * _pass(gradients * part, copies, part / BUCKET_BYTES, profile, copies_link)
     if layout.zero:
         gathers = 1 if layout.zero < 3 else 2 * micro_batches
         reductions = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches
-        blocks = _depth(job, layout) + 2
-        total += (gathers + reductions) * _pass(size, layout.shards, blocks, profile, apart)
+        blocks = _depth(job, layout, profile) + 2
+        total += gathers * _pass(weights * size, layout.shards, blocks, profile, shards_link)
+        total += reductions * _pass(gradients * size, layout.shards, blocks, profile, shards_link)
     return total + ends
+
+
+def _wire_shares(job: JobConfig, profile: DeviceProfile) -> tuple[float, float]:
+    """Bytes on the wire of gradients and of gathered weights, as shares of what a rank stores of them."""
+    stored, software = STATE_BYTES[job.precision], profile.software
+    return (software.gradient_bytes or stored) / stored, (software.gathered_bytes or stored) / stored
+
+
+def _exposed(
+    layout: Layout, profile: DeviceProfile, traffic: float, micro_batch_s: float, micro_batches: int
+) -> float:
+    """Seconds of data-parallel traffic that a step waits for, or computes slower by.
+
+    FSDP hides it behind all micro-batches; a replicated model's gradients are reduced in buckets behind the
+    backward pass (two thirds) of the last one.
+    """
+    software = profile.software
+    if software.overlap == "none":
+        return traffic
+    behind = (
+        micro_batches * micro_batch_s
+        if layout.zero and software.overlap == "step"
+        else (micro_batch_s * 2 / 3)
+    )
+    hidden = min(traffic, software.overlap_share * behind)
+    return traffic - hidden + software.overlap_slowdown * hidden
+
+
+def _optimizer(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
+    """Seconds of the optimizer's step on the device; ZeRO leaves each rank its shard."""
+    if not profile.software.update_bytes or job.optimizer.offload:
+        return 0.0
+    most = max(
+        sum(
+            stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep)
+            for stage in layout.rank_stages(rank)
+        )
+        for rank in range(layout.pp)
+    )
+    return profile.software.update_bytes * most / layout.shards / profile.memory_bytes_s
 
 
 def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
@@ -250,10 +308,10 @@ def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
     return seconds
 
 
-def _pass(size: float, ranks: int, calls: float, profile: DeviceProfile, between_nodes: bool) -> float:
+def _pass(size: float, ranks: int, calls: float, profile: DeviceProfile, bytes_s: float) -> float:
     """Seconds of a reduce-scatter or an all-gather of ``size`` bytes. An all-reduce is both."""
     if ranks == 1:
         return 0.0
     moved = size * (ranks - 1) / ranks
     latency = max(1.0, calls) * math.log2(ranks) * profile.latency_s
-    return moved / link(profile, between_nodes) + latency
+    return moved / bytes_s + latency

@@ -15,7 +15,8 @@ from picotron_ray.config.validation.layout import Degrees, asked_pp, layout_prob
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.candidates import Sharding, asked_degrees, candidate
 from picotron_ray.planner.cost import step_cost
-from picotron_ray.planner.device_profile import DeviceProfile, profile_of
+from picotron_ray.planner.datasheet import profile_of
+from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
 from picotron_ray.planner.search import PlannedLayout
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from picotron_ray.planner.software_profile import PLAIN, SoftwareProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +13,14 @@ class DeviceProfile:
 
     Fields:
         flops: floating-point operations per second in large matrix products.
+        matmul_half: smallest dimension of a matrix product at which it runs at half of ``flops`` (t = work /
+            flops · (1 + half / dimension), a form that thin products of cuBLAS follow within some per cent);
+            0: shapes are not told apart.
+        tensor_loss: share of arithmetic lost to thinner matrices per doubling of tp, where ``matmul_half`` is
+            0. Megatron-LM (Shoeybi et al. 2019) kept 77 % at 8-way, its collectives included.
+        attention_flops: the same within attention's kernel, forward, of the half of the square that a causal
+            kernel computes; 0: attention counts as other products do, over the whole square.
+        attention_backward_flops: of its backward pass, 2.5 times as much work (Dao 2023).
         memory_bytes: device memory that training may use.
         memory_bytes_s: device memory that operations on single elements read and write per second.
         link_bytes_s: bandwidth between two workers of one node, bytes per second and direction.
@@ -20,6 +30,7 @@ class DeviceProfile:
         host_bytes_s: host memory that one thread reads and writes per second.
         kernel_s: seconds that one decoder block costs per micro-batch besides its arithmetic
             (launches, framework), forward and backward together.
+        software: what the program does with the device.
     """
 
     flops: float
@@ -31,35 +42,14 @@ class DeviceProfile:
     host_link_bytes_s: float = 1e10
     host_bytes_s: float = 1e10
     memory_bytes_s: float = 1e10
+    matmul_half: float = 0.0
+    tensor_loss: float = 0.1
+    attention_flops: float = 0.0
+    attention_backward_flops: float = 0.0
+    software: SoftwareProfile = PLAIN
 
 
 # One CPU core with gloo over loopback. Arithmetic and bandwidth are the order of what small matrices reach;
 # the latency is set low on purpose: on CPU the aim is to train elastically with all workers given, and with
 # the measured 3e-4 s the planner would rightly run a toy model on one of them and leave the others idle.
 CPU = DeviceProfile(flops=5e9, memory_bytes=8e9, link_bytes_s=1e9, latency_s=1e-5, kernel_s=1e-4)
-
-# H100 class in bf16 at 45 % of the 989e12 peak (published runs reach 38-51 %), NVLink, 400 Gb/s per GPU.
-GPU = DeviceProfile(
-    flops=4.5e14,
-    memory_bytes=76e9,
-    link_bytes_s=3e11,
-    latency_s=2e-5,
-    node_link_bytes_s=4e10,
-    kernel_s=3e-4,
-    host_link_bytes_s=5e10,  # PCIe 5.0 x16 has 63e9 each way
-    memory_bytes_s=2.4e12,  # HBM3 has 3.35e12
-)
-
-
-RESERVED = 0.1
-"""Share of a card's memory that training does not get: CUDA's context, the buffers of NCCL and cuBLAS."""
-
-
-def profile_of(device: str, device_bytes: int = 0) -> DeviceProfile:
-    """The assumed profile of ``"cuda"`` or ``"cpu"`` workers, until measured ones replace it.
-
-    Args:
-        device_bytes: memory of the smallest of the devices, as its driver tells; 0: not known.
-    """
-    profile = GPU if device == "cuda" else CPU
-    return replace(profile, memory_bytes=(1 - RESERVED) * device_bytes) if device_bytes else profile

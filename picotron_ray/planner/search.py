@@ -16,7 +16,8 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.best_first import BestFirst
 from picotron_ray.planner.candidates import candidates
 from picotron_ray.planner.cost import StepCost, step_cost
-from picotron_ray.planner.device_profile import CPU, DeviceProfile, profile_of
+from picotron_ray.planner.datasheet import profile_of
+from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.planner.memory import budget_bytes
 from picotron_ray.planner.recompute_search import cheapest_recompute
 from picotron_ray.planner.refusal import why_none

@@ -16,7 +16,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.kernels import attention_backends, norm_kernel
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.driver.resolve_job import OWN_MODEL, resolve_words
 

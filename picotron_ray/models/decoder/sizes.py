@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from picotron_ray.models.parameters import ParameterSpec
-from picotron_ray.models.sizes import ModelSizes
+from picotron_ray.models.sizes import BlockProduct, ModelSizes
 
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
@@ -126,6 +126,30 @@ def decoder_sizes(
         fused_experts=experts * 2 // 3,
         recast=recast,
         rms_normed=rms_normed,
+        block_products=_products(model, hidden_layer),
+    )
+
+
+def _products(model: ModelConfig, hidden_layer: HiddenLayerSizes) -> tuple[BlockProduct, ...]:
+    """Matrix products of a block: q, k and v as one, the output projection, and the hidden layer's."""
+    hidden, moe, gates = model.hidden_size, model.moe, 2 if hidden_layer.fused or model.moe.experts else 1
+    attention = (
+        BlockProduct(model.query_width + 2 * model.key_width, hidden, "out"),
+        BlockProduct(hidden, model.query_width, "into"),
+    )
+    if not moe.experts:
+        return (*attention, *_hidden_layer(hidden, model.intermediate_size, gates, 1.0, 1))
+    routed = _hidden_layer(hidden, moe.intermediate_size, gates, moe.top_k / moe.experts, moe.experts)
+    shared = moe.shared_intermediate_size
+    return (*attention, *routed, *(_hidden_layer(hidden, shared, gates, 1.0, 1) if shared else ()))
+
+
+def _hidden_layer(
+    hidden: int, inner: int, gates: int, share: float, count: int
+) -> tuple[BlockProduct, BlockProduct]:
+    return (
+        BlockProduct(gates * inner, hidden, "out", share, count),
+        BlockProduct(hidden, inner, "into", share, count),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.memory import budget_bytes
 from picotron_ray.planner.refusal import why_not_together, workers_that_do
 from picotron_ray.planner.search import PlannedLayout, choose_layout

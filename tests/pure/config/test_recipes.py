@@ -9,7 +9,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.device_profile import GPU
+from picotron_ray.planner.datasheet import GPU
 from picotron_ray.planner.memory import budget_bytes
 from picotron_ray.planner.model_sizes import flops_per_token, parameter_count
 from picotron_ray.planner.recompute_search import cheapest_recompute

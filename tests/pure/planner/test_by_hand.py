@@ -18,6 +18,7 @@ from picotron_ray.planner.model_sizes import (
     stage_parameters,
     tied_copy,
 )
+from picotron_ray.planner.software_profile import SoftwareProfile
 from tests.support.runs.by_hand import MIXTURE, UNIT
 from tests.support.runs.by_hand import job_by_hand as job
 
@@ -172,7 +173,8 @@ def test_replicas_and_tied_ends_add_up() -> None:
 def test_a_step_is_the_sum_of_its_causes_and_the_pipeline_waits_for_each() -> None:
     config = job(MIXTURE, layout={"offload_activations": True})
     layout = Layout(dp=2, tp=2, pp=2, cp=3, ep=2, micro_batch=2, recompute="full", offload_activations=True)
-    cost = step_cost(config, layout, replace(UNIT, host_link_bytes_s=1.0))
+    machine = replace(UNIT, host_link_bytes_s=1.0, memory_bytes_s=1e3)
+    cost = step_cost(config, layout, replace(machine, software=SoftwareProfile(update_bytes=10.0)))
     assert min(astuple(cost)) > 1
     assert cost.total_s == pytest.approx(sum(astuple(cost)))
     inside = cost.compute_s + cost.again_s + cost.tensor_s + cost.context_s + cost.expert_s

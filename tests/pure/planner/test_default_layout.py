@@ -9,8 +9,9 @@ import pytest
 from picotron_ray.config.load import load_job, parse_job
 from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.default_layout import default_layout, default_planner
-from picotron_ray.planner.device_profile import CPU, profile_of
+from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
 
 H100 = profile_of("cuda", 81559 * 2**20)

@@ -63,10 +63,11 @@ def test_what_tensor_parallelism_leaves_whole_is_computed_by_every_rank() -> Non
 
 
 def test_a_block_again() -> None:
-    """Two all-reduces of 12 tokens, 200 elements a token that are not cut, a forward pass at 90 %."""
+    """Two all-reduces of 12 tokens, 200 elements a token and 8 of 136 parameters that are not cut."""
     found = block_again(own(), Layout(tp=2, micro_batch=2), replace(UNIT, memory_bytes_s=50.0))
     selective = 12 * 200 * 4 / 50 + 2 * (192 / 1e2 + 5) + 7 / 3
-    full = selective + 1.1 * 12 * (2 * 136 + 4 * 8 * 6) / 2 / 1e3
+    share = 8 / 136 + (1 - 8 / 136) / 2
+    full = selective + 1.1 * 12 * (2 * 136 + 4 * 8 * 6) * share / 1e3
     assert found == pytest.approx({"kept": 0.0, "selective": selective, "full": full})
 
 

@@ -19,7 +19,8 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import is_selective
 from picotron_ray.planner.cost import step_cost
-from picotron_ray.planner.device_profile import CPU, GPU, DeviceProfile, profile_of
+from picotron_ray.planner.datasheet import GPU, profile_of
+from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.model_sizes import (
     flops_per_token,
@@ -362,8 +363,8 @@ def test_sgd_and_precision_change_the_state() -> None:
             (4,),
             (2 * (12 * (4 * 3264 + 14400) / 1e3 + 28), 0, 0, 0, 2 * 0.75 * 26400 / 1e2 + 2 * 2 * 5, 10),
         ),
-        # The same between nodes, sharded, block by block (4 blocks, embedding, head): ZeRO-2 gathers once
-        # per step, ZeRO-3 twice per micro-batch, both scatter per micro-batch.
+        # The same between nodes of two, which share the traffic, block by block (4 blocks, embedding, head):
+        # ZeRO-2 gathers once per step, ZeRO-3 twice per micro-batch, both scatter per micro-batch.
         (
             Layout(dp=4, zero=2, micro_batch=2),
             (2, 2),
@@ -372,7 +373,7 @@ def test_sgd_and_precision_change_the_state() -> None:
                 0,
                 0,
                 0,
-                (1 + 2) * (0.75 * 26400 / 1e1 + 6 * 2 * 5),
+                (1 + 2) * (0.75 * 26400 / 2e1 + 6 * 2 * 5),
                 10,
             ),
         ),

@@ -15,7 +15,8 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.planner.best_first import BestFirst, kind_of
 from picotron_ray.planner.candidates import candidates
 from picotron_ray.planner.cost import step_cost
-from picotron_ray.planner.device_profile import GPU, DeviceProfile, profile_of
+from picotron_ray.planner.datasheet import GPU, profile_of
+from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
 from picotron_ray.planner.recompute_search import cheapest_recompute
 from picotron_ray.planner.search import choose_layout

@@ -15,7 +15,8 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputeKind
 from picotron_ray.planner import model_sizes
 from picotron_ray.planner.cost import step_cost
-from picotron_ray.planner.device_profile import CPU, GPU, DeviceProfile
+from picotron_ray.planner.datasheet import GPU
+from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.model_sizes import blocks_again, stage_depth
 from picotron_ray.planner.recompute_search import cheapest_recompute

@@ -18,7 +18,7 @@ from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability.nvml import Card
-from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
 from picotron_ray.runtime.driver.inventory import InventoryNode, plan, with_those_to_come
 from picotron_ray.runtime.ray_cluster import node_facts

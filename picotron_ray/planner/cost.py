@@ -13,7 +13,8 @@ profile's software says. ``picotron-ray plan --validate`` holds the model agains
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
@@ -30,11 +31,12 @@ from picotron_ray.planner.comm_cost import (
     micro_batch_tokens,
     tensor_passes,
 )
-from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.planner.memory import STATE_BYTES, memory_estimate, offloaded_activations
 from picotron_ray.planner.model_sizes import (
     blocks_again,
     rank_depths,
+    remember_latest,
     sizes_of,
     stage_parameters,
     tied_copy,
@@ -121,15 +123,44 @@ def _depths(job: JobConfig, layout: Layout, profile: DeviceProfile, rank: int) -
     return sum(rank_depths(job, layout, rank))
 
 
+class _Depths(NamedTuple):
+    """Layers of a layout's pipeline ranks, as far as the slowest depends on them."""
+
+    most: int
+    last: int
+    """of the rank with the last stage, which has the head too"""
+
+
+def _depth_extremes(job: JobConfig, layout: Layout, profile: DeviceProfile) -> _Depths:
+    shape = (layout.pp, layout.virtual_stages, layout.schedule, layout.placement)
+    return _depths_of_shape(job, shape, profile.software.even_stages)
+
+
+@remember_latest
+def _depths_of_shape(
+    job: JobConfig, shape: tuple[int, int, str, tuple[tuple[int, ...], ...]], even: bool
+) -> _Depths:
+    pp, virtual_stages, schedule, placement = shape
+    layout = Layout(pp=pp, virtual_stages=virtual_stages, schedule=schedule, placement=placement)
+    habits = replace(CPU, software=replace(CPU.software, even_stages=even))
+    depths = [_depths(job, layout, habits, rank) for rank in range(pp)]
+    return _Depths(max(depths), depths[layout.last_stage_rank])
+
+
 def _depth(job: JobConfig, layout: Layout, profile: DeviceProfile) -> int:
     """Layers of the pipeline rank that has most."""
-    return max(_depths(job, layout, profile, rank) for rank in range(layout.pp))
+    return _depth_extremes(job, layout, profile).most
 
 
 def arithmetic_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
     """Seconds of one micro-batch's arithmetic on the slowest rank, launches included."""
-    busy = max(_rank_s(job, layout, profile, rank) for rank in range(layout.pp))
-    return busy + _depth(job, layout, profile) * profile.kernel_s
+    return _slowest_s(job, layout, profile) + _depth(job, layout, profile) * profile.kernel_s
+
+
+def _slowest_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
+    """Seconds of one micro-batch's arithmetic on the slowest pipeline rank, launches left out."""
+    depths, block_s = _depth_extremes(job, layout, profile), block_times(job, layout, profile).total
+    return max(depths.most * block_s, depths.last * block_s + head_s(job, layout, profile))
 
 
 def _rank_s(job: JobConfig, layout: Layout, profile: DeviceProfile, rank: int) -> float:
@@ -176,9 +207,9 @@ def _busy(
 ) -> tuple[float, float]:
     """Seconds per micro-batch on the slowest rank: of arithmetic, and of recomputation on top."""
     launches = _depth(job, layout, profile) * profile.kernel_s
-    plain = [_rank_s(job, layout, profile, rank) for rank in range(layout.pp)]
     if layout.recompute == "none":
-        return max(plain) + launches, 0.0
+        return _slowest_s(job, layout, profile) + launches, 0.0
+    plain = [_rank_s(job, layout, profile, rank) for rank in range(layout.pp)]
     of = block_again(job, layout, profile, node_sizes)
     again = [_again(job, layout, profile, rank) for rank in range(layout.pp)]
     slowest = max(
@@ -225,13 +256,7 @@ def _data(
         ends = 2 * _pass(tied, 2, 1, profile, link(profile, len(node_sizes) > 1)) if tied else 0.0
     if layout.replicas == 1:
         return ends
-    size = STATE_BYTES[job.precision] * max(
-        sum(
-            stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep)
-            for stage in layout.rank_stages(rank)
-        )
-        for rank in range(layout.pp)
-    )
+    size = STATE_BYTES[job.precision] * _most_parameters(job, layout)
     copies = layout.replicas // layout.shards
     shards_link = group_link(profile, node_sizes, layout.shards, layout.tp)
     copies_link = group_link(profile, node_sizes, copies, layout.shards * layout.tp)
@@ -277,14 +302,26 @@ def _optimizer(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
     """Seconds of the optimizer's step on the device; ZeRO leaves each rank its shard."""
     if not profile.software.update_bytes or job.optimizer.offload:
         return 0.0
-    most = max(
-        sum(
-            stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep)
-            for stage in layout.rank_stages(rank)
-        )
-        for rank in range(layout.pp)
-    )
+    most = _most_parameters(job, layout)
     return profile.software.update_bytes * most / layout.shards / profile.memory_bytes_s
+
+
+def _most_parameters(job: JobConfig, layout: Layout) -> float:
+    """Parameters of the fullest pipeline rank, without ZeRO."""
+    shape = (layout.pp, layout.virtual_stages, layout.schedule, layout.placement)
+    return _parameters_of_shape(job, shape, layout.tp, layout.ep)
+
+
+@remember_latest
+def _parameters_of_shape(
+    job: JobConfig, shape: tuple[int, int, str, tuple[tuple[int, ...], ...]], tp: int, ep: int
+) -> float:
+    pp, virtual_stages, schedule, placement = shape
+    layout = Layout(pp=pp, virtual_stages=virtual_stages, schedule=schedule, placement=placement)
+    return max(
+        sum(stage_parameters(job.model, layout.stages, stage, tp, ep) for stage in layout.rank_stages(rank))
+        for rank in range(pp)
+    )
 
 
 def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:

@@ -76,7 +76,7 @@ def choose_layout(
     >>> planned.reason.endswith("on 5 workers (1 idle)")
     True
     """
-    best = _cheapest(job, workers, profile, tuple(node_sizes), limit_bytes)
+    best = _cheapest(job, workers, profile, distinct(node_sizes), limit_bytes)
     if best is None:
         raise LayoutError(why_none(job, workers, profile, limit_bytes))
     return best
@@ -99,6 +99,16 @@ def planner(job: JobConfig, device: str) -> Callable[[int, tuple[int, ...], int,
         return choose_layout(job, workers, profile_of(device, device_bytes), node_sizes, limit_bytes)
 
     return choose
+
+
+def distinct(node_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of nodes that the cost tells apart: each once, twice where there is one size on many nodes.
+
+    >>> distinct([8] * 2048), distinct([8, 8, 4]), distinct([8])
+    ((8, 8), (4, 8), (8,))
+    """
+    sizes = tuple(sorted(set(node_sizes)))
+    return sizes * 2 if len(sizes) == 1 < len(node_sizes) else sizes
 
 
 @lru_cache(maxsize=256)

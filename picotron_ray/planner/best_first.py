@@ -2,7 +2,7 @@
 
 Choices are refined in three rounds, each with a lower bound of what the step costs: degrees (their arithmetic
 alone), then a micro-batch (pipeline and collectives too), then how the replicas share their state. One queue
-holds them all, the least bound first. Once a bound is above the cost of the two best found, nothing that is
+holds them all, the least bound first. Once a bound is above the cost of the best found (two, or as many as are asked for), nothing that is
 left can be among them, and the search ends (A*, Hart, Nilsson and Raphael 1968). State that is too large for
 the device drops out before its layouts are made, and memory is estimated for few of the others.
 """
@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import Degrees, layout_problems
@@ -20,20 +21,35 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.candidates import Sharding, candidate, degrees_allowed, micro_batches, shardings
 from picotron_ray.planner.cost import StepCost, arithmetic_s, step_cost
 from picotron_ray.planner.device_profile import DeviceProfile
-from picotron_ray.planner.memory import rank_memory
+from picotron_ray.planner.memory import memory_estimate, rank_memory
 from picotron_ray.planner.model_sizes import blocks_again
 from picotron_ray.planner.recompute_search import cheapest_recompute
 
 ALONE = Sharding(zero=0, replicate=1, ep=1)
 Choice = tuple[float, Layout]
 """A layout that fits, and its seconds per step before it."""
+MOST_TOO_LARGE = 10
+
+
+class TooLarge(NamedTuple):
+    """A layout that fits no device, and the bytes that it needs at least."""
+
+    layout: Layout
+    needs_bytes: float
+
+
+def leanest(job: JobConfig, layout: Layout) -> Layout:
+    """The layout with the recomputation that keeps least, as far as the job leaves that open."""
+    return replace(layout, recompute="full") if job.layout.recompute == "auto" else layout
 
 
 @dataclass(slots=True)
 class BestFirst:
-    """One search. ``found`` are the cheapest layout and the next of another kind; ``costed``: candidates.
+    """One search. ``found`` are the cheapest layout and the next of other kinds; ``costed``: candidates.
 
     Fields:
+        keep: layouts of different kinds to find.
+        too_large: the most promising of what memory rules out, at most `MOST_TOO_LARGE`.
         budget: bytes per worker that an estimate may reach.
         least: lower bounds of what is left, with degrees, degrees and micro-batch, or a layout.
         large: degrees and shardings whose state alone is above the budget.
@@ -43,7 +59,9 @@ class BestFirst:
     profile: DeviceProfile
     node_sizes: tuple[int, ...]
     budget: float
+    keep: int = 2
     found: list[Choice] = field(default_factory=list)
+    too_large: list[TooLarge] = field(default_factory=list)
     costed: int = 0
     least: list[tuple[float, int, tuple[Degrees, int] | Layout]] = field(default_factory=list)
     large: dict[tuple[Degrees, Sharding], bool] = field(default_factory=dict)
@@ -61,7 +79,7 @@ class BestFirst:
                     heappush(self.least, left)
 
     def _bound_s(self) -> float:
-        return self.found[1][0] if len(self.found) > 1 else math.inf
+        return self.found[self.keep - 1][0] if len(self.found) >= self.keep else math.inf
 
     def _arithmetic_s(self, degrees: Degrees) -> float:
         """Arithmetic of the fullest replica's rows, in micro-batches of any size."""
@@ -96,15 +114,18 @@ class BestFirst:
         return self.large[key]
 
     def _settle(self, at: Layout) -> None:
-        """Take a candidate with its cheapest recomputation, where that fits and is among the two best."""
+        """Take a candidate with its cheapest recomputation, where that fits and is among the best."""
         layout = cheapest_recompute(self.job, at, self.budget, self.profile, self.node_sizes)
         if layout is None:
+            if len(self.too_large) < MOST_TOO_LARGE:
+                needs = memory_estimate(self.job, leanest(self.job, at)).total_bytes
+                self.too_large.append(TooLarge(at, needs))
             return
         cost_s = step_cost(self.job, layout, self.profile, self.node_sizes).total_s
         best: dict[Layout, Choice] = {}
         for choice in sorted([*self.found, (cost_s, layout)]):
             best.setdefault(kind_of(choice[1]), choice)
-        self.found = list(best.values())[:2]
+        self.found = list(best.values())[: self.keep]
 
 
 def least_s(cost: StepCost, layout: Layout) -> float:

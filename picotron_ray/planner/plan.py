@@ -1,0 +1,215 @@
+"""A plan: the layout to run on so many devices, what a step and a device's memory go to, and what lost.
+
+Pure, and torch-free: `plan` answers "in which layout, and how fast" for a job and hardware by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import ConfigError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.best_first import BestFirst
+from picotron_ray.planner.cost import StepCost, step_cost
+from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.hardware import Hardware
+from picotron_ray.planner.memory import budget_bytes, memory_estimate, rank_memory
+from picotron_ray.planner.memory_causes import memory_by_cause
+from picotron_ray.planner.model_sizes import blocks_again, flops_per_token
+from picotron_ray.planner.refusal import MOST, why_none, workers_that_do
+from picotron_ray.planner.search import distinct, why_dearer
+
+TABLE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """One layout with its step.
+
+    Fields:
+        cost: seconds by cause.
+        memory_bytes: estimate of the fullest rank.
+    """
+
+    layout: Layout
+    cost: StepCost
+    memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Purchase:
+    """A little more of something, and the step that it buys."""
+
+    what: str
+    step_s: float
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run on ``gpus`` devices.
+
+    Fields:
+        table: the best layouts, the one to run first.
+        rejected: layouts that lost or do not fit, with the reason.
+        by_rank: memory by cause of every pipeline rank, in bytes.
+        purchases: what the next node and the next tenth of memory would buy.
+        seconds: that the search took.
+        costed: candidates whose cost was computed.
+    """
+
+    job: JobConfig
+    hardware: Hardware
+    gpus: int
+    budget_bytes: float
+    table: tuple[PlannedStep, ...]
+    rejected: tuple[tuple[Layout, str], ...]
+    by_rank: tuple[dict[str, float], ...]
+    purchases: tuple[Purchase, ...]
+    seconds: float
+    costed: int
+
+    @property
+    def best(self) -> PlannedStep:
+        return self.table[0]
+
+    def tokens_per_s(self, step_s: float) -> float:
+        data = self.job.data
+        return data.global_batch * data.sequence_length / step_s
+
+    def mfu(self, step: PlannedStep) -> float:
+        """Model FLOPs utilization: of all devices given, idle ones included."""
+        flops = flops_per_token(self.job.model, self.job.data.sequence_length)
+        return flops * self.tokens_per_s(step.cost.total_s) / (self.gpus * self.hardware.peak_flops)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, with the names that scripts rely on."""
+        best = self.best
+        return {
+            "layout": best.layout.to_dict(),
+            "name": str(best.layout),
+            "gpus": self.gpus,
+            "hardware": self.hardware.name,
+            "step_s": best.cost.total_s,
+            "tokens_per_s": self.tokens_per_s(best.cost.total_s),
+            "mfu": self.mfu(best),
+            "memory_bytes": [rank["total"] for rank in self.by_rank],
+            "memory_budget_bytes": self.budget_bytes,
+            "breakdown": {
+                "step_s": {name.removesuffix("_s"): value for name, value in asdict(best.cost).items()},
+                "memory_bytes": list(self.by_rank),
+            },
+            "best": [self._row(step) for step in self.table],
+            "rejected": [{"layout": str(layout), "reason": reason} for layout, reason in self.rejected],
+            "buys": [
+                {"what": one.what, "step_s": one.step_s, "layout": str(one.layout)} for one in self.purchases
+            ],
+            "seconds": self.seconds,
+            "costed": self.costed,
+        }
+
+    def _row(self, step: PlannedStep) -> dict[str, Any]:
+        return {
+            "layout": str(step.layout),
+            "gpus": step.layout.world_size,
+            "step_s": step.cost.total_s,
+            "tokens_per_s": self.tokens_per_s(step.cost.total_s),
+            "mfu": self.mfu(step),
+            "memory_bytes": step.memory_bytes,
+        }
+
+
+def plan(job: JobConfig, gpus: int, hardware: Hardware, *, keep: int = TABLE, buys: bool = True) -> Plan:
+    """Find the fastest layouts of a job on so many devices.
+
+    Args:
+        keep: layouts in the table.
+        buys: also look what a node or a tenth of memory more would give.
+
+    Raises:
+        ConfigError: no layout fits; the line says what would do.
+    """
+    job = for_devices(job, gpus)
+    started = perf_counter()
+    budget = budget_bytes(job, hardware.profile.memory_bytes)
+    search = _search(job, gpus, hardware, hardware.profile, keep)
+    seconds = perf_counter() - started
+    if not search.found:
+        raise ConfigError(f"{why_none(job, gpus, hardware.profile)}{_what_would_do(job, gpus, hardware)}")
+    sizes = distinct(hardware.node_sizes(gpus))
+    table = tuple(
+        PlannedStep(layout, step_cost(job, layout, hardware.profile, sizes), _total(job, layout))
+        for _, layout in search.found
+    )
+    best = table[0]
+    lost = [(step.layout, why_dearer(best.cost, step.cost)) for step in table[1:]]
+    large = [
+        (layout, f"needs {needs / 1e9:.3g} GB at least, of {budget / 1e9:.3g} GB")
+        for layout, needs in search.too_large
+    ]
+    return Plan(
+        job=job,
+        hardware=hardware,
+        gpus=gpus,
+        budget_bytes=budget,
+        table=table,
+        rejected=(*lost, *large),
+        by_rank=tuple(memory_by_cause(job, best.layout, rank) for rank in range(best.layout.pp)),
+        purchases=tuple(_purchases(job, gpus, hardware)) if buys else (),
+        seconds=seconds,
+        costed=search.costed,
+    )
+
+
+def for_devices(job: JobConfig, gpus: int) -> JobConfig:
+    """The job on so many CUDA devices: ``--gpus`` replaces its worker counts, bf16 its automatic precision."""
+    least = min(job.cluster.min_workers, gpus)
+    cluster = job.cluster.model_copy(update={"device": "cuda", "max_workers": gpus, "min_workers": least})
+    precision = "bf16" if job.precision == "auto" else job.precision
+    return job.model_copy(update={"cluster": cluster, "precision": precision})
+
+
+def _search(job: JobConfig, gpus: int, hardware: Hardware, profile: DeviceProfile, keep: int) -> BestFirst:
+    budget = budget_bytes(job, profile.memory_bytes)
+    search = BestFirst(job, profile, distinct(hardware.node_sizes(gpus)), budget, keep)
+    search.run(gpus)
+    return search
+
+
+def _total(job: JobConfig, layout: Layout) -> float:
+    return memory_estimate(job, layout).total_bytes
+
+
+def _purchases(job: JobConfig, gpus: int, hardware: Hardware) -> list[Purchase]:
+    """Steps with one node more, and with a tenth more memory."""
+    more = gpus + (hardware.node_size if gpus % hardware.node_size == 0 else 1)
+    roomier = replace(hardware.profile, memory_bytes=1.1 * hardware.profile.memory_bytes)
+    gigabytes = 0.1 * hardware.device_bytes / 1e9
+    bought = []
+    for what, count, profile in (
+        (f"{more - gpus} more GPUs", more, hardware.profile),
+        (f"{gigabytes:.3g} GB more a GPU", gpus, roomier),
+    ):
+        found = _search(for_devices(job, count), count, hardware, profile, 1).found
+        if found:
+            bought.append(Purchase(what, *found[0]))
+    return bought
+
+
+def _what_would_do(job: JobConfig, gpus: int, hardware: Hardware) -> str:
+    """Name the fewest devices that would do, of those looked at."""
+    enough = workers_that_do(job, gpus, hardware.profile, hardware.node_size)
+    if enough is None:
+        return f"; no number up to {MOST} {hardware.name} would do: take larger ones, or a smaller model"
+    return f"; {enough} {hardware.name} would do"
+
+
+def fullest_rank(job: JobConfig, layout: Layout) -> int:
+    """The pipeline rank whose memory estimate is largest."""
+    return max(
+        range(layout.pp),
+        key=lambda rank: rank_memory(job, layout, rank, blocks_again(job, layout, rank)).total_bytes,
+    )

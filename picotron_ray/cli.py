@@ -21,6 +21,7 @@ from picotron_ray.bench_commands import benchmarks
 from picotron_ray.doctor_command import doctor
 from picotron_ray.errors import PicotronError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
+from picotron_ray.plan_command import analyse, plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,6 +36,8 @@ app.add_typer(ledger, name="ledger")
 app.add_typer(benchmarks, name="bench")
 app.command("train")(launch.train)
 app.command("doctor")(doctor)
+app.command("plan")(plan)
+app.command("analyse")(analyse)
 
 Run = Annotated[str, typer.Argument(help="name of a run")]
 

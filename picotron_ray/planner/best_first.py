@@ -2,9 +2,9 @@
 
 Choices are refined in three rounds, each with a lower bound of what the step costs: degrees (their arithmetic
 alone), then a micro-batch (pipeline and collectives too), then how the replicas share their state. One queue
-holds them all, the least bound first. Once a bound is above the cost of the best found (two, or as many as are asked for), nothing that is
-left can be among them, and the search ends (A*, Hart, Nilsson and Raphael 1968). State that is too large for
-the device drops out before its layouts are made, and memory is estimated for few of the others.
+holds them all, the least bound first. Once a bound is above the cost of the best that were asked for, nothing
+that is left can be among them, and the search ends (A*, Hart, Nilsson and Raphael 1968). State that is too
+large for the device drops out before its layouts are made, and memory is estimated for few of the others.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import Degrees, layout_problems
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.candidates import Sharding, candidate, degrees_allowed, micro_batches, shardings
-from picotron_ray.planner.cost import StepCost, arithmetic_s, step_cost
+from picotron_ray.planner.cost import StepCost, least_arithmetic_s, step_cost
 from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.memory import memory_estimate, rank_memory
 from picotron_ray.planner.model_sizes import blocks_again
-from picotron_ray.planner.recompute_search import cheapest_recompute
+from picotron_ray.planner.recompute_search import cheapest_recompute, least_added_s
 
 ALONE = Sharding(zero=0, replicate=1, ep=1)
 Choice = tuple[float, Layout]
@@ -49,6 +49,7 @@ class BestFirst:
 
     Fields:
         keep: layouts of different kinds to find.
+        limit_s: nothing that costs more is looked for.
         too_large: the most promising of what memory rules out, at most `MOST_TOO_LARGE`.
         budget: bytes per worker that an estimate may reach.
         least: lower bounds of what is left, with degrees, degrees and micro-batch, or a layout.
@@ -60,6 +61,7 @@ class BestFirst:
     node_sizes: tuple[int, ...]
     budget: float
     keep: int = 2
+    limit_s: float = math.inf
     found: list[Choice] = field(default_factory=list)
     too_large: list[TooLarge] = field(default_factory=list)
     costed: int = 0
@@ -71,20 +73,20 @@ class BestFirst:
         for degrees in degrees_allowed(self.job, workers):
             heappush(self.least, (self._arithmetic_s(degrees), 0, (degrees, 0)))
         while self.least and self.least[0][0] <= self._bound_s():
-            _, stage, at = heappop(self.least)
+            bound, stage, at = heappop(self.least)
             if isinstance(at, Layout):
-                self._settle(at)
+                self._settle_or_defer(bound, stage, at)
             else:
                 for left in self._with_micro_batches(at[0]) if stage == 0 else self._with_shardings(*at):
                     heappush(self.least, left)
 
     def _bound_s(self) -> float:
-        return self.found[self.keep - 1][0] if len(self.found) >= self.keep else math.inf
+        return self.found[self.keep - 1][0] if len(self.found) >= self.keep else self.limit_s
 
     def _arithmetic_s(self, degrees: Degrees) -> float:
         """Arithmetic of the fullest replica's rows, in micro-batches of any size."""
         rows = math.ceil(self.job.data.global_batch / degrees.dp)
-        return arithmetic_s(self.job, candidate(self.job, degrees, ALONE, rows), self.profile)
+        return least_arithmetic_s(self.job, candidate(self.job, degrees, ALONE, rows), self.profile)
 
     def _with_micro_batches(self, degrees: Degrees) -> Iterator[tuple[float, int, tuple[Degrees, int]]]:
         """All but what depends on the sharding, for each micro-batch."""
@@ -113,13 +115,27 @@ class BestFirst:
             )
         return self.large[key]
 
+    def _settle_or_defer(self, bound: float, stage: int, at: Layout) -> None:
+        """Raise a candidate's bound by what recomputation adds at least, before its search is paid for."""
+        if stage == 2:
+            added = least_added_s(self.job, at, self.budget, self.profile, self.node_sizes)
+            if added:
+                self._too_large_or_later(bound + added, at)
+                return
+        self._settle(at)
+
+    def _too_large_or_later(self, bound: float, at: Layout) -> None:
+        if bound < math.inf:
+            heappush(self.least, (bound, 3, at))
+        elif len(self.too_large) < MOST_TOO_LARGE:
+            needs = memory_estimate(self.job, leanest(self.job, at)).total_bytes
+            self.too_large.append(TooLarge(at, needs))
+
     def _settle(self, at: Layout) -> None:
         """Take a candidate with its cheapest recomputation, where that fits and is among the best."""
         layout = cheapest_recompute(self.job, at, self.budget, self.profile, self.node_sizes)
         if layout is None:
-            if len(self.too_large) < MOST_TOO_LARGE:
-                needs = memory_estimate(self.job, leanest(self.job, at)).total_bytes
-                self.too_large.append(TooLarge(at, needs))
+            self._too_large_or_later(math.inf, at)
             return
         cost_s = step_cost(self.job, layout, self.profile, self.node_sizes).total_s
         best: dict[Layout, Choice] = {}

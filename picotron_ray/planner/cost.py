@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
@@ -152,15 +153,23 @@ def _depth(job: JobConfig, layout: Layout, profile: DeviceProfile) -> int:
     return _depth_extremes(job, layout, profile).most
 
 
-def arithmetic_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
-    """Seconds of one micro-batch's arithmetic on the slowest rank, launches included."""
-    return _slowest_s(job, layout, profile) + _depth(job, layout, profile) * profile.kernel_s
+def least_arithmetic_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
+    """Lower bound of one micro-batch's arithmetic on the slowest rank: an even share of all of it."""
+    layers = sizes_of(job.model).layers
+    block_s = block_times(job, layout, profile).total
+    whole = layers * (block_s + profile.kernel_s) + head_s(job, layout, profile)
+    return max(whole / layout.pp, -(-layers // layout.pp) * (block_s + profile.kernel_s))
 
 
 def _slowest_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
     """Seconds of one micro-batch's arithmetic on the slowest pipeline rank, launches left out."""
     depths, block_s = _depth_extremes(job, layout, profile), block_times(job, layout, profile).total
     return max(depths.most * block_s, depths.last * block_s + head_s(job, layout, profile))
+
+
+def slack_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
+    """Seconds per micro-batch by which the slowest pipeline rank's arithmetic is longer than the first's."""
+    return _slowest_s(job, layout, profile) - _rank_s(job, layout, profile, 0)
 
 
 def _rank_s(job: JobConfig, layout: Layout, profile: DeviceProfile, rank: int) -> float:
@@ -232,7 +241,16 @@ def _hop(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tup
     if layout.pp == 1:
         return 0.0
     hidden = hidden_bytes(job, layout) / (layout.tp if sizes_of(job.model).sequence_cut else 1)
-    return 2 * layout.hops * (hidden / link(profile, len(node_sizes) > 1) + profile.latency_s)
+    return (
+        2
+        * _hops(layout.pp, layout.virtual_stages, layout.schedule, layout.placement)
+        * (hidden / link(profile, len(node_sizes) > 1) + profile.latency_s)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _hops(pp: int, virtual_stages: int, schedule: str, placement: tuple[tuple[int, ...], ...]) -> int:
+    return Layout(pp=pp, virtual_stages=virtual_stages, schedule=schedule, placement=placement).hops
 
 
 def _data(

@@ -42,10 +42,11 @@ def remember_latest(
         known = latest  # threads may replace it meanwhile: config and results stay together
         if known[0] is not config:
             known = latest = (config, {})
-        key = (rest, tuple(sorted(named.items())))
-        if key not in known[1]:
-            known[1][key] = function(config, *rest, **named)
-        return known[1][key]
+        key = (rest, tuple(sorted(named.items()))) if named else rest
+        results = known[1]
+        if key not in results:
+            results[key] = function(config, *rest, **named)
+        return results[key]
 
     return remembered
 

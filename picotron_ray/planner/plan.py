@@ -5,8 +5,9 @@ Pure, and torch-free: `plan` answers "in which layout, and how fast" for a job a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from time import perf_counter
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
@@ -122,21 +123,30 @@ class Plan:
         }
 
 
-def plan(job: JobConfig, gpus: int, hardware: Hardware, *, keep: int = TABLE, buys: bool = True) -> Plan:
+def plan(
+    job: JobConfig,
+    gpus: int,
+    hardware: Hardware,
+    *,
+    keep: int = TABLE,
+    buys: bool = True,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Plan:
     """Find the fastest layouts of a job on so many devices.
 
     Args:
         keep: layouts in the table.
         buys: also look what a node or a tenth of memory more would give.
+        clock: tells seconds, for ``Plan.seconds``.
 
     Raises:
         ConfigError: no layout fits; the line says what would do.
     """
     job = for_devices(job, gpus)
-    started = perf_counter()
+    started = clock()
     budget = budget_bytes(job, hardware.profile.memory_bytes)
     search = _search(job, gpus, hardware, hardware.profile, keep)
-    seconds = perf_counter() - started
+    seconds = clock() - started
     if not search.found:
         raise ConfigError(f"{why_none(job, gpus, hardware.profile)}{_what_would_do(job, gpus, hardware)}")
     sizes = distinct(hardware.node_sizes(gpus))
@@ -158,23 +168,30 @@ def plan(job: JobConfig, gpus: int, hardware: Hardware, *, keep: int = TABLE, bu
         table=table,
         rejected=(*lost, *large),
         by_rank=tuple(memory_by_cause(job, best.layout, rank) for rank in range(best.layout.pp)),
-        purchases=tuple(_purchases(job, gpus, hardware)) if buys else (),
+        purchases=tuple(_purchases(job, gpus, hardware, best.cost.total_s)) if buys else (),
         seconds=seconds,
         costed=search.costed,
     )
 
 
 def for_devices(job: JobConfig, gpus: int) -> JobConfig:
-    """The job on so many CUDA devices: ``--gpus`` replaces its worker counts, bf16 its automatic precision."""
+    """The job on so many CUDA devices; ``--gpus`` replaces worker counts, bf16 an automatic precision."""
     least = min(job.cluster.min_workers, gpus)
     cluster = job.cluster.model_copy(update={"device": "cuda", "max_workers": gpus, "min_workers": least})
     precision = "bf16" if job.precision == "auto" else job.precision
     return job.model_copy(update={"cluster": cluster, "precision": precision})
 
 
-def _search(job: JobConfig, gpus: int, hardware: Hardware, profile: DeviceProfile, keep: int) -> BestFirst:
+def _search(
+    job: JobConfig,
+    gpus: int,
+    hardware: Hardware,
+    profile: DeviceProfile,
+    keep: int,
+    limit_s: float = math.inf,
+) -> BestFirst:
     budget = budget_bytes(job, profile.memory_bytes)
-    search = BestFirst(job, profile, distinct(hardware.node_sizes(gpus)), budget, keep)
+    search = BestFirst(job, profile, distinct(hardware.node_sizes(gpus)), budget, keep, limit_s)
     search.run(gpus)
     return search
 
@@ -183,8 +200,8 @@ def _total(job: JobConfig, layout: Layout) -> float:
     return memory_estimate(job, layout).total_bytes
 
 
-def _purchases(job: JobConfig, gpus: int, hardware: Hardware) -> list[Purchase]:
-    """Steps with one node more, and with a tenth more memory."""
+def _purchases(job: JobConfig, gpus: int, hardware: Hardware, step_s: float) -> list[Purchase]:
+    """Steps with one node more, and with a tenth more memory; left out where they would be no shorter."""
     more = gpus + (hardware.node_size if gpus % hardware.node_size == 0 else 1)
     roomier = replace(hardware.profile, memory_bytes=1.1 * hardware.profile.memory_bytes)
     gigabytes = 0.1 * hardware.device_bytes / 1e9
@@ -193,7 +210,7 @@ def _purchases(job: JobConfig, gpus: int, hardware: Hardware) -> list[Purchase]:
         (f"{more - gpus} more GPUs", more, hardware.profile),
         (f"{gigabytes:.3g} GB more a GPU", gpus, roomier),
     ):
-        found = _search(for_devices(job, count), count, hardware, profile, 1).found
+        found = _search(for_devices(job, count), count, hardware, profile, 1, step_s).found
         if found:
             bought.append(Purchase(what, *found[0]))
     return bought

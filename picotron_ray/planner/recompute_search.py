@@ -10,6 +10,7 @@ micro-batches in flight, recompute more blocks than the last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -18,7 +19,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import layout_problems, splits_backward
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks, policy_of
-from picotron_ray.planner.cost import block_again
+from picotron_ray.planner.cost import block_again, slack_s
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.planner.memory import memory_estimate, rank_memory
 from picotron_ray.planner.model_sizes import rank_depths
@@ -61,6 +62,46 @@ def cheapest_recompute(
             return None
         stages.update(zip(layout.rank_stages(rank), _spread(least, depths), strict=True))
     return replace(layout, recompute=policy_of([stages[stage] for stage in range(layout.stages)]))
+
+
+def least_added_s(
+    job: JobConfig,
+    layout: Layout,
+    budget: float,
+    profile: DeviceProfile = CPU,
+    node_sizes: tuple[int, ...] = (),
+) -> float:
+    """Lower bound of the seconds per step that recomputation adds where the layout needs it; 0: it does not.
+
+    On the fullest rank every block saves as many bytes as the next. So at least the bytes above the budget,
+    at the price of whichever kind saves them cheapest, are paid for in every micro-batch; as long as that
+    rank is not the slowest, others wait for none of it. Infinite where nothing keeps the budget, or the job
+    leaves no choice.
+    """
+    rank = 0
+    depth = sum(rank_depths(job, layout, rank))
+
+    def needs(full: int, selective: int) -> float:
+        return rank_memory(job, layout, rank, RecomputedBlocks(full, selective, depth)).total_bytes
+
+    most, kept = needs(depth, 0), needs(0, 0)
+    if kept <= budget:
+        return 0.0
+    if most > budget or job.layout.recompute != "auto" or splits_backward(job, layout):
+        return math.inf
+    if depth == 1:
+        return 0.0
+    of = block_again(job, layout, profile, node_sizes)
+    prices = [_price(needs(1, 0) - most, depth, of["full"])]
+    if _may_select(job, layout):
+        prices.append(_price(needs(0, 1) - needs(0, depth), depth, of["selective"]))
+    added = min((kept - budget) * min(prices), depth * of["full"]) - slack_s(job, layout, profile)
+    return layout.micro_batches(job.data.global_batch) * max(0.0, added)
+
+
+def _price(saved: float, depth: int, seconds: float) -> float:
+    """Seconds per byte that a block saves, where all but the first save ``saved``."""
+    return seconds * (depth - 1) / saved if saved > 0 else math.inf
 
 
 def _may_select(job: JobConfig, layout: Layout) -> bool:

@@ -6,6 +6,7 @@ where the embedding and the head lie.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -34,7 +35,51 @@ def partition(costs: Sequence[float], first: float, last: float, stages: int) ->
         raise LayoutError(
             f"layout.pp: saw {stages} stages for {layers} layers: expected a layer each; use a smaller pp"
         )
-    before = [0.0, *accumulate(costs)]
+    if len(set(costs)) == 1 and costs[0] > 0:
+        return _of_equal_layers(layers, first / costs[0], last / costs[0], stages)
+    return _of_any_layers(costs, first, last, stages)
+
+
+def _of_equal_layers(layers: int, first: float, last: float, stages: int) -> Bounds:
+    """The same where all layers cost 1: each stage takes as many as the best of the stages after it allow."""
+    bounds, start = [], 0
+    for left in range(stages, 1, -1):
+        extra = first if start == 0 else 0.0
+        most = _least_worst(layers - start, left, extra, last)
+        here = min(math.floor(most - extra + SLACK), layers - start - (left - 1))
+        bounds.append((start, start + here))
+        start += here
+    return (*bounds, (start, layers))
+
+
+SLACK = 1e-9
+"""Of a layer: what rounding may add to a stage's cost."""
+
+
+def _least_worst(layers: int, stages: int, first: float, last: float) -> float:
+    """Cost of the costliest stage of the best cut of equal layers of cost 1, at least one each."""
+    even = (layers + first + last) / stages
+    low, high = max(1, math.floor(even) - 1), layers + math.ceil(max(first, last)) + 1
+    candidates = (
+        most
+        for whole in range(low, high)
+        for most in sorted((whole, whole + first % 1, whole + last % 1))
+        if _holds(layers, stages, first, last, most)
+    )
+    return next(candidates)
+
+
+def _holds(layers: int, stages: int, first: float, last: float, most: float) -> bool:
+    """Whether stages of at most this cost hold all layers, each at least one."""
+    ends = [math.floor(most - extra + SLACK) for extra in (first, last)]
+    between = math.floor(most + SLACK)
+    if min(*ends, between) < 1:
+        return False
+    return sum(ends) + (stages - 2) * between >= layers
+
+
+def _of_any_layers(costs: Sequence[float], first: float, last: float, stages: int) -> Bounds:
+    layers, before = len(costs), [0.0, *accumulate(costs)]
 
     def cost(start: int, end: int) -> float:
         ends = (first if start == 0 else 0.0) + (last if end == layers else 0.0)

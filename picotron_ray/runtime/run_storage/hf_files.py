@@ -109,3 +109,38 @@ class Files:
         with self._file(self._where[name]) as file:
             found: np.ndarray[Any, Any] = file.get_tensor(name).to(getattr(torch, dtype)).numpy()
             return found
+
+
+def bytes_by_dtype(folder: Path) -> dict[str, int]:
+    """Bytes of a checkpoint's tensors by dtype, from the headers of its files; empty where there are none.
+
+    Raises ConfigError where a file's header cannot be read.
+    """
+    names = [name for name in _named_files(folder) if (folder / name).exists()]
+    found: dict[str, int] = {}
+    for name in names:
+        for entry in _header(folder / name).values():
+            dtype = DTYPES.get(entry["dtype"], entry["dtype"].lower())
+            begin, end = entry["data_offsets"]
+            found[dtype] = found.get(dtype, 0) + end - begin
+    return found
+
+
+DTYPES = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}
+MOST_HEADER = 100 * 2**20
+"""Bytes of a header, as the format's own readers bound it."""
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file: eight bytes of its length, then JSON."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            data = file.read(min(length, MOST_HEADER))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    header = json_object(path, data)
+    header.pop("__metadata__", None)
+    if not all(isinstance(one, dict) and {"dtype", "data_offsets"} <= one.keys() for one in header.values()):
+        raise ConfigError(f"{path}: saw a header without dtypes and offsets; fetch the checkpoint again")
+    return header

@@ -1,0 +1,139 @@
+"""``picotron-ray plan``: the layout for a model on so many devices, before any of them is rented."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from picotron_ray.errors import ConfigError
+from picotron_ray.launch import Overrides, reported
+
+SomeConfig = Annotated[
+    str | None, typer.Argument(help="a YAML file, or the name of a packaged recipe; left out with --validate")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="also write the result to this file, as JSON", metavar="FILE")
+]
+HARDWARE = "h100-80g"
+
+
+def plan(
+    config: SomeConfig = None,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        int, typer.Option("--gpus", min=1, help="devices; they override the config's worker counts")
+    ] = 8,
+    hardware: Annotated[
+        str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g or b200-180g")
+    ] = HARDWARE,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="hold the cost model against published runs, row by row")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Find the layout for a model on so many devices, and say where its seconds and bytes go.
+
+    Nothing is started and neither data nor storage is looked at; every degree that the config leaves to
+    ``auto`` is searched.
+
+    Example: picotron-ray plan llama-3-8b --gpus 64 --hardware h100-80g
+    """
+    with reported(False):
+        if validate:
+            _validate(config, json_file)
+            return
+        from picotron_ray.planner import plan as planning
+        from picotron_ray.planner.hardware import hardware as named
+        from picotron_ray.planner.plan_text import plan_lines
+
+        if config is None:
+            raise ConfigError("plan: saw no config, expected a YAML file or a recipe, or --validate")
+        devices = named(hardware)
+        found = planning.plan(shape_of(config, overrides or []), gpus, devices, clock=time.perf_counter)
+        _show(plan_lines(found), found.to_dict(), json_file)
+
+
+def analyse(
+    config: Annotated[
+        str, typer.Argument(help="a YAML file, a packaged recipe, or a folder of Hugging Face (config.json)")
+    ],
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="replicas that share the state")] = 8,
+    hardware: Annotated[
+        str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g or b200-180g")
+    ] = HARDWARE,
+    json_file: JsonFile = None,
+) -> None:
+    """Count a model: parameters, bytes, FLOPs, memory by ZeRO stage, the largest micro-batch that fits.
+
+    Nothing is built and nothing is started.
+
+    Example: picotron-ray analyse llama-3-8b --gpus 64
+    """
+    with reported(False):
+        from picotron_ray.planner.analysis import analyse as analysed
+        from picotron_ray.planner.hardware import hardware as named
+        from picotron_ray.planner.plan_text import analysis_lines
+
+        devices = named(hardware)
+        if Path(config).is_dir():
+            job, held = _of_folder(Path(config), overrides or [])
+        else:
+            job, held = shape_of(config, overrides or []), None
+        found = analysed(job, gpus, devices, held)
+        _show(analysis_lines(found), found.to_dict(), json_file)
+
+
+def _of_folder(folder: Path, overrides: list[str]) -> tuple[Any, dict[str, int]]:
+    """The job of a checkpoint's model, and the bytes of its files by dtype."""
+    from picotron_ray.config.load import parse_job
+    from picotron_ray.runtime.run_storage import hf_import
+    from picotron_ray.runtime.run_storage.hf_files import bytes_by_dtype
+
+    model = hf_import.model_section(folder)
+    raw = {"model": model, "data": {"source": "memmap", "path": "unread"}}
+    return parse_job(raw, overrides), bytes_by_dtype(folder)
+
+
+def _validate(config: str | None, json_file: Path | None) -> None:
+    from picotron_ray.planner.plan_text import validation_lines
+    from picotron_ray.planner.published.validate import validate
+
+    if config is not None:
+        raise ConfigError(f"plan --validate: saw {config}, expected no config: it predicts published runs")
+    found = validate()
+    _show(validation_lines(found), found.to_dict(), json_file)
+
+
+def shape_of(config: str, overrides: list[str]) -> Any:
+    """The job of a config, of which only the shape matters: a data path that it leaves open is not missed."""
+    from picotron_ray.config.load import load_job, read_source
+
+    data = read_source(config).get("data")
+    given = isinstance(data, dict) and data.get("path")
+    named = any(word.partition("=")[0] in ("data.path", "data") for word in overrides)
+    memmap = isinstance(data, dict) and data.get("source", "stdlib") != "stdlib"
+    return load_job(
+        config, [*overrides, *(["data.path=unread"] if memmap and not given and not named else [])]
+    )
+
+
+def _show(lines: Iterable[str], value: dict[str, Any], json_file: Path | None) -> None:
+    if json_file is not None:
+        _write(json_file, value)
+    for line in lines:
+        print(line)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--json: cannot write {path}: {error.strerror}; name a file that can be written"
+        ) from None

@@ -1,0 +1,112 @@
+"""Plans and validations as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from picotron_ray.planner.analysis import Analysis
+from picotron_ray.planner.model_sizes import parameter_count
+from picotron_ray.planner.plan import Plan
+from picotron_ray.planner.published.sources import SOURCES
+from picotron_ray.planner.published.validate import Prediction, Validation
+
+CAUSES = ("weights", "gradients", "optimizer", "activations", "buffers", "update")
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """A plan as lines: the best layout, where seconds and bytes go, the table, and what more would buy."""
+    best = plan.best
+    nodes = len(plan.hardware.node_sizes(plan.gpus))
+    yield f"{plan.gpus} {plan.hardware.name} on {nodes} node{'s' * (nodes > 1)} ({plan.hardware.origin})"
+    yield f"layout     {best.layout}"
+    yield (
+        f"step       {best.cost.total_s:.3g} s, {plan.tokens_per_s(best.cost.total_s):,.0f} tokens/s,"
+        f" MFU {100 * plan.mfu(best):.1f} %"
+    )
+    causes = plan.to_dict()["breakdown"]["step_s"]
+    total = best.cost.total_s
+    parts = sorted(((seconds, name) for name, seconds in causes.items() if seconds), reverse=True)
+    yield "by cause   " + ", ".join(
+        f"{name} {seconds:.3g} s ({100 * seconds / total:.1f} %)" for seconds, name in parts
+    )
+    yield f"memory     of {plan.budget_bytes / 1e9:.3g} GB that an estimate may fill:"
+    yield from _memory_lines(plan)
+    yield "the best layouts:"
+    for step, lost in zip(plan.table, ("", *(reason for _, reason in plan.rejected)), strict=False):
+        yield (
+            f"  {step.cost.total_s:9.4g} s  {step.memory_bytes / 1e9:6.1f} GB  {str(step.layout)[:70]}"
+            f"{f'  ({lost})' if lost else ''}"
+        )
+    for layout, reason in plan.rejected[len(plan.table) - 1 :][:3]:
+        yield f"  does not fit: {str(layout)[:70]} {reason}"
+    for one in plan.purchases:
+        gain = 100 * (1 - one.step_s / total)
+        yield f"{one.what} would make a step of {one.step_s:.3g} s ({gain:+.1f} %): {str(one.layout)[:70]}"
+    yield f"searched   {plan.costed} candidates in {plan.seconds:.2f} s"
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    """Memory by cause, equal pipeline ranks in one line, with the formula of the state."""
+    layout, job = plan.best.layout, plan.job
+    seen: list[tuple[list[int], dict[str, float]]] = []
+    for rank, causes in enumerate(plan.by_rank):
+        if seen and seen[-1][1] == causes:
+            seen[-1][0].append(rank)
+        else:
+            seen.append(([rank], causes))
+    for ranks, causes in seen:
+        stages = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        parts = ", ".join(f"{name} {causes[name] / 1e9:.3g}" for name in CAUSES if causes[name])
+        yield f"  pp rank {stages}: {causes['total'] / 1e9:.3g} GB = {parts}"
+    count = parameter_count(job.model)
+    yield (
+        f"  {count / 1e9:.3g} G parameters; a rank holds 1/{layout.tp} (tp) of 1/{layout.pp} (pp) of them,"
+        f" 1/{layout.shards} (ZeRO) of the state: weights, gradients and moments of 4 bytes each"
+    )
+
+
+def analysis_lines(found: Analysis) -> Iterator[str]:
+    """An analysis as lines."""
+    active = "" if found.active == found.parameters else f", {found.active:,} of them for a token"
+    yield f"parameters  {found.parameters:,}{active}; {found.trainable:,} are trained"
+    sizes = ", ".join(f"{size / 1e9:.3g} GB in {dtype}" for dtype, size in found.bytes.items())
+    yield f"weights     {sizes}"
+    yield f"state       {found.state_bytes / 1e9:.3g} GB of weights, gradients and moments, not sharded"
+    yield f"FLOPs       {found.flops_per_token:.3g} a token, {found.flops_per_step:.3g} a step"
+    yield f"on {found.gpus} {found.hardware}, one row a micro-batch:"
+    for zero, size in found.memory_bytes.items():
+        rows = found.largest_micro_batch[zero]
+        yield (
+            f"  ZeRO-{zero}: {size / 1e9:8.3g} GB a rank; rows that fit: {rows['none']},"
+            f" {rows['full']} with full recomputation"
+        )
+
+
+def validation_lines(found: Validation) -> Iterator[str]:
+    """Every row with its error, by source, and the figures by which the model is judged."""
+    for source, summary in found.by_source.items():
+        rows = [one for one in found.predictions if one.run.source == source]
+        yield f"{source} ({len(rows)} rows; counts {SOURCES[source].counts})"
+        for one in rows:
+            yield f"  {_row(one)}"
+        mape, rank = summary["mape"], summary["rank_correlation"]
+        figures = (
+            []
+            if mape is None
+            else [f"MAPE {100 * mape:.1f} %", f"worst {100 * (summary['worst'] or 0):.1f} %"]
+        )
+        figures += [] if rank is None else [f"rank correlation {rank:.3f}"]
+        yield f"  {summary['judged']} judged" + (f": {', '.join(figures)}" if figures else ", no prediction")
+    yield (
+        f"Megatron leaving one row out: MAPE {100 * found.megatron_held_out_mape:.1f} %; other sources by one"
+        f" row of each: MAPE {100 * found.others_mape:.1f} %, worst {100 * found.others_worst:.1f} %"
+    )
+
+
+def _row(one: Prediction) -> str:
+    run = one.run
+    predicted = "not predicted: the source states too little"
+    if one.predicted is not None and one.error is not None:
+        predicted = f"predicted {one.predicted:.4g} ({100 * one.error:+.1f} % of the step)"
+    text = f"{run.name} {run.hardware} x{run.gpus or '?'} {run.layout or ''} {run.unit} {run.figure:.4g}"
+    return f"{text}, {predicted} [{one.role}]"

@@ -1,0 +1,228 @@
+"""Plans, analyses and their doors: figures by hand, bad input in one line, torch-free."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from picotron_ray.cli import app
+from picotron_ray.config.load import load_job
+from picotron_ray.errors import ConfigError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.analysis import analyse
+from picotron_ray.planner.cost import step_cost
+from picotron_ray.planner.hardware import NAMES, hardware
+from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.plan import for_devices, plan
+from picotron_ray.planner.search import choose_layout
+
+H100 = hardware("h100-80g")
+
+
+def job(name: str = "smollm-135m", *overrides: str) -> Any:
+    return load_job(name, ["data.path=unread", *overrides])
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words), catch_exceptions=False)
+
+
+@pytest.mark.parametrize("gpus", [1, 6, 16])
+def test_the_plan_is_the_coordinators_choice(gpus: int) -> None:
+    """One search for both: what a plan promises is what a run on those devices takes."""
+    found = plan(job(), gpus, H100)
+    chosen = choose_layout(for_devices(job(), gpus), gpus, H100.profile, H100.node_sizes(gpus))
+    assert found.best.layout == chosen.layout
+    assert found.best.cost.total_s == chosen.cost_s
+    costs = [step.cost.total_s for step in found.table]
+    assert costs == sorted(costs)
+    assert len({(s.layout.dp, s.layout.tp, s.layout.pp, s.layout.zero) for s in found.table}) > 1 or gpus == 1
+
+
+def test_figures_of_a_plan_by_hand() -> None:
+    found, config = plan(job(), 16, H100).to_dict(), job()
+    layout = Layout.from_dict(found["layout"])
+    tokens = config.data.global_batch * config.data.sequence_length
+    assert found["tokens_per_s"] == pytest.approx(tokens / found["step_s"])
+    assert found["step_s"] == pytest.approx(sum(found["breakdown"]["step_s"].values()))
+    flops = analyse(config, 16, H100).flops_per_token
+    assert found["mfu"] == pytest.approx(flops * found["tokens_per_s"] / (16 * 989e12))
+    estimate = memory_estimate(for_devices(config, 16), layout).total_bytes
+    assert max(found["memory_bytes"]) == pytest.approx(estimate)
+    for rank in found["breakdown"]["memory_bytes"]:
+        state = rank["weights"] + rank["gradients"] + rank["optimizer"]
+        assert rank["total"] == pytest.approx(
+            state + max(rank["activations"] + rank["buffers"], rank["update"])
+        )
+
+
+def test_gpus_override_the_configs_worker_counts() -> None:
+    found = plan(job("smollm-135m", "cluster.max_workers=4", "cluster.min_workers=4"), 2, H100)
+    assert found.best.layout.world_size == 2
+
+
+def test_what_more_would_buy_is_searched_anew() -> None:
+    found = plan(job("llama-3-8b"), 8, H100)
+    node, memory = found.purchases
+    assert node.what == "8 more GPUs"
+    assert node.step_s == plan(job("llama-3-8b"), 16, H100).best.cost.total_s < found.best.cost.total_s
+    assert memory.step_s <= found.best.cost.total_s
+
+
+def test_losers_have_their_reasons() -> None:
+    found = plan(job("llama-3-8b"), 8, H100)
+    reasons = [reason for _, reason in found.rejected]
+    assert len(reasons) >= len(found.table) - 1
+    assert any("more, for" in reason for reason in reasons)
+    large = [(layout, reason) for layout, reason in found.rejected if "GB at least" in reason]
+    assert large
+    for layout, _ in large:
+        whole = memory_estimate(for_devices(job("llama-3-8b"), 8), layout).total_bytes
+        assert whole > found.budget_bytes
+
+
+def test_seconds_by_cause_are_the_cost_models() -> None:
+    found = plan(job(), 16, H100)
+    assert found.best.cost == step_cost(found.job, found.best.layout, H100.profile, (8, 8))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("plan",), "plan: saw no config, expected a YAML file or a recipe, or --validate"),
+        (("plan", "tiny", "--validate"), "plan --validate: saw tiny, expected no config"),
+        (("plan", "tiny", "--hardware", "h100"), "--hardware: saw h100, expected one of a100-80g, h100-80g"),
+        (("plan", "llama-3-70b", "--gpus", "8"), "; 32 h100-80g would do"),
+        (("plan", "tiny", "layout.tp=3"), "layout.tp: saw 3, which does not divide"),
+        (("plan", "tiny", "--json", "/nowhere/x.json"), "--json: cannot write /nowhere/x.json"),
+        (("plan", "nothing"), "config: saw nothing, neither a file nor a packaged recipe"),
+        (("analyse", "tiny", "--hardware", "h1000-80g"), "did you mean h100-80g?"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line(words: tuple[str, ...], line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    found = run(*words)
+    assert found.exit_code == 2
+    assert line in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1
+    assert not found.stdout
+
+
+def test_a_model_that_fits_nowhere_says_so() -> None:
+    with pytest.raises(ConfigError, match="no number up to 512 h100-80g would do"):
+        plan(job("llama-3-70b", "layout.tp=1", "layout.pp=1", "layout.zero=0"), 8, H100)
+
+
+def test_the_door_writes_what_it_prints(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    found = run("plan", "llama-3-8b", "--gpus", "16", "--json", str(path))
+    assert found.exit_code == 0
+    value = json.loads(path.read_text())
+    assert value.keys() >= {
+        "layout", "step_s", "tokens_per_s", "mfu", "memory_bytes", "breakdown", "best", "rejected", "seconds"
+    }  # fmt: skip
+    assert value["name"] in found.stdout
+    assert f"MFU {100 * value['mfu']:.1f} %" in found.stdout
+    assert "8 more GPUs would make a step of" in found.stdout
+
+
+def test_validation_prints_every_row(tmp_path: Path) -> None:
+    path = tmp_path / "validation.json"
+    found = run("plan", "--validate", "--json", str(path))
+    assert found.exit_code == 0
+    value = json.loads(path.read_text())
+    assert len(value["rows"]) == 359
+    assert value["rows"][0].keys() >= {"source", "published", "predicted", "error", "doubt"}
+    assert value["megatron_held_out_mape"] <= 0.07
+    assert value["others_mape"] <= 0.12
+    assert value["others_worst"] <= 0.30
+    assert sum(" [judged]" in line or " [fitted]" in line or " [doubt]" in line or " [incomplete]" in line
+               for line in found.stdout.splitlines()) == 359  # fmt: skip
+
+
+def test_doors_load_no_torch() -> None:
+    words = "['picotron-ray', 'plan', 'llama-3-8b', '--gpus', '64']"
+    code = (
+        f"import sys; sys.argv = {words}\nfrom picotron_ray.cli import app\n"
+        "try:\n    app()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_hardware_has_a_plan(name: str) -> None:
+    found = plan(job("llama-3-8b"), 16, hardware(name), buys=False)
+    assert 0.2 < found.mfu(found.best) < 0.75
+
+
+# --- analyse -----------------------------------------------------------------------------------------
+
+
+def test_an_analysis_by_hand() -> None:
+    config = job("smollm-135m")
+    found = analyse(config, 8, H100)
+    assert found.parameters == found.trainable == found.active == 134_515_008
+    assert found.bytes == {"fp32": 4 * found.parameters, "bf16": 2 * found.parameters}
+    assert found.state_bytes == 16 * found.parameters
+    assert (
+        found.flops_per_step == found.flops_per_token * config.data.global_batch * config.data.sequence_length
+    )
+    assert [found.memory_bytes[zero] for zero in "0123"] == sorted(found.memory_bytes.values(), reverse=True)
+
+
+def test_the_largest_micro_batch_fits_and_one_row_more_does_not() -> None:
+    config, found = for_devices(job("smollm-1.7b"), 8), analyse(job("smollm-1.7b"), 8, H100)
+    for zero, rows in found.largest_micro_batch.items():
+        for policy, most in rows.items():
+            assert most > 0
+            layout = Layout(dp=8, zero=int(zero), recompute=policy, micro_batch=most)  # type: ignore[arg-type]
+            more = Layout(dp=8, zero=int(zero), recompute=policy, micro_batch=most + 1)  # type: ignore[arg-type]
+            room = 0.9 * H100.profile.memory_bytes
+            assert memory_estimate(config, layout).total_bytes <= room
+            assert memory_estimate(config, more).total_bytes > room
+    assert analyse(job("llama-3-70b"), 8, H100).largest_micro_batch["0"] == {"none": 0, "full": 0}
+
+
+def test_one_device_shards_nothing() -> None:
+    assert list(analyse(job(), 1, H100).memory_bytes) == ["0"]
+
+
+def test_a_mixture_counts_what_a_token_goes_through() -> None:
+    found = analyse(job("qwen3-30b-a3b"), 8, H100)
+    assert 2.9e9 < found.active < 3.5e9
+    assert 30e9 < found.parameters < 31e9
+
+
+def test_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    """Sizes by dtype come from the headers of its files; a broken header is one line."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "max_position_embeddings": 512, "hidden_act": "silu",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    header = json.dumps({
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "BF16", "shape": [10], "data_offsets": [0, 20]},
+        "b": {"dtype": "F32", "shape": [3], "data_offsets": [20, 32]},
+    }).encode()  # fmt: skip
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(32))
+    out = tmp_path / "analysis.json"
+    assert run("analyse", str(tmp_path), "data.sequence_length=128", "--json", str(out)).exit_code == 0
+    found = json.loads(out.read_text())
+    assert found["bytes"] == {"bf16": 20, "fp32": 12}
+    assert found["parameters"] == 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48 + 64) + 2 * 64 * 32 + 32
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    broken = run("analyse", str(tmp_path))
+    assert broken.exit_code == 2
+    assert "model.safetensors" in broken.stderr
+    assert len(broken.stderr.strip().splitlines()) == 1

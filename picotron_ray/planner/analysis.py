@@ -20,7 +20,7 @@ MOST_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What is known of a model from its config.
+    """Numbers of a model that its config tells.
 
     Fields:
         parameters, active, trainable: of the whole model, those that a token goes through, and those that

@@ -50,8 +50,8 @@ class Purchase:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to run on ``gpus`` devices.
+class PlanReport:
+    """Layouts for ``gpus`` devices, the one to run first.
 
     Fields:
         table: the best layouts, the one to run first.
@@ -131,13 +131,13 @@ def plan(
     keep: int = TABLE,
     buys: bool = True,
     clock: Callable[[], float] = lambda: 0.0,
-) -> Plan:
+) -> PlanReport:
     """Find the fastest layouts of a job on so many devices.
 
     Args:
         keep: layouts in the table.
         buys: also look what a node or a tenth of memory more would give.
-        clock: tells seconds, for ``Plan.seconds``.
+        clock: tells seconds, for ``PlanReport.seconds``.
 
     Raises:
         ConfigError: no layout fits; the line says what would do.
@@ -160,7 +160,7 @@ def plan(
         (layout, f"needs {needs / 1e9:.3g} GB at least, of {budget / 1e9:.3g} GB")
         for layout, needs in search.too_large
     ]
-    return Plan(
+    return PlanReport(
         job=job,
         hardware=hardware,
         gpus=gpus,

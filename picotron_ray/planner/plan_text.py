@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from picotron_ray.planner.analysis import Analysis
 from picotron_ray.planner.model_sizes import parameter_count
-from picotron_ray.planner.plan import Plan
+from picotron_ray.planner.plan import PlanReport
 from picotron_ray.planner.published.sources import SOURCES
 from picotron_ray.planner.published.validate import Prediction, Validation
 
 CAUSES = ("weights", "gradients", "optimizer", "activations", "buffers", "update")
 
 
-def plan_lines(plan: Plan) -> Iterator[str]:
+def plan_lines(plan: PlanReport) -> Iterator[str]:
     """A plan as lines: the best layout, where seconds and bytes go, the table, and what more would buy."""
     best = plan.best
     nodes = len(plan.hardware.node_sizes(plan.gpus))
@@ -45,7 +45,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield f"searched   {plan.costed} candidates in {plan.seconds:.2f} s"
 
 
-def _memory_lines(plan: Plan) -> Iterator[str]:
+def _memory_lines(plan: PlanReport) -> Iterator[str]:
     """Memory by cause, equal pipeline ranks in one line, with the formula of the state."""
     layout, job = plan.best.layout, plan.job
     seen: list[tuple[list[int], dict[str, float]]] = []

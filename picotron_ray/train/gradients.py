@@ -156,5 +156,5 @@ def _applied(
     if plan.gradients == "hierarchical":
         name += f" in neighbourhoods of {plan.inner}" if plan.inner > 1 else ": one level, no neighbours"
     if plan.compressed:
-        name += f" of {len(owed)} tensors"
+        name += f" of {len(owed)} tensors" if early else ": one replica, none sent"
     return (f"gradients {name}: {count} buckets, {early} of them beside the backward pass",)

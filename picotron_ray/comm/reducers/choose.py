@@ -15,7 +15,7 @@ from picotron_ray.comm.reducers.exact import AllReduce, ReduceScatterGather
 from picotron_ray.comm.reducers.feedback import Feedback
 from picotron_ray.comm.reducers.point_to_point import ALGORITHMS, CHUNK_BYTES, Peers, TwoLevels
 from picotron_ray.comm.reducers.powersgd import PowerSGD
-from picotron_ray.comm.reducers.reducer import Deferred, Reducer, Reduction
+from picotron_ray.comm.reducers.reducer import Deferred, Done, Reducer, Reduction
 
 COMPRESSED = ("topk", "int8", "powersgd", "bf16")
 """Reductions whose result is not the exact sum."""
@@ -104,8 +104,26 @@ def ratio_for(total_bytes: int) -> float:
     return next((ratio for least, ratio in RATIOS if total_bytes > least), 0.5)
 
 
-def make_reducer(plan: ReductionPlan, group: dist.ProcessGroup, total_bytes: int) -> Reducer:
-    """Make the reducer of a group's gradients, ``total_bytes`` in all."""
+class Alone:
+    """Reducer of one rank: what larger groups left owed goes into its next gradient, and nothing stays."""
+
+    overlaps = False
+    exact = False
+
+    def start(
+        self, flat: Tensor, shapes: Sequence[torch.Size], feedback: Feedback | None, step: int
+    ) -> Reduction:
+        """Add what is owed."""
+        assert feedback is not None, "there is nothing else to do"
+        feedback.add_to_(flat)
+        feedback.keep(torch.zeros_like(flat))
+        return Done()
+
+
+def make_reducer(plan: ReductionPlan, group: dist.ProcessGroup | None, total_bytes: int) -> Reducer:
+    """Make the reducer of a group's gradients, ``total_bytes`` in all; None: of one rank, if compressed."""
+    if group is None:
+        return Alone()
     ratio = ratio_for(total_bytes) if plan.ratio is None else plan.ratio
     match plan.gradients:
         case "topk":

@@ -60,9 +60,11 @@ class Feedback:
             self.owed.copy_(self._next)
             self._found = False
 
-    def agree(self, group: dist.ProcessGroup) -> None:
-        """Make what is owed the same on all ranks; all of them call it."""
+    def agree(self, group: dist.ProcessGroup | None) -> None:
+        """Make what is owed the same on all ranks of the group; all of them call it. None: there is one."""
         self.directions = []
+        if group is None:
+            return
         dist.all_reduce(self.owed, group=group)
         self.owed.div_(self._ranks)
         SENT.add(GRADIENTS, 2 * ring_share(self.owed.numel() * self.owed.element_size(), self._ranks))

@@ -30,17 +30,20 @@ class GradientBucket:
 
     Args:
         parameters: of one dtype and device, in the order in which they lie in the bucket.
-        group: the ranks that hold the same parameters.
+        group: the ranks that hold the same parameters; None: this one alone.
         reducer: sums over ``group``.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, reducer: Reducer) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None, reducer: Reducer
+    ) -> None:
         self.parameters, self._group, self._reducer = list(parameters), group, reducer
         first = parameters[0]
         sizes = [parameter.numel() for parameter in parameters]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._views = dict(zip(parameters, self._cut(self._flat), strict=True))
-        self._feedback = None if reducer.exact else Feedback(self._flat, group.size())
+        ranks = 1 if group is None else group.size()
+        self._feedback = None if reducer.exact else Feedback(self._flat, ranks)
         self._shapes = [parameter.shape for parameter in parameters]
         self._step = 0
         self._work: Reduction | None = None
@@ -110,6 +113,7 @@ class ReplicatedGradients:
 
     Args:
         parameters: trained ones, in the order of their definition; the same on every rank of ``group``.
+        group: None: this rank alone, whose compressed plan may have to take in what others left owed.
         bucket_bytes: limit of one bucket; a larger single parameter has one of its own. None: the plan's.
         plan: how they travel.
     """
@@ -117,7 +121,7 @@ class ReplicatedGradients:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         bucket_bytes: int | None = None,
         *,
         plan: ReductionPlan = DEFAULT,
@@ -206,17 +210,19 @@ def replicated(
     plan: ReductionPlan = DEFAULT,
     compressible: Collection[nn.Parameter] = (),
 ) -> list[ReplicatedGradients]:
-    """One `ReplicatedGradients` per group, in the order of their first parameters. No group, no object.
+    """One `ReplicatedGradients` per group, in the order of their first parameters.
+
+    A parameter without a group has none, unless it may be compressed.
 
     Args:
         plan: how gradients travel.
         compressible: parameters whose gradients a compressed reducer may take. The others of its group are
             summed exactly, apart from them.
     """
-    by_group: dict[tuple[dist.ProcessGroup, bool], list[nn.Parameter]] = {}
+    by_group: dict[tuple[dist.ProcessGroup | None, bool], list[nn.Parameter]] = {}
     for parameter, group in parameters:
-        if group is not None:
-            exact = plan.compressed and parameter not in compressible
+        exact = plan.compressed and parameter not in compressible
+        if group is not None or parameter in compressible:
             by_group.setdefault((group, exact), []).append(parameter)
     return [
         ReplicatedGradients(mine, group, plan=plan.exact() if exact else plan)

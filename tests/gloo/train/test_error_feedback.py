@@ -19,7 +19,8 @@ TWO = Layout(dp=2, micro_batch=3)
 FOUR = Layout(dp=4, micro_batch=3)
 CUT = Layout(dp=2, tp=2, micro_batch=3)
 STEPS = 24
-Legs = list[tuple[Layout, int, bool, tuple[int, ...] | None]]
+ONE = Layout(micro_batch=3)
+Legs = list[tuple[Layout, int, bool | int, tuple[int, ...] | None]]
 
 
 def run(pool: Pool, folder: Path, gradients: str, legs: Legs) -> tuple[list[dict[str, Any]], list[float]]:
@@ -38,7 +39,7 @@ def run(pool: Pool, folder: Path, gradients: str, legs: Legs) -> tuple[list[dict
 @pytest.mark.parametrize("gradients", ["topk", "powersgd", pytest.param("int8", marks=pytest.mark.deep)])
 def test_a_restore_continues_bit_by_bit(pool: Pool, tmp_path: Path, gradients: str) -> None:
     """PowerSGD's directions are no state: both runs begin them anew at the checkpoint."""
-    _, whole = run(pool, tmp_path / "a", gradients, [(TWO, 6, True, None), (TWO, 9, True, None)])
+    _, whole = run(pool, tmp_path / "a", gradients, [(TWO, 9, 6, None)])
     _, again = run(pool, tmp_path / "b", gradients, [(TWO, 6, True, (0,)), (TWO, 9, True, None)])
     assert whole == again
     assert len(whole) == 9
@@ -63,6 +64,7 @@ def test_training_ends_where_exact_sums_do(pool: Pool, tmp_path: Path, gradients
     legs: Legs = [
         (FOUR, STEPS // 3, True, None),
         (TWO, 2 * STEPS // 3, False, (1,)),
+        (ONE, 2 * STEPS // 3 + 1, True, None),
         (FOUR, STEPS, True, None),
     ]
     _, losses = run(pool, tmp_path / "a", gradients, legs)
@@ -70,6 +72,20 @@ def test_training_ends_where_exact_sums_do(pool: Pool, tmp_path: Path, gradients
     assert exact[-1] < 0.8 * exact[0]
     assert losses != exact
     assert losses[-1] == pytest.approx(exact[-1], abs=0.02 * exact[0])
+
+
+def test_one_replica_pays_what_is_owed(pool: Pool, tmp_path: Path) -> None:
+    """Its next gradient takes it in: weights differ from those without, and nothing is owed after it."""
+    run(pool, tmp_path / "a", "topk", [(TWO, 2, True, None)])
+    states = []
+    for gradients in ("topk", "auto"):
+        job = make_job("adamw", 12, precision="fp32", comm=CommConfig(gradients=gradients))
+        states.append(assemble([pool.run(1, leg, job, ONE, (2, 3), tmp_path / "a", True, ())[0][0]]))
+    paid, unpaid = states
+    owed = [paid[name] for name in paid if name.startswith(ERROR_FEEDBACK)]
+    assert owed
+    assert all((value == 0).all() for value in owed)
+    assert any(not np.array_equal(paid[name], unpaid[name]) for name in unpaid)
 
 
 def test_a_state_without_error_feedback_is_restored_with_none(pool: Pool, tmp_path: Path) -> None:

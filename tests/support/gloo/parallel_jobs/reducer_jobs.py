@@ -139,13 +139,14 @@ def leg(
     layout: Layout,
     steps: tuple[int, int],
     folder: Path,
-    settles: bool = True,
+    settles: bool | int = True,
     survivors: tuple[int, ...] | None = None,
 ) -> tuple[list[Piece], list[float]]:
     """From the slots of step ``steps[0]`` to step ``steps[1]``, one batch again and again.
 
     Leaves slots of the survivors (None: of all). ``settles``: error feedback is agreed upon before, as before
-    a checkpoint; else they are as a fault leaves them. Returns the state at the end, and the loss sums.
+    a checkpoint; else they are as a fault leaves them. A number: also after that step. Returns the state at
+    the end, and the loss sums.
     """
     groups = job.groups()
     groups.connect()
@@ -158,11 +159,13 @@ def leg(
         restore(engine.state(), SlotSource([(path.name, path) for path in folder.glob(f"*.{first}.slot")]))
         engine.set_step(first)
     losses = []
-    for _ in range(first + 1, last + 1):
+    for step in range(first + 1, last + 1):
         losses.append(engine.forward_backward(batch(config, layout, layout.coordinates(job.rank).dp, 1)))
         engine.reduce()
         engine.clip()
         engine.optimizer_step(config.optimizer.learning_rate)
+        if settles is not True and step == settles:
+            engine.settle()
     if settles:
         engine.settle()
     if last > first and (survivors is None or job.rank in survivors):

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from picotron_ray.comm.all_reduce import sum_
 from picotron_ray.comm.reducers.choose import ReductionPlan
+from picotron_ray.comm.wire_bytes import GRADIENTS, SENT, ring_share
+from picotron_ray.layout.layout import Layout
 from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.parallel.data.ddp import DEFAULT, ReplicatedGradients, replicated
 from picotron_ray.parallel.local_shards import LocalParameter, local_gradient
@@ -56,6 +58,8 @@ class Gradients:
         }
         self.applied = _applied(plan, self._replicated, self.owed)
         self.values: list[Tensor] = []
+        self._by_fsdp = [p for p in summed if mesh.layout.zero and _sum_group(p, mesh) is None]
+        self._micro_batches = 0
 
     def clear(self, micro_batches: int, step: int = 0, scale: float = 1.0) -> None:
         """Begin a step in which ``micro_batches`` add to the gradients.
@@ -64,7 +68,7 @@ class Gradients:
             step: its number, the same on all ranks.
             scale: factor of its gradients (fp16).
         """
-        self.values = []
+        self.values, self._micro_batches = [], micro_batches
         for parameter in self._parameters:
             parameter.parameter.grad = None
         for copies in self._replicated:
@@ -74,6 +78,7 @@ class Gradients:
         """Finish the sums: over dp and cp (under way since backward), of tied ends, over tp if partial."""
         for copies in self._replicated:
             copies.finish()
+        SENT.add(GRADIENTS, sum(sharded_bytes(p, self._layout, self._micro_batches) for p in self._by_fsdp))
         found = [local_gradient(p, self._layout, self._sequence_parallel) for p in self.trained]
         self.values = [gradient for gradient, _ in found]
         self._ends.sum_(self.trained, self.values)
@@ -102,7 +107,7 @@ class Gradients:
             copies.close()
         self._replicated.clear()
         self._parameters, self.trained, self.values, self._tp = [], [], [], None
-        self.owed = {}
+        self.owed, self._by_fsdp = {}, []
         del self._ends
 
 
@@ -143,6 +148,15 @@ def _is_compressible(parameter: LocalParameter, definition: ModelDefinition) -> 
     tied = {name for copy, original in definition.copies.items() for name in (copy, original.name)}
     partial = definition.sequence_parallel and spec.tp_dim is None
     return len(spec.shape) > 1 and not partial and spec.name not in tied and not spec.copy
+
+
+def sharded_bytes(parameter: LocalParameter, layout: Layout, micro_batches: int) -> int:
+    """Bytes of a gradient that FSDP sends from this rank in a step: reduce-scatters, then sums of copies."""
+    local = parameter.local
+    part = local.numel() * local.element_size()
+    shards = layout.expert_shards if parameter.spec.expert else layout.shards
+    times = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches  # torch's pipelines reduce once
+    return times * part * (shards - 1) + 2 * ring_share(part, layout.replicate)
 
 
 def _applied(

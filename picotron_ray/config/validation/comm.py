@@ -39,25 +39,32 @@ def _without_effect(job: JobConfig) -> Iterator[Problem]:
 
 
 def _topology(job: JobConfig) -> Iterator[Problem]:
+    comm = job.comm
+    if comm.topology == "auto":
+        return
+    if comm.gradients in ("overlapped", "reduce-scatter"):
+        text = f"with comm.gradients={comm.gradients}, but own algorithms begin after the backward pass; use"
+        text += " auto, flat, bucketed or hierarchical"
+        yield Problem("comm.topology", f"saw {comm.topology} {text}", ("comm.gradients",))
+    if job.cluster.device == "cuda":
+        text = (
+            "with cluster.device=cuda: torch's options of an NCCL communicator name no algorithm; use auto,"
+        )
+        text += " or set NCCL_ALGO for all of them"
+        yield Problem("comm.topology", f"saw {comm.topology} {text}", ("cluster.device",))
+
+
+def _alone(job: JobConfig) -> Iterator[Problem]:
+    """Refuse ways of exchange where there will never be two replicas."""
     comm, layout = job.comm, job.layout
     own = comm.topology != "auto"
-    key = "comm.topology" if own else "comm.gradients"
-    saw = f"saw {comm.topology if own else comm.gradients}"
-    if own and comm.gradients in ("overlapped", "reduce-scatter"):
-        text = f"{saw} with comm.gradients={comm.gradients}, but own algorithms begin after the backward pass"
-        yield Problem(key, f"{text}; use auto, flat, bucketed or hierarchical", ("comm.gradients",))
-    if own and job.cluster.device == "cuda":
-        text = f"{saw} with cluster.device=cuda: torch's options of an NCCL communicator name no algorithm"
-        yield Problem(key, f"{text}; use auto, or set NCCL_ALGO for all of them", ("cluster.device",))
-    if not own and comm.gradients != "hierarchical":
+    if not own and comm.gradients not in ("hierarchical", *COMPRESSED):
         return
-    alone = {
-        "cluster.max_workers": job.cluster.max_workers == 1 and "1",
-        "layout.dp": (layout.dp, layout.cp) == (1, 1) and "1",
-    }
+    key, saw = ("comm.topology", comm.topology) if own else ("comm.gradients", comm.gradients)
+    alone = {"cluster.max_workers": job.cluster.max_workers, "layout.dp": layout.dp if layout.cp == 1 else 0}
     for against, value in alone.items():
-        if value:
-            text = f"{saw} with {against}={value}, which leaves one rank that has nobody to sum with"
+        if value == 1:
+            text = f"saw {saw} with {against}=1, which leaves one rank that has nobody to sum with"
             yield Problem(key, f"{text}; use auto, or more replicas", (against, "layout.cp"))
             return
 
@@ -102,5 +109,6 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _compression,
     _without_effect,
     _topology,
+    _alone,
     _asked_layout,
 )

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from picotron_ray.bench.comm.figures import STRATEGIES, cells, near_share, selection
+from picotron_ray.bench.comm.room import fitting, usable_bytes
 from picotron_ray.bench.common.event_log import Event, Events
 from picotron_ray.bench.common.machine import machine, versions
 from picotron_ray.bench.common.process import Launched, torchrun
@@ -71,19 +72,28 @@ def chosen_strategies(text: str) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def planned(options: CommOptions) -> list[Cell]:
-    """List the cells in their order; two levels need two neighbourhoods at least."""
+def planned(options: CommOptions, usable: int) -> tuple[list[Cell], list[dict[str, Any]]]:
+    """List the cells in their order, and those that are measured in a smaller size.
+
+    Two levels need two neighbourhoods at least.
+
+    Args:
+        usable: bytes that all ranks together may take.
+    """
     sizes = sorted({size_of(word) for word in options.sizes.split(",")})
     strategies, groups = chosen_strategies(options.strategies), chosen_groups(options.groups)
 
-    def fitting() -> Iterator[Cell]:
-        for size in sizes:
-            for group in groups:
-                for strategy in strategies:
-                    if strategy != "hierarchical" or (group > INNER and group % INNER == 0):
-                        yield strategy, size, group
-
-    return list(fitting())
+    cells, smaller = list[Cell](), list[dict[str, Any]]()
+    for size in sizes:
+        for group in groups:
+            levels = group > INNER and group % INNER == 0
+            chosen = [name for name in strategies if name != "hierarchical" or levels]
+            for name, found in fitting(size, group, chosen, usable).items():
+                cells.append((name, found, group))
+                if found < size:
+                    cut = f"memory: measured with {found} B"
+                    smaller.append({"strategy": name, "size_bytes": size, "group": group, "cut": cut})
+    return list(dict.fromkeys(cells)), smaller
 
 
 def bench(options: CommOptions, say: Say) -> dict[str, Any]:
@@ -93,20 +103,20 @@ def bench(options: CommOptions, say: Say) -> dict[str, Any]:
     """
     if not options.budget_s > 0:
         raise ConfigError(f"--budget-s: saw {options.budget_s:g}, expected seconds above 0")
-    order = planned(options)
-    device = _device(options.device, max(group for _, _, group in order))
+    device = _device(options.device, max(chosen_groups(options.groups)))
+    order, smaller = planned(options, usable_bytes(device))
     with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
         events = _measure(order, options, device, Path(name), say)
     return {
         "machine": {**machine(), **versions()},
         "options": asdict(options),
         "device": device,
-        **result(events, "nccl" if device == "cuda" else "gloo"),
+        **result(events, "nccl" if device == "cuda" else "gloo", smaller),
     }
 
 
-def result(events: Sequence[Event], link: str) -> dict[str, Any]:
-    """Compute all figures from the events."""
+def result(events: Sequence[Event], link: str, smaller: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Compute all figures from the events; ``smaller``: cells of a size that memory did not allow."""
     measured = cells(events)
     picks = selection(measured, link)
     first = [event for event in events if event["what"] == "cell" and event["rank"] == 0]
@@ -117,7 +127,7 @@ def result(events: Sequence[Event], link: str) -> dict[str, Any]:
     ]
     return {
         "cells": measured,
-        "cuts": cuts,
+        "cuts": [*smaller, *cuts],
         "selections": picks,
         "selected_within_10_percent": near_share(picks),
     }

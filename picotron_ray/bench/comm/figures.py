@@ -20,17 +20,8 @@ from picotron_ray.comm.reducers.selector import Selector, Way
 EXACT = ("auto", "reduce-scatter", "hierarchical", "ring", "tree", "mesh")
 COMPRESSED = ("bf16", "int8", "int4", "topk", "powersgd")
 STRATEGIES = (*EXACT, *COMPRESSED)
-COPIES = {"auto": 2, "ring": 3, "tree": 3, "reduce-scatter": 4, "hierarchical": 3, "topk": 14, "int8": 8}
-"""Buffers of the message's size that a rank needs at its peak, the message and its original included."""
-MESH_COPIES = 2
-MOST_COPIES = 8
 NEAR = 0.1
-
-
-def room_bytes(strategy: str, size: int, group: int) -> int:
-    """Memory that all ranks of a cell take together."""
-    copies = group + MESH_COPIES if strategy == "mesh" else COPIES.get(strategy, MOST_COPIES)
-    return copies * size * group
+"""Share of the best time by which a pick may be slower."""
 
 
 def bus_factor(group: int) -> float:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron_ray.bench.comm.figures import room_bytes
+from picotron_ray.bench.comm.room import room_bytes, usable_bytes
 from picotron_ray.bench.common.event_log import EventLog
 from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.comm.reducers.choose import ReductionPlan, make_reducer
@@ -28,8 +28,6 @@ from picotron_ray.comm.reducers.reducer import Reducer
 from picotron_ray.comm.wire_bytes import SENT
 
 WARMUPS, REPEATS, LEAST, CELL_S = 10, 100, 5, 20.0
-USABLE = 0.7
-"""Share of the free memory that a cell may take."""
 TIMEOUT_S = 3600.0
 PLANS = {
     "reduce-scatter": ReductionPlan("reduce-scatter"),
@@ -44,14 +42,6 @@ PLANS = {
 def plan_of(strategy: str) -> ReductionPlan:
     """Return the plan of a strategy of `figures.STRATEGIES`."""
     return PLANS.get(strategy) or ReductionPlan(strategy)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free for all ranks together: the host's, or that of all devices, taken as this one's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * torch.cuda.device_count()
-    line = next(row for row in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in row)
-    return int(line.split()[1]) * 1024
 
 
 def repeats_for(first_s: float, left_s: float) -> tuple[int, int]:
@@ -85,7 +75,7 @@ class Cells:
     def _cut(self, needed_bytes: int) -> int:
         if time.monotonic() - self._began > self._plan["budget_s"]:
             return 1
-        return 2 if needed_bytes > USABLE * free_bytes(self._device) else 0
+        return 2 if needed_bytes > usable_bytes(self._device.type) else 0
 
     def _agreed(self, value: int, group: dist.ProcessGroup | None = None) -> int:
         """The first rank's value."""

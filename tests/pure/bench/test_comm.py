@@ -9,7 +9,8 @@ import pytest
 
 from picotron_ray.bench.comm import bench, report
 from picotron_ray.bench.comm.bench import CommOptions
-from picotron_ray.bench.comm.figures import STRATEGIES, near_share, room_bytes, selection
+from picotron_ray.bench.comm.figures import STRATEGIES, near_share, selection
+from picotron_ray.bench.comm.room import room_bytes
 from picotron_ray.comm.reducers.selector import EVERY_STEPS, LinearTime, Selector, Way
 from picotron_ray.errors import ConfigError
 
@@ -30,11 +31,20 @@ def event(number: int, rank: int, strategy: str, seconds: list[float] | None, **
 
 
 def test_cells_go_from_small_to_large_and_two_levels_need_two_neighbourhoods() -> None:
-    cells = bench.planned(CommOptions(**OPTIONS))
+    cells, smaller = bench.planned(CommOptions(**OPTIONS), 2**40)
+    assert smaller == []
     assert len(cells) == 2 * (2 * len(STRATEGIES) - 1)
     assert [size for _, size, _ in cells] == sorted(size for _, size, _ in cells)
     assert [group for name, _, group in cells if name == "hierarchical"] == [4, 4]
     assert room_bytes("mesh", 10, 8) == 10 * 10 * 8
+    few, smaller = bench.planned(CommOptions(**{**OPTIONS, "strategies": "auto,tree,mesh,topk"}), 24 * 2**20)
+    large = [cell for cell in few if cell[1] > 1024]
+    assert large[:4] == [(name, 2**20, 2) for name in ("auto", "tree", "mesh")] + [("topk", 2**19, 2)]
+    assert large[4:] == [(name, 2**20, 4) for name in ("auto", "tree", "mesh")] + [("topk", 2**18, 4)]
+    assert [(cut["strategy"], cut["cut"]) for cut in smaller] == [
+        ("topk", "memory: measured with 524288 B"),
+        ("topk", "memory: measured with 262144 B"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ from picotron_ray.checkpoint.store.shard_sources import Piece, ShardSource
 from picotron_ray.errors import StorageError
 from picotron_ray.layout.shards import Box, Shard, region, uncovered, whole
 
+ERROR_FEEDBACK = "error_feedback"
+"""First part of the names of tensors that a stored state need not have: none was kept when it was written."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -120,8 +122,8 @@ def restore(
 ) -> None:
     """Fill the live tensors in place from a source, whatever layout wrote it.
 
-    No collective is used. Where it raises, the tensors are partly overwritten: initialise or restore
-    again before use.
+    No collective is used. Error feedback that the source lacks becomes zero. Where it raises, the tensors are
+    partly overwritten: initialise or restore again before use.
 
     Args:
         moved: called after each piece that was read.
@@ -135,6 +137,10 @@ def restore(
         if entry.shard.box.numel:
             wanted.setdefault(entry.shard.name, []).append(entry)
     stored = source.pieces(wanted)
+    for name in [name for name in wanted if name.startswith(f"{ERROR_FEEDBACK}/") and not stored.get(name)]:
+        for entry in wanted.pop(name):
+            assert isinstance(entry.tensor, torch.Tensor)
+            entry.tensor.zero_()
     _check(wanted, stored)
     planner, reader = _BoxPlanner(wanted, moved), _PieceReader(source, stored)
     metadata = reader.read_metadata()

@@ -18,6 +18,8 @@ limit. Where the limit has passed `abort` returns False, and the process must be
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 import sys
 import threading
 import time
@@ -64,6 +66,9 @@ class ProcessGroups:
         backend: "gloo" or "nccl".
         timeout_s: limit of a collective, in seconds.
         rendezvous_s: limit of the wait for the other ranks, in seconds.
+
+    Fields:
+        nodes: once connected, where each rank runs: its host and its network namespace.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class ProcessGroups:
         self._aborted = threading.Event()
         self._forming = False
         self._rounds = 0
+        self.nodes: tuple[str, ...] = ()
         self._before: set[str] = set()  # inodes that were open before this generation
         self._store_inodes: set[str] = set()
         self._listening: set[Address] = set()  # of this process's gloo devices
@@ -191,17 +197,20 @@ class ProcessGroups:
             self._forming = False
 
     def _exchange_addresses(self) -> None:
-        """Tell all ranks where the gloo devices of this one listen."""
+        """Tell all ranks where this one runs, and where its gloo devices listen."""
         assert self._store is not None
         self._rounds += 1
         self._listening = {
             info.local for info in tcp_sockets() if info.listening and info.inode not in self._before
         }
-        mine = " ".join(f"{host}|{port}" for host, port in sorted(self._listening))
+        node = f"{platform.node()}/{os.stat('/proc/self/ns/net').st_ino}"
+        mine = " ".join([node, *(f"{host}|{port}" for host, port in sorted(self._listening))])
         self._store.set(f"listening/{self._rounds}/{self.rank}", mine)
         keys = [f"listening/{self._rounds}/{rank}" for rank in range(self.world_size)]
-        for value in self._store.multi_get(keys):  # waits for them
-            for item in value.decode().split():
+        found = [value.decode().split() for value in self._store.multi_get(keys)]  # waits for them
+        self.nodes = tuple(node for node, *_ in found)
+        for _, *listening in found:
+            for item in listening:
                 host, _, port = item.partition("|")
                 self._known.add((host, int(port)))
 

@@ -32,6 +32,9 @@ _VERDICTS: dict[str, Verdict] = {
     "optimizer": "warn",
     "optimizer.name": "refuse",
     "optimizer.offload": "may",
+    "comm.gradients": "warn",
+    "comm.ratio": "warn",
+    "comm.bits": "warn",
     "init_from": "refuse",
     "evaluate.samples": "warn",
 }

@@ -54,6 +54,7 @@ class Mesh:
         names: the names under which collectives find the groups.
         overlap: hides tensor parallelism's communication on this rank, in all its stages.
         on_close: called by `close`, before the groups go.
+        nodes: of all ranks, by rank; empty where they are not known.
     """
 
     layout: Layout
@@ -65,6 +66,7 @@ class Mesh:
     names: list[str] = field(default_factory=list)
     overlap: Overlap | None = None
     on_close: list[Callable[[], None]] = field(default_factory=list)
+    nodes: tuple[str, ...] = ()
 
     @property
     def at(self) -> Coordinates:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from picotron_ray.checkpoint.torch_state import StateTensor
+from picotron_ray.checkpoint.torch_state import ERROR_FEEDBACK, StateTensor
 from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
@@ -108,11 +108,11 @@ class Engine:
         self._adaptation = choose_adaptation(
             job.adaptive_precision, sizes, switches, trained, self.layout, device, variability
         )
-        moments = self._optimizer.moments
+        moments = {**self._optimizer.moments, ERROR_FEEDBACK: self._gradients.owed}
         self._state = TrainingState(definition, mesh, parameters, trained, moments, self._scaling)
         limit = job.optimizer.clip_norm
         self._clip_norm = math.inf if limit is None else limit
-        self.applied += self._optimizer.applied + self._passes.applied
+        self.applied += self._optimizer.applied + self._passes.applied + self._gradients.applied
 
     # --- a step --------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Engine:
             but tp rank 0 of the last stage), so that a sum over all ranks is the batch's.
         """
         scale = self._scaling.scale / batch.global_tokens
-        self._gradients.clear(len(batch.tokens))
+        self._gradients.clear(len(batch.tokens), self.step + 1, self._scaling.scale)
         self._balance.begin(scale)
         on_phase("forward")
         total = self._passes.run(batch, scale, on_phase)
@@ -168,10 +168,18 @@ class Engine:
         update = self._inherited_updates + self.step - self.skipped + 1
         self._optimizer.step(self._gradients.values, rate, update)
         self._gradients.update_copies()
+        self._gradients.commit()
         self._balance.step()
         self._adaptation.step()
         self._scaling.step()
         self.step += 1
+
+    def settle(self) -> None:
+        """Make the state the same on all replicas before it is kept; all ranks call it.
+
+        Only error feedback of compressed gradients differs between them.
+        """
+        self._gradients.agree_on_owed()
 
     def skip_step(self) -> None:
         """Count a step without its update: weights, moments, expert biases and loss scale stay."""
@@ -297,5 +305,6 @@ def build_engine(
         raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw {groups.world_size}")
     with groups.guard("build"), groups.forming():
         mesh = make_mesh(layout, rank, device.type, groups.timeout)
+        mesh.nodes = groups.nodes
     on_built()
     return Engine(job, mesh, device, variability, on_built)

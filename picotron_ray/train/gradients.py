@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from picotron_ray.comm.all_reduce import sum_
+from picotron_ray.comm.reducers.choose import ReductionPlan
+from picotron_ray.comm.wire_bytes import GRADIENTS, SENT, ring_share
+from picotron_ray.layout.layout import Layout
 from picotron_ray.models.definition import ModelDefinition
-from picotron_ray.parallel.data.ddp import replicated
+from picotron_ray.parallel.data.ddp import DEFAULT, ReplicatedGradients, replicated
 from picotron_ray.parallel.local_shards import LocalParameter, local_gradient
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
@@ -25,34 +28,57 @@ class Gradients:
 
     Args:
         parameters: all that this rank holds.
+        plan: how they travel between replicas.
 
     Fields:
         trained: the parameters that have an update of their own.
         values: of `trained`, local and summed over all ranks, once `reduce` was called.
+        owed: by name, the error feedback of parameters whose sums are compressed: live storage.
+        applied: what is not plain about the sums, one phrase each.
     """
 
-    def __init__(self, parameters: Sequence[LocalParameter], definition: ModelDefinition, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        definition: ModelDefinition,
+        mesh: Mesh,
+        plan: ReductionPlan = DEFAULT,
+    ) -> None:
         self._parameters, self._layout = parameters, mesh.layout
         self._sequence_parallel, self._tp = definition.sequence_parallel, mesh.group("tp")
         other_end = mesh.layout.other_end(mesh.at.pp)
         self._ends = TiedEmbeddings(parameters, definition.copies.values(), mesh.group("pp"), other_end)
         summed = [parameter for parameter in parameters if parameter.spec.trained]
         self.trained = [parameter for parameter in summed if not self._ends.follows(parameter)]
-        self._replicated = replicated((p.parameter, _sum_group(p, mesh)) for p in summed)
+        chosen = {p.parameter for p in summed if plan.compressed and _is_compressible(p, definition)}
+        self._replicated = replicated(((p.parameter, _sum_group(p, mesh)) for p in summed), plan, chosen)
+        names: dict[Tensor, str] = {p.parameter: p.spec.name for p in summed}
+        self.owed: Mapping[str, Tensor] = {
+            names[parameter]: owed for copies in self._replicated for parameter, owed in copies.owed
+        }
+        self.applied = _applied(plan, self._replicated, self.owed)
         self.values: list[Tensor] = []
+        self._by_fsdp = [p for p in summed if mesh.layout.zero and _sum_group(p, mesh) is None]
+        self._micro_batches = 0
 
-    def clear(self, micro_batches: int) -> None:
-        """Begin a step in which ``micro_batches`` add to the gradients."""
-        self.values = []
+    def clear(self, micro_batches: int, step: int = 0, scale: float = 1.0) -> None:
+        """Begin a step in which ``micro_batches`` add to the gradients.
+
+        Args:
+            step: its number, the same on all ranks.
+            scale: factor of its gradients (fp16).
+        """
+        self.values, self._micro_batches = [], micro_batches
         for parameter in self._parameters:
             parameter.parameter.grad = None
         for copies in self._replicated:
-            copies.begin(micro_batches)
+            copies.begin(micro_batches, step, scale)
 
     def reduce(self) -> None:
         """Finish the sums: over dp and cp (under way since backward), of tied ends, over tp if partial."""
         for copies in self._replicated:
             copies.finish()
+        SENT.add(GRADIENTS, sum(sharded_bytes(p, self._layout, self._micro_batches) for p in self._by_fsdp))
         found = [local_gradient(p, self._layout, self._sequence_parallel) for p in self.trained]
         self.values = [gradient for gradient, _ in found]
         self._ends.sum_(self.trained, self.values)
@@ -60,6 +86,16 @@ class Gradients:
         if partial:
             assert self._tp is not None
             sum_(partial, self._tp)
+
+    def commit(self) -> None:
+        """Hear that the step's update is applied: what its sums left out is owed from now on."""
+        for copies in self._replicated:
+            copies.commit()
+
+    def agree_on_owed(self) -> None:
+        """Make error feedback the same on all replicas; all ranks call it."""
+        for copies in self._replicated:
+            copies.agree()
 
     def update_copies(self) -> None:
         """Give copies of tied weights the values that their originals have after an update."""
@@ -71,6 +107,7 @@ class Gradients:
             copies.close()
         self._replicated.clear()
         self._parameters, self.trained, self.values, self._tp = [], [], [], None
+        self.owed, self._by_fsdp = {}, []
         del self._ends
 
 
@@ -80,7 +117,7 @@ class StaticGradients(Gradients):
     Their sums begin in `reduce`: no hook of the backward pass runs in a replay.
     """
 
-    def clear(self, micro_batches: int) -> None:
+    def clear(self, micro_batches: int, step: int = 0, scale: float = 1.0) -> None:
         """Begin a step with gradients of zero, in place."""
         self.values = []
         for parameter in (trained.parameter for trained in self.trained):
@@ -89,7 +126,7 @@ class StaticGradients(Gradients):
             else:
                 parameter.grad.zero_()
         for copies in self._replicated:
-            copies.begin(NEVER)
+            copies.begin(NEVER, step, scale)
 
 
 def _sum_group(parameter: LocalParameter, mesh: Mesh) -> dist.ProcessGroup | None:
@@ -98,3 +135,40 @@ def _sum_group(parameter: LocalParameter, mesh: Mesh) -> dist.ProcessGroup | Non
     if mesh.layout.zero:
         return mesh.group("copy") if own and mesh.experts is None else None
     return mesh.group("edp" if own else "data")
+
+
+def _is_compressible(parameter: LocalParameter, definition: ModelDefinition) -> bool:
+    """Whether a gradient may be compressed: a matrix whose sum over replicas is all that it needs.
+
+    Vectors are small. Gradients of what tensor parallelism replicates are partial under sequence parallelism,
+    and those of tied embeddings at two ends of a pipeline: other ranks' errors would differ. The answer does
+    not depend on the layout, so that every layout has the same error feedback.
+    """
+    spec = parameter.spec
+    tied = {name for copy, original in definition.copies.items() for name in (copy, original.name)}
+    partial = definition.sequence_parallel and spec.tp_dim is None
+    return len(spec.shape) > 1 and not partial and spec.name not in tied and not spec.copy
+
+
+def sharded_bytes(parameter: LocalParameter, layout: Layout, micro_batches: int) -> int:
+    """Bytes of a gradient that FSDP sends from this rank in a step: reduce-scatters, then sums of copies."""
+    local = parameter.local
+    part = local.numel() * local.element_size()
+    shards = layout.expert_shards if parameter.spec.expert else layout.shards
+    times = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches  # torch's pipelines reduce once
+    return times * part * (shards - 1) + 2 * ring_share(part, layout.replicate)
+
+
+def _applied(
+    plan: ReductionPlan, found: Sequence[ReplicatedGradients], owed: Mapping[str, Tensor]
+) -> tuple[str, ...]:
+    """Say how gradients travel where a job asks for something."""
+    if plan == DEFAULT or not found:
+        return ()
+    count, early = (sum(numbers) for numbers in zip(*(copies.counts for copies in found), strict=True))
+    name = plan.gradients + ("" if plan.topology == "auto" else f" over a {plan.topology}")
+    if plan.gradients == "hierarchical":
+        name += f" in neighbourhoods of {plan.inner}" if plan.inner > 1 else ": one level, no neighbours"
+    if plan.compressed:
+        name += f" of {len(owed)} tensors" if early else ": one replica, none sent"
+    return (f"gradients {name}: {count} buckets, {early} of them beside the backward pass",)

@@ -239,6 +239,9 @@ class Loop:
         interval = agreement.snapshot_interval if chosen == "auto" else chosen
         if pinned or step - self._last_snapshot >= interval:
             self._last_snapshot = step
+            if pinned:
+                self.snapshots.wait_copied()
+                self.engine.settle()
             self.snapshots.begin(step, self.tail.lines(), pinned=pinned)
 
     def _evaluate(self, step: int) -> float:
@@ -267,4 +270,5 @@ class Loop:
         self.snapshots.wait_copied()
         mine = Contribution(0.0, 0.0, sealed=self.snapshots.sealed_step)
         self.snapshots.observe(self._exchange_apart(mine).sealed)
+        self.engine.settle()
         self.snapshots.flush(step, self.tail.lines(), pinned=True)

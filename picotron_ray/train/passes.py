@@ -23,6 +23,7 @@ from picotron_ray.train.cuda_graphs import StepGraph
 from picotron_ray.train.gradients import Gradients, StaticGradients
 from picotron_ray.train.micro_batches import MicroBatch, MicroBatcher
 from picotron_ray.train.precision.precision import master_dtype
+from picotron_ray.train.reduction_plan import reduction_plan
 
 if TYPE_CHECKING:
     from picotron_ray.parallel.pipeline.pipeline import LossFunction, Pipeline
@@ -167,18 +168,18 @@ def choose_passes(
 ) -> tuple[Passes, Gradients]:
     """Choose the passes that a layout and a job ask for, and the gradients that they add to."""
     batcher = MicroBatcher(job, mesh.layout, mesh.at.cp, device, weighted=bool(definition.mixtures))
-    loss = loss_function(job, mesh, definition)
+    loss, plan = loss_function(job, mesh, definition), reduction_plan(job.comm, mesh)
     if mesh.layout.pp > 1:
         pipeline = _pipeline(job, mesh, definition, models, loss, device)
-        return PipelinePasses(pipeline, batcher), Gradients(parameters, definition, mesh)
+        return PipelinePasses(pipeline, batcher), Gradients(parameters, definition, mesh, plan)
     (model,) = models.values()
     compute = MicroBatchPass(model, loss)
     if not job.kernels.cuda_graphs:
-        gradients = Gradients(parameters, definition, mesh)
+        gradients = Gradients(parameters, definition, mesh, plan)
         return LoopPasses(compute, batcher, mesh.layout.zero), gradients
     graph = StepGraph(compute, device)
     with graph.stream():  # on which hooks of the backward pass have to be made
-        static = StaticGradients(parameters, definition, mesh)
+        static = StaticGradients(parameters, definition, mesh, plan)
     return GraphPasses(compute, batcher, graph, static), static
 
 

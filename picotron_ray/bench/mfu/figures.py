@@ -85,7 +85,8 @@ def spread(values: Sequence[float]) -> Spread:
 def measured(segments: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dict[str, Any]:
     """Figures of one setting from its segments, one per round.
 
-    A segment: ``steps_s``, seconds of each step in turn on rank 0; ``peak_bytes``, of the fullest rank.
+    A segment: ``steps_s``, seconds of each step in turn on rank 0; ``peak_bytes``, of the fullest rank;
+    ``sent_bytes``, of gradients in a step, of the rank that sends most (None: not counted).
     """
     steps = [step for segment in segments for step in segment["steps_s"]]
     return {
@@ -93,6 +94,9 @@ def measured(segments: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dic
         "step_s": spread(steps),
         "steps": len(steps),
         "peak_bytes": max(segment["peak_bytes"] for segment in segments),
+        "sent_bytes": max(
+            (sent for s in segments if (sent := s.get("sent_bytes")) is not None), default=None
+        ),
     }
 
 

@@ -33,6 +33,8 @@ def _base(found: Mapping[str, Any]) -> Iterator[str]:
         f" over {found['steps']} steps)"
     )
     yield f"peak memory   {_gib(found)}, {_memory_kind(found)}"
+    if found.get("sent_bytes"):
+        yield f"sent          {_sent(found)} of gradients a step, by the rank that sends most"
 
 
 def _utilisation(found: Mapping[str, Any]) -> Iterator[str]:
@@ -76,7 +78,7 @@ def _compared(found: Mapping[str, Any]) -> Iterator[str]:
             ratio = one["ratio"]
             yield (
                 f"  {name:{NAME}}{ratio['median']:.3f}  ({ratio['low']:.3f} to {ratio['high']:.3f})"
-                f"  {one['tokens_per_s']['median']:12,.0f} tokens/s  {_gib(one)}"
+                f"  {one['tokens_per_s']['median']:12,.0f} tokens/s  {_gib(one)}  {_sent(one)}".rstrip()
             )
     for name, reason in found["refused"].items():
         yield f"  {name:{NAME}}refused: {reason}"
@@ -88,6 +90,11 @@ def _plural(noun: str, count: int) -> str:
 
 def _gib(one: Mapping[str, Any]) -> str:
     return f"{one['peak_bytes'] / 2**30:.3f} GiB"
+
+
+def _sent(one: Mapping[str, Any]) -> str:
+    """Megabytes sent a step; nothing where they are not counted."""
+    return "" if one.get("sent_bytes") is None else f"{one['sent_bytes'] / 1e6:.2f} MB"
 
 
 def _memory_kind(found: Mapping[str, Any]) -> str:

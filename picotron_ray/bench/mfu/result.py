@@ -96,7 +96,7 @@ def _beside(setting: Setting, runs: Mapping[str, list[dict[str, Any]]], base: Se
 
 
 def _runs(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
-    """Per setting its segments in order: steps as rank 0 timed them, memory of the fullest rank."""
+    """Per setting its segments in order: steps as rank 0 timed them, most memory and bytes of a rank."""
     ranks: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:
         if "steps_s" in event:
@@ -104,5 +104,12 @@ def _runs(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
     runs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for (index, _), noted in sorted(ranks.items()):
         steps = next(event["steps_s"] for event in noted if event["rank"] == 0)
-        runs[index].append({"steps_s": steps, "peak_bytes": max(event["peak_bytes"] for event in noted)})
+        sent = [event["sent_bytes"] for event in noted if event.get("sent_bytes") is not None]
+        runs[index].append(
+            {
+                "steps_s": steps,
+                "peak_bytes": max(event["peak_bytes"] for event in noted),
+                "sent_bytes": max(sent, default=None),
+            }
+        )
     return dict(runs)

@@ -40,6 +40,7 @@ from picotron_ray.bench.mfu.peers import CHECKOUTS
 from picotron_ray.bench.mfu.settings import Setting
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.comm.process_groups import ProcessGroups
+from picotron_ray.comm.wire_bytes import GRADIENTS, SENT
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.data.samples import Dataset
@@ -108,7 +109,8 @@ class Segments:
         Args:
             prefix: of its keys in the store; its own.
 
-        Returns ``steps_s`` and ``peak_bytes``, or ``phases_s``: seconds per step; or ``refused``: why.
+        Returns ``steps_s``, ``peak_bytes`` and ``sent_bytes`` (of gradients a step; None: not counted), or
+        ``phases_s``: seconds per step; or ``refused``: why.
         """
         setting, place = self._settings[index], self._place
         reset_peak(place.device)
@@ -119,7 +121,9 @@ class Segments:
                 try:
                     if phases:
                         return {"phases_s": self._phases(setting, training, loader)}
-                    return {"steps_s": self._timed(training, loader), "peak_bytes": peak_bytes(place.device)}
+                    steps_s, sent_bytes = self._timed(training, loader)
+                    sent = sent_bytes if setting.kind == "engine" else None
+                    return {"steps_s": steps_s, "peak_bytes": peak_bytes(place.device), "sent_bytes": sent}
                 finally:
                     loader.close()
                     training.close()
@@ -138,16 +142,16 @@ class Segments:
         cache, rows = cache_folder(), layout.micro_batch
         return PlainTraining(Replica(setting.job, place.rank, layout.dp, cache, place.device, rows))
 
-    def _timed(self, training: Training, loader: BatchLoader) -> list[float]:
-        """Seconds of each step; nothing waits for the device but the step itself."""
+    def _timed(self, training: Training, loader: BatchLoader) -> tuple[list[float], int]:
+        """Seconds of each step, and bytes of gradients sent in one; only the step waits for the device."""
         for _ in range(self._warmup):
             training.step(loader.next())
-        clock = Clock(self._place.device)
+        clock, sent = Clock(self._place.device), SENT.sent(GRADIENTS)
         clock.mark()
         for _ in range(self._steps):
             training.step(loader.next())
             clock.mark()
-        return clock.intervals()
+        return clock.intervals(), (SENT.sent(GRADIENTS) - sent) // self._steps
 
     def _phases(self, setting: Setting, training: Training, loader: BatchLoader) -> dict[str, float]:
         """Seconds per step of each phase."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from picotron_ray.config.schema.base import Section
+from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig, LayoutConfig, Precision
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.model import ModelConfig
@@ -62,6 +63,7 @@ class JobConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig, description="the data")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer")
     layout: LayoutConfig = Field(default_factory=LayoutConfig, description="parallel degrees")
+    comm: CommConfig = Field(default_factory=CommConfig, description="how gradients travel")
     kernels: KernelsConfig = Field(default_factory=KernelsConfig, description="implementations")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="machines")
     elastic: ElasticConfig = Field(

@@ -192,7 +192,7 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
     most, world = job.cluster.max_workers, layout.world_size
     others = ("ep", "zero", "replicate", "micro_batch", "schedule", "virtual_stages", "recompute", "actions")
     touched = tuple(f"layout.{name}" for name in (*Degrees._fields, *others))
-    found = layout_problems(job, layout)
+    found = [p for p in layout_problems(job, layout) if not p.key.startswith("comm.")]  # a rule of its own
     for problem in found:
         text = problem.text + _nearest(job, degrees)
         yield Problem(problem.key, text, (*touched, "cluster.max_workers", *problem.against))

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.kernels import GROUPED_ROW_BYTES, ungrouped_widths
 from picotron_ray.config.support.precision import COMPUTE_BYTES
+from picotron_ray.config.validation.comm import comm_layout_problems
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import is_selective, stage_words
 from picotron_ray.layout.schedule_actions import ActionList, action_list
@@ -41,6 +42,7 @@ def layout_problems(job: JobConfig, layout: Layout) -> list[LayoutProblem]:
         *_pipeline_problems(job, layout),
         *_batch_problems(job, layout),
         *_graph_problems(job, layout),
+        *(LayoutProblem(*problem) for problem in comm_layout_problems(job.comm, layout)),
     ]
 
 

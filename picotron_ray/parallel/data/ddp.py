@@ -3,41 +3,79 @@
 Gradients live in a few flat buckets, and each parameter's ``grad`` is a view of one. So nothing is packed or
 unpacked, and one collective per bucket serves many tensors. Buckets are filled in the order in which the
 backward pass finishes parameters (the reverse of their definition). Every rank starts their reductions in
-that order (Li et al. 2020, PyTorch Distributed, section 3.2), once per step, with the last micro-batch.
+that order (Li et al. 2020, PyTorch Distributed, section 3.2), once per step, with the last micro-batch. What
+travels, and how, is a reducer's (`comm.reducers`).
 
 Gradients are summed and never averaged, because the loss is divided once by the global token count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from picotron_ray.comm.all_reduce import buckets
+from picotron_ray.comm.reducers.choose import ReductionPlan, make_reducer
+from picotron_ray.comm.reducers.feedback import Feedback
+from picotron_ray.comm.reducers.reducer import Reducer, Reduction
 
-BUCKET_BYTES = 25 * 2**20
+DEFAULT = ReductionPlan()
 
 
 class GradientBucket:
-    """Bucket of gradients that one collective sums.
+    """Bucket of gradients that are summed together.
 
     Args:
         parameters: of one dtype and device, in the order in which they lie in the bucket.
-        group: the ranks that hold the same parameters.
+        group: the ranks that hold the same parameters; None: this one alone.
+        reducer: sums over ``group``.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self.parameters, self._group = list(parameters), group
+    def __init__(
+        self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None, reducer: Reducer
+    ) -> None:
+        self.parameters, self._group, self._reducer = list(parameters), group, reducer
         first = parameters[0]
         sizes = [parameter.numel() for parameter in parameters]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        pieces = zip(parameters, self._flat.split(sizes), strict=True)
-        self._views = {parameter: piece.view(parameter.shape) for parameter, piece in pieces}
-        self._work: dist.Work | None = None
+        self._views = dict(zip(parameters, self._cut(self._flat), strict=True))
+        ranks = 1 if group is None else group.size()
+        self._feedback = None if reducer.exact else Feedback(self._flat, ranks)
+        self._shapes = [parameter.shape for parameter in parameters]
+        self._step = 0
+        self._work: Reduction | None = None
         self.waiting: set[Tensor] = set()
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        """Views of a flat tensor, one per parameter."""
+        pieces = flat.split([parameter.numel() for parameter in self.parameters])
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+
+    @property
+    def owed(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parameters and views of their error feedback; none where the reducer is exact."""
+        if self._feedback is not None:
+            yield from zip(self.parameters, self._cut(self._feedback.owed), strict=True)
+
+    def begin(self, step: int, scale: float) -> None:
+        """Begin a step: `clear`, and remember its number and the scale of its gradients."""
+        self.clear()
+        self._step = step
+        if self._feedback is not None:
+            self._feedback.begin(scale)
+
+    def commit(self) -> None:
+        """Take over the step's error feedback: its update is applied."""
+        if self._feedback is not None:
+            self._feedback.commit()
+
+    def agree(self) -> None:
+        """Make error feedback the same on all ranks of the group; all of them call it."""
+        if self._feedback is not None:
+            self._feedback.agree(self._group)
 
     def clear(self) -> None:
         """Begin a step: zero the gradients and make them views of the bucket."""
@@ -61,7 +99,7 @@ class GradientBucket:
     def start(self) -> None:
         """Start the sum, unless it is under way."""
         if self._work is None:
-            self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+            self._work = self._reducer.start(self._flat, self._shapes, self._feedback, self._step)
 
     def wait(self) -> None:
         """Wait for the sum."""
@@ -75,15 +113,27 @@ class ReplicatedGradients:
 
     Args:
         parameters: trained ones, in the order of their definition; the same on every rank of ``group``.
-        bucket_bytes: limit of one collective; a larger single parameter has a collective of its own.
+        group: None: this rank alone, whose compressed plan may have to take in what others left owed.
+        bucket_bytes: limit of one bucket; a larger single parameter has one of its own. None: the plan's.
+        plan: how they travel.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        bucket_bytes: int | None = None,
+        *,
+        plan: ReductionPlan = DEFAULT,
     ) -> None:
         ordered = list(reversed(list(parameters)))
-        self._buckets = [GradientBucket(part, group) for part in buckets(ordered, bucket_bytes)]
+        total = sum(parameter.numel() * parameter.element_size() for parameter in ordered)
+        reducer = make_reducer(plan, group, total)
+        limit = plan.bucket_limit if bucket_bytes is None else bucket_bytes
+        self._buckets = [GradientBucket(part, group, reducer) for part in buckets(ordered, limit)]
         self._bucket = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        share = plan.overlapped_share if reducer.overlaps else 0.0
+        self._early = round(share * len(self._buckets))
         self._started = 0
         self._passes = 0
         self._seen: dict[Tensor, int] = {}
@@ -91,16 +141,41 @@ class ReplicatedGradients:
             parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in self._bucket
         ]
 
-    def begin(self, passes: int) -> None:
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of buckets, and of those that may start during the backward pass."""
+        return len(self._buckets), self._early
+
+    @property
+    def owed(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parameters and their error feedback, live storage; none where sums are exact."""
+        for bucket in self._buckets:
+            yield from bucket.owed
+
+    def begin(self, passes: int, step: int = 0, scale: float = 1.0) -> None:
         """Begin a step in which ``passes`` micro-batches add to every gradient.
 
         A parameter may get fewer: a schedule that splits the backward pass adds some gradients by itself, and
         a model may leave parameters out. Its bucket and those after it then wait until `finish`.
+
+        Args:
+            step: its number, the same on all ranks.
+            scale: factor of its gradients (fp16).
         """
         self._passes, self._started = passes, 0
         self._seen = dict.fromkeys(self._bucket, 0)
         for bucket in self._buckets:
-            bucket.clear()
+            bucket.begin(step, scale)
+
+    def commit(self) -> None:
+        """Hear that the step's update is applied."""
+        for bucket in self._buckets:
+            bucket.commit()
+
+    def agree(self) -> None:
+        """Make error feedback the same on all ranks; all of them call it."""
+        for bucket in self._buckets:
+            bucket.agree()
 
     def _accumulated(self, parameter: Tensor) -> None:
         self._bucket[parameter].move_back(parameter)
@@ -108,7 +183,7 @@ class ReplicatedGradients:
         if self._seen[parameter] < self._passes:
             return
         self._bucket[parameter].waiting.discard(parameter)
-        while self._started < len(self._buckets) and not self._buckets[self._started].waiting:
+        while self._started < self._early and not self._buckets[self._started].waiting:
             self._buckets[self._started].start()
             self._started += 1
 
@@ -132,10 +207,24 @@ class ReplicatedGradients:
 
 def replicated(
     parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup | None]],
+    plan: ReductionPlan = DEFAULT,
+    compressible: Collection[nn.Parameter] = (),
 ) -> list[ReplicatedGradients]:
-    """One `ReplicatedGradients` per group, in the order of their first parameters. No group, no object."""
-    by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+    """One `ReplicatedGradients` per group, in the order of their first parameters.
+
+    A parameter without a group has none, unless it may be compressed.
+
+    Args:
+        plan: how gradients travel.
+        compressible: parameters whose gradients a compressed reducer may take. The others of its group are
+            summed exactly, apart from them.
+    """
+    by_group: dict[tuple[dist.ProcessGroup | None, bool], list[nn.Parameter]] = {}
     for parameter, group in parameters:
-        if group is not None:
-            by_group.setdefault(group, []).append(parameter)
-    return [ReplicatedGradients(mine, group) for group, mine in by_group.items()]
+        exact = plan.compressed and parameter not in compressible
+        if group is not None or parameter in compressible:
+            by_group.setdefault((group, exact), []).append(parameter)
+    return [
+        ReplicatedGradients(mine, group, plan=plan.exact() if exact else plan)
+        for (group, exact), mine in by_group.items()
+    ]

@@ -46,6 +46,9 @@ class Parts:
     def optimizer_step(self, rate: float) -> None:
         self.log.append(("update", rate))
 
+    def settle(self) -> None:
+        self.log.append("settle")
+
     def expert_loads(self) -> dict[int, ExpertLoad]:
         return self.loads
 
@@ -142,7 +145,7 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
     ]
     second = [{"tokens": 128, **figures}, {"clean": 4}, ("count", 0.5), {"step": 4}]
     end = ["evaluate", {"eval_loss": 0.5, "eval_step": 4}]
-    flush = ["flush", "wait_copied", ("observe", 1), ("flush", 4, 3, True)]
+    flush = ["flush", "wait_copied", ("observe", 1), "settle", ("flush", 4, 3, True)]
     assert parts.log == [*step, *first, *step, *second, *end, *flush]
     assert parts.computing_step == 4
     assert made.tail.lines()[0] == OLD
@@ -173,6 +176,9 @@ def test_snapshots_checkpoints_and_evaluations_at_their_steps(parts: Parts) -> N
     assert loop(parts, job_of(8, evaluate=2, checkpoint=5, snapshot=2), 2).run() == "finished"
     assert told(parts, "begin") == [("begin", 4, 3, False), ("begin", 5, 4, True), ("begin", 7, 6, False)]
     assert evaluated(parts) == [4, 6, 8]
+    at = parts.log.index(("begin", 5, 4, True))
+    assert parts.log[at - 2 : at] == ["wait_copied", "settle"], "replicas agree on what a checkpoint holds"
+    assert parts.log.count("settle") == 2, "before checkpoints and at the end alone"
     assert told(parts, "flush") == [("flush", 8, 7, True)], "the last step has no other snapshot"
 
 

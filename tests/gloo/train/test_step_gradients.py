@@ -31,7 +31,10 @@ class Parts:
             module, "sum_", lambda values, group: self.log.append(("sum", len(values), group))
         )
 
-    def replicated(self, pairs: Any) -> list[Any]:
+    counts, owed = (1, 1), ()
+
+    def replicated(self, pairs: Any, plan: Any, compressible: Any) -> list[Any]:
+        assert not compressible
         self.groups = [group for _, group in pairs]
         return [self]
 
@@ -43,8 +46,14 @@ class Parts:
             follow=lambda: self.log.append("follow"),
         )
 
-    def begin(self, count: int) -> None:
-        self.log.append(("begin", count))
+    def begin(self, count: int, step: int, scale: float) -> None:
+        self.log.append(("begin", count, step, scale))
+
+    def commit(self) -> None:
+        self.log.append("commit")
+
+    def agree(self) -> None:
+        self.log.append("agree")
 
     def finish(self) -> None:
         self.log.append("finish")
@@ -76,8 +85,8 @@ def test_a_step_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     parts.log.clear()
     for parameter in held:
         parameter.parameter.grad = torch.ones(2)
-    found.clear(3)
-    assert parts.log == [("begin", 3)]
+    found.clear(3, 7, 2.0)
+    assert parts.log == [("begin", 3, 7, 2.0)]
     assert [parameter.parameter.grad for parameter in held] == [None] * 4
     held[1].parameter.grad = torch.full((2,), 5.0)
     parts.log.clear()
@@ -85,8 +94,10 @@ def test_a_step_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [value.tolist() for value in found.values] == [[0.0, 0.0], [5.0, 5.0]]
     assert parts.log == ["finish", ("ends", 2, 2), ("sum", 1, "tp")], "a norm has seen its own tokens alone"
     found.update_copies()
+    found.commit()
+    found.agree_on_owed()
     found.close()
-    assert parts.log[-2:] == ["follow", "close"]
+    assert parts.log[-4:] == ["follow", "commit", "agree", "close"]
     assert (found.trained, found.values, found._replicated, found._parameters) == ([], [], [], [])
 
 
@@ -101,7 +112,7 @@ def test_gradients_that_stay_are_zeroed_in_place(monkeypatch: pytest.MonkeyPatch
     found.clear(3)
     assert all(parameter.parameter.grad is kept for parameter, kept in zip(held, before, strict=False))
     assert [gradient.tolist() for gradient in before if gradient is not None] == [[0.0, 0.0]] * 2
-    ((_, passes), _) = parts.log[1:]
+    ((_, passes, *_), _) = parts.log[1:]
     assert passes > 2**40, "sums begin when they are asked for, not after so many passes"
 
 

@@ -232,6 +232,8 @@ def noted(settings: list[Setting], **refused: str) -> list[dict[str, Any]]:
         for number, segment in enumerate(segments(len(settings), 1)):
             index = segment["index"]
             took: dict[str, Any] = {"steps_s": [index + 1.0] * 2, "peak_bytes": 2**30 * (1 + rank)}
+            if settings[index].kind == "engine":
+                took["sent_bytes"] = 1_000_000 * (2 + rank - index)
             if settings[index].kind in refused:
                 took = {"refused": refused[settings[index].kind]}
             elif segment["phases"]:
@@ -252,7 +254,12 @@ def test_result_and_report() -> None:
     assert found["peak_bytes"] == 2 * 2**30
     assert found["job"]["precision"] == "bf16"
     assert (found["job"]["workers"], found["job"]["device"]) == (2, "NVIDIA H200")
-    assert found["rounds"]["base"] == [{"steps_s": [1.0, 1.0], "peak_bytes": 2 * 2**30}]
+    assert found["rounds"]["base"] == [
+        {"steps_s": [1.0, 1.0], "peak_bytes": 2 * 2**30, "sent_bytes": 3_000_000}
+    ]
+    assert found["sent_bytes"] == 3_000_000
+    assert found["ablation"]["precision=fp32"]["sent_bytes"] == 2_000_000
+    assert found["peers"]["plain"]["sent_bytes"] is None
     tokens_per_s = 8 * 32 / 1.0
     assert found["mfu"] == tokens_per_s * found["formula"]["flops_per_token"] / (2 * 989e12)
     options = asdict(MfuOptions(2, 2, 0, 1, True, "plain", None, None, None))
@@ -362,8 +369,11 @@ def test_a_round_is_as_rank_0_timed_it_and_as_full_as_the_fullest() -> None:
         for number, index in ((2, 0), (0, 0), (1, 1))
     ]
     assert _runs([*events, {"what": "place"}]) == {
-        0: [{"steps_s": [0.0], "peak_bytes": 9}, {"steps_s": [2.0], "peak_bytes": 9}],
-        1: [{"steps_s": [1.0], "peak_bytes": 9}],
+        0: [
+            {"steps_s": [0.0], "peak_bytes": 9, "sent_bytes": None},
+            {"steps_s": [2.0], "peak_bytes": 9, "sent_bytes": None},
+        ],
+        1: [{"steps_s": [1.0], "peak_bytes": 9, "sent_bytes": None}],
     }
 
 

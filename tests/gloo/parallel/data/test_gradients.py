@@ -12,11 +12,13 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.data import ddp, grad_norm
-from picotron_ray.parallel.data.ddp import BUCKET_BYTES, ReplicatedGradients, replicated
+from picotron_ray.parallel.data.ddp import DEFAULT, ReplicatedGradients, replicated
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm, part_norms, squared_sum
 from picotron_ray.parallel.shard_boxes import chunk, counts_in_norm, is_primary, local_box
+from tests.support.gloo.group import Group
 
 CPU = torch.device("cpu")
+GROUP = Group(0, 2)
 
 
 class Wire:
@@ -52,7 +54,7 @@ def backward(parameter: nn.Parameter, slope: float) -> None:
 
 def test_sums_start_with_the_last_pass_in_the_order_of_the_backward_pass(wire: Wire) -> None:
     first, second, third = parameters()
-    sums = ReplicatedGradients([first, second, third], "the group", bucket_bytes=16)  # type: ignore[arg-type]
+    sums = ReplicatedGradients([first, second, third], GROUP, bucket_bytes=16)  # type: ignore[arg-type]
     for _ in range(2):
         wire.started.clear()
         sums.begin(2)
@@ -67,9 +69,9 @@ def test_sums_start_with_the_last_pass_in_the_order_of_the_backward_pass(wire: W
         backward(second, 2.0)
         assert wire.started == [], "the bucket before it is not complete"
         backward(third, 3.0)
-        assert wire.started == [(4, "the group"), (3, "the group")]
+        assert wire.started == [(4, GROUP), (3, GROUP)]
         sums.finish()
-        assert wire.started == [(4, "the group"), (3, "the group"), (2, "the group")]
+        assert wire.started == [(4, GROUP), (3, GROUP), (2, GROUP)]
         found = [p.grad.tolist() for p in (first, second, third) if p.grad is not None]
         assert found == [[2.0] * 2, [6.0] * 3, [8.0] * 4]
     sums.close()
@@ -80,7 +82,7 @@ def test_sums_start_with_the_last_pass_in_the_order_of_the_backward_pass(wire: W
 
 def test_sums_may_all_be_under_way_before_the_end(wire: Wire) -> None:
     mine = parameters()
-    sums = ReplicatedGradients(mine, "the group", bucket_bytes=16)  # type: ignore[arg-type]
+    sums = ReplicatedGradients(mine, GROUP, bucket_bytes=16)  # type: ignore[arg-type]
     sums.begin(1)
     for parameter in reversed(mine):
         backward(parameter, 1.0)
@@ -92,7 +94,7 @@ def test_sums_may_all_be_under_way_before_the_end(wire: Wire) -> None:
 
 def test_gradients_that_lie_elsewhere_come_back(wire: Wire) -> None:
     one, other = parameters()[:2]
-    sums = ReplicatedGradients([one, other], "the group")  # type: ignore[arg-type]
+    sums = ReplicatedGradients([one, other], GROUP)  # type: ignore[arg-type]
     sums.begin(1)
     (bucket,) = sums._buckets
     one.grad = None  # as torch's stages do
@@ -110,12 +112,13 @@ def test_gradients_that_lie_elsewhere_come_back(wire: Wire) -> None:
 
 def test_parameters_of_one_group_are_summed_together() -> None:
     first, second, third = parameters()
-    groups: Any = [(first, "a"), (second, None), (third, "b")]
+    a, b = Group(0, 2), Group(0, 2)
+    groups: Any = [(first, a), (second, None), (third, b)]
     found = replicated(groups)
     assert [list(sums._bucket) for sums in found] == [[first], [third]]
-    assert [sums._buckets[0]._group for sums in found] == ["a", "b"]
-    assert len(replicated([*groups, (second, "a")])[0]._bucket) == 2
-    assert BUCKET_BYTES == 25 * 2**20
+    assert [sums._buckets[0]._group for sums in found] == [a, b]
+    assert len(replicated([*groups, (second, a)])[0]._bucket) == 2
+    assert DEFAULT.bucket_limit == 25 * 2**20
 
 
 @pytest.fixture

@@ -1,0 +1,49 @@
+"""Memory of a cell, and sizes that fit. Torch is loaded for CUDA alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from picotron_ray.bench.comm.figures import EXACT
+
+COPIES = {"auto": 2, "ring": 3, "tree": 3, "reduce-scatter": 4, "hierarchical": 3, "topk": 14, "int8": 8}
+"""Buffers of the message's size that a rank needs at its peak, the message and its original included."""
+MESH_COPIES = 2
+MOST_COPIES = 8
+USABLE = 0.7
+"""Share of the free memory that a cell may take."""
+
+
+def room_bytes(strategy: str, size: int, group: int) -> int:
+    """Memory that all ranks of a cell take together."""
+    copies = group + MESH_COPIES if strategy == "mesh" else COPIES.get(strategy, MOST_COPIES)
+    return copies * size * group
+
+
+def usable_bytes(device: str) -> int:
+    """Memory that all ranks together may take: of the host, or of all devices, taken as this process's."""
+    if device == "cuda":
+        import torch
+
+        return int(USABLE * torch.cuda.mem_get_info()[0] * torch.cuda.device_count())
+    line = next(row for row in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in row)
+    return int(USABLE * int(line.split()[1]) * 1024)
+
+
+def fitting(size: int, group: int, strategies: Sequence[str], usable: int) -> dict[str, int]:
+    """Size by strategy: halved until it fits. Exact ones share theirs, as the selector chooses among them.
+
+    >>> fitting(1024, 2, ["auto", "tree", "topk"], 8000)
+    {'auto': 1024, 'tree': 1024, 'topk': 256}
+    """
+
+    def halved(names: Sequence[str]) -> int:
+        found = size
+        while found > 4 and max(room_bytes(name, found, group) for name in names) > usable:
+            found //= 2
+        return found
+
+    exact = [name for name in strategies if name in EXACT]
+    shared = halved(exact) if exact else size
+    return {name: shared if name in EXACT else halved([name]) for name in strategies}

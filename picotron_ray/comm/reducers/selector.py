@@ -1,0 +1,112 @@
+"""Choice of the reducer by a model of its time, which measured times correct. Torch-free.
+
+A sum of ``n`` bytes takes alpha + beta n seconds, by strategy, axis and link (Hockney 1994). Both are found
+by recursive least squares with forgetting (Ljung 1999, section 11.2). An observation counts by its relative
+error, so that microseconds at 1 KiB weigh as much as seconds at 1 GiB. A strategy in use is left only for
+one that is predicted to be faster by more than `HYSTERESIS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+HYSTERESIS = 0.1
+"""Share of the time of the strategy in use by which another one must be faster."""
+EVERY_STEPS = 100
+"""Fewest steps between two decisions."""
+FORGETTING = 0.98
+"""Weight of all that was known at each new observation."""
+UNKNOWN = 100.0
+"""Variance of both parameters (seconds, seconds per MB) before anything was seen; they stay below it."""
+
+
+class Way(NamedTuple):
+    """Strategy, the axis that it sums over, and the link below it."""
+
+    strategy: str
+    axis: str
+    link: str
+
+
+@dataclass(slots=True)
+class LinearTime:
+    """Time of a strategy by its bytes.
+
+    >>> model = LinearTime()
+    >>> for nbytes in (1e3, 1e6, 1e9):
+    ...     model.observe(nbytes, 1e-4 + 2e-10 * nbytes)
+    >>> round(model.seconds(1e8), 4)
+    0.0201
+
+    Fields:
+        alpha: seconds of any sum.
+        beta: seconds per byte.
+        seen: number of observations.
+    """
+
+    alpha: float = 0.0
+    beta: float = 0.0
+    seen: int = 0
+    _p: tuple[float, float, float] = (UNKNOWN, 0.0, UNKNOWN)  # covariance: alpha, both, beta per MB
+
+    def seconds(self, nbytes: float) -> float:
+        """Predict; never below zero."""
+        return max(0.0, self.alpha) + max(0.0, self.beta) * nbytes
+
+    def observe(self, nbytes: float, seconds: float) -> None:
+        """Correct both parameters by a measured time above 0."""
+        x, y = 1.0 / seconds, nbytes / 1e6 / seconds  # of the equation divided by the time
+        a, b, c = self._p
+        left, right = a * x + b * y, b * x + c * y
+        scale = FORGETTING + x * left + y * right
+        error = 1.0 - (x * self.alpha + y * self.beta * 1e6)
+        self.alpha += left / scale * error
+        self.beta += right / scale * error / 1e6
+        spread = (a - left * left / scale, b - left * right / scale, c - right * right / scale)
+        keeps = FORGETTING if spread[0] + spread[2] < UNKNOWN else 1.0  # what is not seen is not forgotten
+        self._p = (spread[0] / keeps, spread[1] / keeps, spread[2] / keeps)
+        self.seen += 1
+
+
+@dataclass(slots=True)
+class Selector:
+    """Models of all ways, and the choice between them.
+
+    Fields:
+        models: by way.
+        chosen_at: step of the newest decision.
+    """
+
+    models: dict[Way, LinearTime] = field(default_factory=dict)
+    chosen_at: int = -EVERY_STEPS
+
+    def observe(self, way: Way, nbytes: float, seconds: float) -> None:
+        """Correct the model of a way."""
+        if seconds > 0:
+            self.models.setdefault(way, LinearTime()).observe(nbytes, seconds)
+
+    def predicted(self, way: Way, nbytes: float) -> float | None:
+        """Seconds of a sum; None where the way was never measured."""
+        model = self.models.get(way)
+        return None if model is None else model.seconds(nbytes)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a decision may be taken at ``step``."""
+        return step - self.chosen_at >= EVERY_STEPS
+
+    def choose(self, ways: Sequence[Way], nbytes: float, current: Way | None = None) -> Way:
+        """Choose the way that is predicted to take least; the one in use where none is clearly faster.
+
+        Args:
+            ways: at least one. Those that were never measured are chosen only if none was.
+        """
+        known = [(seconds, way) for way in ways if (seconds := self.predicted(way, nbytes)) is not None]
+        if not known:
+            return ways[0] if current is None else current
+        least, best = min(known)
+        now = None if current is None else self.predicted(current, nbytes)
+        if current is None or now is None:
+            return best
+        return best if least < (1.0 - HYSTERESIS) * now else current

@@ -1,0 +1,70 @@
+"""Config of how gradients travel between replicas."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from picotron_ray.config.schema.base import Section
+
+COMPRESSED = ("topk", "int8", "powersgd", "bf16")
+"""Values of ``comm.gradients`` whose result is not the exact sum."""
+
+
+class CommConfig(Section):
+    """Communication between replicas: the sums of gradients.
+
+    Example::
+
+        comm:
+          gradients: int8
+          bits: 8
+    """
+
+    gradients: Literal[
+        "auto",
+        "flat",
+        "bucketed",
+        "overlapped",
+        "reduce-scatter",
+        "hierarchical",
+        "topk",
+        "int8",
+        "powersgd",
+        "bf16",
+    ] = Field(
+        default="auto",
+        description="how replicas sum gradients. Exact: auto, what overlapped is, and under ZeRO FSDP2's;"
+        " flat, all at once after the backward pass; bucketed, in buckets after it; overlapped, in buckets"
+        " beside it; reduce-scatter, in two halves; hierarchical, inside neighbourhoods of inner_ranks and"
+        " between them. Not exact, for layout.zero 0 and matrices, with error feedback in the training state:"
+        " topk (the largest values), int8 (codes of bits with a scale per 256), powersgd (projections on few"
+        " directions), bf16",
+    )
+    topology: Literal["auto", "ring", "tree", "mesh"] = Field(
+        default="auto",
+        description="algorithm of exact sums: auto, the backend's; ring, tree or mesh (each to each in one"
+        " round), own ones over point-to-point messages (gloo), after the backward pass",
+    )
+    bucket_mib: float = Field(
+        default=25.0, gt=0, le=25, description="gradients that are summed together, MiB at most"
+    )
+    chunk_mib: float = Field(
+        default=4.0, ge=1, le=64, description="largest message of hierarchical, ring, tree and mesh, MiB"
+    )
+    overlap_ratio: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="share of the buckets, 0 to 1, whose sums may start during the backward pass; auto: all",
+    )
+    ratio: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="topk and powersgd: bytes sent over bytes of the gradients, above 0 to 1; auto: 0.1 for"
+        " gradients above 100 MB, 0.3 above 10 MB, else 0.5",
+    )
+    bits: Literal[8, 4] = Field(default=8, description="int8: bits of a code, 8 or 4")
+    inner_ranks: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
+        default="auto",
+        description="hierarchical: neighbouring replicas (dp x cp) of a neighbourhood; auto: those of a node,"
+        " where all nodes have as many",
+    )

@@ -1,0 +1,114 @@
+"""Rules between keys of ``comm`` and others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from picotron_ray.config.problem import Problem
+from picotron_ray.config.schema.comm import COMPRESSED, CommConfig
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
+
+_ONLY_OF = {
+    "ratio": ("topk", "powersgd"),
+    "bits": ("int8",),
+    "inner_ranks": ("hierarchical",),
+    "overlap_ratio": ("auto", "overlapped", "reduce-scatter", *COMPRESSED),
+}
+"""Keys of ``comm`` that some values of ``comm.gradients`` have alone."""
+
+
+def _compression(job: JobConfig) -> Iterator[Problem]:
+    asked = job.comm.gradients
+    if asked in COMPRESSED and job.precision == "fp64":
+        text = f"saw {asked} with precision=fp64, which is for exact sums; use an exact reducer or fp32"
+        yield Problem("comm.gradients", text, ("precision",))
+    if asked in COMPRESSED and job.comm.topology != "auto":
+        text = f"saw {job.comm.topology} with comm.gradients={asked}, which has a way of its own; use auto"
+        yield Problem("comm.topology", text, ("comm.gradients",))
+
+
+def _without_effect(job: JobConfig) -> Iterator[Problem]:
+    """Refuse keys that the chosen reducer does not have."""
+    comm, plain = job.comm, CommConfig()
+    for key, names in _ONLY_OF.items():
+        value = getattr(comm, key)
+        if value != getattr(plain, key) and comm.gradients not in names:
+            text = f"saw {value} with comm.gradients={comm.gradients}, which has none; drop it or use"
+            yield Problem(f"comm.{key}", f"{text} comm.gradients={' or '.join(names)}", ("comm.gradients",))
+
+
+def _topology(job: JobConfig) -> Iterator[Problem]:
+    comm = job.comm
+    if comm.topology == "auto":
+        return
+    if comm.gradients in ("overlapped", "reduce-scatter"):
+        text = f"with comm.gradients={comm.gradients}, but own algorithms begin after the backward pass; use"
+        text += " auto, flat, bucketed or hierarchical"
+        yield Problem("comm.topology", f"saw {comm.topology} {text}", ("comm.gradients",))
+    if job.cluster.device == "cuda":
+        text = (
+            "with cluster.device=cuda: torch's options of an NCCL communicator name no algorithm; use auto,"
+        )
+        text += " or set NCCL_ALGO for all of them"
+        yield Problem("comm.topology", f"saw {comm.topology} {text}", ("cluster.device",))
+
+
+def _alone(job: JobConfig) -> Iterator[Problem]:
+    """Refuse ways of exchange where there will never be two replicas."""
+    comm, layout = job.comm, job.layout
+    own = comm.topology != "auto"
+    if not own and comm.gradients not in ("hierarchical", *COMPRESSED):
+        return
+    key, saw = ("comm.topology", comm.topology) if own else ("comm.gradients", comm.gradients)
+    alone = {"cluster.max_workers": job.cluster.max_workers, "layout.dp": layout.dp if layout.cp == 1 else 0}
+    for against, value in alone.items():
+        if value == 1:
+            text = f"saw {saw} with {against}=1, which leaves one rank that has nobody to sum with"
+            yield Problem(key, f"{text}; use auto, or more replicas", (against, "layout.cp"))
+            return
+
+
+def _asked_layout(job: JobConfig) -> Iterator[Problem]:
+    zero, replicate = job.layout.zero, job.layout.replicate
+    if zero == "auto":
+        return
+    layout = Layout(dp=2, zero=zero, replicate=1 if replicate == "auto" else replicate)
+    for key, against, text in comm_layout_problems(job.comm, layout):
+        yield Problem(key, text, against)
+
+
+def comm_layout_problems(comm: CommConfig, layout: Layout) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield key, keys that it is at odds with, and text of each rule that a layout breaks.
+
+    Under ZeRO FSDP2 sums gradients: by a reduce-scatter for each block, beside the backward pass.
+    """
+    if not layout.zero:
+        return
+    against, has = ("layout.zero",), f"layout.zero={layout.zero}"
+    if comm.gradients in COMPRESSED:
+        text = f"saw {comm.gradients} with {has}, under which no rank has the gradients to keep an error of"
+        yield "comm.gradients", against, f"{text}; use zero=0 or an exact reducer"
+    elif comm.gradients in ("flat", "bucketed"):
+        text = f"saw {comm.gradients} with {has}, whose gradients FSDP2 reduces block by block"
+        yield "comm.gradients", against, f"{text}; use auto, overlapped or reduce-scatter"
+    elif comm.gradients == "hierarchical" and layout.replicate == 1:
+        text = f"saw hierarchical with {has}, which has two levels where layout.replicate is above 1"
+        yield "comm.gradients", (*against, "layout.replicate"), f"{text}; set it, or use auto"
+    if comm.topology != "auto":
+        text = (
+            f"saw {comm.topology} with {has}, whose gradients FSDP2 sums by the backend's algorithm; use auto"
+        )
+        yield "comm.topology", against, text
+    if comm.overlap_ratio != "auto":
+        text = f"saw {comm.overlap_ratio} with {has}, where FSDP2 overlaps each block; use auto"
+        yield "comm.overlap_ratio", against, text
+
+
+RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
+    _compression,
+    _without_effect,
+    _topology,
+    _alone,
+    _asked_layout,
+)

@@ -1,0 +1,30 @@
+"""``bench comm`` as users run it, on two ranks and small buffers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow  # most of it is torchrun's start
+def test_every_strategy_is_measured(tmp_path: Path) -> None:
+    target = tmp_path / "found.json"
+    asked = ["--groups", "2", "--sizes", "1KiB,64KiB", "--budget-s", "40", "--json", str(target)]
+    command = [sys.executable, "-m", "picotron_ray.cli", "bench", "comm", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(target.read_text())
+    assert {"cells", "cuts", "selected_within_10_percent"} < set(found)
+    assert len(found["cells"]) + len(found["cuts"]) == 2 * 10
+    for cell in found["cells"]:
+        assert 0 < cell["min_s"] <= cell["avg_s"] <= cell["max_s"]
+        assert 5 <= cell["repeats"] <= 100
+        assert cell["busbw_bytes_s"] == pytest.approx(cell["size_bytes"] / cell["avg_s"])
+    sent = {c["strategy"]: c["sent_bytes"] for c in found["cells"] if c["size_bytes"] == 65536}
+    assert sent["auto"] == 65536
+    assert sent["int8"] < 0.27 * 65536
+    assert "selector: " in done.stdout

@@ -1,0 +1,201 @@
+"""What processes do for the tests of reducers: sums of made-up buffers, and legs of a training."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron_ray.checkpoint.snapshot.replica_split import split_for_replica
+from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
+from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
+from picotron_ray.checkpoint.store.shard_sources import SlotSource
+from picotron_ray.checkpoint.torch_state import buffers, restore
+from picotron_ray.comm.reducers.choose import ReductionPlan, make_reducer
+from picotron_ray.comm.reducers.feedback import Feedback
+from picotron_ray.comm.reducers.point_to_point import TwoLevels
+from picotron_ray.comm.sockets import tcp_sockets
+from picotron_ray.comm.wire_bytes import SENT
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.train.engine import build_engine
+from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, Piece, batch, pieces, spoil
+from tests.support.gloo.pool import Job
+
+BYTES_SENT_AT = 200
+"""Of ``tcpi_bytes_sent`` in Linux's ``struct tcp_info``."""
+
+
+def made(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """The gradients of one rank."""
+    source = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(size, dtype=dtype, generator=source)
+
+
+def sums(job: Job, plans: Sequence[ReductionPlan], sizes: Sequence[int]) -> list[tuple[float, str, int]]:
+    """Per plan and size: relative error in fp64, the bits of the sum, and the bytes sent."""
+    groups = job.groups()
+    groups.connect()
+    group = dist.group.WORLD
+    assert group is not None
+    found = []
+    for plan in plans:
+        for size in sizes:
+            flat = made(job.rank, size, torch.float64)
+            total = sum(made(rank, size, torch.float64) for rank in range(job.world_size))
+            before = SENT.sent()
+            make_reducer(plan, group, 8 * size).start(flat, [flat.shape], None, 1).wait()
+            far = float((flat - total).norm() / (total.norm() + 1e-30))
+            found.append((far, flat.numpy().tobytes().hex()[:64], SENT.sent() - before))
+    del group
+    groups.close()
+    gc.collect()
+    return found
+
+
+def compressed(
+    job: Job, plan: ReductionPlan, shape: tuple[int, int], steps: int
+) -> list[tuple[Tensor, Tensor, Tensor, int]]:
+    """Per step: what this rank put in, the result, what it owes after it, and the bytes sent."""
+    groups = job.groups()
+    groups.connect()
+    group = dist.group.WORLD
+    assert group is not None
+    size = shape[0] * shape[1]
+    reducer = make_reducer(plan, group, 4 * size)
+    feedback = Feedback(torch.zeros(size), job.world_size)
+    found = []
+    for step in range(1, steps + 1):
+        flat = made(job.rank, size, torch.float32, step)
+        put, before = flat.clone(), SENT.sent()
+        feedback.begin(1.0)
+        reducer.start(flat, [torch.Size(shape)], feedback, step).wait()
+        feedback.commit()
+        found.append((put, flat.clone(), feedback.owed.clone(), SENT.sent() - before))
+    feedback.agree(group)
+    found.append((torch.empty(0), torch.empty(0), feedback.owed.clone(), 0))
+    del group, reducer
+    groups.close()
+    gc.collect()
+    return found
+
+
+def broadcasts(job: Job, inner: int) -> list[float]:
+    """What every rank has after a two-level broadcast of the first rank's values."""
+    groups = job.groups()
+    groups.connect()
+    group = dist.group.WORLD
+    assert group is not None
+    flat = torch.full((5,), float(job.rank + 7))
+    TwoLevels(group, inner).broadcast_(flat)
+    del group
+    groups.close()
+    return flat.tolist()
+
+
+def kernel_bytes() -> int:
+    """Bytes that the kernel sent for this process's TCP connections."""
+    total = 0
+    for info in [info for info in tcp_sockets() if info.peer is not None]:
+        with socket.socket(fileno=os.dup(info.fd)) as connection:
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT_AT + 8)
+        total += struct.unpack_from("<Q", told, BYTES_SENT_AT)[0]
+    return total
+
+
+def counted(job: Job, plans: Sequence[ReductionPlan], size: int) -> list[tuple[int, int]]:
+    """Per plan: the bytes that we counted, and those that the kernel did, of one sum."""
+    groups = job.groups()
+    groups.connect()
+    group = dist.group.WORLD
+    assert group is not None
+    found = []
+    for plan in plans:
+        reducer, flat = make_reducer(plan, group, 4 * size), made(job.rank, size, torch.float32)
+        feedback = None if reducer.exact else Feedback(flat, job.world_size)
+        dist.barrier()
+        before = SENT.sent(), kernel_bytes()
+        reducer.start(flat, [flat.shape], feedback, 1).wait()
+        dist.barrier()
+        found.append((SENT.sent() - before[0], kernel_bytes() - before[1]))
+        del reducer
+    del group
+    groups.close()
+    gc.collect()
+    return found
+
+
+def leg(
+    job: Job,
+    config: JobConfig,
+    layout: Layout,
+    steps: tuple[int, int],
+    folder: Path,
+    settles: bool | int = True,
+    survivors: tuple[int, ...] | None = None,
+) -> tuple[list[Piece], list[float]]:
+    """From the slots of step ``steps[0]`` to step ``steps[1]``, one batch again and again.
+
+    Leaves slots of the survivors (None: of all). ``settles``: error feedback is agreed upon before, as before
+    a checkpoint; else they are as a fault leaves them. A number: also after that step. Returns the state at
+    the end, and the loss sums.
+    """
+    groups = job.groups()
+    groups.connect()
+    engine = build_engine(config, layout, job.rank, groups, CPU)
+    first, last = steps
+    engine.initialise(config.seed)
+    if first:
+        for entry in engine.state():
+            spoil(entry)
+        restore(engine.state(), SlotSource([(path.name, path) for path in folder.glob(f"*.{first}.slot")]))
+        engine.set_step(first)
+    losses = []
+    for step in range(first + 1, last + 1):
+        losses.append(engine.forward_backward(batch(config, layout, layout.coordinates(job.rank).dp, 1)))
+        engine.reduce()
+        engine.clip()
+        engine.optimizer_step(config.optimizer.learning_rate)
+        if settles is not True and step == settles:
+            engine.settle()
+    if settles:
+        engine.settle()
+    if last > first and (survivors is None or job.rank in survivors):
+        mine = split_for_replica(engine.state(), 0, 1)
+        shards = tuple(entry.shard for entry in mine)
+        slot = SlotFile.create(folder / f"{job.rank}.{last}.slot", slot_bytes(shards))
+        slot.write(SlotHeader(1, 1, last, job.rank), shards, buffers(mine))
+        slot.close()
+    found = pieces(engine.state()), losses
+    engine.close()
+    groups.close()
+    gc.collect()
+    return found
+
+
+def owed(job: Job, config: JobConfig, layout: Layout, steps: int) -> tuple[list[Piece], list[float], Any]:
+    """State and losses of some steps, and what was applied; error feedback agreed upon at the end."""
+    groups = job.groups()
+    groups.connect()
+    engine = build_engine(config, layout, job.rank, groups, CPU)
+    engine.initialise(config.seed)
+    losses = []
+    for step in range(1, steps + 1):
+        losses.append(engine.forward_backward(batch(config, layout, layout.coordinates(job.rank).dp, step)))
+        engine.reduce()
+        engine.clip()
+        engine.optimizer_step(config.optimizer.learning_rate)
+    engine.settle()
+    found = pieces(engine.state()), losses, engine.applied
+    engine.close()
+    groups.close()
+    gc.collect()
+    return found

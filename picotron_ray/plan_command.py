@@ -34,6 +34,23 @@ def plan(
     validate: Annotated[
         bool, typer.Option("--validate", help="hold the cost model against published runs, row by row")
     ] = False,
+    goal: Annotated[
+        str,
+        typer.Option("--goal", help="throughput, memory, fewest, cheapest, robust or balanced"),
+    ] = "throughput",
+    tokens: Annotated[float | None, typer.Option("--tokens", help="of the whole run, such as 2e12")] = None,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", help="time that the run may take: 36h, 90m, 3d")
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            "--price", help="gpu-hour=2.5; spot: gpu-hour=1.1,interruptions=0.01 (per GPU and hour)"
+        ),
+    ] = None,
+    losing: Annotated[
+        int | None, typer.Option("--losing", min=1, help="nodes that a robust layout is judged without")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Find the layout for a model on so many devices, and say where its seconds and bytes go.
@@ -47,15 +64,20 @@ def plan(
         if validate:
             _validate(config, json_file)
             return
-        from picotron_ray.planner import plan as planning
+        from picotron_ray.planner import goals
         from picotron_ray.planner.hardware import hardware as named
-        from picotron_ray.planner.plan_text import plan_lines
+        from picotron_ray.planner.plan_text import plan_lines, run_lines
 
         if config is None:
             raise ConfigError("plan: saw no config, expected a YAML file or a recipe, or --validate")
         devices = named(hardware)
-        found = planning.plan(shape_of(config, overrides or []), gpus, devices, clock=time.perf_counter)
-        _show(plan_lines(found), found.to_dict(), json_file)
+        asked = goals.goal_of(goal, tokens, deadline, price, losing)
+        found = goals.plan_for(shape_of(config, overrides or []), gpus, devices, asked, time.perf_counter)
+        run = goals.run_estimate(found, asked)
+        value = {**found.to_dict(), "goal": goal}
+        if run is not None:
+            value |= {"run_hours": run.hours, "run_price": run.price}
+        _show([*plan_lines(found), *run_lines(run)], value, json_file)
 
 
 def analyse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from picotron_ray.planner.analysis import Analysis
+from picotron_ray.planner.goals import RunEstimate
 from picotron_ray.planner.model_sizes import parameter_count
 from picotron_ray.planner.plan import PlanReport
 from picotron_ray.planner.published.sources import SOURCES
@@ -43,6 +44,13 @@ def plan_lines(plan: PlanReport) -> Iterator[str]:
         gain = 100 * (1 - one.step_s / total)
         yield f"{one.what} would make a step of {one.step_s:.3g} s ({gain:+.1f} %): {str(one.layout)[:70]}"
     yield f"searched   {plan.costed} candidates in {plan.seconds:.2f} s"
+
+
+def run_lines(run: RunEstimate | None) -> Iterator[str]:
+    """Hours and price of the whole run, where its tokens are known."""
+    if run is not None:
+        price = f", {run.price:,.0f} for all devices" if run.price else ""
+        yield f"the run    {run.hours:,.1f} h{price}"
 
 
 def _memory_lines(plan: PlanReport) -> Iterator[str]:

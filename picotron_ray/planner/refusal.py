@@ -22,12 +22,18 @@ def leanest_bytes(job: JobConfig, workers: int, enough: float = 0.0) -> float:
     Args:
         enough: stop at the first layout that needs no more.
     """
-    leanest, least = "full" if job.layout.recompute == "auto" else job.layout.recompute, float("inf")
-    for layout in _lean(candidates(job, workers)):
-        least = min(least, memory_estimate(job, replace(layout, recompute=leanest)).total_bytes)
+    least = float("inf")
+    for layout in lean_layouts(job, workers):
+        least = min(least, memory_estimate(job, layout).total_bytes)
         if least <= enough:
             break
     return least
+
+
+def lean_layouts(job: JobConfig, workers: int) -> list[Layout]:
+    """Layouts among which is the leanest: fewest copies and rows, all recomputed where the job allows it."""
+    leanest = "full" if job.layout.recompute == "auto" else job.layout.recompute
+    return [replace(layout, recompute=leanest) for layout in _lean(candidates(job, workers))]
 
 
 def _lean(layouts: Iterable[Layout]) -> list[Layout]:

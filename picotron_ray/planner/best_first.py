@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import Degrees, layout_problems
+from picotron_ray.config.validation.layout import Degrees, Pipeline, layout_problems, pipelines
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.candidates import Sharding, candidate, degrees_allowed, micro_batches, shardings
 from picotron_ray.planner.cost import StepCost, least_arithmetic_s, step_cost
@@ -29,6 +29,14 @@ ALONE = Sharding(zero=0, replicate=1, ep=1)
 Choice = tuple[float, Layout]
 """A layout that fits, and its seconds per step before it."""
 MOST_TOO_LARGE = 10
+
+
+class Passes(NamedTuple):
+    """Degrees, rows of a micro-batch and a pipeline schedule: all that decides how a micro-batch passes."""
+
+    degrees: Degrees
+    micro_batch: int
+    pipeline: Pipeline
 
 
 class TooLarge(NamedTuple):
@@ -52,8 +60,8 @@ class BestFirst:
         limit_s: nothing that costs more is looked for.
         too_large: the most promising of what memory rules out, at most `MOST_TOO_LARGE`.
         budget: bytes per worker that an estimate may reach.
-        least: lower bounds of what is left, with degrees, degrees and micro-batch, or a layout.
-        large: degrees and shardings whose state alone is above the budget.
+        least: lower bounds of what is left, with degrees, `Passes` or a layout.
+        large: degrees, shardings and schedules whose state alone is above the budget.
     """
 
     job: JobConfig
@@ -65,20 +73,21 @@ class BestFirst:
     found: list[Choice] = field(default_factory=list)
     too_large: list[TooLarge] = field(default_factory=list)
     costed: int = 0
-    least: list[tuple[float, int, tuple[Degrees, int] | Layout]] = field(default_factory=list)
-    large: dict[tuple[Degrees, Sharding], bool] = field(default_factory=dict)
+    least: list[tuple[float, int, Degrees | Passes | Layout]] = field(default_factory=list)
+    large: dict[tuple[Degrees, Sharding, str, int], bool] = field(default_factory=dict)
 
     def run(self, workers: int) -> None:
         """Search all layouts on at most ``workers`` ranks."""
         for degrees in degrees_allowed(self.job, workers):
-            heappush(self.least, (self._arithmetic_s(degrees), 0, (degrees, 0)))
+            heappush(self.least, (self._arithmetic_s(degrees), 0, degrees))
         while self.least and self.least[0][0] <= self._bound_s():
             bound, stage, at = heappop(self.least)
             if isinstance(at, Layout):
                 self._settle_or_defer(bound, stage, at)
-            else:
-                for left in self._with_micro_batches(at[0]) if stage == 0 else self._with_shardings(*at):
-                    heappush(self.least, left)
+                continue
+            ways = self._with_shardings(at) if isinstance(at, Passes) else self._with_micro_batches(at)
+            for left in ways:
+                heappush(self.least, left)
 
     def _bound_s(self) -> float:
         return self.found[self.keep - 1][0] if len(self.found) >= self.keep else self.limit_s
@@ -88,16 +97,22 @@ class BestFirst:
         rows = math.ceil(self.job.data.global_batch / degrees.dp)
         return least_arithmetic_s(self.job, candidate(self.job, degrees, ALONE, rows), self.profile)
 
-    def _with_micro_batches(self, degrees: Degrees) -> Iterator[tuple[float, int, tuple[Degrees, int]]]:
-        """All but what depends on the sharding, for each micro-batch."""
+    def _with_micro_batches(self, degrees: Degrees) -> Iterator[tuple[float, int, Passes]]:
+        """All but what depends on the sharding, for each micro-batch and schedule."""
+        ways = pipelines(self.job, degrees.pp)
         for micro_batch in micro_batches(self.job, degrees.dp, degrees.pp):
-            layout = candidate(self.job, degrees, ALONE, micro_batch)
-            cost = step_cost(self.job, layout, self.profile, self.node_sizes)
-            yield cost.total_s - cost.data_s - cost.offload_s - cost.optimizer_s, 1, (degrees, micro_batch)
+            for way in ways:
+                layout = candidate(self.job, degrees, ALONE, micro_batch, way)
+                if len(ways) > 1 and layout_problems(self.job, layout):
+                    continue
+                cost = step_cost(self.job, layout, self.profile, self.node_sizes)
+                least = cost.total_s - cost.data_s - cost.offload_s - cost.optimizer_s
+                yield least, 1, Passes(degrees, micro_batch, way)
 
-    def _with_shardings(self, degrees: Degrees, micro_batch: int) -> Iterator[tuple[float, int, Layout]]:
+    def _with_shardings(self, passes: Passes) -> Iterator[tuple[float, int, Layout]]:
+        degrees, micro_batch, way = passes
         for sharding in shardings(self.job, degrees):
-            layout = candidate(self.job, degrees, sharding, micro_batch)
+            layout = candidate(self.job, degrees, sharding, micro_batch, way)
             if self._too_large(degrees, sharding, layout) or layout_problems(self.job, layout):
                 continue
             self.costed += 1
@@ -106,7 +121,7 @@ class BestFirst:
 
     def _too_large(self, degrees: Degrees, sharding: Sharding, layout: Layout) -> bool:
         """Whether the state alone, which no micro-batch changes, is above the budget on any rank."""
-        key = degrees, sharding
+        key = degrees, sharding, layout.schedule, layout.virtual_stages
         if key not in self.large:
             self.large[key] = any(
                 rank_memory(self.job, layout, rank, blocks_again(self.job, layout, rank)).state_bytes

@@ -9,13 +9,14 @@ from typing import NamedTuple
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import (
     Degrees,
+    Pipeline,
     asked_pp,
     fitting_degrees,
     layout_problems,
     least_micro_batch,
     own_schedule,
+    pipelines,
     placement,
-    virtual_stages,
 )
 from picotron_ray.layout.layout import Layout, Zero
 
@@ -25,9 +26,10 @@ def candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
     for degrees in degrees_allowed(job, workers):
         for sharding in shardings(job, degrees):
             for micro_batch in micro_batches(job, degrees.dp, degrees.pp):
-                layout = candidate(job, degrees, sharding, micro_batch)
-                if not layout_problems(job, layout):
-                    yield layout
+                for pipeline in pipelines(job, degrees.pp):
+                    layout = candidate(job, degrees, sharding, micro_batch, pipeline)
+                    if not layout_problems(job, layout):
+                        yield layout
 
 
 def degrees_allowed(job: JobConfig, workers: int) -> list[Degrees]:
@@ -58,14 +60,23 @@ def shardings(job: JobConfig, degrees: Degrees) -> list[Sharding]:
     ]
 
 
-def candidate(job: JobConfig, degrees: Degrees, sharding: Sharding, micro_batch: int) -> Layout:
-    """The layout of these choices and of the job's own; whether it fits is not looked at."""
-    asked = job.layout
+def candidate(
+    job: JobConfig,
+    degrees: Degrees,
+    sharding: Sharding,
+    micro_batch: int,
+    pipeline: Pipeline | None = None,
+) -> Layout:
+    """The layout of these choices and of the job's own; whether it fits is not looked at.
+
+    Args:
+        pipeline: one of `pipelines`; None: the first of them.
+    """
+    asked, way = job.layout, pipeline or pipelines(job, degrees.pp)[0]
     return Layout(
         **degrees._asdict(),
         **sharding._asdict(),
-        schedule=asked.schedule,
-        virtual_stages=virtual_stages(job, degrees.pp),
+        **way._asdict(),
         placement=placement(job),
         micro_batch=micro_batch,
         context=asked.context,

@@ -16,7 +16,13 @@ Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
 Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
+AUTO_SCHEDULE = "auto"
+"""Leaves the schedule and its stages per rank to the planner."""
+
+
 def _schedule(name: str) -> str:
+    if name == AUTO_SCHEDULE:
+        return name
     try:
         return canonical_name(name)
     except LayoutError as error:
@@ -24,7 +30,7 @@ def _schedule(name: str) -> str:
 
 
 def _schedule_choices(schema: dict[str, Any]) -> None:
-    schema["enum"] = schedule_names()
+    schema["enum"] = [*schedule_names(), AUTO_SCHEDULE]
 
 
 ScheduleName = Annotated[str, AfterValidator(_schedule), Field(json_schema_extra=_schedule_choices)]
@@ -71,7 +77,7 @@ class LayoutConfig(Section):
     schedule: ScheduleName = Field(
         default="1f1b",
         description=f"pipeline schedule, where pp > 1; all but {ONE_STAGE} cut more than one stage per rank;"
-        " custom: the one that actions writes down",
+        " custom: the one that actions writes down; auto: the planner's choice at every generation",
     )
     actions: tuple[str, ...] = Field(
         default=(),
@@ -80,7 +86,9 @@ class LayoutConfig(Section):
         " weights), micro-batch; fixes pp, virtual_stages and the number of micro-batches",
     )
     virtual_stages: Degree = Field(
-        default="auto", description="stages per pipeline rank; auto: as few as the schedule asks"
+        default="auto",
+        description="stages per pipeline rank; auto: as few as the schedule asks, with schedule=auto as many"
+        " as pay",
     )
     micro_batch: Degree = Field(default="auto", description="samples per micro-batch and replica")
     recompute: str = Field(

@@ -18,6 +18,7 @@ from picotron_ray.config.validation.layout import (
     nearest_layouts,
     own_schedule,
     placement,
+    plain_schedule,
     virtual_stages,
 )
 from picotron_ray.errors import ConfigError
@@ -138,7 +139,7 @@ def _without_effect(job: JobConfig) -> Iterator[Problem]:
 
 def actions_problem(job: JobConfig) -> str:
     """The reason why ``layout.actions`` cannot run; empty where it can, or there is none."""
-    actions, schedule = job.layout.actions, job.layout.schedule
+    actions, schedule = job.layout.actions, plain_schedule(job)
     if SCHEDULES[schedule].with_actions is None:
         rows = f"saw {len(actions)} rows with layout.schedule={schedule}, which makes its own list"
         return f"{rows}; use schedule=custom or drop them" if actions else ""
@@ -180,7 +181,7 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
     layout = Layout(
         **degrees._asdict(),
         ep=1 if asked.ep == "auto" else asked.ep,
-        schedule=asked.schedule,
+        schedule=plain_schedule(job),
         virtual_stages=virtual_stages(job, degrees.pp),
         zero=asked.zero if asked.zero != "auto" else 0 if copies == 1 else 1,
         replicate=copies,

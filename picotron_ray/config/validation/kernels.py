@@ -11,6 +11,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.support.devices import device_problems, graph_problems
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
 from picotron_ray.config.validation.compute import actions_problem
+from picotron_ray.config.validation.layout import plain_schedule
 from picotron_ray.layout.recompute_policy import is_selective
 from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.models.families.registry import family_of
@@ -21,7 +22,7 @@ def _splits(job: JobConfig) -> bool:
     readable = not actions_problem(job)
     if not readable or job.layout.pp == 1:
         return False
-    return schedule_of(job.layout.schedule, job.layout.actions).splits_backward
+    return schedule_of(plain_schedule(job), job.layout.actions).splits_backward
 
 
 def _kernels(job: JobConfig) -> Iterator[Problem]:

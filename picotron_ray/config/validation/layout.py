@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from picotron_ray.config.schema.compute import AUTO_SCHEDULE
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.kernels import GROUPED_ROW_BYTES, ungrouped_widths
 from picotron_ray.config.support.precision import COMPUTE_BYTES
@@ -184,18 +185,57 @@ def _grouped_problems(job: JobConfig, tp: int) -> Iterator[LayoutProblem]:
         yield LayoutProblem("kernels.experts", against, text)
 
 
+SEARCHED_SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "interleaved-zero-bubble")
+"""Schedules that ``layout.schedule=auto`` chooses from: of those that wait alike, those that keep least."""
+SEARCHED_STAGES = (1, 2, 4, 8)
+"""Stages per rank that it looks at."""
+
+
+def plain_schedule(job: JobConfig) -> str:
+    """The schedule by which degrees are judged: where it is left to the planner, 1f1b, which asks least."""
+    return "1f1b" if job.layout.schedule == AUTO_SCHEDULE else job.layout.schedule
+
+
 def virtual_stages(job: JobConfig, pp: int) -> int:
     """Stages per rank: the number that the job asks for, else the fewest of its schedule."""
-    if pp == 1:
+    if pp == 1 or job.layout.schedule == AUTO_SCHEDULE:
         return 1
     asked = job.layout.virtual_stages
-    schedule = schedule_of(job.layout.schedule, job.layout.actions)
+    schedule = schedule_of(plain_schedule(job), job.layout.actions)
     return schedule.stages_per_rank[0] if asked == "auto" else asked
+
+
+class Pipeline(NamedTuple):
+    """A schedule, and its stages per rank."""
+
+    schedule: str
+    virtual_stages: int
+
+
+def pipelines(job: JobConfig, pp: int) -> list[Pipeline]:
+    """Schedules with their stages per rank that the job allows on so many pipeline ranks."""
+    if pp == 1 or job.layout.schedule != AUTO_SCHEDULE:
+        return [Pipeline(plain_schedule(job), virtual_stages(job, pp))]
+    asked = job.layout.virtual_stages
+    found = []
+    for name in SEARCHED_SCHEDULES:
+        least, most = SCHEDULES[name].stages_per_rank
+        if SCHEDULES[name].splits_backward and _needs_whole_backward(job):
+            continue
+        counts = SEARCHED_STAGES if asked == "auto" else (asked,)
+        found += [Pipeline(name, count) for count in counts if least <= count <= most]
+    return [way for way in found if way.virtual_stages * pp <= job.model.depth]
+
+
+def _needs_whole_backward(job: JobConfig) -> bool:
+    """Whether a kernel is asked for whose backward pass cannot be split (`validation.kernels`)."""
+    kernels = job.kernels
+    return kernels.compile or kernels.norm == "compiled" or kernels.tp_overlap != "none"
 
 
 def own_schedule(job: JobConfig) -> ActionList | None:
     """The job's own list of actions; None where its schedule takes none. Raises ConfigError for a bad one."""
-    return action_list(job.layout.actions) if SCHEDULES[job.layout.schedule].with_actions else None
+    return action_list(job.layout.actions) if SCHEDULES[plain_schedule(job)].with_actions else None
 
 
 def asked_pp(job: JobConfig) -> int | Literal["auto"]:
@@ -351,7 +391,7 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
                         pp=pp,
                         cp=cp,
                         ep=experts,
-                        schedule=job.layout.schedule,
+                        schedule=plain_schedule(job),
                         virtual_stages=virtual_stages(job, pp),
                         placement=placement(job),
                         micro_batch=least_micro_batch(job, dp),

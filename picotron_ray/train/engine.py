@@ -53,6 +53,7 @@ from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose_adapta
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.precision.loss_scaler import loss_scaling
 from picotron_ray.train.precision.precision import check_precision, master_dtype
+from picotron_ray.train.reducer_selection import NO_CHOICE
 from picotron_ray.train.training_state import TrainingState
 
 
@@ -173,6 +174,17 @@ class Engine:
         self._adaptation.step()
         self._scaling.step()
         self.step += 1
+
+    @property
+    def reducer_choice(self) -> int:
+        """This rank's proposal for the reducer of the steps to come, as a number for the exchange."""
+        selection = self._gradients.selection
+        return NO_CHOICE if selection is None else selection.proposal()
+
+    def adopt_reducer(self, proposals: Sequence[int]) -> None:
+        """Sum gradients by what the first rank of the replicas proposes; ``proposals`` of all ranks."""
+        if self._gradients.selection is not None:
+            self._gradients.selection.adopt(proposals)
 
     def settle(self) -> None:
         """Make the state the same on all replicas before it is kept; all ranks call it.

@@ -18,6 +18,7 @@ from picotron_ray.parallel.data.ddp import DEFAULT, ReplicatedGradients, replica
 from picotron_ray.parallel.local_shards import LocalParameter, local_gradient
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
+from picotron_ray.train.reducer_selection import ReducerSelection
 
 NEVER = sys.maxsize
 """Micro-batches that the sums over replicas wait for where no hook runs: more than any step has."""
@@ -29,9 +30,11 @@ class Gradients:
     Args:
         parameters: all that this rank holds.
         plan: how they travel between replicas.
+        selection: chooses that while the run goes on; None: they travel by ``plan``.
 
     Fields:
         trained: the parameters that have an update of their own.
+        selection: as given; None where nothing is summed over replicas.
         values: of `trained`, local and summed over all ranks, once `reduce` was called.
         owed: by name, the error feedback of parameters whose sums are compressed: live storage.
         applied: what is not plain about the sums, one phrase each.
@@ -43,6 +46,7 @@ class Gradients:
         definition: ModelDefinition,
         mesh: Mesh,
         plan: ReductionPlan = DEFAULT,
+        selection: ReducerSelection | None = None,
     ) -> None:
         self._parameters, self._layout = parameters, mesh.layout
         self._sequence_parallel, self._tp = definition.sequence_parallel, mesh.group("tp")
@@ -60,6 +64,7 @@ class Gradients:
         self.values: list[Tensor] = []
         self._by_fsdp = [p for p in summed if mesh.layout.zero and _sum_group(p, mesh) is None]
         self._micro_batches = 0
+        self.selection = selection if self._replicated else None
 
     def clear(self, micro_batches: int, step: int = 0, scale: float = 1.0) -> None:
         """Begin a step in which ``micro_batches`` add to the gradients.
@@ -71,6 +76,10 @@ class Gradients:
         self.values, self._micro_batches = [], micro_batches
         for parameter in self._parameters:
             parameter.parameter.grad = None
+        if self.selection is not None:
+            chosen = self.selection.begin(step)
+            for copies in self._replicated:
+                copies.use(chosen)
         for copies in self._replicated:
             copies.begin(micro_batches, step, scale)
 
@@ -78,6 +87,8 @@ class Gradients:
         """Finish the sums: over dp and cp (under way since backward), of tied ends, over tp if partial."""
         for copies in self._replicated:
             copies.finish()
+        if self.selection is not None:
+            self.selection.observe([cost for copies in self._replicated for cost in copies.costs])
         SENT.add(GRADIENTS, sum(sharded_bytes(p, self._layout, self._micro_batches) for p in self._by_fsdp))
         found = [local_gradient(p, self._layout, self._sequence_parallel) for p in self.trained]
         self.values = [gradient for gradient, _ in found]
@@ -107,7 +118,7 @@ class Gradients:
             copies.close()
         self._replicated.clear()
         self._parameters, self.trained, self.values, self._tp = [], [], [], None
-        self.owed, self._by_fsdp = {}, []
+        self.owed, self._by_fsdp, self.selection = {}, [], None
         del self._ends
 
 

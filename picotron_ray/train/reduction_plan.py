@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from picotron_ray.comm.reducers.choose import ReductionPlan
 from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.parallel.mesh import Mesh, axis_ranks
+from picotron_ray.train.reducer_selection import ReducerSelection
 
 
 def reduction_plan(comm: CommConfig, mesh: Mesh) -> ReductionPlan:
@@ -22,6 +23,14 @@ def reduction_plan(comm: CommConfig, mesh: Mesh) -> ReductionPlan:
         chunk_bytes=int(comm.chunk_mib * 2**20),
         overlap=1.0 if comm.overlap_ratio == "auto" else comm.overlap_ratio,
     )
+
+
+def selection_of(comm: CommConfig, mesh: Mesh) -> ReducerSelection | None:
+    """Make the choice that goes on with the run, where a job asks for it."""
+    if not comm.selector or mesh.layout.zero or mesh.layout.replicas == 1:
+        return None
+    inner = _inner(comm, mesh)
+    return ReducerSelection(reduction_plan(comm, mesh), inner if inner < mesh.layout.replicas else 1, mesh)
 
 
 def _inner(comm: CommConfig, mesh: Mesh) -> int:

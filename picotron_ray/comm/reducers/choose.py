@@ -78,7 +78,8 @@ class PointToPoint:
     def __init__(self, group: dist.ProcessGroup, plan: ReductionPlan) -> None:
         self._two_levels: TwoLevels | None = None
         algorithm = "ring" if plan.topology == "auto" else plan.topology
-        if plan.gradients == "hierarchical" and 1 < plan.inner < group.size():
+        levels = 1 < plan.inner < group.size() and group.size() % plan.inner == 0
+        if plan.gradients == "hierarchical" and levels:
             self._two_levels = TwoLevels(group, plan.inner, algorithm, plan.chunk_bytes)
         self._algorithm, self._peers = ALGORITHMS[algorithm], Peers(group, None, plan.chunk_bytes)
 

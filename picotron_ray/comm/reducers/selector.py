@@ -1,9 +1,10 @@
 """Choice of the reducer by a model of its time, which measured times correct. Torch-free.
 
 A sum of ``n`` bytes takes alpha + beta n seconds, by strategy, axis and link (Hockney 1994). Both are found
-by recursive least squares with forgetting (Ljung 1999, section 11.2). An observation counts by its relative
-error, so that microseconds at 1 KiB weigh as much as seconds at 1 GiB. A strategy in use is left only for
-one that is predicted to be faster by more than `HYSTERESIS`.
+by recursive least squares with forgetting (Ljung 1999, section 11.2). An error counts relative to what is
+usual for its size, so that microseconds at 1 KiB weigh as much as seconds at 1 GiB, and a link that has
+become slow as much as it was when it was fast. A strategy in use is left only for one that is predicted to
+be faster by more than `HYSTERESIS`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ HYSTERESIS = 0.1
 EVERY_STEPS = 100
 """Fewest steps between two decisions."""
 FORGETTING = 0.98
-"""Weight of all that was known at each new observation."""
+"""Weight of all that was known, for each step since: what is tried seldom is known from its newest times."""
 UNKNOWN = 100.0
 """Variance of both parameters (seconds, seconds per MB) before anything was seen; they stay below it."""
+
+
+USUAL_S, USUAL_S_PER_BYTE = 1e-4, 1e-9
+"""Time of a sum by which an error counts: that of gloo over loopback, in its order of magnitude."""
 
 
 class Way(NamedTuple):
@@ -44,30 +49,33 @@ class LinearTime:
         alpha: seconds of any sum.
         beta: seconds per byte.
         seen: number of observations.
+        at: step of the newest one.
     """
 
     alpha: float = 0.0
     beta: float = 0.0
     seen: int = 0
+    at: int = 0
     _p: tuple[float, float, float] = (UNKNOWN, 0.0, UNKNOWN)  # covariance: alpha, both, beta per MB
 
     def seconds(self, nbytes: float) -> float:
         """Predict; never below zero."""
         return max(0.0, self.alpha) + max(0.0, self.beta) * nbytes
 
-    def observe(self, nbytes: float, seconds: float) -> None:
-        """Correct both parameters by a measured time above 0."""
-        x, y = 1.0 / seconds, nbytes / 1e6 / seconds  # of the equation divided by the time
+    def observe(self, nbytes: float, seconds: float, step: int = 0) -> None:
+        """Correct both parameters by a time above 0, measured at ``step``."""
+        usual = USUAL_S + nbytes * USUAL_S_PER_BYTE
+        x, y = 1.0 / usual, nbytes / 1e6 / usual
         a, b, c = self._p
+        keeps = max(FORGETTING ** max(0, step - self.at), (a + c) / (2 * UNKNOWN))
+        a, b, c = a / keeps, b / keeps, c / keeps
         left, right = a * x + b * y, b * x + c * y
-        scale = FORGETTING + x * left + y * right
-        error = 1.0 - (x * self.alpha + y * self.beta * 1e6)
+        scale = 1.0 + x * left + y * right
+        error = seconds / usual - (x * self.alpha + y * self.beta * 1e6)
         self.alpha += left / scale * error
         self.beta += right / scale * error / 1e6
-        spread = (a - left * left / scale, b - left * right / scale, c - right * right / scale)
-        keeps = FORGETTING if spread[0] + spread[2] < UNKNOWN else 1.0  # what is not seen is not forgotten
-        self._p = (spread[0] / keeps, spread[1] / keeps, spread[2] / keeps)
-        self.seen += 1
+        self._p = (a - left * left / scale, b - left * right / scale, c - right * right / scale)
+        self.seen, self.at = self.seen + 1, step
 
 
 @dataclass(slots=True)
@@ -76,25 +84,19 @@ class Selector:
 
     Fields:
         models: by way.
-        chosen_at: step of the newest decision.
     """
 
     models: dict[Way, LinearTime] = field(default_factory=dict)
-    chosen_at: int = -EVERY_STEPS
 
-    def observe(self, way: Way, nbytes: float, seconds: float) -> None:
-        """Correct the model of a way."""
+    def observe(self, way: Way, nbytes: float, seconds: float, step: int = 0) -> None:
+        """Correct the model of a way by a time measured at ``step``."""
         if seconds > 0:
-            self.models.setdefault(way, LinearTime()).observe(nbytes, seconds)
+            self.models.setdefault(way, LinearTime()).observe(nbytes, seconds, step)
 
     def predicted(self, way: Way, nbytes: float) -> float | None:
         """Seconds of a sum; None where the way was never measured."""
         model = self.models.get(way)
         return None if model is None else model.seconds(nbytes)
-
-    def is_due(self, step: int) -> bool:
-        """Whether a decision may be taken at ``step``."""
-        return step - self.chosen_at >= EVERY_STEPS
 
     def choose(self, ways: Sequence[Way], nbytes: float, current: Way | None = None) -> Way:
         """Choose the way that is predicted to take least; the one in use where none is clearly faster.

@@ -47,6 +47,12 @@ class CommConfig(Section):
         description="algorithm of exact sums: auto, the backend's; ring, tree or mesh (each to each in one"
         " round), own ones over point-to-point messages (gloo), after the backward pass",
     )
+    selector: bool = Field(
+        default=False,
+        description="with gradients and topology auto, without ZeRO, on CPUs: measure the exact ways while"
+        " the run goes on, and every 100 steps take the one that costs the step least (another one only if"
+        " faster by 10 %); sums are rounded in another order then",
+    )
     bucket_mib: float = Field(
         default=25.0, gt=0, le=25, description="gradients that are summed together, MiB at most"
     )

@@ -54,6 +54,21 @@ def _topology(job: JobConfig) -> Iterator[Problem]:
         yield Problem("comm.topology", f"saw {comm.topology} {text}", ("cluster.device",))
 
 
+def _selector(job: JobConfig) -> Iterator[Problem]:
+    comm = job.comm
+    if not comm.selector:
+        return
+    against = {
+        "comm.gradients": comm.gradients != "auto" and f"{comm.gradients}, which leaves no choice",
+        "comm.topology": comm.topology != "auto" and f"{comm.topology}, which leaves no choice",
+        "cluster.device": job.cluster.device == "cuda" and "cuda, whose waits it cannot time",
+        "kernels.cuda_graphs": job.kernels.cuda_graphs and "true, whose waits it cannot time",
+    }
+    for key, why in against.items():
+        if why:
+            yield Problem("comm.selector", f"saw true with {key}={why}; drop one", (key,))
+
+
 def _alone(job: JobConfig) -> Iterator[Problem]:
     """Refuse ways of exchange where there will never be two replicas."""
     comm, layout = job.comm, job.layout
@@ -100,6 +115,9 @@ def comm_layout_problems(comm: CommConfig, layout: Layout) -> Iterator[tuple[str
             f"saw {comm.topology} with {has}, whose gradients FSDP2 sums by the backend's algorithm; use auto"
         )
         yield "comm.topology", against, text
+    if comm.selector:
+        text = f"saw true with {has}, whose gradients FSDP2 sums by the backend's algorithm; use false"
+        yield "comm.selector", against, text
     if comm.overlap_ratio != "auto":
         text = f"saw {comm.overlap_ratio} with {has}, where FSDP2 overlaps each block; use auto"
         yield "comm.overlap_ratio", against, text
@@ -109,6 +127,7 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _compression,
     _without_effect,
     _topology,
+    _selector,
     _alone,
     _asked_layout,
 )

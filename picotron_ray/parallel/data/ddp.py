@@ -11,6 +11,7 @@ Gradients are summed and never averaged, because the loss is divided once by the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
@@ -47,7 +48,18 @@ class GradientBucket:
         self._shapes = [parameter.shape for parameter in parameters]
         self._step = 0
         self._work: Reduction | None = None
+        self._cost_s = 0.0
         self.waiting: set[Tensor] = set()
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """Bytes of the bucket, and seconds that its sum has cost the step: in its start and at its end."""
+        return self._flat.numel() * self._flat.element_size(), self._cost_s
+
+    def use(self, reducer: Reducer) -> None:
+        """Sum by another exact reducer from the next step on."""
+        assert reducer.exact, "error feedback belongs to one reducer"
+        self._reducer = reducer
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat tensor, one per parameter."""
@@ -63,7 +75,7 @@ class GradientBucket:
     def begin(self, step: int, scale: float) -> None:
         """Begin a step: `clear`, and remember its number and the scale of its gradients."""
         self.clear()
-        self._step = step
+        self._step, self._cost_s = step, 0.0
         if self._feedback is not None:
             self._feedback.begin(scale)
 
@@ -99,12 +111,16 @@ class GradientBucket:
     def start(self) -> None:
         """Start the sum, unless it is under way."""
         if self._work is None:
+            began = time.perf_counter()
             self._work = self._reducer.start(self._flat, self._shapes, self._feedback, self._step)
+            self._cost_s += time.perf_counter() - began
 
     def wait(self) -> None:
         """Wait for the sum."""
         assert self._work is not None, "started before it is waited for"
+        began = time.perf_counter()
         self._work.wait()
+        self._cost_s += time.perf_counter() - began
         self._work = None
 
 
@@ -128,18 +144,37 @@ class ReplicatedGradients:
     ) -> None:
         ordered = list(reversed(list(parameters)))
         total = sum(parameter.numel() * parameter.element_size() for parameter in ordered)
+        self._group, self._total = group, total
         reducer = make_reducer(plan, group, total)
+        self._reducers = {plan: reducer}
         limit = plan.bucket_limit if bucket_bytes is None else bucket_bytes
         self._buckets = [GradientBucket(part, group, reducer) for part in buckets(ordered, limit)]
         self._bucket = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        share = plan.overlapped_share if reducer.overlaps else 0.0
-        self._early = round(share * len(self._buckets))
+        self._early = self._early_under(plan, reducer)
         self._started = 0
         self._passes = 0
         self._seen: dict[Tensor, int] = {}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in self._bucket
         ]
+
+    def _early_under(self, plan: ReductionPlan, reducer: Reducer) -> int:
+        """Number of buckets that may start during the backward pass."""
+        return round((plan.overlapped_share if reducer.overlaps else 0.0) * len(self._buckets))
+
+    def use(self, plan: ReductionPlan) -> None:
+        """Sum by another exact plan from the next `begin` on; buckets stay. All ranks alike."""
+        if plan not in self._reducers:
+            self._reducers[plan] = make_reducer(plan, self._group, self._total)
+        reducer = self._reducers[plan]
+        self._early = self._early_under(plan, reducer)
+        for bucket in self._buckets:
+            bucket.use(reducer)
+
+    @property
+    def costs(self) -> list[tuple[int, float]]:
+        """Bytes of each bucket, and seconds that its sum cost the step."""
+        return [bucket.cost for bucket in self._buckets]
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -203,6 +238,8 @@ class ReplicatedGradients:
         self._hooks.clear()
         self._bucket.clear()
         self._buckets.clear()
+        self._reducers.clear()
+        self._group = None
 
 
 def replicated(

@@ -46,6 +46,11 @@ class Parts:
     def optimizer_step(self, rate: float) -> None:
         self.log.append(("update", rate))
 
+    reducer_choice = 3
+
+    def adopt_reducer(self, proposals: Sequence[int]) -> None:
+        assert proposals == (3,)
+
     def settle(self) -> None:
         self.log.append("settle")
 

@@ -53,6 +53,13 @@ BAD = {
         "comm.topology",
         "or set NCCL_ALGO for all",
     ),
+    "selector of one": (
+        "comm: {gradients: flat, selector: true}",
+        "comm.selector",
+        "leaves no choice; drop one",
+    ),
+    "selector on CUDA": ("{comm: {selector: true}, cluster: {device: cuda}}", "comm.selector", "cannot time"),
+    "selector under ZeRO": ("{comm: {selector: true}, layout: {zero: 2}}", "comm.selector", "use false"),
     "flat under ZeRO": ("{comm: {gradients: flat}, layout: {zero: 1}}", "comm.gradients", "block by block"),
     "levels under ZeRO": (
         "{comm: {gradients: hierarchical}, layout: {zero: 1}}",

@@ -27,6 +27,7 @@ from picotron_ray.comm.wire_bytes import SENT
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
+from picotron_ray.train.step_sync import Contribution, exchange
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, Piece, batch, pieces, spoil
 from tests.support.gloo.pool import Job
 
@@ -199,3 +200,32 @@ def owed(job: Job, config: JobConfig, layout: Layout, steps: int) -> tuple[list[
     groups.close()
     gc.collect()
     return found
+
+
+def selected(job: Job, config: JobConfig, layout: Layout, steps: int) -> list[str]:
+    """The way that gradients took in each step, chosen as the loop does it."""
+    groups = job.groups()
+    groups.connect()
+    engine = build_engine(config, layout, job.rank, groups, CPU)
+    engine.initialise(config.seed)
+    used = []
+    for step in range(1, steps + 1):
+        engine.forward_backward(batch(config, layout, layout.coordinates(job.rank).dp, step))
+        (copies,) = engine._gradients._replicated
+        reducer = copies._buckets[0]._reducer
+        used.append(
+            next(
+                p.topology if p.topology != "auto" else p.gradients
+                for p, r in copies._reducers.items()
+                if r is reducer and p.gradients != "auto"
+            )
+        )
+        engine.reduce()
+        engine.clip()
+        agreement = exchange(Contribution(0.0, 0.0, reducer=engine.reducer_choice), layout, CPU)
+        engine.adopt_reducer(agreement.reducers)
+        engine.optimizer_step(0.01)
+    engine.close()
+    groups.close()
+    gc.collect()
+    return used

@@ -62,7 +62,8 @@ class Gradients:
         }
         self.applied = _applied(plan, self._replicated, self.owed)
         self.values: list[Tensor] = []
-        self._by_fsdp = [p for p in summed if mesh.layout.zero and _sum_group(p, mesh) is None]
+        by_fsdp = [p for p in summed if mesh.layout.zero and _sum_group(p, mesh) is None]
+        self._sent_by_fsdp = sent_by_fsdp(by_fsdp, mesh.layout)
         self._micro_batches = 0
         self.selection = selection if self._replicated else None
 
@@ -89,7 +90,8 @@ class Gradients:
             copies.finish()
         if self.selection is not None:
             self.selection.observe([cost for copies in self._replicated for cost in copies.costs])
-        SENT.add(GRADIENTS, sum(sharded_bytes(p, self._layout, self._micro_batches) for p in self._by_fsdp))
+        each, copies_sent = self._sent_by_fsdp
+        SENT.add(GRADIENTS, each * self._reductions() + copies_sent)
         found = [local_gradient(p, self._layout, self._sequence_parallel) for p in self.trained]
         self.values = [gradient for gradient, _ in found]
         self._ends.sum_(self.trained, self.values)
@@ -97,6 +99,10 @@ class Gradients:
         if partial:
             assert self._tp is not None
             sum_(partial, self._tp)
+
+    def _reductions(self) -> int:
+        """Reduce-scatters of a step: torch's pipelines and ZeRO-1 reduce once, others with every pass."""
+        return 1 if self._layout.zero == 1 or self._layout.pp > 1 else self._micro_batches
 
     def commit(self) -> None:
         """Hear that the step's update is applied: what its sums left out is owed from now on."""
@@ -118,7 +124,7 @@ class Gradients:
             copies.close()
         self._replicated.clear()
         self._parameters, self.trained, self.values, self._tp = [], [], [], None
-        self.owed, self._by_fsdp, self.selection = {}, [], None
+        self.owed, self.selection = {}, None
         del self._ends
 
 
@@ -161,13 +167,15 @@ def _is_compressible(parameter: LocalParameter, definition: ModelDefinition) -> 
     return len(spec.shape) > 1 and not partial and spec.name not in tied and not spec.copy
 
 
-def sharded_bytes(parameter: LocalParameter, layout: Layout, micro_batches: int) -> int:
-    """Bytes of a gradient that FSDP sends from this rank in a step: reduce-scatters, then sums of copies."""
-    local = parameter.local
-    part = local.numel() * local.element_size()
-    shards = layout.expert_shards if parameter.spec.expert else layout.shards
-    times = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches  # torch's pipelines reduce once
-    return times * part * (shards - 1) + 2 * ring_share(part, layout.replicate)
+def sent_by_fsdp(parameters: Sequence[LocalParameter], layout: Layout) -> tuple[int, int]:
+    """Bytes of gradients that FSDP sends from this rank: per reduce-scatter, and per step to other copies."""
+    each, copied = 0, 0
+    for parameter in parameters:
+        part = parameter.local.numel() * parameter.local.element_size()
+        shards = layout.expert_shards if parameter.spec.expert else layout.shards
+        each += part * (shards - 1)
+        copied += 2 * ring_share(part, layout.replicate)
+    return each, copied
 
 
 def _applied(

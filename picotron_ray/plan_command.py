@@ -123,13 +123,15 @@ def _of_folder(folder: Path, overrides: list[str]) -> tuple[Any, dict[str, int]]
 
 
 def _validate(config: str | None, json_file: Path | None) -> None:
-    from picotron_ray.planner.plan_text import validation_lines
+    from picotron_ray.planner.plan_text import memory_validation_lines, validation_lines
+    from picotron_ray.planner.published.memory import memory_dict, stage_memories
     from picotron_ray.planner.published.validate import validate
 
     if config is not None:
         raise ConfigError(f"plan --validate: saw {config}, expected no config: it predicts published runs")
-    found = validate()
-    _show(validation_lines(found), found.to_dict(), json_file)
+    found, memory = validate(), stage_memories()
+    lines = [*validation_lines(found), *memory_validation_lines(memory)]
+    _show(lines, {**found.to_dict(), **memory_dict(memory)}, json_file)
 
 
 def shape_of(config: str, overrides: list[str]) -> Any:

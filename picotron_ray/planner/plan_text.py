@@ -8,6 +8,7 @@ from picotron_ray.planner.analysis import Analysis
 from picotron_ray.planner.goals import RunEstimate
 from picotron_ray.planner.model_sizes import parameter_count
 from picotron_ray.planner.plan import PlanReport
+from picotron_ray.planner.published.memory import StageMemory, memory_dict
 from picotron_ray.planner.published.sources import SOURCES
 from picotron_ray.planner.published.validate import Prediction, Validation
 
@@ -108,6 +109,22 @@ def validation_lines(found: Validation) -> Iterator[str]:
     yield (
         f"Megatron leaving one row out: MAPE {100 * found.megatron_held_out_mape:.1f} %; other sources by one"
         f" row of each: MAPE {100 * found.others_mape:.1f} %, worst {100 * found.others_worst:.1f} %"
+    )
+
+
+def memory_validation_lines(found: list[StageMemory]) -> Iterator[str]:
+    """Published memory of fullest stages with its estimate, and layouts that had no room."""
+    yield "memory of the fullest stage (BLOOM; four constants fitted to these rows)"
+    for one in found:
+        said = f"{one.published_bytes / 1e9:.0f} GB" if one.published_bytes else "out of memory"
+        error = f" ({100 * one.error:+.1f} %)" if one.error is not None else ""
+        verdict = "refused on 80 GB" if one.refused else "fits 80 GB"
+        predicted = f"predicted {one.predicted_bytes / 1e9:.1f} GB{error}"
+        yield f"  {one.run.name} {one.run.layout} {said}, {predicted}, {verdict}"
+    figures = memory_dict(found)
+    yield (
+        f"  MAPE {100 * figures['memory_mape']:.1f} %, worst {100 * figures['memory_worst']:.1f} %; of"
+        f" {figures['out_of_memory']} that ran out of memory {figures['out_of_memory_refused']} are refused"
     )
 
 

@@ -53,7 +53,6 @@ from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose_adapta
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.precision.loss_scaler import loss_scaling
 from picotron_ray.train.precision.precision import check_precision, master_dtype
-from picotron_ray.train.reducer_selection import NO_CHOICE
 from picotron_ray.train.training_state import TrainingState
 
 
@@ -176,15 +175,15 @@ class Engine:
         self.step += 1
 
     @property
-    def reducer_choice(self) -> int:
-        """This rank's proposal for the reducer of the steps to come, as a number for the exchange."""
+    def reduce_cost_s(self) -> float:
+        """Seconds that the sums of the step cost this rank, where a reducer is chosen by them; else 0."""
         selection = self._gradients.selection
-        return NO_CHOICE if selection is None else selection.proposal()
+        return 0.0 if selection is None else selection.cost_s
 
-    def adopt_reducer(self, proposals: Sequence[int]) -> None:
-        """Sum gradients by what the first rank of the replicas proposes; ``proposals`` of all ranks."""
+    def choose_reducer(self, costs_s: Sequence[float]) -> None:
+        """Choose how the next steps sum gradients, by the costs of all ranks, where a job asks for it."""
         if self._gradients.selection is not None:
-            self._gradients.selection.adopt(proposals)
+            self._gradients.selection.decide(costs_s)
 
     def settle(self) -> None:
         """Make the state the same on all replicas before it is kept; all ranks call it.

@@ -139,7 +139,7 @@ class Loop:
         loss_sum, grad_norm = engine.gradients_of(batch, page.phase)
         page.phase("sync")
         agreement = exchange(self._contribution(batch, loss_sum, grad_norm), self.layout, self.device)
-        engine.adopt_reducer(agreement.reducers)
+        engine.choose_reducer(agreement.reduce_s)
         loss = agreement.loss_sum / batch.global_tokens
         skipped = self.updates.judge(step, loss, agreement.grad_norm, agreement.finite)
         self.snapshots.wait_copied()  # the optimizer overwrites what a snapshot still reads
@@ -198,7 +198,7 @@ class Loop:
             imbalance=max((max(load.shares) for load in loads), default=0.0),
             dropped=sum(load.dropped for load in loads),
             at_s=time.time(),
-            reducer=self.engine.reducer_choice,
+            reduce_s=self.engine.reduce_cost_s,
         )
 
     def _record(self, step: int, batch: StepBatch, agreement: Agreement, rate: float, skipped: str) -> None:

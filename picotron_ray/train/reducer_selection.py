@@ -1,11 +1,13 @@
 """Choice of the exact reducer while a run goes on, by the time that each costs the step.
 
-A bucket costs what the step waits for it, in its start and at its end: a sum that hides beside the backward
-pass costs its rest alone. At the beginning of a generation each candidate sums a few steps, and again one
-step each before every further decision, so that a link that changed is noticed for all of them. Which
-candidate's turn it is follows from the step's number, the same on all ranks. A decision is the first rank's
-of the replicas: it travels in the exchange that ends the step (`step_sync`), and holds from the next step
-on.
+A sum costs what the step waits for it, in its start and at its end: one that hides beside the backward pass
+costs its rest alone. A way is as slow as its slowest rank (the first one of a tree is done early): the
+exchange that ends a step carries the time of each (`step_sync`). So all replicas see the same times and
+come to the same decision, which holds from the next step on.
+
+At the beginning of a generation each candidate sums a few steps, and again one step each before every
+further decision, so that a link that changed is noticed for all of them. Which candidate's turn it is
+follows from the step's number.
 """
 
 from __future__ import annotations
@@ -22,8 +24,6 @@ WARM_ROUNDS = 1
 """Rounds over the candidates whose times do not count: connections are made in them."""
 ROUNDS = 2
 """Rounds after them, before the first decision."""
-NO_CHOICE = -1
-"""Proposal of a rank that has none at this step."""
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +49,20 @@ class ReducerSelection:
 
     Fields:
         chosen: name of the candidate in use.
+        cost_s: seconds that the sums of the step cost this rank.
     """
 
     def __init__(self, plan: ReductionPlan, inner: int, mesh: Mesh) -> None:
         ranks = axis_ranks(mesh.layout, mesh.rank, "data")
-        self._leader, self._leads = ranks[0], ranks[0] == mesh.rank
+        self._ranks, self._leads = ranks, ranks[0] == mesh.rank
         nodes = {mesh.nodes[rank] for rank in ranks} if mesh.nodes else set()
         self._link = "across nodes" if len(nodes) > 1 else "in a node"
         self._plans = candidates(plan, inner)
         self._names = list(self._plans)
         self._selector = Selector()
         self._first_step: int | None = None
-        self._at, self._mean_bytes = 0, 0.0
+        self._at = self._bytes = 0
+        self.cost_s = 0.0
         self.chosen = self._names[0]
 
     @property
@@ -82,33 +84,30 @@ class ReducerSelection:
         return self._plans[self._turn() or self.chosen]
 
     def observe(self, costs: Sequence[tuple[int, float]]) -> None:
-        """Take in what the step's sums cost: bytes and seconds of each bucket."""
+        """Take in what the step's sums cost this rank: bytes and seconds of each bucket."""
+        self._bytes = sum(nbytes for nbytes, _ in costs)
+        self.cost_s = sum(seconds for _, seconds in costs)
+
+    def decide(self, costs_s: Sequence[float]) -> None:
+        """Correct the model by the step's costs, of all ranks of the generation; choose where it is time."""
         if self._at < WARM_ROUNDS * len(self._names):
             return
-        for nbytes, seconds in costs:
-            self._selector.observe(self._way(self._turn() or self.chosen), nbytes, seconds, self._at)
-        self._mean_bytes = sum(nbytes for nbytes, _ in costs) / len(costs)
+        slowest_s = max(costs_s[rank] for rank in self._ranks)
+        self._selector.observe(self._way(self._turn() or self.chosen), self._bytes, slowest_s, self._at)
+        after = self._at + 1 - self._tried
+        if after < 0 or after % EVERY_STEPS:
+            return
+        ways = [self._way(name) for name in self._names]
+        current = None if after == 0 else self._way(self.chosen)
+        self._adopt(self._selector.choose(ways, self._bytes, current).strategy)
 
     def _way(self, name: str) -> Way:
         return Way(name, "data", self._link)
 
-    def proposal(self) -> int:
-        """This rank's choice, as a number for the exchange; `NO_CHOICE` where no decision is due."""
-        after = self._at + 1 - self._tried
-        if after < 0 or after % EVERY_STEPS:
-            return NO_CHOICE
-        current = None if after == 0 else self._way(self.chosen)
-        ways = [self._way(name) for name in self._names]
-        return self._names.index(self._selector.choose(ways, self._mean_bytes, current).strategy)
-
-    def adopt(self, proposals: Sequence[int]) -> None:
-        """Follow the first rank's choice. ``proposals``: of all ranks of the generation."""
-        choice = proposals[self._leader]
-        if choice == NO_CHOICE or self._names[choice] == self.chosen:
-            return
-        before, self.chosen = self.chosen, self._names[choice]
-        if self._leads:
+    def _adopt(self, name: str) -> None:
+        before, self.chosen = self.chosen, name
+        if before != name and self._leads:
             predict = self._selector.predicted
-            times = {name: predict(self._way(name), self._mean_bytes) or 0.0 for name in self._names}
+            times = {name: predict(self._way(name), self._bytes) or 0.0 for name in self._names}
             told = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items())
-            log.warning("gradients travel by %s instead of %s: a bucket costs %s", self.chosen, before, told)
+            log.warning("gradients travel by %s instead of %s, which cost a step %s", name, before, told)

@@ -8,7 +8,7 @@ It carries all that ranks must agree on without a coordinator:
 - requests that reached any one rank (stop, snapshot),
 - the newest step that every rank has sealed, as older slots may then be overwritten,
 - the cost of a snapshot, so that all ranks choose the same interval,
-- the reducer of the steps to come.
+- the time of sums, by which all ranks choose the same reducer.
 
 All ranks compute the same result from the same numbers.
 """
@@ -31,7 +31,7 @@ STOP = 1
 SNAPSHOT = 2
 """Flag: take a pinned snapshot of this step."""
 
-_RECORD = struct.Struct("<ddqqq16sddqdqdq")
+_RECORD = struct.Struct("<ddqqq16sddqdqdd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Contribution:
         imbalance: load of the most used expert of its layers / the mean; 0 without experts.
         dropped: assignments of tokens over the capacity of experts in its layers.
         at_s: its clock, seconds since the epoch.
-        reducer: its choice of a reducer (`reducer_selection`); -1: none.
+        reduce_s: seconds that sums of gradients cost it (`reducer_selection`); 0: not measured.
     """
 
     loss_sum: float
@@ -56,7 +56,7 @@ class Contribution:
     imbalance: float = 0.0
     dropped: int = 0
     at_s: float = 0.0
-    reducer: int = -1
+    reduce_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Agreement:
     dropped: int = 0  # assignments over capacity, in all layers
     finite: bool = True  # losses and gradient norms of all ranks
     at_s: float = 0.0  # by the clock of rank 0: all ranks write the same ledger line
-    reducers: tuple[int, ...] = ()  # choices of all ranks
+    reduce_s: tuple[float, ...] = ()  # of all ranks
 
 
 def exchange(mine: Contribution, layout: Layout, device: torch.device, group: Any = None) -> Agreement:
@@ -95,7 +95,7 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
         mine.imbalance,
         mine.dropped,
         mine.at_s,
-        mine.reducer,
+        mine.reduce_s,
     )
     local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device)
     if layout.world_size == 1:
@@ -129,7 +129,7 @@ def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:
         flags=flags,
         sealed=min(record.sealed for record in records),
         at_s=records[0].at_s,
-        reducers=tuple(record.reducer for record in records),
+        reduce_s=tuple(record.reduce_s for record in records),
         imbalance=max(record.imbalance for record in records),
         # every rank of a stage knows its layers' total: take one of each stage
         dropped=sum(records[layout.rank(Coordinates(pp, 0, 0, 0))].dropped for pp in range(layout.pp)),

@@ -19,10 +19,8 @@ EVERY_STEPS = 100
 """Fewest steps between two decisions."""
 FORGETTING = 0.98
 """Weight of all that was known, for each step since: what is tried seldom is known from its newest times."""
-UNKNOWN = 100.0
-"""Variance of both parameters (seconds, seconds per MB) before anything was seen; they stay below it."""
-
-
+LEAST = 1e-9
+"""Share of the squares that is added to them, so that one size has a line too: the flattest."""
 USUAL_S, USUAL_S_PER_BYTE = 1e-4, 1e-9
 """Time of a sum by which an error counts: that of gloo over loopback, in its order of magnitude."""
 
@@ -56,25 +54,26 @@ class LinearTime:
     beta: float = 0.0
     seen: int = 0
     at: int = 0
-    _p: tuple[float, float, float] = (UNKNOWN, 0.0, UNKNOWN)  # covariance: alpha, both, beta per MB
+    _squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of both regressors: first, product, second
+    _products: tuple[float, float] = (0.0, 0.0)  # of the regressors with the times
 
     def seconds(self, nbytes: float) -> float:
         """Predict; never below zero."""
-        return max(0.0, self.alpha) + max(0.0, self.beta) * nbytes
+        return max(0.0, self.alpha + self.beta * nbytes)
 
     def observe(self, nbytes: float, seconds: float, step: int = 0) -> None:
-        """Correct both parameters by a time above 0, measured at ``step``."""
+        """Correct both parameters by a time measured at ``step``."""
         usual = USUAL_S + nbytes * USUAL_S_PER_BYTE
-        x, y = 1.0 / usual, nbytes / 1e6 / usual
-        a, b, c = self._p
-        keeps = max(FORGETTING ** max(0, step - self.at), (a + c) / (2 * UNKNOWN))
-        a, b, c = a / keeps, b / keeps, c / keeps
-        left, right = a * x + b * y, b * x + c * y
-        scale = 1.0 + x * left + y * right
-        error = seconds / usual - (x * self.alpha + y * self.beta * 1e6)
-        self.alpha += left / scale * error
-        self.beta += right / scale * error / 1e6
-        self._p = (a - left * left / scale, b - left * right / scale, c - right * right / scale)
+        x, y, found = 1.0 / usual, nbytes / 1e6 / usual, seconds / usual
+        keeps = FORGETTING ** max(0, step - self.at)
+        (xx, xy, yy), (xt, yt) = self._squares, self._products
+        xx, xy, yy = keeps * xx + x * x, keeps * xy + x * y, keeps * yy + y * y
+        xt, yt = keeps * xt + x * found, keeps * yt + y * found
+        self._squares, self._products = (xx, xy, yy), (xt, yt)
+        least = LEAST * (xx + yy)  # of one size alone only the time of that size is known
+        a, c = xx + least, yy + least
+        whole = a * c - xy * xy
+        self.alpha, self.beta = (c * xt - xy * yt) / whole, (a * yt - xy * xt) / whole / 1e6
         self.seen, self.at = self.seen + 1, step
 
 

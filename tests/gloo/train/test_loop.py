@@ -46,10 +46,10 @@ class Parts:
     def optimizer_step(self, rate: float) -> None:
         self.log.append(("update", rate))
 
-    reducer_choice = 3
+    reduce_cost_s = 0.125
 
-    def adopt_reducer(self, proposals: Sequence[int]) -> None:
-        assert proposals == (3,)
+    def choose_reducer(self, costs_s: Sequence[float]) -> None:
+        assert costs_s == (0.125,)
 
     def settle(self) -> None:
         self.log.append("settle")

@@ -45,7 +45,7 @@ def test_numbers_of_all_ranks_become_one() -> None:
         snapshot_interval=4,  # 3.75 s of copying beside steps of 2 s, half of which it may take
         imbalance=6,
         dropped=1 + 9,
-        reducers=(-1,) * 16,
+        reduce_s=(0.0,) * 16,
     )
 
 
@@ -69,9 +69,9 @@ def test_a_replica_that_fed_something_else_is_told() -> None:
 
 def test_a_rank_alone_agrees_with_itself() -> None:
     assert exchange(ONE, Layout(), CPU) == Agreement(
-        1.5, 2.5, ((0, 4, ONE.digest.hex()),), STOP, 7, 3, imbalance=1.25, dropped=9, reducers=(-1,)
+        1.5, 2.5, ((0, 4, ONE.digest.hex()),), STOP, 7, 3, imbalance=1.25, dropped=9, reduce_s=(0.0,)
     )
-    chosen = [replace(ONE, reducer=number) for number in (3, -1)]
-    assert agree(chosen, Layout(tp=2)).reducers == (3, -1)
+    timed = [replace(ONE, reduce_s=seconds) for seconds in (0.25, 0.5)]
+    assert agree(timed, Layout(tp=2)).reduce_s == (0.25, 0.5)
     assert agree([Contribution(1.0, 2.0)], Layout()).flags == 0
     assert STOP & SNAPSHOT == 0

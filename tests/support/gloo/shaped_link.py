@@ -153,8 +153,8 @@ class Rank:
         self.rank, self.groups = rank, ProcessGroups.open(host, port, "shaped", rank, world)
         self.flat = torch.randn(SIZE)
 
-    def seconds(self, plan: Any, repeats: int = REPEATS) -> float:
-        """Median time of a sum, on this rank."""
+    def seconds(self, plan: Any, repeats: int) -> float:
+        """Median time of a sum after a first one, on this rank."""
         import torch
         import torch.distributed as dist
 
@@ -175,7 +175,11 @@ class Rank:
         return sorted(times[1:])[repeats // 2]
 
     def measured(self, plans: dict[str, Any]) -> dict[str, float]:
-        return {name: self.seconds(plan) for name, plan in plans.items()}
+        """Seconds of each plan, on the slowest rank."""
+        import torch
+
+        mine = torch.tensor([self.seconds(plan, REPEATS) for plan in plans.values()])
+        return dict(zip(plans, self.groups.all_gather(mine).amax(dim=0).tolist(), strict=True))
 
 
 def main(host: str, port: str, rank: str, world: str, folder: str) -> None:
@@ -199,8 +203,7 @@ def main(host: str, port: str, rank: str, world: str, folder: str) -> None:
             (Path(folder) / "halve").touch()
         plan = selection.begin(step)
         selection.observe([(4 * SIZE, me.seconds(plan, 1))])
-        proposals = me.groups.all_gather(torch.tensor([selection.proposal()])).flatten().tolist()
-        selection.adopt(proposals)
+        selection.decide(me.groups.all_gather(torch.tensor([selection.cost_s])).flatten().tolist())
         used.append(selection.chosen)
     found = {"inner": inner, "before": before, "used": used, "after": me.measured(exact)}
     me.groups.close()

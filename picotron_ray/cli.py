@@ -22,6 +22,7 @@ from picotron_ray.doctor_command import doctor
 from picotron_ray.errors import PicotronError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
 from picotron_ray.plan_command import analyse, plan
+from picotron_ray.probe_command import probe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,6 +39,7 @@ app.command("train")(launch.train)
 app.command("doctor")(doctor)
 app.command("plan")(plan)
 app.command("analyse")(analyse)
+app.command("probe")(probe)
 
 Run = Annotated[str, typer.Argument(help="name of a run")]
 

@@ -29,7 +29,7 @@ def plan(
         int, typer.Option("--gpus", min=1, help="devices; they override the config's worker counts")
     ] = 8,
     hardware: Annotated[
-        str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g or b200-180g")
+        str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json")
     ] = HARDWARE,
     validate: Annotated[
         bool, typer.Option("--validate", help="hold the cost model against published runs, row by row")
@@ -70,9 +70,10 @@ def plan(
 
         if config is None:
             raise ConfigError("plan: saw no config, expected a YAML file or a recipe, or --validate")
-        devices = named(hardware)
+        job = shape_of(config, overrides or [])
+        devices = named(hardware, job.precision)
         asked = goals.goal_of(goal, tokens, deadline, price, losing)
-        found = goals.plan_for(shape_of(config, overrides or []), gpus, devices, asked, time.perf_counter)
+        found = goals.plan_for(job, gpus, devices, asked, time.perf_counter)
         run = goals.run_estimate(found, asked)
         value = {**found.to_dict(), "goal": goal}
         if run is not None:
@@ -87,7 +88,7 @@ def analyse(
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="replicas that share the state")] = 8,
     hardware: Annotated[
-        str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g or b200-180g")
+        str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json")
     ] = HARDWARE,
     json_file: JsonFile = None,
 ) -> None:
@@ -102,12 +103,11 @@ def analyse(
         from picotron_ray.planner.hardware import hardware as named
         from picotron_ray.planner.plan_text import analysis_lines
 
-        devices = named(hardware)
         if Path(config).is_dir():
             job, held = _of_folder(Path(config), overrides or [])
         else:
             job, held = shape_of(config, overrides or []), None
-        found = analysed(job, gpus, devices, held)
+        found = analysed(job, gpus, named(hardware, job.precision), held)
         _show(analysis_lines(found), found.to_dict(), json_file)
 
 

@@ -57,7 +57,7 @@ def analyse(job: JobConfig, gpus: int, hardware: Hardware, held: dict[str, int] 
     Args:
         held: bytes by dtype that the files of a checkpoint have; None: there are none.
     """
-    job = for_devices(job, gpus)
+    job, hardware = for_devices(job, gpus, hardware.device), hardware.of_devices(gpus)
     count, data = parameter_count(job.model), job.data
     kept, computed = STATE_BYTES[job.precision], COMPUTE_BYTES[job.precision]
     flops = flops_per_token(job.model, data.sequence_length)

@@ -274,7 +274,10 @@ def _after_loss_s(found: PlanReport, layout: Layout, nodes: int) -> float:
         return math.inf
     copies = layout.replicate if dp * layout.cp % layout.replicate == 0 else 1
     fewer = replace(layout, dp=dp, replicate=copies if copies < dp * layout.cp else 1)
-    job, sizes = for_devices(found.job, left), distinct(found.hardware.node_sizes(left))
+    job, sizes = (
+        for_devices(found.job, left, found.hardware.device),
+        distinct(found.hardware.node_sizes(left)),
+    )
     if memory_estimate(job, fewer).total_bytes > found.budget_bytes:  # fewer replicas share the state
         return math.inf
     return step_cost(job, fewer, found.hardware.profile, sizes).total_s

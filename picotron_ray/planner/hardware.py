@@ -1,13 +1,15 @@
-"""Hardware that a plan is made for: a name of `DATA_SHEETS`, as nodes of so many devices."""
+"""Hardware that a plan is made for: a name of `DATA_SHEETS` or a probe's file, as nodes of devices."""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from picotron_ray.errors import ConfigError
 from picotron_ray.planner.datasheet import DATA_SHEETS, RESERVED, DataSheet, device_profile
 from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.hardware_profile import HardwareProfile, load_profile
 from picotron_ray.planner.software_profile import OURS
 
 NAMES = ("a100-80g", "h100-80g", "h200-141g", "b200-180g")
@@ -26,6 +28,8 @@ class Hardware:
         device_bytes: memory of one device, all of it.
         node_size: devices per node.
         origin: where the figures are from.
+        device: ``"cuda"`` or ``"cpu"``.
+        cores: of a node whose workers are CPU cores; 0: devices are their own.
     """
 
     name: str
@@ -34,6 +38,32 @@ class Hardware:
     device_bytes: float
     node_size: int
     origin: str
+    device: str = "cuda"
+    cores: int = 0
+
+    def of_devices(self, devices: int) -> Hardware:
+        """The hardware where so many workers run: on CPUs they share one machine's cores and memory.
+
+        A worker more than there are cores slows all of them down; rates were measured with as many workers as
+        a node had.
+        """
+        if not self.cores:
+            return self
+        share = max(1.0, self.node_size / self.cores) * min(1.0, self.cores / devices)
+        held = self.node_size / devices
+        profile = replace(
+            self.profile,
+            flops=self.profile.flops * share,
+            attention_flops=self.profile.attention_flops * share,
+            attention_backward_flops=self.profile.attention_backward_flops * share,
+            memory_bytes_s=self.profile.memory_bytes_s * min(1.0, held),
+            kernel_s=self.profile.kernel_s / share,
+            link_bytes_s=self.profile.link_bytes_s * min(1.0, held),
+            memory_bytes=self.profile.memory_bytes * held,
+        )
+        return replace(
+            self, profile=profile, node_size=devices, device_bytes=self.device_bytes * held, cores=self.cores
+        )
 
     def node_sizes(self, devices: int) -> tuple[int, ...]:
         """Devices on each node where there are so many in all.
@@ -45,16 +75,44 @@ class Hardware:
         return (self.node_size,) * whole + ((rest,) if rest else ())
 
 
-def hardware(name: str) -> Hardware:
-    """The hardware of a name.
+def hardware(name: str, precision: str = "bf16") -> Hardware:
+    """The hardware of a name, or of a probe's file.
 
-    Raises ConfigError for a name that is not known, in a line with those that are.
+    Args:
+        precision: of the job, by whose products the rates of a probe are taken; ``auto``: bf16 on GPUs, fp32
+            on CPUs.
+
+    Raises ConfigError for a name that is not known, in a line with those that are, and for a broken file.
     """
+    if name.endswith(".json"):
+        return of_profile(name, load_profile(Path(name)), precision)
     if name not in NAMES:
         close = difflib.get_close_matches(name.lower(), NAMES, n=1)
         hint = f", did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"--hardware: saw {name}, expected one of {', '.join(NAMES)}{hint}")
+        raise ConfigError(
+            f"--hardware: saw {name}, expected one of {', '.join(NAMES)}, or a probe's .json{hint}"
+        )
     return of_sheet(name, DATA_SHEETS[name])
+
+
+def of_profile(name: str, found: HardwareProfile, precision: str) -> Hardware:
+    """Hardware as a probe measured it."""
+    automatic = "bf16" if found.device == "cuda" else "fp32"
+    dtype = {"auto": automatic, "tf32": "fp32", "fp8": "bf16"}.get(precision, precision)
+    profile = found.device_profile(dtype)
+    node = max(found.nodes, key=lambda one: one.workers)
+    cpu = found.device == "cpu"
+    room = found.memory_bytes if cpu else (1 - RESERVED) * found.memory_bytes
+    return Hardware(
+        name=name,
+        profile=replace(profile, memory_bytes=room),
+        peak_flops=found.peak_flops or profile.flops,
+        device_bytes=found.memory_bytes,
+        node_size=node.workers,
+        origin=f"measured on {found.device_name}, {len(found.nodes)} nodes",
+        device=found.device,
+        cores=node.cores if cpu else 0,
+    )
 
 
 def of_sheet(name: str, sheet: DataSheet, node_size: int = NODE) -> Hardware:

@@ -142,7 +142,7 @@ def plan(
     Raises:
         ConfigError: no layout fits; the line says what would do.
     """
-    job = for_devices(job, gpus)
+    job, hardware = for_devices(job, gpus, hardware.device), hardware.of_devices(gpus)
     started = clock()
     budget = budget_bytes(job, hardware.profile.memory_bytes)
     search = _search(job, gpus, hardware, hardware.profile, keep)
@@ -174,11 +174,12 @@ def plan(
     )
 
 
-def for_devices(job: JobConfig, gpus: int) -> JobConfig:
-    """The job on so many CUDA devices; ``--gpus`` replaces worker counts, bf16 an automatic precision."""
+def for_devices(job: JobConfig, gpus: int, device: str = "cuda") -> JobConfig:
+    """The job on so many devices instead of its worker counts, in a definite precision."""
     least = min(job.cluster.min_workers, gpus)
-    cluster = job.cluster.model_copy(update={"device": "cuda", "max_workers": gpus, "min_workers": least})
-    precision = "bf16" if job.precision == "auto" else job.precision
+    cluster = job.cluster.model_copy(update={"device": device, "max_workers": gpus, "min_workers": least})
+    automatic = "bf16" if device == "cuda" else "fp32"
+    precision = automatic if job.precision == "auto" else job.precision
     return job.model_copy(update={"cluster": cluster, "precision": precision})
 
 
@@ -207,10 +208,10 @@ def _purchases(job: JobConfig, gpus: int, hardware: Hardware, step_s: float) -> 
     gigabytes = 0.1 * hardware.device_bytes / 1e9
     bought = []
     for what, count, profile in (
-        (f"{more - gpus} more GPUs", more, hardware.profile),
-        (f"{gigabytes:.3g} GB more a GPU", gpus, roomier),
+        (f"{more - gpus} more {'GPUs' if hardware.device == 'cuda' else 'workers'}", more, hardware.profile),
+        (f"{gigabytes:.3g} GB more a {'GPU' if hardware.device == 'cuda' else 'worker'}", gpus, roomier),
     ):
-        found = _search(for_devices(job, count), count, hardware, profile, 1, step_s).found
+        found = _search(for_devices(job, count, hardware.device), count, hardware, profile, 1, step_s).found
         if found:
             bought.append(Purchase(what, *found[0]))
     return bought

@@ -1,0 +1,220 @@
+"""Hardware as a probe measured it: rates by shape, links as latency and bandwidth, and the nodes' own facts.
+
+A profile is a JSON file that ``picotron-ray probe`` writes and ``plan --hardware FILE`` reads. What the cost
+model takes of it is a `DeviceProfile`, by least squares over the points:
+
+    matrix products   1 / rate = 1 / flops · (1 + half / smallest dimension)
+    reduce-scatter    seconds = bytes · (ranks - 1) / ranks / bandwidth + log2(ranks) · latency
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from picotron_ray.errors import ConfigError
+from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.software_profile import OURS, SoftwareProfile
+
+LinkClass = Literal["loopback", "nvlink", "pcie", "cross_node"]
+CPU_SOFTWARE = SoftwareProfile(
+    pointwise=OURS.pointwise, compiled_pointwise=OURS.compiled_pointwise, stops_early=True, update_bytes=28.0
+)
+"""This engine on CPUs: gloo shares the cores that compute, so nothing is hidden."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class MatmulPoint(_Frozen):
+    """Rate of an ``m`` x ``k`` by ``k`` x ``n`` product, operations per second."""
+
+    dtype: str
+    m: int = Field(gt=0)
+    n: int = Field(gt=0)
+    k: int = Field(gt=0)
+    flops_s: float = Field(gt=0)
+
+
+class AttentionPoint(_Frozen):
+    """Rates of causal attention over the half of the square that it computes, operations per second."""
+
+    dtype: str
+    rows: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    sequence: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    forward_flops_s: float = Field(gt=0)
+    backward_flops_s: float = Field(gt=0)
+
+
+class CollectivePoint(_Frozen):
+    """Seconds of one all-reduce of so many bytes over so many ranks."""
+
+    link: LinkClass
+    ranks: int = Field(ge=2)
+    size: int = Field(gt=0)
+    seconds: float = Field(gt=0)
+
+
+class NodeFigures(_Frozen):
+    """One node: cores, memory in bytes, and rates in bytes per second (0: not measured)."""
+
+    host: str
+    workers: int = Field(ge=1)
+    cores: int = Field(ge=1)
+    numa_nodes: int = Field(ge=1)
+    ram_bytes: int = Field(ge=0)
+    shm_bytes: int = Field(ge=0)
+    disk_bytes_s: float = Field(ge=0)
+
+
+class HardwareProfile(_Frozen):
+    """Everything that a probe found.
+
+    Fields:
+        memory_bytes: of one worker: its device's, or its share of the host's.
+        memory_bytes_s, host_bytes_s: read and written per second by one worker's device, and by one thread.
+        host_link_bytes_s: between device and host; 0 on CPUs.
+        block_s: launches and framework of one decoder block, forward and backward.
+        outliers, cuts: workers well below the others, and what the budget left out, a line each.
+    """
+
+    version: Literal[1] = 1
+    name: str
+    device: Literal["cuda", "cpu"]
+    device_name: str
+    peak_flops: float = Field(ge=0)
+    memory_bytes: float = Field(gt=0)
+    memory_bytes_s: float = Field(gt=0)
+    host_bytes_s: float = Field(gt=0)
+    host_link_bytes_s: float = Field(ge=0)
+    block_s: float = Field(ge=0)
+    matmuls: tuple[MatmulPoint, ...] = Field(min_length=2)
+    attention: tuple[AttentionPoint, ...]
+    collectives: tuple[CollectivePoint, ...]
+    nodes: tuple[NodeFigures, ...] = Field(min_length=1)
+    outliers: tuple[str, ...] = ()
+    cuts: tuple[str, ...] = ()
+
+    def dtypes(self) -> list[str]:
+        """Dtypes of matrix products that were measured."""
+        return sorted({point.dtype for point in self.matmuls})
+
+    def device_profile(self, dtype: str) -> DeviceProfile:
+        """One worker as the cost model takes it. Raises ConfigError for a dtype that was not measured."""
+        flops, half = matmul_fit([point for point in self.matmuls if point.dtype == dtype])
+        if not flops:
+            raise ConfigError(
+                f"--hardware: saw no matrix products in {dtype} in the profile, expected {self.dtypes()};"
+                " choose that precision, or probe again"
+            )
+        inside = link_fit([point for point in self.collectives if point.link != "cross_node"])
+        between = link_fit([point for point in self.collectives if point.link == "cross_node"])
+        attention = [point for point in self.attention if point.dtype == dtype]
+        bandwidth, latency = inside or between or (self.memory_bytes_s, 1e-6)
+        return DeviceProfile(
+            flops=flops,
+            memory_bytes=self.memory_bytes,
+            link_bytes_s=bandwidth,
+            latency_s=latency,
+            node_link_bytes_s=between[0] if between else 0.0,
+            kernel_s=self.block_s,
+            host_link_bytes_s=self.host_link_bytes_s or self.memory_bytes_s,
+            host_bytes_s=self.host_bytes_s,
+            memory_bytes_s=self.memory_bytes_s,
+            matmul_half=max(half, 1e-9),
+            attention_flops=median(point.forward_flops_s for point in attention) if attention else 0.0,
+            attention_backward_flops=median(p.backward_flops_s for p in attention) if attention else 0.0,
+            software=OURS if self.device == "cuda" else CPU_SOFTWARE,
+        )
+
+
+def matmul_fit(points: Sequence[MatmulPoint]) -> tuple[float, float]:
+    """Rate of large products, and the smallest dimension at which it is halved; zeros for no points."""
+    if not points:
+        return 0.0, 0.0
+    line = _line([(1 / min(p.m, p.n, p.k), 1 / p.flops_s) for p in points])
+    if line is None or line[0] <= 0 or line[1] < 0:
+        return median(point.flops_s for point in points), 0.0
+    intercept, slope = line
+    return 1 / intercept, slope / intercept
+
+
+def link_fit(points: Sequence[CollectivePoint]) -> tuple[float, float] | None:
+    """Bytes per second and latency of a link; None for no points.
+
+    Weighted by 1 / seconds², so that small messages count as much as large ones. Neither is below what the
+    fastest message shows.
+    """
+    if not points:
+        return None
+    rows = [
+        (point.size * (point.ranks - 1) / point.ranks, math.log2(point.ranks), point.seconds / 2)
+        for point in points
+    ]
+    a = sum((x / t) ** 2 for x, _, t in rows)
+    b = sum(x * y / t**2 for x, y, t in rows)
+    c = sum((y / t) ** 2 for _, y, t in rows)
+    d, e = sum(x / t for x, _, t in rows), sum(y / t for _, y, t in rows)
+    determinant = a * c - b * b
+    per_byte, latency = (
+        ((d * c - e * b) / determinant, (a * e - b * d) / determinant) if determinant > 0 else (d / a, 0.0)
+    )
+    if per_byte <= 0:
+        per_byte, latency = min(t / x for x, _, t in rows), 0.0
+    return 1 / per_byte, max(latency, 0.0)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Intercept and slope by least squares of relative errors; None where all lie at one place."""
+    weights = [1 / y**2 for _, y in points]
+    total = sum(weights)
+    x_mean = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    y_mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - x_mean) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    if spread <= 1e-12 * x_mean**2 * total:
+        return None
+    slope = sum(
+        w * (x - x_mean) * (y - y_mean) for w, (x, y) in zip(weights, points, strict=True)
+    ) / spread  # fmt: skip
+    return y_mean - slope * x_mean, slope
+
+
+def load_profile(path: Path) -> HardwareProfile:
+    """The profile of a file. Raises ConfigError, one line that names the file and what is wrong in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(
+            f"--hardware: cannot read {path}: {why}; give a file of `picotron-ray probe`"
+        ) from None
+    try:
+        return HardwareProfile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise ConfigError(
+            f"--hardware: {path}: {place}: {first['msg']}; give a file of `picotron-ray probe`"
+        ) from None
+
+
+def outliers(rates: dict[str, float], share: float = 0.8) -> tuple[str, ...]:
+    """A line for each worker whose rate is below ``share`` of the median of all.
+
+    >>> outliers({"a": 10.0, "b": 10.0, "c": 7.0})
+    ('c: 70 % of the median rate of matrix products',)
+    """
+    middle = median(rates.values())
+    return tuple(
+        f"{name}: {100 * rate / middle:.0f} % of the median rate of matrix products"
+        for name, rate in rates.items()
+        if rate < share * middle
+    )

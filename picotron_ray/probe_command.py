@@ -1,0 +1,72 @@
+"""``picotron-ray probe``: measure the machines that a run would use, for plans of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from picotron_ray.errors import ConfigError
+from picotron_ray.launch import reported
+
+RUN = "probe"
+BUDGET_S = 60.0
+
+
+def probe(
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "--json", help="file for the profile; left out: printed", metavar="FILE"),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, help="workers at most, one on each GPU or CPU slot")
+    ] = 8,
+    cpus: Annotated[float, typer.Option("--cpus-per-worker", min=0.1, help="CPU slots of one worker")] = 1.0,
+    device: Annotated[str, typer.Option("--device", help="auto, cuda or cpu")] = "auto",
+    budget_s: Annotated[
+        float, typer.Option("--budget-s", min=1.0, help="seconds for measuring; what they leave out is named")
+    ] = BUDGET_S,
+) -> None:
+    """Measure matrix products, attention, memory and collectives on every node, all workers at once.
+
+    On the cluster that RAY_ADDRESS names, else on this machine. `picotron-ray plan CONFIG --hardware FILE`
+    plans with what was found.
+
+    Example: picotron-ray probe --workers 2 --out here.json
+    """
+    with reported(False):
+        from picotron_ray.config.load import parse_job
+        from picotron_ray.runtime.driver.follow_run import without_rays_messages
+
+        if out is not None and not out.parent.is_dir():
+            raise ConfigError(f"--out: saw {out}, expected a folder that exists; make {out.parent} first")
+        count = workers if os.environ.get("RAY_ADDRESS") else min(workers, _slots_here(device, cpus))
+        job = parse_job(
+            {
+                "name": f"{RUN}-{os.getpid()}",
+                "cluster": {
+                    "device": device,
+                    "max_workers": count,
+                    "cpus_per_worker": cpus,
+                    "min_workers": 1,
+                },
+            }
+        )
+        with without_rays_messages():
+            from picotron_ray.runtime.hardware_probe.door import measure_nodes
+
+            found = measure_nodes(job, budget_s, print)
+    text = found.model_dump_json(indent=1)
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")
+    for line in (*found.outliers, *found.cuts):
+        print(line)
+
+
+def _slots_here(device: str, cpus: float) -> int:
+    """Workers that this machine has cores for; its GPUs are Ray's to count."""
+    return 1 << 10 if device == "cuda" else max(1, int(len(os.sched_getaffinity(0)) / min(cpus, 1.0)))

@@ -1,0 +1,1 @@
+"""Measure the machines that a run would use."""

@@ -1,0 +1,182 @@
+"""Probe of all nodes: one actor per worker slot measures at the same time as the others, through Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import ray
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import ConfigError
+from picotron_ray.planner.datasheet import DATA_SHEETS
+from picotron_ray.planner.hardware_profile import CollectivePoint, HardwareProfile, MatmulPoint, outliers
+from picotron_ray.runtime.hardware_probe.worker import ProbeWorker
+from picotron_ray.runtime.ray_cluster.placement import (
+    NodeView,
+    WorkerNeeds,
+    living_nodes,
+    on_node,
+    worker_needs,
+)
+
+GROUPS = (2, 4, 8)
+COMPUTE_SHARE = 0.6
+"""Of the budget; the rest is for groups."""
+ANSWER_S = 120.0
+
+
+def probe(job: JobConfig, budget_s: float, say: Callable[[str], None] = lambda line: None) -> HardwareProfile:
+    """Measure the nodes of the connected Ray.
+
+    Args:
+        job: whose workers, devices and CPUs per worker it measures.
+        say: told a line per part.
+
+    Raises:
+        ConfigError: no node has room for a worker, or GPUs are busy (which of them).
+    """
+    nodes = living_nodes()
+    needs = worker_needs(job.cluster, nodes)
+    slots = _slots(nodes, needs, job.cluster.max_workers)
+    if not slots:
+        raise ConfigError(
+            f"probe: saw no node with room for a worker of {needs.cpus:g} CPUs and {needs.gpus:g} GPUs,"
+            " expected one; wait until other work has ended"
+        )
+    device = "cuda" if needs.gpus else "cpu"
+    actor: Any = ray.remote(ProbeWorker)
+    workers = [
+        actor.options(
+            num_cpus=needs.cpus, num_gpus=needs.gpus, scheduling_strategy=on_node(node.id), max_restarts=0
+        ).remote(device, int(job.cluster.cpus_per_worker))
+        for node, count in slots
+        for _ in range(count)
+    ]
+    try:
+        return _measured(workers, slots, device, budget_s, say)
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+
+
+def _slots(nodes: Sequence[NodeView], needs: WorkerNeeds, most: int) -> list[tuple[NodeView, int]]:
+    """Nodes and the workers that each takes now, at most ``most`` in all."""
+    found, left = [], most
+    for node in nodes:
+        count = min(node.room(needs), left)
+        if count > 0:
+            found.append((node, count))
+            left -= count
+    return found
+
+
+def _measured(
+    workers: list[Any],
+    slots: list[tuple[NodeView, int]],
+    device: str,
+    budget_s: float,
+    say: Callable[[str], None],
+) -> HardwareProfile:
+    places = ray.get([worker.where.remote() for worker in workers], timeout=ANSWER_S)
+    say(f"{len(workers)} workers on {len(slots)} nodes: {places[0][2]}")
+    address, port = slots[0][0].host, places[0][1]
+    world = len(workers)
+    ray.get(
+        [worker.join.remote(rank, world, address, port) for rank, worker in enumerate(workers)],
+        timeout=ANSWER_S,
+    )
+    dtypes = ["bf16", "fp16", "fp32"] if device == "cuda" else ["fp32", "bf16", "fp64"]
+    computed = _all(workers, budget_s, "compute", dtypes, COMPUTE_SHARE * budget_s)
+    say("matrix products, attention and memory are measured")
+    groups = _groups(slots)
+    counts = [count for _, count in slots]
+    timed = _all(
+        workers, budget_s, "collectives", groups, (1 - COMPUTE_SHARE) * budget_s / max(1, len(groups))
+    )
+    say(f"collectives are measured in {len(groups)} groups")
+    firsts = [sum(counts[:index]) for index in range(len(counts))]
+    figures = [workers[first].figures.remote(count) for first, count in zip(firsts, counts, strict=True)]
+    memory = [workers[first].memory_bytes.remote(count) for first, count in zip(firsts, counts, strict=True)]
+    names = [f"{host} worker {rank}" for rank, (host, _, _) in enumerate(places)]
+    rates = {name: _rate(one["matmuls"]) for name, one in zip(names, computed, strict=True)}
+    return HardwareProfile(
+        name=places[0][2],
+        device=device,  # type: ignore[arg-type]
+        device_name=places[0][2],
+        peak_flops=peak_flops(places[0][2]),
+        memory_bytes=min(ray.get(memory, timeout=ANSWER_S)),
+        memory_bytes_s=median(one["memory_bytes_s"] for one in computed),
+        host_bytes_s=median(one["memory_bytes_s"] for one in computed) if device == "cpu" else 1e10,
+        host_link_bytes_s=median(one["host_link_bytes_s"] for one in computed),
+        block_s=median(one["block_s"] for one in computed),
+        matmuls=tuple(_middle([one["matmuls"] for one in computed])),
+        attention=tuple(computed[len(computed) // 2]["attention"]),
+        collectives=tuple(_slowest(timed)),
+        nodes=tuple(ray.get(figures, timeout=ANSWER_S)),
+        outliers=outliers(rates),
+        cuts=tuple(dict.fromkeys(cut for one in computed for cut in one["cuts"])),
+    )
+
+
+def _all(workers: list[Any], budget_s: float, method: str, *arguments: Any) -> list[Any]:
+    """Answers of a method that all workers run at once."""
+    asked = [getattr(worker, method).remote(*arguments) for worker in workers]
+    return list(ray.get(asked, timeout=ANSWER_S + 4 * budget_s))
+
+
+def _groups(slots: list[tuple[NodeView, int]]) -> list[tuple[str, list[int]]]:
+    """Groups to time: of 2, 4, 8 on the fullest node, of all there, one of each node, and of all."""
+    counts = [count for _, count in slots]
+    inside = max(counts)
+    first = sum(counts[: counts.index(inside)])
+    sizes = sorted({size for size in GROUPS if size < inside} | ({inside} if inside > 1 else set()))
+    found = [("loopback", list(range(first, first + size))) for size in sizes]
+    if len(counts) > 1:
+        found.append(("cross_node", [sum(counts[:index]) for index in range(len(counts))]))
+    return found
+
+
+def _rate(points: Sequence[MatmulPoint]) -> float:
+    return max(point.flops_s for point in points)
+
+
+def _middle(measured: Sequence[Sequence[MatmulPoint]]) -> list[MatmulPoint]:
+    """Each point with the median rate of all workers that measured it."""
+    rates: dict[tuple[str, int, int, int], list[float]] = {}
+    for points in measured:
+        for point in points:
+            rates.setdefault((point.dtype, point.m, point.n, point.k), []).append(point.flops_s)
+    return [
+        MatmulPoint(dtype=dtype, m=m, n=n, k=k, flops_s=median(found))
+        for (dtype, m, n, k), found in rates.items()
+    ]
+
+
+def _slowest(timed: Sequence[Sequence[CollectivePoint]]) -> list[CollectivePoint]:
+    """Each collective with the seconds of its slowest rank."""
+    found: dict[tuple[str, int, int], CollectivePoint] = {}
+    for points in timed:
+        for point in points:
+            key = point.link, point.ranks, point.size
+            if key not in found or point.seconds > found[key].seconds:
+                found[key] = point
+    return list(found.values())
+
+
+def peak_flops(name: str) -> float:
+    """Dense bf16 operations per second of a card by its driver's name; 0: not known.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3") / 1e12
+    989.0
+    """
+    for part, sheet in (
+        ("A100", "a100-80g"),
+        ("H100", "h100-80g"),
+        ("H200", "h200-141g"),
+        ("B200", "b200-180g"),
+    ):
+        if part in name:
+            return DATA_SHEETS[sheet].flops
+    return 0.0

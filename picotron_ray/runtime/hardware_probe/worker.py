@@ -1,0 +1,160 @@
+"""One worker of a probe: a Ray actor that measures its device, alone and in groups with the others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from picotron_ray.planner.hardware_profile import CollectivePoint, NodeFigures
+
+SIZES = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
+GPU_SIZES = (*SIZES, 2**28)
+REPEATS = 8
+WAIT = timedelta(seconds=60)
+DISK_BYTES = 64 * 2**20
+SHM = Path("/dev/shm")
+
+
+class ProbeWorker:
+    """Ray actor; all of a probe measure at once, as the workers of a run compute at once."""
+
+    def __init__(self, device: str, threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(max(1, threads))
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+        self._rank = 0
+
+    def where(self) -> tuple[str, int, str]:
+        """Return the host, a free port on it, and the device's name."""
+        import torch
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = int(free.getsockname()[1])
+        name = torch.cuda.get_device_name(0) if self._device.type == "cuda" else "CPU core"
+        return socket.gethostname(), port, name
+
+    def join(self, rank: int, world: int, address: str, port: int) -> None:
+        """Join the process group of all workers."""
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
+
+        store = TCPStore(address, port, world, is_master=rank == 0, timeout=WAIT)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=WAIT)
+        self._rank = rank
+
+    def compute(self, dtypes: list[str], seconds: float) -> dict[str, Any]:
+        """Measure the device while the others measure theirs."""
+        from picotron_ray.runtime.hardware_probe import measure
+
+        self._barrier()
+        budget = measure.Budget(time.monotonic() + seconds)
+        return {
+            "memory_bytes_s": measure.memory_bytes_s(self._device),
+            "block_s": measure.block_s(self._device),
+            "host_link_bytes_s": measure.host_link_bytes_s(self._device),
+            "matmuls": list(measure.matmul_points(self._device, dtypes, budget)),
+            "attention": list(measure.attention_points(self._device, dtypes, budget)),
+            "cuts": budget.cuts,
+        }
+
+    def collectives(
+        self, groups: Sequence[tuple[str, Sequence[int]]], seconds: float
+    ) -> list[CollectivePoint]:
+        """Time all-reduces by size in each group that it is of; groups are made by all, in order."""
+        import torch
+        import torch.distributed as dist
+
+        until, found = time.monotonic() + seconds, []
+        for link, ranks in groups:
+            group = dist.new_group(list(ranks), timeout=WAIT)
+            if self._rank not in ranks:
+                continue
+            for size in GPU_SIZES if self._device.type == "cuda" else SIZES:
+                values = torch.ones(size // 4, device=self._device)
+                taken = self._all_reduce_s(values, group)
+                found.append(
+                    CollectivePoint(link=link, ranks=len(ranks), size=size, seconds=taken)  # type: ignore[arg-type]
+                )
+                stop = torch.tensor([float(time.monotonic() > until)], device=self._device)
+                dist.all_reduce(stop, group=group)
+                if stop.item():
+                    break
+        self._barrier()
+        return found
+
+    def _all_reduce_s(self, values: Any, group: Any) -> float:
+        import torch.distributed as dist
+
+        dist.all_reduce(values, group=group)
+        taken = []
+        for _ in range(REPEATS):
+            self._synchronise()
+            began = time.perf_counter()
+            dist.all_reduce(values, group=group)
+            self._synchronise()
+            taken.append(time.perf_counter() - began)
+        return median(taken)
+
+    def _synchronise(self) -> None:
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _barrier(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.barrier()
+
+    def figures(self, workers: int) -> NodeFigures:
+        """Return facts of this worker's node, the disk's writing included."""
+        cores = len(os.sched_getaffinity(0))
+        numa = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+        return NodeFigures(
+            host=socket.gethostname(),
+            workers=workers,
+            cores=cores,
+            numa_nodes=numa,
+            ram_bytes=psutil.virtual_memory().total,
+            shm_bytes=shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
+            disk_bytes_s=_disk_bytes_s(),
+        )
+
+    def memory_bytes(self, workers: int) -> float:
+        """Return the bytes that this worker may take: its device's, or its share of the host's."""
+        import torch
+
+        if self._device.type == "cuda":
+            return float(torch.cuda.get_device_properties(self._device).total_memory)
+        return psutil.virtual_memory().available / workers
+
+
+def _disk_bytes_s() -> float:
+    """Bytes per second that temporary files take, written through; 0 where there is no room."""
+    data = os.urandom(2**20)
+    try:
+        with tempfile.TemporaryFile() as file:
+            began = time.perf_counter()
+            for _ in range(DISK_BYTES // len(data)):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            return DISK_BYTES / (time.perf_counter() - began)
+    except OSError:
+        return 0.0

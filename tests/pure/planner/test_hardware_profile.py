@@ -1,0 +1,163 @@
+"""A probe's profile: fits by hand, a file's mistakes in one line, and plans made with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picotron_ray.config.load import load_job
+from picotron_ray.errors import ConfigError
+from picotron_ray.planner.hardware import hardware
+from picotron_ray.planner.hardware_profile import (
+    CollectivePoint,
+    HardwareProfile,
+    MatmulPoint,
+    link_fit,
+    load_profile,
+    matmul_fit,
+    outliers,
+)
+from picotron_ray.planner.plan import plan
+
+
+def products(flops: float, half: float, dtype: str = "fp32") -> list[dict[str, Any]]:
+    """Points that lie on the curve."""
+    return [
+        {"dtype": dtype, "m": 512, "n": n, "k": n, "flops_s": flops / (1 + half / min(n, 512))}
+        for n in (32, 128, 512, 1024)
+    ]
+
+
+def profile(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "here",
+        "device": "cpu",
+        "device_name": "CPU core",
+        "peak_flops": 0.0,
+        "memory_bytes": 4e9,
+        "memory_bytes_s": 1e10,
+        "host_bytes_s": 1e10,
+        "host_link_bytes_s": 0.0,
+        "block_s": 1e-3,
+        "matmuls": products(5e10, 40.0),
+        "attention": [
+            {"dtype": "fp32", "rows": 2, "heads": 4, "sequence": 128, "head_dim": 64,
+             "forward_flops_s": 2e10, "backward_flops_s": 1e10}
+        ],
+        "collectives": [
+            {"link": "loopback", "ranks": 2, "size": size, "seconds": 2 * (size / 2 / 1e9 + 1e-4)}
+            for size in (2**10, 2**20, 2**25)
+        ],
+        "nodes": [
+            {"host": "a", "workers": 2, "cores": 2, "numa_nodes": 1, "ram_bytes": 8 * 2**30,
+             "shm_bytes": 2**30, "disk_bytes_s": 1e8}
+        ],
+        **changes,
+    }  # fmt: skip
+
+
+def stored(folder: Path, **changes: Any) -> Path:
+    path = folder / "profile.json"
+    path.write_text(json.dumps(profile(**changes)))
+    return path
+
+
+def test_products_lie_on_the_curve_that_is_fitted() -> None:
+    points = [MatmulPoint(**point) for point in products(5e10, 40.0)]
+    assert matmul_fit(points) == pytest.approx((5e10, 40.0))
+    assert matmul_fit([]) == (0.0, 0.0)
+    falling = [MatmulPoint(dtype="fp32", m=512, n=n, k=n, flops_s=1e12 / n) for n in (32, 64, 128)]
+    assert matmul_fit(falling) == (1e12 / 64, 0.0), "no such curve: the median rate"
+
+
+def test_links_are_a_latency_and_a_bandwidth() -> None:
+    """An all-reduce is two passes of (ranks - 1) / ranks of the bytes, log2(ranks) latencies each."""
+    points = [
+        CollectivePoint(
+            link="loopback", ranks=ranks, size=size,
+            seconds=2 * (size * (ranks - 1) / ranks / 2e9 + math.log2(ranks) * 3e-5),
+        )
+        for ranks in (2, 4, 8)
+        for size in (2**10, 2**16, 2**24)
+    ]  # fmt: skip
+    fitted = link_fit(points)
+    assert fitted is not None
+    assert fitted == pytest.approx((2e9, 3e-5))
+    assert link_fit([]) is None
+    assert link_fit(points[:1]) is not None
+
+
+def test_a_profile_becomes_what_the_cost_model_takes(tmp_path: Path) -> None:
+    found = load_profile(stored(tmp_path)).device_profile("fp32")
+    assert (found.flops, found.matmul_half) == pytest.approx((5e10, 40.0))
+    assert (found.link_bytes_s, found.latency_s) == pytest.approx((1e9, 1e-4))
+    assert (found.attention_flops, found.attention_backward_flops) == (2e10, 1e10)
+    assert found.kernel_s == 1e-3
+    assert found.software.overlap == "none", "gloo shares the cores that compute"
+    with pytest.raises(ConfigError, match=r"no matrix products in bf16 .* expected \['fp32'\]"):
+        load_profile(stored(tmp_path)).device_profile("bf16")
+
+
+def test_workers_share_the_cores_of_one_machine(tmp_path: Path) -> None:
+    """Two workers had a core each: four have half of one, one has no more than one."""
+    two = hardware(str(stored(tmp_path)), "fp32")
+    rates = {count: two.of_devices(count).profile for count in (1, 2, 4)}
+    assert rates[4].flops == pytest.approx(rates[2].flops / 2)
+    assert rates[1].flops == rates[2].flops
+    assert rates[4].memory_bytes == pytest.approx(rates[2].memory_bytes / 2)
+    assert rates[4].kernel_s == pytest.approx(2 * rates[2].kernel_s)
+    job = load_job("tiny")
+    steps = [plan(job, count, two, buys=False).best.cost.total_s for count in (2, 4)]
+    assert steps[1] > 0.95 * steps[0], "more workers than cores buy nothing"
+
+
+def test_a_plan_takes_the_file(tmp_path: Path) -> None:
+    here = hardware(str(stored(tmp_path)), "auto")
+    found = plan(load_job("tiny"), 2, here)
+    assert found.job.cluster.device == "cpu"
+    assert found.job.precision == "fp32"
+    assert found.best.layout.world_size <= 2
+    assert found.hardware.origin == "measured on CPU core, 1 nodes"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{", "the whole: Invalid JSON"),
+        (json.dumps(profile(version=2)), "version: Input should be 1"),
+        (json.dumps(profile(matmuls=[])), "matmuls: Tuple should have at least 2 items"),
+        (json.dumps(profile(memory_bytes=-1)), "memory_bytes: Input should be greater than 0"),
+        (json.dumps(profile(colour="red")), "colour: Extra inputs are not permitted"),
+        (json.dumps({**profile(), "block_s": "fast"}), "block_s: Input should be a valid number"),
+    ],
+    ids=range(6),
+)
+def test_a_broken_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        hardware(str(path))
+    assert f"--hardware: {path}: {line}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file"):
+        hardware(str(tmp_path / "none.json"))
+
+
+def test_slow_workers_are_named() -> None:
+    assert outliers({"a": 10.0, "b": 9.0, "c": 7.0}) == ("c: 78 % of the median rate of matrix products",)
+    assert outliers({"a": 10.0}) == ()
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    found = load_profile(stored(tmp_path))
+    (tmp_path / "again.json").write_text(found.model_dump_json())
+    assert (
+        load_profile(tmp_path / "again.json") == found == HardwareProfile.model_validate(found.model_dump())
+    )

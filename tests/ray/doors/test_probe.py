@@ -1,0 +1,42 @@
+"""``picotron-ray probe`` as a user runs it: on a Ray of its own that is gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from picotron_ray.planner.hardware_profile import load_profile
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "picotron_ray.cli", *words]
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=env, check=False)
+
+
+def test_a_probe_measures_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    done = run("probe", "--workers", "2", "--budget-s", "4", "--out", str(path))
+    assert done.returncode == 0, done.stderr
+    found = load_profile(path)
+    workers = sum(node.workers for node in found.nodes)
+    assert workers == min(2, len(os.sched_getaffinity(0)))
+    assert {"fp32"} <= set(found.dtypes())
+    assert found.device == "cpu"
+    assert found.block_s > 0
+    assert bool(found.collectives) == (workers > 1)
+    assert not list(Path("/dev/shm").glob("picotron_ray-*/probe-*"))
+    out = tmp_path / "plan.json"
+    planned = run("plan", "tiny", "--gpus", "2", "--hardware", str(path), "--json", str(out))
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(out.read_text())["step_s"] > 0
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = run("probe", "--out", str(tmp_path / "none" / "here.json"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --out: saw ")
+    assert len(done.stderr.strip().splitlines()) == 1

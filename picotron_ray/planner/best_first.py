@@ -16,7 +16,8 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import Degrees, Pipeline, layout_problems, pipelines
+from picotron_ray.config.validation.layout import Degrees, layout_problems
+from picotron_ray.config.validation.schedules import PipelineChoice, pipelines
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.candidates import Sharding, candidate, degrees_allowed, micro_batches, shardings
 from picotron_ray.planner.cost import StepCost, least_arithmetic_s, step_cost
@@ -31,12 +32,12 @@ Choice = tuple[float, Layout]
 MOST_TOO_LARGE = 10
 
 
-class Passes(NamedTuple):
+class PassChoice(NamedTuple):
     """Degrees, rows of a micro-batch and a pipeline schedule: all that decides how a micro-batch passes."""
 
     degrees: Degrees
     micro_batch: int
-    pipeline: Pipeline
+    pipeline: PipelineChoice
 
 
 class TooLarge(NamedTuple):
@@ -60,7 +61,7 @@ class BestFirst:
         limit_s: nothing that costs more is looked for.
         too_large: the most promising of what memory rules out, at most `MOST_TOO_LARGE`.
         budget: bytes per worker that an estimate may reach.
-        least: lower bounds of what is left, with degrees, `Passes` or a layout.
+        least: lower bounds of what is left, with degrees, `PassChoice` or a layout.
         large: degrees, shardings and schedules whose state alone is above the budget.
     """
 
@@ -73,7 +74,7 @@ class BestFirst:
     found: list[Choice] = field(default_factory=list)
     too_large: list[TooLarge] = field(default_factory=list)
     costed: int = 0
-    least: list[tuple[float, int, Degrees | Passes | Layout]] = field(default_factory=list)
+    least: list[tuple[float, int, Degrees | PassChoice | Layout]] = field(default_factory=list)
     large: dict[tuple[Degrees, Sharding, str, int], bool] = field(default_factory=dict)
 
     def run(self, workers: int) -> None:
@@ -85,7 +86,7 @@ class BestFirst:
             if isinstance(at, Layout):
                 self._settle_or_defer(bound, stage, at)
                 continue
-            ways = self._with_shardings(at) if isinstance(at, Passes) else self._with_micro_batches(at)
+            ways = self._with_shardings(at) if isinstance(at, PassChoice) else self._with_micro_batches(at)
             for left in ways:
                 heappush(self.least, left)
 
@@ -97,7 +98,7 @@ class BestFirst:
         rows = math.ceil(self.job.data.global_batch / degrees.dp)
         return least_arithmetic_s(self.job, candidate(self.job, degrees, ALONE, rows), self.profile)
 
-    def _with_micro_batches(self, degrees: Degrees) -> Iterator[tuple[float, int, Passes]]:
+    def _with_micro_batches(self, degrees: Degrees) -> Iterator[tuple[float, int, PassChoice]]:
         """All but what depends on the sharding, for each micro-batch and schedule."""
         ways = pipelines(self.job, degrees.pp)
         for micro_batch in micro_batches(self.job, degrees.dp, degrees.pp):
@@ -107,9 +108,9 @@ class BestFirst:
                     continue
                 cost = step_cost(self.job, layout, self.profile, self.node_sizes)
                 least = cost.total_s - cost.data_s - cost.offload_s - cost.optimizer_s
-                yield least, 1, Passes(degrees, micro_batch, way)
+                yield least, 1, PassChoice(degrees, micro_batch, way)
 
-    def _with_shardings(self, passes: Passes) -> Iterator[tuple[float, int, Layout]]:
+    def _with_shardings(self, passes: PassChoice) -> Iterator[tuple[float, int, Layout]]:
         degrees, micro_batch, way = passes
         for sharding in shardings(self.job, degrees):
             layout = candidate(self.job, degrees, sharding, micro_batch, way)

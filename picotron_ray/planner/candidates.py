@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import (
-    Degrees,
-    Pipeline,
+from picotron_ray.config.validation.layout import Degrees, fitting_degrees, layout_problems
+from picotron_ray.config.validation.schedules import (
+    PipelineChoice,
     asked_pp,
-    fitting_degrees,
-    layout_problems,
     least_micro_batch,
     own_schedule,
     pipelines,
@@ -65,7 +63,7 @@ def candidate(
     degrees: Degrees,
     sharding: Sharding,
     micro_batch: int,
-    pipeline: Pipeline | None = None,
+    pipeline: PipelineChoice | None = None,
 ) -> Layout:
     """The layout of these choices and of the job's own; whether it fits is not looked at.
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import Degrees, asked_pp, layout_problems, least_micro_batch
+from picotron_ray.config.validation.layout import Degrees, layout_problems
+from picotron_ray.config.validation.schedules import asked_pp, least_micro_batch
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.candidates import Sharding, asked_degrees, candidate
 from picotron_ray.planner.cost import step_cost

@@ -10,12 +10,10 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig, ScheduleConfig
 from picotron_ray.config.support.devices import offload_problems
 from picotron_ray.config.support.precision import precision_problem
-from picotron_ray.config.validation.layout import (
-    Degrees,
+from picotron_ray.config.validation.layout import Degrees, layout_problems, nearest_layouts
+from picotron_ray.config.validation.schedules import (
     asked_pp,
-    layout_problems,
     least_micro_batch,
-    nearest_layouts,
     own_schedule,
     placement,
     plain_schedule,

@@ -11,7 +11,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.support.devices import device_problems, graph_problems
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
 from picotron_ray.config.validation.compute import actions_problem
-from picotron_ray.config.validation.layout import plain_schedule
+from picotron_ray.config.validation.schedules import plain_schedule
 from picotron_ray.layout.recompute_policy import is_selective
 from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.models.families.registry import family_of

@@ -18,11 +18,10 @@ from picotron_ray.config.validation.layout import (
     LayoutProblem,
     fitting_degrees,
     layout_problems,
-    least_micro_batch,
     nearest_layouts,
     splits_backward,
-    virtual_stages,
 )
+from picotron_ray.config.validation.schedules import least_micro_batch, virtual_stages
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout, Zero
 

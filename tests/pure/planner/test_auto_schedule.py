@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.config.load import load_job, parse_job
-from picotron_ray.config.validation.layout import Pipeline, pipelines
+from picotron_ray.config.validation.schedules import PipelineChoice, pipelines
 from picotron_ray.errors import ConfigError
 from picotron_ray.planner.best_first import BestFirst
 from picotron_ray.planner.candidates import candidates
@@ -25,11 +25,11 @@ def job(**layout: Any) -> Any:
 def test_what_is_looked_at() -> None:
     names = {way.schedule for way in pipelines(job(), 2)}
     assert names == {"1f1b", "interleaved-1f1b", "zbv", "interleaved-zero-bubble"}
-    assert Pipeline("interleaved-1f1b", 8) in pipelines(job(), 2)
-    assert Pipeline("interleaved-1f1b", 8) not in pipelines(job(), 4), "of 16 layers"
-    assert pipelines(job(), 1) == [Pipeline("1f1b", 1)]
+    assert PipelineChoice("interleaved-1f1b", 8) in pipelines(job(), 2)
+    assert PipelineChoice("interleaved-1f1b", 8) not in pipelines(job(), 4), "of 16 layers"
+    assert pipelines(job(), 1) == [PipelineChoice("1f1b", 1)]
     assert {way.virtual_stages for way in pipelines(job(virtual_stages=4), 2)} == {4}
-    assert pipelines(job_by_hand(layout={"schedule": "zbv"}), 2) == [Pipeline("zbv", 2)]
+    assert pipelines(job_by_hand(layout={"schedule": "zbv"}), 2) == [PipelineChoice("zbv", 2)]
 
 
 @pytest.mark.parametrize("kernels", [{"compile": True}, {"norm": "compiled"}])

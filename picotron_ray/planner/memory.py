@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from picotron_ray.config.schema.comm import COMPRESSED
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.kernels import attention_masks, norm_kernel
 from picotron_ray.config.support.precision import COMPUTE_BYTES
@@ -114,9 +115,11 @@ def rank_memory(job: JobConfig, layout: Layout, rank: int, again: RecomputedBloc
     if job.optimizer.moments == "8bit":
         update += at_once * DECODED_BYTES
     away = offloaded_activations(job, layout, rank, again) * _in_flight(job, layout, rank)
-    return MemoryEstimate(
-        state, gathered, _activations(job, layout, rank, again), update, host, away, state + host - not_kept
-    )
+    # error feedback of compressed gradients: the state's, and the next one (comm.reducers.feedback)
+    owed = size * parameters if job.comm.gradients in COMPRESSED else 0.0
+    kept = state + host - not_kept + owed
+    activations = _activations(job, layout, rank, again)
+    return MemoryEstimate(state + 2 * owed, gathered, activations, update, host, away, kept)
 
 
 def _sharded(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from tests.gloo.parallel.test_matrix import WIDE
 from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, make_job
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.train_jobs.train_jobs import aborted_at_random
+from tests.support.selection import also_deep
 
 ROUNDS = 8
 PLAIN, RING = KernelsConfig(), KernelsConfig(tp_overlap="ring")
@@ -24,7 +29,25 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "kernels"), LAYOUTS, ids=lambda x: getattr(x, "tp_overlap", str(x)))
 def test_every_rank_leaves_at_once(pool: Pool, layout: Layout, kernels: KernelsConfig) -> None:
-    job = make_job("adamw", 10, WIDE if layout.tp == 4 else MODEL, kernels=kernels)
+    check(pool, make_job("adamw", 10, WIDE if layout.tp == 4 else MODEL, kernels=kernels), layout)
+
+
+@pytest.mark.parametrize(
+    "comm",
+    [
+        {"topology": "ring"},
+        {"gradients": "hierarchical", "inner_ranks": 2},
+        {"gradients": "int8"},
+        *also_deep({"topology": "tree"}, {"topology": "mesh"}, {"gradients": "powersgd"}),
+    ],
+    ids=lambda comm: "-".join(map(str, comm.values())),
+)
+def test_no_rank_stays_in_a_sum(pool: Pool, comm: dict[str, Any]) -> None:
+    job = make_job("adamw", 10, precision="fp32", comm=CommConfig(bucket_mib=0.004, **comm))
+    check(pool, job, Layout(dp=4, micro_batch=2))
+
+
+def check(pool: Pool, job: JobConfig, layout: Layout) -> None:
     per_rank = pool.run(4, aborted_at_random, job, layout, ROUNDS)
     for number, moments in enumerate(zip(*per_rank, strict=True)):
         ordered = min(order for order, _ in moments)

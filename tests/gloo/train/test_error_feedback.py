@@ -88,6 +88,19 @@ def test_one_replica_pays_what_is_owed(pool: Pool, tmp_path: Path) -> None:
     assert any(not np.array_equal(paid[name], unpaid[name]) for name in unpaid)
 
 
+def test_what_is_owed_knows_no_loss_scale(pool: Pool, tmp_path: Path) -> None:
+    """fp16 multiplies gradients by thousands, and begins steps anew with half of it."""
+    norms = []
+    for precision in ("fp32", "fp16"):
+        job = make_job("adamw", 12, precision=precision, comm=CommConfig(gradients="topk"))
+        ranks = pool.run(2, leg, job, TWO, (0, 2), tmp_path, True, ())
+        state = assemble([pieces for pieces, _ in ranks])
+        owed = [state[name] for name in sorted(state) if name.startswith(ERROR_FEEDBACK)]
+        norms.append(float(np.sqrt(sum((value**2).sum() for value in owed))))
+    assert norms[1] == pytest.approx(norms[0], rel=0.1)
+    assert norms[0] > 0
+
+
 def test_a_state_without_error_feedback_is_restored_with_none(pool: Pool, tmp_path: Path) -> None:
     run(pool, tmp_path / "a", "auto", [(TWO, 2, True, None)])
     job = make_job("adamw", 12, precision="fp32", comm=CommConfig(gradients="topk"))

@@ -272,7 +272,7 @@ def test_result_and_report() -> None:
         "6 x 37,536 parameters + 12 x 2 layers x 32 wide x 32 tokens",
         "attention counted in full, not halved for the causal mask",
         "989 TFLOP/s per worker, dense bf16 by its data sheet",
-        "layout.zero=9                 refused: no",
+        "layout.zero=9                                   refused: no",
     ):
         assert part in text
     failing = result(settings, {}, noted(settings, plain="out of memory"), None)  # type: ignore[arg-type]

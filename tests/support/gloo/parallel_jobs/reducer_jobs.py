@@ -161,9 +161,7 @@ def leg(
         engine.set_step(first)
     losses = []
     for step in range(first + 1, last + 1):
-        losses.append(engine.forward_backward(batch(config, layout, layout.coordinates(job.rank).dp, 1)))
-        engine.reduce()
-        engine.clip()
+        losses.append(engine.gradients_of(batch(config, layout, layout.coordinates(job.rank).dp, 1))[0])
         engine.optimizer_step(config.optimizer.learning_rate)
         if settles is not True and step == settles:
             engine.settle()

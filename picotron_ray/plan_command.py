@@ -51,6 +51,13 @@ def plan(
     losing: Annotated[
         int | None, typer.Option("--losing", min=1, help="nodes that a robust layout is judged without")
     ] = None,
+    what_for: Annotated[
+        str, typer.Option("--for", help="run: the layout; cluster: machines, memory and storage for it too")
+    ] = "run",
+    write_size: Annotated[
+        Path | None,
+        typer.Option("--write-size", help="with --for cluster: write a size.yaml of the GPU overlay here"),
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Find the layout for a model on so many devices, and say where its seconds and bytes go.
@@ -65,11 +72,13 @@ def plan(
             _validate(config, json_file)
             return
         from picotron_ray.planner import goals
+        from picotron_ray.planner.cluster_size import cluster_size, size_patches
         from picotron_ray.planner.hardware import hardware as named
-        from picotron_ray.planner.plan_text import plan_lines, run_lines
+        from picotron_ray.planner.plan_text import cluster_lines, plan_lines, run_lines
 
         if config is None:
             raise ConfigError("plan: saw no config, expected a YAML file or a recipe, or --validate")
+        _check_purpose(what_for, write_size)
         job = shape_of(config, overrides or [])
         devices = named(hardware, job.precision)
         asked = goals.goal_of(goal, tokens, deadline, price, losing)
@@ -78,7 +87,20 @@ def plan(
         value = {**found.to_dict(), "goal": goal}
         if run is not None:
             value |= {"run_hours": run.hours, "run_price": run.price}
-        _show([*plan_lines(found), *run_lines(run)], value, json_file)
+        lines = [*plan_lines(found), *run_lines(run)]
+        if what_for == "cluster":
+            size = cluster_size(found)
+            lines, value = [*lines, *cluster_lines(size)], {**value, "cluster": size.to_dict()}
+            if write_size is not None:
+                _write(write_size, size_patches(size), "--write-size")
+        _show(lines, value, json_file)
+
+
+def _check_purpose(what_for: str, write_size: Path | None) -> None:
+    if what_for not in ("run", "cluster"):
+        raise ConfigError(f"--for: saw {what_for}, expected run or cluster")
+    if write_size is not None and what_for != "cluster":
+        raise ConfigError(f"--write-size: saw {write_size} without --for cluster; add that, or drop it")
 
 
 def analyse(
@@ -149,15 +171,15 @@ def shape_of(config: str, overrides: list[str]) -> Any:
 
 def _show(lines: Iterable[str], value: dict[str, Any], json_file: Path | None) -> None:
     if json_file is not None:
-        _write(json_file, value)
+        _write(json_file, json.dumps(value, indent=1) + "\n", "--json")
     for line in lines:
         print(line)
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def _write(path: Path, text: str, option: str) -> None:
     try:
-        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"--json: cannot write {path}: {error.strerror}; name a file that can be written"
+            f"{option}: cannot write {path}: {error.strerror}; name a file that can be written"
         ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from picotron_ray.planner.analysis import Analysis
+from picotron_ray.planner.cluster_size import ClusterSize
 from picotron_ray.planner.goals import RunEstimate
 from picotron_ray.planner.model_sizes import parameter_count
 from picotron_ray.planner.plan import PlanReport
@@ -52,6 +53,22 @@ def run_lines(run: RunEstimate | None) -> Iterator[str]:
     if run is not None:
         price = f", {run.price:,.0f} for all devices" if run.price else ""
         yield f"the run    {run.hours:,.1f} h{price}"
+
+
+def cluster_lines(size: ClusterSize) -> Iterator[str]:
+    """The cluster that a plan needs."""
+    gib = 2**30
+    spare = f" and {size.spares} spare" if size.spares else ""
+    yield f"cluster    {size.nodes} nodes of {size.workers_per_node} GPUs{spare}, each with {size.cpus} CPUs"
+    yield (
+        f"           ({size.cpus_per_worker} a worker), {size.host_bytes / gib:,.0f} GiB of memory, of it"
+        f" {size.shm_bytes / gib:,.0f} GiB in /dev/shm"
+    )
+    yield f"network    {size.network_s:.3g} s of a step are waited for ({100 * size.network_share:.1f} %)"
+    yield (
+        f"storage    {size.commit_bytes / 1e9:,.3g} GB a commit, {size.storage_bytes_day / 1e9:,.0f} GB a"
+        f" day, {size.storage_held_bytes / 1e9:,.0f} GB held"
+    )
 
 
 def _memory_lines(plan: PlanReport) -> Iterator[str]:

@@ -36,9 +36,13 @@ def test_every_rank_leaves_at_once(pool: Pool, layout: Layout, kernels: KernelsC
     "comm",
     [
         {"topology": "ring"},
-        {"gradients": "hierarchical", "inner_ranks": 2},
-        {"gradients": "int8"},
-        *also_deep({"topology": "tree"}, {"topology": "mesh"}, {"gradients": "powersgd"}),
+        *also_deep(
+            {"gradients": "hierarchical", "inner_ranks": 2},
+            {"gradients": "int8"},
+            {"topology": "tree"},
+            {"topology": "mesh"},
+            {"gradients": "powersgd"},
+        ),
     ],
     ids=lambda comm: "-".join(map(str, comm.values())),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from picotron_ray.coordinator.calibration import calibrate
 from picotron_ray.coordinator.drains import reason_to_leave, save
 from picotron_ray.coordinator.generation_stop import blame, kill, leave, sweep_dying
 from picotron_ray.coordinator.machine_memory import MachineMemory
@@ -166,6 +167,7 @@ def step_running(memory: MachineMemory) -> None:
     """
     if watch_launch(memory):
         return
+    calibrate(memory)
     if memory.stop_requested:
         leave(memory, "stop requested")
     elif (

@@ -128,6 +128,7 @@ class Machine:
             len(memory.begun),
             tuple(memory.unseen),
             tuple(memory.rescued),
+            memory.window,
         )
 
     def absorb(self, heartbeats: Iterable[tuple[float, Heartbeat]]) -> None:

@@ -31,6 +31,7 @@ from picotron_ray.coordinator.messages import (
     Strike,
 )
 from picotron_ray.coordinator.plan_book import PlanBook, ReadyPlan
+from picotron_ray.coordinator.policies.calibration import StepWindow
 from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.policies.membership import Roster
 from picotron_ray.coordinator.policies.memory_limit import limit_of
@@ -112,6 +113,7 @@ class MachineMemory:
     lost: bool = False  # the event before was a loss, after which a layout will be asked for
     ahead_of: tuple[int, ...] = ()  # the roster for which they were found
     ahead_found: tuple[LayoutQuestion, ...] = ()  # without memory limits
+    window: StepWindow | None = None  # of steps that are being measured
     growth_of: tuple[object, ...] = ()  # roster, plans and generation for which growth was no gain
     struck: tuple[Strike, ...] = ()  # what ran out of memory, one for each size of device
     lately_gone: dict[str, tuple[Layout, str]] = field(default_factory=dict)  # worker: its layout and node

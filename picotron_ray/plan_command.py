@@ -20,44 +20,47 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", help="also write the result to this file, as JSON", metavar="FILE")
 ]
 HARDWARE = "h100-80g"
+Gpus = Annotated[int, typer.Option("--gpus", min=1, help="devices; they override the config's worker counts")]
+HardwareName = Annotated[
+    str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json")
+]
+Validate = Annotated[
+    bool, typer.Option("--validate", help="hold the cost model against published runs, row by row")
+]
+GoalWord = Annotated[
+    str, typer.Option("--goal", help="throughput, memory, fewest, cheapest, robust or balanced")
+]
+Tokens = Annotated[float | None, typer.Option("--tokens", help="of the whole run, such as 2e12")]
+Deadline = Annotated[str | None, typer.Option("--deadline", help="time that the run may take: 36h, 90m, 3d")]
+Price = Annotated[
+    str | None,
+    typer.Option("--price", help="gpu-hour=2.5; spot: gpu-hour=1.1,interruptions=0.01 (per GPU and hour)"),
+]
+Losing = Annotated[
+    int | None, typer.Option("--losing", min=1, help="nodes that a robust layout is judged without")
+]
+Purpose = Annotated[
+    str, typer.Option("--for", help="run: the layout; cluster: machines, memory and storage for it too")
+]
+SizeFile = Annotated[
+    Path | None,
+    typer.Option("--write-size", help="with --for cluster: write a size.yaml of the GPU overlay here"),
+]
 
 
 def plan(
     config: SomeConfig = None,
     overrides: Overrides = None,
-    gpus: Annotated[
-        int, typer.Option("--gpus", min=1, help="devices; they override the config's worker counts")
-    ] = 8,
-    hardware: Annotated[
-        str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json")
-    ] = HARDWARE,
-    validate: Annotated[
-        bool, typer.Option("--validate", help="hold the cost model against published runs, row by row")
-    ] = False,
-    goal: Annotated[
-        str,
-        typer.Option("--goal", help="throughput, memory, fewest, cheapest, robust or balanced"),
-    ] = "throughput",
-    tokens: Annotated[float | None, typer.Option("--tokens", help="of the whole run, such as 2e12")] = None,
-    deadline: Annotated[
-        str | None, typer.Option("--deadline", help="time that the run may take: 36h, 90m, 3d")
-    ] = None,
-    price: Annotated[
-        str | None,
-        typer.Option(
-            "--price", help="gpu-hour=2.5; spot: gpu-hour=1.1,interruptions=0.01 (per GPU and hour)"
-        ),
-    ] = None,
-    losing: Annotated[
-        int | None, typer.Option("--losing", min=1, help="nodes that a robust layout is judged without")
-    ] = None,
-    what_for: Annotated[
-        str, typer.Option("--for", help="run: the layout; cluster: machines, memory and storage for it too")
-    ] = "run",
-    write_size: Annotated[
-        Path | None,
-        typer.Option("--write-size", help="with --for cluster: write a size.yaml of the GPU overlay here"),
-    ] = None,
+    gpus: Gpus = 8,
+    hardware: HardwareName = HARDWARE,
+    validate: Validate = False,
+    goal: GoalWord = "throughput",
+    tokens: Tokens = None,
+    deadline: Deadline = None,
+    price: Price = None,
+    losing: Losing = None,
+    what_for: Purpose = "run",
+    write_size: SizeFile = None,
     json_file: JsonFile = None,
 ) -> None:
     """Find the layout for a model on so many devices, and say where its seconds and bytes go.
@@ -72,28 +75,34 @@ def plan(
             _validate(config, json_file)
             return
         from picotron_ray.planner import goals
-        from picotron_ray.planner.cluster_size import cluster_size, size_patches
         from picotron_ray.planner.hardware import hardware as named
-        from picotron_ray.planner.plan_text import cluster_lines, plan_lines, run_lines
+        from picotron_ray.planner.plan_text import plan_lines, run_lines
 
         if config is None:
             raise ConfigError("plan: saw no config, expected a YAML file or a recipe, or --validate")
         _check_purpose(what_for, write_size)
-        job = shape_of(config, overrides or [])
-        devices = named(hardware, job.precision)
+        job = shape_of(config, overrides or [], gpus)
         asked = goals.goal_of(goal, tokens, deadline, price, losing)
-        found = goals.plan_for(job, gpus, devices, asked, time.perf_counter)
+        found = goals.plan_for(job, gpus, named(hardware, job.precision), asked, time.perf_counter)
         run = goals.run_estimate(found, asked)
-        value = {**found.to_dict(), "goal": goal}
+        value, lines = {**found.to_dict(), "goal": goal}, [*plan_lines(found), *run_lines(run)]
         if run is not None:
             value |= {"run_hours": run.hours, "run_price": run.price}
-        lines = [*plan_lines(found), *run_lines(run)]
         if what_for == "cluster":
-            size = cluster_size(found)
-            lines, value = [*lines, *cluster_lines(size)], {**value, "cluster": size.to_dict()}
-            if write_size is not None:
-                _write(write_size, size_patches(size), "--write-size")
+            lines += _size_cluster(found, value, write_size)
         _show(lines, value, json_file)
+
+
+def _size_cluster(found: Any, value: dict[str, Any], write_size: Path | None) -> list[str]:
+    """Add the cluster of a plan to what is written; returns its lines."""
+    from picotron_ray.planner.cluster_size import cluster_size, size_patches
+    from picotron_ray.planner.plan_text import cluster_lines
+
+    size = cluster_size(found)
+    value["cluster"] = size.to_dict()
+    if write_size is not None:
+        _write(write_size, size_patches(size), "--write-size")
+    return list(cluster_lines(size))
 
 
 def _check_purpose(what_for: str, write_size: Path | None) -> None:
@@ -109,9 +118,7 @@ def analyse(
     ],
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="replicas that share the state")] = 8,
-    hardware: Annotated[
-        str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json")
-    ] = HARDWARE,
+    hardware: HardwareName = HARDWARE,
     json_file: JsonFile = None,
 ) -> None:
     """Count a model: parameters, bytes, FLOPs, memory by ZeRO stage, the largest micro-batch that fits.
@@ -128,7 +135,7 @@ def analyse(
         if Path(config).is_dir():
             job, held = _of_folder(Path(config), overrides or [])
         else:
-            job, held = shape_of(config, overrides or []), None
+            job, held = shape_of(config, overrides or [], gpus), None
         found = analysed(job, gpus, named(hardware, job.precision), held)
         _show(analysis_lines(found), found.to_dict(), json_file)
 
@@ -156,8 +163,11 @@ def _validate(config: str | None, json_file: Path | None) -> None:
     _show(lines, {**found.to_dict(), **memory_dict(memory)}, json_file)
 
 
-def shape_of(config: str, overrides: list[str]) -> Any:
-    """The job of a config, of which only the shape matters: a data path that it leaves open is not missed."""
+def shape_of(config: str, overrides: list[str], gpus: int) -> Any:
+    """The job of a config on so many devices, of which only the shape matters.
+
+    A data path that it leaves open is not missed, and its own worker counts do not count.
+    """
     from picotron_ray.config.load import load_job, read_source
 
     data = read_source(config).get("data")

@@ -31,7 +31,7 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class ClusterSize:
-    """What to order for a plan.
+    """Machines, memory and storage to order for a plan.
 
     Fields:
         nodes, spares: machines that train, and more that wait for the loss of one.

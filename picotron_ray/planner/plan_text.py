@@ -32,6 +32,9 @@ def plan_lines(plan: PlanReport) -> Iterator[str]:
     yield "by cause   " + ", ".join(
         f"{name} {seconds:.3g} s ({100 * seconds / total:.1f} %)" for seconds, name in parts
     )
+    routes = plan.routes()
+    if routes:
+        yield f"routes     {'; '.join(map(str, routes))}"
     yield f"memory     of {plan.budget_bytes / 1e9:.3g} GB that an estimate may fill:"
     yield from _memory_lines(plan)
     yield "the best layouts:"

@@ -68,12 +68,32 @@ def test_gpus_override_the_configs_worker_counts() -> None:
     assert found.best.layout.world_size == 2
 
 
+def test_degrees_may_need_more_than_the_configs_workers() -> None:
+    words = ("layout.tp=2", "layout.pp=2", "layout.dp=8", "cluster.min_workers=64", "cluster.max_workers=64")
+    found = run("plan", "llama-3-8b", "--gpus", "32", *words)
+    assert found.exit_code == 0, found.stderr
+    assert "dp8-tp2-pp2" in found.stdout
+
+
 def test_what_more_would_buy_is_searched_anew() -> None:
     found = plan(job("llama-3-8b"), 8, H100)
     node, memory = found.purchases
     assert node.what == "8 more GPUs"
     assert node.step_s == plan(job("llama-3-8b"), 16, H100).best.cost.total_s < found.best.cost.total_s
     assert memory.step_s <= found.best.cost.total_s
+
+
+def test_each_axis_has_its_route() -> None:
+    """Tensor parallelism over NVLink, replicas four to a node between nodes, one of each in a pipeline."""
+    words = ("layout.tp=2", "layout.pp=2", "layout.dp=8", "cluster.max_workers=32")
+    found = plan(job("llama-3-8b", *words), 32, H100, buys=False)
+    routes = {route.axis: route for route in found.routes()}
+    profile = H100.profile
+    assert routes["tp"] == ("tp", 2, True, profile.link_bytes_s)
+    assert routes["dp"][1:] == (8, False, min(profile.link_bytes_s, 4 * profile.node_link_bytes_s))
+    assert routes["pp"][1:] == (2, False, profile.node_link_bytes_s)
+    assert str(routes["pp"]) == "pp=2 between nodes, 32 GB/s"
+    assert [route["axis"] for route in found.to_dict()["routes"]] == ["tp", "dp", "pp"]
 
 
 def test_losers_have_their_reasons() -> None:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -261,12 +262,13 @@ def _sent(name: str, kind: str, args: Any, kwargs: Any) -> tuple[str, int] | Non
     if name not in SENT:
         return None
     groups = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.ScriptObject)]
+    title: Any
     if kind == "c10d":
         group = next(dist.ProcessGroup.unbox(one) for one in groups if "ProcessGroup" in str(one._type()))
         title, ranks = group.group_name, group.size()
     else:
         title = next(arg for arg in reversed(args) if isinstance(arg, str))
-        ranks = dist.distributed_c10d._resolve_process_group(title).size()
+        ranks = _resolve_process_group(title).size()
     size = _whole_bytes(name, args, ranks)
     return title, size if name == "send" else SENT[name] * size * (ranks - 1) // ranks
 

@@ -1,4 +1,4 @@
-"""What a study looks for: one figure, a Pareto front of several, or a weighted score.
+"""The objective of a study: one figure, a Pareto front of several, or a weighted score.
 
 A score weighs figures scaled to 0-1: throughput by x / (x + that of the planner's first choice as it was
 estimated), so that a trial can be judged before the others are known; free memory and utilisation are shares

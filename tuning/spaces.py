@@ -1,4 +1,4 @@
-"""What a study varies, as values: no Ray, no randomness.
+"""The space that a study varies, as values: no Ray, no randomness.
 
 A point is plain data: ``layout`` names one of the planner's feasible layouts, ``accumulation`` the
 micro-batches per step, and every other key is a dotted key of the config.

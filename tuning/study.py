@@ -177,7 +177,9 @@ class Study:
             return tune.Tuner.restore(f"{where}/trials", trainable, storage_filesystem=remote)
         search = searchers.searcher(self._options, self._objective, self._points, self._concurrent)
         single = len(self._objective.metrics) == 1
-        asked = {"metric": self._objective.metrics[0], "mode": self._objective.modes[0]} if single else {}
+        asked: dict[str, Any] = {}
+        if single:
+            asked = {"metric": self._objective.metrics[0], "mode": self._objective.modes[0]}
         fixed = self._options.search in ("grid", "random")
         return tune.Tuner(
             trainable,

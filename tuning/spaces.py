@@ -54,7 +54,7 @@ Space = dict[str, Choice | Range]
 
 HPARAMS: Space = {
     "optimizer.learning_rate": Range(1e-6, 1e-2, log=True),
-    "data.global_batch": Range(16, 256, log=True, whole=True),
+    "data.global_batch": Choice((16, 32, 64, 128, 256)),  # most accumulations divide these
     ACCUMULATION: Choice((1, 2, 4, 8, 16, 32)),
     "optimizer.schedule.warmup_steps": Range(0, 10_000, whole=True),
     "optimizer.weight_decay": Range(0.0, 0.1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from pydantic import Field
 
 from picotron_ray.config.schema.base import Section
@@ -51,6 +53,11 @@ def refuse_contradictions(options: StudyOptions, space: Space) -> None:
         )
     if options.population and options.search not in ("cma-es", "nsga-ii"):
         wrong.append(f"--population: saw {options.population} for {options.search}, which has none; leave it")
+    needs = {"tpe": ["optuna"], "nsga-ii": ["optuna"], "cma-es": ["optuna", "cmaes"]}.get(options.search, [])
+    if missing := [name for name in needs if find_spec(name) is None]:
+        wrong.append(
+            f"--search: saw {options.search}, which needs {missing[0]}; pip install 'picotron-ray[tune]'"
+        )
     many = len(parse_objective(options.objective).metrics) > 1
     if many and (options.search == "cma-es" or options.scheduler == "asha"):
         wrong.append("--objective: saw several figures, which cma-es and asha cannot follow; take nsga-ii")

@@ -48,10 +48,17 @@ def row(name: str, status: str = "finished", **figures: Any) -> dict[str, Any]:
 def test_contradictions_are_one_line_each_before_ray(
     values: dict[str, Any], words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tuning.study_options.find_spec", lambda name: True)  # the extra may not be there
     monkeypatch.setattr(commands, "connected", lambda *_: pytest.fail("Ray was started"))
     with pytest.raises(PicotronError, match=said) as caught:
         commands.run(JOB, options(**values), words, None, Console())
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_searcher_that_is_not_installed_is_refused_before_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuning.study_options.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs optuna"):
+        commands.run(JOB, options(search="tpe"), [], None, Console())
 
 
 def test_layouts_come_in_the_planners_order_unless_asked_otherwise() -> None:

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -375,8 +376,19 @@ def _cell(value: Any) -> str:
     return ("; ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 
+COMMANDS = "picotron_ray.commands"
+"""Entry points of packages that bring commands of their own, as sweeps do: a Typer app each, by its name."""
+
+
+def _add_commands_of_other_packages() -> None:
+    found = {entry.name: entry for entry in entry_points(group=COMMANDS)}
+    for name, entry in sorted(found.items()):
+        app.add_typer(entry.load(), name=name)
+
+
 def main() -> None:
     """Entry point of the console script."""
+    _add_commands_of_other_packages()
     app()
 
 

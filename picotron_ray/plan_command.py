@@ -174,9 +174,8 @@ def shape_of(config: str, overrides: list[str], gpus: int) -> Any:
     given = isinstance(data, dict) and data.get("path")
     named = any(word.partition("=")[0] in ("data.path", "data") for word in overrides)
     memmap = isinstance(data, dict) and data.get("source", "stdlib") != "stdlib"
-    return load_job(
-        config, [*overrides, *(["data.path=unread"] if memmap and not given and not named else [])]
-    )
+    unread = ["data.path=unread"] if memmap and not given and not named else []
+    return load_job(config, [*overrides, *unread, f"cluster.max_workers={gpus}", "cluster.min_workers=1"])
 
 
 def _show(lines: Iterable[str], value: dict[str, Any], json_file: Path | None) -> None:

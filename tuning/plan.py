@@ -92,23 +92,33 @@ def trial_job(
         ConfigError: such as a warm-up longer than the trial.
     """
     raw = job.model_dump(mode="json")
-    steps = options.steps
-    raw |= {"name": run, "steps": steps}
-    raw["storage"]["url"] = url
     raw["layout"] |= pinned(layout)
     raw["cluster"] |= {"min_workers": layout.world_size, "max_workers": layout.world_size}
     raw["optimizer"]["learning_rate"] = learning_rate
+    return shortened(raw, options.steps, run, url)
+
+
+def shortened(raw: dict[str, Any], steps: int, run: str, url: str) -> JobConfig:
+    """A trial's run of a job as plain data: ``steps`` steps, a name and a place of its own.
+
+    Raises:
+        ConfigError: such as a warm-up longer than the trial.
+    """
+    raw |= {"name": run, "steps": steps}
+    raw["storage"]["url"] = url
     raw["checkpoint"] |= {
-        "interval_steps": min(job.checkpoint.interval_steps, max(1, steps // 2)),
+        "interval_steps": min(raw["checkpoint"]["interval_steps"], max(1, steps // 2)),
         "keep_last": 1,
         "keep_every_steps": None,
         "resume_step": None,
     }
-    raw["evaluate"]["interval_steps"] = min(job.evaluate.interval_steps, max(1, steps // 4))
-    patience = min(job.elastic.max_failures_without_progress, FAILURES_WITHOUT_PROGRESS)
-    raw["elastic"] |= {
-        "max_failures_without_progress": patience,
-        "heartbeat_s": min(job.elastic.heartbeat_s, HEARTBEAT_S),
+    raw["evaluate"]["interval_steps"] = min(raw["evaluate"]["interval_steps"], max(1, steps // 4))
+    elastic = raw["elastic"]
+    elastic |= {
+        "max_failures_without_progress": min(
+            elastic["max_failures_without_progress"], FAILURES_WITHOUT_PROGRESS
+        ),
+        "heartbeat_s": min(elastic["heartbeat_s"], HEARTBEAT_S),
     }
     return parse_job(raw)
 

@@ -1,5 +1,7 @@
 """``python -m tuning.sweep CONFIG [key=value ...]``: find a layout and a learning rate with Ray Tune.
 
+``python -m tuning.sweep layout|hparams|batch|lr CONFIG`` is ``picotron-ray tune`` (``tuning.commands``).
+
 Works by itself (a local Ray of its own), on the cluster of ``RAY_ADDRESS``, and by ``ray job submit``. The
 same command again resumes an interrupted sweep: finished trials are kept, unfinished ones continue from their
 runs' commits. Everything lies in ``<storage.url>/<name>``: trials' runs, Tune's own state, ``results.csv``
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from typing import Annotated, Any
 
@@ -23,14 +24,8 @@ from rich.console import Console
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
+from tuning.connected import QUIET, connected
 from tuning.plan import SweepOptions
-
-QUIET = {
-    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-}
 
 
 def main(
@@ -103,30 +98,18 @@ def run(
         NoneFinishedError, InterruptedSweepError.
     """
     os.environ.update(QUIET)  # before Tune is imported, which reads them
-    from picotron_ray.runtime.driver import launch_mark
-    from picotron_ray.runtime.driver.follow_run import take_down
-    from picotron_ray.runtime.driver.resolve_job import DATA, NODES, ResolvedJob, resolve
-    from picotron_ray.runtime.ray_cluster import connect
-    from tuning.stages import Sweep, local_cpus
+    from tuning.stages import Sweep
 
     layouts = Sweep.check(job, options)
-    own_ray = not os.environ.get("RAY_ADDRESS")
-    resolve(ResolvedJob(job, owns_ray=True), (NODES, DATA) if own_ray else (DATA,))
-    cluster = job.cluster.model_copy(update={"local_cpus": local_cpus(job, concurrent or 1)})
-    with launch_mark.held(options.name):  # else `picotron-ray stop` takes its Ray for what a launch left
-        local = connect.connect(job.model_copy(update={"name": options.name, "cluster": cluster}))
-        # `ray job stop` sends SIGTERM, which Tune does not know; SIGUSR1 it takes for an interrupt.
-        before = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
-        try:
-            if not own_ray:
-                resolve(ResolvedJob(job, relative_url=relative_url), (NODES,))
-            return Sweep(job, options, concurrent, console, layouts).run()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            take_down(local)
+    with connected(job, options.name, concurrent, relative_url):
+        return Sweep(job, options, concurrent, console, layouts).run()
 
 
 if __name__ == "__main__":
+    from tuning.commands import KINDS, tune
+
+    if sys.argv[1:2] and sys.argv[1] in KINDS:
+        tune(prog_name="python -m tuning.sweep")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
     app()

@@ -8,6 +8,7 @@ out-of-memory error ends that trial, with its reason, and no other.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ray import tune
@@ -19,9 +20,15 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.cost import arithmetic_s
+from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.ray_train.trainer import ElasticTrainer
 from tuning.errors import TrialFailedError
-from tuning.plan import SweepOptions, trial_job
+from tuning.objectives import score
+from tuning.plan import SweepOptions, shortened, trial_job
+from tuning.spaces import with_point
 
 DRIVER_CPUS = 0.1
 
@@ -72,6 +79,47 @@ def train_trial(config: dict[str, Any], sweep: dict[str, Any]) -> None:
         raise TrialFailedError(f"run {job.name} was {metrics['status']} at step {metrics['step']}")
     figures = {name: metrics[name] for name in ("step", "loss", "eval_loss", "tokens_per_s", "wall_s")}
     tune.report({**figures, "finished": True, "failures": len(metrics["failures"])})
+
+
+def study_trial(config: dict[str, Any], study: dict[str, Any]) -> None:
+    """Train one trial of a study: Tune's trainable.
+
+    Args:
+        config: the trial's point.
+        study: what all trials share: ``job``, ``options``, ``layouts``, ``url`` and ``reference``, the
+            tokens per second that a score compares with, as plain data.
+    """
+    known = {name: Layout.from_dict(value) for name, value in study["layouts"].items()}
+    asked = with_point(parse_job(study["job"]), config, known)
+    raw, options = asked.model_dump(mode="json"), study["options"]
+    job = shortened(raw, options["steps"], run_name(options), study["url"])
+    _refuse_what_failed(job)
+    callbacks: list[UserCallback] = [ReportToTune()] if options["scheduler"] == "asha" else []
+    result = ElasticTrainer(job, run_config=RunConfig(name=job.name, callbacks=callbacks)).fit()
+    metrics = result.metrics or {}
+    if metrics["status"] != "finished":
+        raise TrialFailedError(f"run {job.name} was {metrics['status']} at step {metrics['step']}")
+    figures = {name: metrics[name] for name in ("step", "loss", "eval_loss", "tokens_per_s", "wall_s")}
+    figures |= derived(job, figures["tokens_per_s"] or 0.0, study["device"])
+    figures["score"] = score(figures, study["reference"])
+    tune.report({**figures, "finished": True, "failures": len(metrics["failures"])})
+
+
+def derived(job: JobConfig, tokens_per_s: float, device: str) -> dict[str, Any]:
+    """Figures by the planner's formulas: the layout, shares of memory free and of the device used.
+
+    ``free_memory`` is an estimate (``planner.memory``); ``utilisation`` is the seconds of the model's
+    arithmetic at the profile's rate over the measured seconds of a step.
+    """
+    profile = profile_of(device)
+    layout = choose_layout(job, job.cluster.max_workers, profile).layout
+    step_s = job.data.global_batch * job.data.sequence_length / tokens_per_s if tokens_per_s else math.inf
+    return {
+        "ran": str(layout),
+        "workers": layout.world_size,
+        "free_memory": 1 - memory_estimate(job, layout).total_bytes / profile.memory_bytes,
+        "utilisation": min(1.0, arithmetic_s(job, layout, profile) / step_s),
+    }
 
 
 def _refuse_what_failed(job: JobConfig) -> None:

@@ -15,6 +15,7 @@ import yaml
 from picotron_ray.cli import app
 from picotron_ray.config.json_schema import key_schemas
 from picotron_ray.config.load import parse_job
+from tuning.commands import tune
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted(
@@ -168,6 +169,7 @@ def shell_lines(page: Path) -> Iterator[str]:
 def wrong_words(line: str) -> list[str]:
     """Words of a command line that are neither a command nor an option of it."""
     group = typer.main.get_command(app)
+    group.commands["tune"] = typer.main.get_command(tune)  # an entry point brings it
     _, *words = line.split()
     while words and hasattr(group, "commands"):
         if words[0] not in group.commands:

@@ -69,7 +69,7 @@ def test_gpus_override_the_configs_worker_counts() -> None:
 
 
 def test_degrees_may_need_more_than_the_configs_workers() -> None:
-    words = ("layout.tp=2", "layout.pp=2", "layout.dp=8", "cluster.min_workers=64", "cluster.max_workers=64")
+    words = ("layout.tp=2", "layout.pp=2", "layout.dp=8", "cluster.min_workers=4", "cluster.max_workers=4")
     found = run("plan", "llama-3-8b", "--gpus", "32", *words)
     assert found.exit_code == 0, found.stderr
     assert "dp8-tp2-pp2" in found.stdout

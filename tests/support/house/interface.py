@@ -70,9 +70,10 @@ def resume_rules() -> Iterator[str]:
 def commands() -> Iterator[str]:
     """``command: parameter``, with its default; flags, required and repeated ones say so."""
     from picotron_ray import cli, launch
-    from tuning import sweep
+    from tuning import commands, sweep
 
     yield from _parameters("picotron-ray", get_command(cli.app))
+    yield from _parameters("picotron-ray tune", get_command(commands.tune))
     for name, function in (("picotron_ray.launch", launch.train), ("tuning.sweep", sweep.main)):
         app = typer.Typer(add_completion=False)
         app.command()(function)

@@ -1,0 +1,123 @@
+"""Studies without Ray: spaces, contradictions, fronts, and the command that an entry point brings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from picotron_ray.config.load import load_job
+from picotron_ray.errors import ConfigError, PicotronError
+from picotron_ray.planner.search import choose_layout, layouts
+from tuning import commands, spaces
+from tuning.objectives import Objective, front, parse_objective, score
+from tuning.study_options import StudyOptions
+from tuning.study_report import as_html
+
+JOB = load_job("quickstart", ["chaos=[]", "optimizer.schedule.warmup_steps=0"])
+ROOT = Path(__file__).parents[3]
+
+
+def options(kind: str = "hparams", **values: Any) -> StudyOptions:
+    return StudyOptions(name="s", kind=kind, **{"objective": "eval_loss", **values})
+
+
+def row(name: str, status: str = "finished", **figures: Any) -> dict[str, Any]:
+    empty = {"tokens_per_s": None, "eval_loss": None, "free_memory": None, "reason": ""}
+    return {**empty, "trial": name, "status": status, "point": {"a": 1}, **figures}
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "said"),
+    [
+        ({"search": "cma-es"}, ["data.global_batch=16,32"], "categories alone"),
+        ({"search": "nsga-ii", "population": 9, "trials": 8}, [], "more than the 8 trials"),
+        ({"search": "guess"}, [], "saw 'guess'"),
+        ({"objective": "speed"}, [], "that trials report"),
+        ({"objective": "loss,tokens_per_s", "search": "cma-es"}, [], "several figures"),
+        ({}, ["model.nothing=1,2"], "expected a key of the config"),
+        ({}, ["data.global_batch=2..1"], "expected key="),
+        ({}, ["layout.tp=3,5"], "every point is infeasible"),
+    ],
+)
+def test_contradictions_are_one_line_each_before_ray(
+    values: dict[str, Any], words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuning.study_options.find_spec", lambda name: True)  # the extra may not be there
+    monkeypatch.setattr(commands, "connected", lambda *_: pytest.fail("Ray was started"))
+    with pytest.raises(PicotronError, match=said) as caught:
+        commands.run(JOB, options(**values), words, None, Console())
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_searcher_that_is_not_installed_is_refused_before_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuning.study_options.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs optuna"):
+        commands.run(JOB, options(search="tpe"), [], None, Console())
+
+
+def test_layouts_come_in_the_planners_order_unless_asked_otherwise() -> None:
+    space, known, seeds = commands.space_of(JOB, options("layout"), ["layout.recompute=none,full"])
+    first = choose_layout(JOB, 4).layout
+    assert seeds[0] == {"layout": str(first), "layout.recompute": "none"}
+    assert {str(layout) for layout in layouts(JOB, 4)} <= set(known)
+    point = {"layout": str(first), "layout.recompute": "full"}
+    job = spaces.with_point(JOB, point, known)
+    assert (job.layout.dp, job.layout.recompute) == (first.dp, "full")
+    space, _, seeds = commands.space_of(JOB, options("layout", seeded=False), [])
+    assert seeds == []
+    assert list(space["layout"].values) == sorted(known)  # type: ignore[union-attr]
+
+
+def test_accumulation_divides_the_batch_or_is_refused() -> None:
+    job = spaces.with_point(JOB, {"accumulation": 4, "data.global_batch": 32}, {})
+    layout = choose_layout(job, 4).layout
+    assert layout.micro_batches(32) == 4
+    with pytest.raises(ConfigError, match="does not divide"):
+        spaces.with_point(JOB, {"accumulation": 32, "data.global_batch": 16}, {})
+
+
+def test_the_jobs_own_point_is_tried_first() -> None:
+    _, _, seeds = commands.space_of(JOB, options(), [])
+    assert seeds[0]["optimizer.learning_rate"] == JOB.optimizer.learning_rate
+    assert not commands.space_of(JOB, options(), ["data.global_batch=64,128"])[2]
+
+
+def test_a_front_keeps_what_no_other_beats() -> None:
+    rows = [
+        row("a", tokens_per_s=3.0, free_memory=0.1),
+        row("b", tokens_per_s=1.0, free_memory=0.9),
+        row("c", tokens_per_s=1.0, free_memory=0.5),
+        row("d", status="failed"),
+    ]
+    goal = parse_objective("tokens_per_s,free_memory")
+    assert [each["trial"] for each in front(rows, goal)] == ["a", "b"]
+    assert front(rows, Objective(("eval_loss",))) == []
+    page = as_html({"study": "s", "objective": list(goal.metrics), "best": rows[0], "front": ["a", "b"],
+                    "trials": rows, "failed": 1})  # fmt: skip
+    assert page.count("<polyline") == page.count("<circle") == 3
+    assert "http" not in page
+
+
+def test_a_score_weighs_speed_memory_and_utilisation() -> None:
+    figures = {"tokens_per_s": 100.0, "free_memory": 1.0, "utilisation": 1.0}
+    assert score(figures, 100.0) == pytest.approx(0.5 * 0.5 + 0.3 + 0.2)
+    assert score({}, 100.0) == 0
+
+
+def test_an_entry_point_brings_the_command(tmp_path: Path) -> None:
+    info = tmp_path / "sweeps-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sweeps\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[picotron_ray.commands]\ntune = tuning.commands:tune\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "picotron_ray.cli", "tune", "layout", "quickstart", "--search", "guess"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "saw 'guess'" in done.stderr

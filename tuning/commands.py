@@ -1,0 +1,274 @@
+"""``picotron-ray tune layout|hparams|batch|lr``, which ``python -m tuning.sweep`` takes as well.
+
+``picotron_ray`` imports nothing of sweeps: its command line finds this group by the package's entry point.
+Exit codes: 0 done, 2 bad config, 3 no trial finished, 4 storage unusable, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import ConfigError
+from picotron_ray.launch import Config, Overrides, reported
+from picotron_ray.layout.layout import Layout
+from tuning import spaces
+from tuning.connected import QUIET, connected
+from tuning.spaces import ACCUMULATION, HPARAMS, LAYOUT, Choice, Range, Space
+from tuning.study_options import StudyOptions, refuse_contradictions
+
+tune = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Search by trial runs."
+)
+KINDS = ("layout", "hparams", "batch", "lr")
+
+Name = Annotated[str | None, typer.Option(help="of the study; default: the config's, with -KIND")]
+Trials = Annotated[int, typer.Option(help="most trials")]
+Steps = Annotated[int, typer.Option(help="optimizer steps of a trial")]
+Search = Annotated[str, typer.Option(help="grid, random, tpe, cma-es or nsga-ii")]
+Scheduler = Annotated[str, typer.Option(help="none, or asha: trials that fall behind end early")]
+Population = Annotated[int | None, typer.Option(help="trials of a generation; cma-es and nsga-ii")]
+Goal = Annotated[str, typer.Option("--objective", help="a figure, several by commas, or score")]
+Hours = Annotated[float | None, typer.Option(help="worker hours after which the study ends")]
+Wall = Annotated[float | None, typer.Option(help="seconds after which the study ends")]
+Axes = Annotated[
+    list[str] | None, typer.Option("--space", help="key=1,2 or key=1..4 or key=log:1e-4..1e-2; repeated")
+]
+Seed = Annotated[int, typer.Option(help="of the searcher")]
+Concurrent = Annotated[int | None, typer.Option(help="trials at once; default: as many as fit")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="write what results.json holds to this file")]
+
+
+@tune.command()
+def layout(
+    config: Config,
+    overrides: Overrides = None,
+    name: Name = None,
+    trials: Trials = 16,
+    steps: Steps = 20,
+    search: Search = "random",
+    population: Population = None,
+    objective: Goal = "tokens_per_s",
+    space: Axes = None,
+    seeded: Annotated[bool, typer.Option(help="the planner's best layouts first")] = True,
+    gpu_hours: Hours = None,
+    wall_s: Wall = None,
+    seed: Seed = 0,
+    concurrent: Concurrent = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Search layouts and micro-batches, and with --space recompute, schedule, communication or kernels.
+
+    Example: picotron-ray tune layout quickstart --trials 16 --space layout.recompute=none,full
+    """
+    asked = locals()
+    _run("layout", {**asked, "scheduler": "none"})
+
+
+@tune.command()
+def hparams(
+    config: Config,
+    overrides: Overrides = None,
+    name: Name = None,
+    trials: Trials = 100,
+    steps: Steps = 20,
+    search: Search = "tpe",
+    scheduler: Scheduler = "none",
+    population: Population = None,
+    objective: Goal = "eval_loss",
+    space: Axes = None,
+    gpu_hours: Hours = None,
+    wall_s: Wall = None,
+    seed: Seed = 0,
+    concurrent: Concurrent = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Search learning rate, batch, accumulation, warm-up and decay, or what --space names instead.
+
+    Example: picotron-ray tune hparams quickstart --space optimizer.learning_rate=log:1e-4..1e-2 --trials 12
+    """
+    asked = locals()
+    _run("hparams", {**asked, "seeded": True})
+
+
+@tune.command()
+def batch(
+    config: Config,
+    overrides: Overrides = None,
+    name: Name = None,
+    steps: Steps = 10,
+    concurrent: Concurrent = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """Micro-batches by doubling: the fastest, and the largest that trains.
+
+    Example: picotron-ray tune batch quickstart
+    """
+    asked = locals()
+    _run("batch", {**asked, "trials": 16, "search": "grid", "objective": "tokens_per_s", "space": None})
+
+
+@tune.command()
+def lr(
+    config: Config,
+    overrides: Overrides = None,
+    name: Name = None,
+    trials: Trials = 9,
+    steps: Steps = 20,
+    space: Axes = None,
+    concurrent: Concurrent = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Learning-rate range test: short runs at rates from 1e-6 to 1e-2, evenly in their logarithm.
+
+    Example: picotron-ray tune lr quickstart --space optimizer.learning_rate=log:1e-4..1e-1
+    """
+    asked = locals()
+    _run("lr", {**asked, "search": "grid", "objective": "eval_loss"})
+
+
+def _run(kind: str, asked: dict[str, Any]) -> None:
+    """A study from words to files; everything is refused before Ray is started."""
+    target = asked.pop("json_file")
+    with reported(False):
+        from picotron_ray.runtime.driver.follow_run import without_rays_messages
+        from picotron_ray.runtime.driver.resolve_job import PATHS, resolve_words
+        from picotron_ray.runtime.driver.submission import current
+
+        config, overrides = asked.pop("config"), asked.pop("overrides")
+        words, concurrent = asked.pop("space"), asked.pop("concurrent")
+        written = resolve_words(config, overrides or [], (PATHS,), current())
+        asked["name"] = asked["name"] or f"{written.job.name}-{kind}"
+        options = _options({**asked, "kind": kind})
+        console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        with without_rays_messages():
+            found = run(written.job, options, words or [], concurrent, console, written.relative_url)
+        if target:
+            target.write_text(json.dumps(found, indent=1))
+
+
+def _options(values: dict[str, Any]) -> StudyOptions:
+    try:
+        return StudyOptions.model_validate(values)
+    except ValidationError as error:
+        lines = [f"--{d['loc'][0]}: saw {d['input']!r}: {d['msg']}" for d in error.errors()]
+        raise ConfigError(*lines) from None
+
+
+def run(
+    job: JobConfig,
+    options: StudyOptions,
+    words: list[str],
+    concurrent: int | None,
+    console: Console,
+    relative_url: str = "",
+) -> dict[str, Any]:
+    """Check, connect, and run or resume a study; returns what ``results.json`` holds.
+
+    Args:
+        words: the axes that the user gave, as ``--space`` takes them.
+        relative_url: ``storage.url`` as it was written, where that depends on the present folder; else "".
+
+    Raises:
+        ConfigError, StorageError, ClusterError: nothing was started.
+        NoneFinishedError, InterruptedSweepError.
+    """
+    os.environ.update(QUIET)  # before Tune is imported, which reads them
+    space, known, seeds = space_of(job, options, words)
+    refuse_contradictions(options, space)
+    spaces.check(plan_job(job, options), space, known, seeds)
+    _storage_takes(job, options)
+
+    from tuning.study import Study, device_of
+
+    with connected(job, options.name, concurrent, relative_url):
+        if device_of(job) == "cuda" != job.cluster.device:  # only the cluster knows what ``auto`` is
+            space, known, seeds = space_of(job, options, words, "cuda")
+        found = Study(job, options, space, known, seeds, concurrent, console).run()
+    if options.kind == "batch":
+        done = [row["point"]["layout.micro_batch"] for row in found["trials"] if row["status"] == "finished"]
+        console.print(f"fastest {found['best']['point']['layout.micro_batch']}, largest {max(done)}")
+    return found
+
+
+def plan_job(job: JobConfig, options: StudyOptions) -> JobConfig:
+    """The job as its trials run it, which refuses such as a warm-up longer than a trial."""
+    from tuning.plan import shortened
+
+    return shortened(job.model_dump(mode="json"), options.steps, f"{options.name}.check", job.storage.url)
+
+
+def _storage_takes(job: JobConfig, options: StudyOptions) -> None:
+    from picotron_ray.checkpoint.storage.base import probe
+    from picotron_ray.checkpoint.storage.open import open_storage
+
+    probe(open_storage(job.storage, options.name))
+
+
+def space_of(
+    job: JobConfig, options: StudyOptions, words: list[str], device: str = ""
+) -> tuple[Space, dict[str, Layout], list[dict[str, Any]]]:
+    """The space of a study, the layouts that it names, and the points to try first.
+
+    Args:
+        device: ``cpu`` or ``cuda``; empty: the config's, for ``auto`` cpu.
+
+    Raises:
+        ConfigError, LayoutError: nothing fits, or an axis is not understood.
+    """
+    given = spaces.parse_space(words)
+    if options.kind == "layout":
+        return _layout_space(job, options, given, device or job.cluster.device)
+    if options.kind == "batch":
+        sizes = [2**power for power in range(job.data.global_batch.bit_length())]
+        sizes = [size for size in sizes if not spaces._why_not(job, {"layout.micro_batch": size}, {})]
+        return {"layout.micro_batch": Choice(tuple(sizes))}, {}, []
+    rate = HPARAMS["optimizer.learning_rate"]
+    if options.kind == "lr":
+        return given or {"optimizer.learning_rate": rate}, {}, []
+    warmup = Range(0, min(10_000, options.steps), whole=True)  # a longer one no trial could take
+    space = given or {**HPARAMS, "optimizer.schedule.warmup_steps": warmup}
+    return space, {}, _own_values(job, space)
+
+
+def _own_values(job: JobConfig, space: Space) -> list[dict[str, Any]]:
+    """The job's own point, where it lies in the space: what a search has to beat."""
+    raw, point = job.model_dump(mode="json"), {}
+    for key, axis in space.items():
+        value: Any = 1 if key == ACCUMULATION else raw
+        for part in () if key == ACCUMULATION else key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        inside = value in axis.values if isinstance(axis, Choice) else _between(axis, value)
+        if not inside:
+            return []
+        point[key] = value
+    return [point]
+
+
+def _between(axis: Range, value: Any) -> bool:
+    return isinstance(value, int | float) and axis.low <= value <= axis.high
+
+
+def _layout_space(
+    job: JobConfig, options: StudyOptions, given: Space, device: str
+) -> tuple[Space, dict[str, Layout], list[dict[str, Any]]]:
+    from picotron_ray.planner.device_profile import profile_of
+
+    profile = profile_of(device)
+    known = spaces.feasible_layouts(job, profile, options.seeded)
+    space: Space = {LAYOUT: Choice(tuple(known)), **given}
+    firsts = {key: axis.values[0] if isinstance(axis, Choice) else axis.low for key, axis in given.items()}
+    seeds = [{LAYOUT: name, **firsts} for name in known][: max(1, options.trials // 2)]
+    return space, known, seeds if options.seeded else []
+
+
+if __name__ == "__main__":
+    tune()

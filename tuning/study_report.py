@@ -1,0 +1,110 @@
+"""A study's results for people: a line per trial, and one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FIGURES = (
+    "step", "tokens_per_s", "loss", "eval_loss", "wall_s", "free_memory", "utilisation", "score", "ran",
+    "workers", "failures",
+)  # fmt: skip
+WIDTH, HEIGHT, EDGE = 960, 320, 50
+STYLE = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 10px;text-align:left}svg text{font-size:11px}"
+
+
+def as_line(row: Mapping[str, Any]) -> str:
+    """A trial on one line."""
+    point = " ".join(f"{key.rpartition('.')[2]}={_short(value)}" for key, value in row["point"].items())
+    return (
+        f"{row['trial']}  {row['status']:10}  {point}  {_short(row['tokens_per_s'])} tokens/s"
+        f"  eval_loss {_short(row['eval_loss'])}" + (f"  {row['reason']}" if row["reason"] else "")
+    )
+
+
+def _short(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def as_html(found: Mapping[str, Any]) -> str:
+    """The page: parallel coordinates of all trials, the front of the first two figures, and the table."""
+    rows, names = found["trials"], found["objective"]
+    keys = list(rows[0]["point"]) if rows else []
+    parts = [
+        f"<h1>{html.escape(found['study'])}</h1>",
+        f"<p>{len(rows)} trials, {found['failed']} failed; best {found['best']['trial']}</p>",
+        "<h2>Parallel coordinates</h2>",
+        parallel(rows, keys, names, set(found["front"])),
+    ]
+    if len(names) > 1:
+        parts += ["<h2>Front</h2>", scatter(rows, names[0], names[1], set(found["front"]))]
+    parts += ["<h2>Trials</h2>", _table(rows, keys, names)]
+    return f"<!doctype html><meta charset=utf-8><style>{STYLE}</style>{''.join(parts)}\n"
+
+
+def parallel(
+    rows: Sequence[Mapping[str, Any]], keys: Sequence[str], names: Sequence[str], best: set[str]
+) -> str:
+    """SVG with an axis per key of the points and per figure, and a line per finished trial."""
+    done = [row for row in rows if row["status"] == "finished"]
+    columns = [(key, [row["point"].get(key) for row in done]) for key in keys]
+    columns += [(name, [row[name] for row in done]) for name in names]
+    gap = (WIDTH - 2 * EDGE) / max(1, len(columns) - 1)
+    heights = [_places(values) for _, values in columns]
+    parts = []
+    for at, (name, values) in enumerate(columns):
+        x = EDGE + at * gap
+        parts.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{EDGE}" y2="{HEIGHT - EDGE}" stroke="#999"/>')
+        parts.append(f'<text x="{x:.0f}" y="30" text-anchor="middle">{html.escape(name)}</text>')
+        ends = sorted(set(zip(heights[at], map(_short, values), strict=True)))
+        parts += [
+            f'<text x="{x + 3:.0f}" y="{_y(share):.0f}">{html.escape(text)}</text>'
+            for share, text in (ends if len(ends) <= 12 else [ends[0], ends[-1]])
+        ]
+    for place, row in enumerate(done):
+        line = " ".join(f"{EDGE + at * gap:.0f},{_y(shares[place]):.0f}" for at, shares in enumerate(heights))
+        colour = "#c22" if row["trial"] in best else "#48a"
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-opacity=".7"/>')
+    return _svg(parts)
+
+
+def scatter(rows: Sequence[Mapping[str, Any]], x: str, y: str, best: set[str]) -> str:
+    """SVG of the finished trials by two figures; those of the front in red."""
+    done = [row for row in rows if row["status"] == "finished"]
+    across, up = _places([row[x] for row in done]), _places([row[y] for row in done])
+    parts = [
+        f'<circle cx="{EDGE + share * (WIDTH - 2 * EDGE):.0f}" cy="{_y(height):.0f}" r="4"'
+        f' fill="{"#c22" if row["trial"] in best else "#48a"}">'
+        f"<title>{html.escape(as_line(row))}</title></circle>"
+        for row, share, height in zip(done, across, up, strict=True)
+    ]
+    label = f"{x} (right) and {y} (up)"
+    return _svg([*parts, f'<text x="{EDGE}" y="{HEIGHT - 10}">{html.escape(label)}</text>'])
+
+
+def _places(values: Sequence[Any]) -> list[float]:
+    """Each value's place on an axis, 0-1: numbers by size, names by order."""
+    if all(isinstance(value, int | float) for value in values):
+        low, high = min(values, default=0), max(values, default=0)
+        return [(value - low) / (high - low) if high > low else 0.5 for value in values]
+    order = sorted(set(map(str, values)))
+    return [order.index(str(value)) / max(1, len(order) - 1) for value in values]
+
+
+def _y(share: float) -> float:
+    return HEIGHT - EDGE - share * (HEIGHT - 2 * EDGE)
+
+
+def _svg(parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}">{"".join(parts)}</svg>'
+
+
+def _table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], names: Sequence[str]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("trial", "status", *keys, *names, "reason"))
+    lines = []
+    for row in rows:
+        cells = [row["trial"], row["status"], *(row["point"].get(key) for key in keys)]
+        cells += [*(row[name] for name in names), row["reason"]]
+        lines.append("".join(f"<td>{html.escape(_short(cell))}</td>" for cell in cells))
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -260,7 +260,7 @@ def _between(axis: Range, value: Any) -> bool:
 def _layout_space(
     job: JobConfig, options: StudyOptions, given: Space, device: str
 ) -> tuple[Space, dict[str, Layout], list[dict[str, Any]]]:
-    from picotron_ray.planner.device_profile import profile_of
+    from picotron_ray.planner.datasheet import profile_of
 
     profile = profile_of(device)
     known = spaces.feasible_layouts(job, profile, options.seeded)

@@ -17,7 +17,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.ray_cluster.placement import living_nodes, worker_needs
 from picotron_ray.runtime.ray_train.result import filesystem_of

@@ -20,8 +20,8 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.cost import arithmetic_s
-from picotron_ray.planner.device_profile import profile_of
+from picotron_ray.planner.cost import step_cost
+from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.ray_train.trainer import ElasticTrainer
@@ -118,7 +118,7 @@ def derived(job: JobConfig, tokens_per_s: float, device: str) -> dict[str, Any]:
         "ran": str(layout),
         "workers": layout.world_size,
         "free_memory": 1 - memory_estimate(job, layout).total_bytes / profile.memory_bytes,
-        "utilisation": min(1.0, arithmetic_s(job, layout, profile) / step_s),
+        "utilisation": min(1.0, step_cost(job, layout, profile).compute_s / step_s),
     }
 
 

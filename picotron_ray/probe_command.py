@@ -25,6 +25,10 @@ def probe(
     ] = 8,
     cpus: Annotated[float, typer.Option("--cpus-per-worker", min=0.1, help="CPU slots of one worker")] = 1.0,
     device: Annotated[str, typer.Option("--device", help="auto, cuda or cpu")] = "auto",
+    topology: Annotated[
+        Path | None,
+        typer.Option("--topology", help="JSON of GPU groups (nvlink, pcie) that NVML must agree with"),
+    ] = None,
     budget_s: Annotated[
         float, typer.Option("--budget-s", min=1.0, help="seconds for measuring; what they leave out is named")
     ] = BUDGET_S,
@@ -42,6 +46,7 @@ def probe(
 
         if out is not None and not out.parent.is_dir():
             raise ConfigError(f"--out: saw {out}, expected a folder that exists; make {out.parent} first")
+        groups = None if topology is None else (_text_of(topology), str(topology))
         count = workers if os.environ.get("RAY_ADDRESS") else min(workers, _slots_here(device, cpus))
         job = parse_job(
             {
@@ -57,7 +62,7 @@ def probe(
         with without_rays_messages():
             from picotron_ray.runtime.hardware_probe.door import measure_nodes
 
-            found = measure_nodes(job, budget_s, print)
+            found = measure_nodes(job, budget_s, print, groups)
     text = found.model_dump_json(indent=1)
     if out is None:
         print(text)
@@ -65,6 +70,14 @@ def probe(
         out.write_text(text + "\n", encoding="utf-8")
     for line in (*found.outliers, *found.cuts):
         print(line)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"--topology: cannot read {path}: {why}") from None
 
 
 def _slots_here(device: str, cpus: float) -> int:

@@ -64,7 +64,10 @@ class CollectivePoint(_Frozen):
 
 
 class NodeFigures(_Frozen):
-    """One node: cores, memory in bytes, and rates in bytes per second (0: not measured)."""
+    """One node: cores, memory in bytes, and rates in bytes per second (0: not measured).
+
+    ``nvlink`` and ``pcie`` are the UUIDs of GPUs that share such links, as NVML groups them.
+    """
 
     host: str
     workers: int = Field(ge=1)
@@ -73,6 +76,8 @@ class NodeFigures(_Frozen):
     ram_bytes: int = Field(ge=0)
     shm_bytes: int = Field(ge=0)
     disk_bytes_s: float = Field(ge=0)
+    nvlink: tuple[tuple[str, ...], ...] = ()
+    pcie: tuple[tuple[str, ...], ...] = ()
 
 
 class HardwareProfile(_Frozen):

@@ -13,11 +13,13 @@ from picotron_ray.runtime.ray_cluster import local_ray
 from picotron_ray.runtime.ray_cluster.connect import connect
 
 
-def measure_nodes(job: JobConfig, budget_s: float, say: Callable[[str], None]) -> HardwareProfile:
+def measure_nodes(
+    job: JobConfig, budget_s: float, say: Callable[[str], None], topology: tuple[str, str] | None = None
+) -> HardwareProfile:
     """Connect to Ray, measure its nodes, and take down what was started for it."""
     started = connect(job)
     try:
-        return probe(job, budget_s, say)
+        return probe(job, budget_s, say, topology)
     finally:
         ray.shutdown()
         if started is not None:

@@ -10,12 +10,14 @@ import ray
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.observability.gpu_topology import GpuInventory, busy_lines, check_topology, gpus_here
 from picotron_ray.planner.datasheet import DATA_SHEETS
 from picotron_ray.planner.hardware_profile import CollectivePoint, HardwareProfile, MatmulPoint, outliers
 from picotron_ray.runtime.hardware_probe.worker import ProbeWorker
 from picotron_ray.runtime.ray_cluster.placement import (
     NodeView,
     WorkerNeeds,
+    ask_nodes,
     living_nodes,
     on_node,
     worker_needs,
@@ -27,15 +29,22 @@ COMPUTE_SHARE = 0.6
 ANSWER_S = 120.0
 
 
-def probe(job: JobConfig, budget_s: float, say: Callable[[str], None] = lambda line: None) -> HardwareProfile:
+def probe(
+    job: JobConfig,
+    budget_s: float,
+    say: Callable[[str], None] = lambda line: None,
+    topology: tuple[str, str] | None = None,
+) -> HardwareProfile:
     """Measure the nodes of the connected Ray.
 
     Args:
         job: whose workers, devices and CPUs per worker it measures.
         say: told a line per part.
+        topology: text and name of a file of GPU groups that the drivers must agree with.
 
     Raises:
-        ConfigError: no node has room for a worker, or GPUs are busy (which of them).
+        ConfigError: no node has room for a worker, GPUs are busy (which of them), or NVML groups them
+            otherwise than the file.
     """
     nodes = living_nodes()
     needs = worker_needs(job.cluster, nodes)
@@ -46,6 +55,7 @@ def probe(job: JobConfig, budget_s: float, say: Callable[[str], None] = lambda l
             " expected one; wait until other work has ended"
         )
     device = "cuda" if needs.gpus else "cpu"
+    gpus = _idle_gpus(slots, topology) if needs.gpus or topology else {}
     actor: Any = ray.remote(ProbeWorker)
     workers = [
         actor.options(
@@ -55,10 +65,33 @@ def probe(job: JobConfig, budget_s: float, say: Callable[[str], None] = lambda l
         for _ in range(count)
     ]
     try:
-        return _measured(workers, slots, device, budget_s, say)
+        found = _measured(workers, slots, device, budget_s, say)
     finally:
         for worker in workers:
             ray.kill(worker)
+    nodes_now = [
+        figures.model_copy(update={"nvlink": gpus[node.id].nvlink, "pcie": gpus[node.id].pcie})
+        if node.id in gpus
+        else figures
+        for (node, _), figures in zip(slots, found.nodes, strict=True)
+    ]
+    return found.model_copy(update={"nodes": tuple(nodes_now)})
+
+
+def _idle_gpus(
+    slots: list[tuple[NodeView, int]], topology: tuple[str, str] | None
+) -> dict[str, GpuInventory]:
+    """GPUs by node, before any worker touches one. Raises ConfigError where some are busy."""
+    found = ask_nodes([node for node, _ in slots], gpus_here)
+    hosts = {node.id: node.host for node, _ in slots}
+    busy = busy_lines({hosts[node]: inventory for node, inventory in found.items()})
+    if busy:
+        raise ConfigError(
+            f"probe: saw busy {'; '.join(busy)}, expected idle GPUs; end those processes or take other nodes"
+        )
+    if topology is not None:
+        check_topology(*topology, list(found.values()))
+    return found
 
 
 def _slots(nodes: Sequence[NodeView], needs: WorkerNeeds, most: int) -> list[tuple[NodeView, int]]:

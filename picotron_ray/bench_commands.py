@@ -116,6 +116,31 @@ def bench_mfu(
         _result(found, report.lines(found), json_file)
 
 
+@benchmarks.command("plan")
+def bench_plan(
+    config: Config,
+    hardware: Annotated[str, typer.Option("--hardware", help="file of `picotron-ray probe` on this machine")],
+    overrides: Overrides = None,
+    workers: Annotated[int, typer.Option(min=2, help="processes, a CPU core each or a share of one")] = 2,
+    layouts: Annotated[int, typer.Option(min=3, help="drawn, the planner's choice among them")] = 12,
+    rounds: Annotated[int, typer.Option(min=1, help="each with every layout once")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="timed in each segment")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="steps before them")] = 1,
+    seed: Annotated[int, typer.Option(help="of the draw")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Layouts drawn by seed, predicted and measured: whether the planner orders them as this machine does.
+
+    Example: picotron-ray bench plan quickstart --hardware here.json --workers 2
+    """
+    with reported(json_file == "-"):
+        from picotron_ray.bench.plan import bench, report
+
+        options = bench.PlanOptions(hardware, workers, layouts, rounds, steps, warmup, seed)
+        found = bench.bench(config, overrides or [], options, _say)
+        _result(found, report.lines(found), json_file)
+
+
 @benchmarks.command("comm")
 def bench_comm(
     groups: Annotated[str, typer.Option(help="ranks of a sum, with commas between")] = "2,4,8",

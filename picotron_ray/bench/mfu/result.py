@@ -55,7 +55,7 @@ def result(
     """
     base, job = settings[0], settings[0].job
     refused = {**refused, **refusals(settings, events)}
-    runs = {settings[index].name: run for index, run in _runs(events).items()}
+    runs = {settings[index].name: run for index, run in runs_of(events).items()}
     ran = [setting for setting in settings[1:] if setting.name not in refused]
     figures, flops = measured(runs[base.name], _tokens(job)), formula(job)
     peak, rate = peak_of(events, given, rated_precision(job)), figures["tokens_per_s"]["median"]
@@ -95,7 +95,7 @@ def _beside(setting: Setting, runs: Mapping[str, list[dict[str, Any]]], base: Se
     return {**measured(mine, _tokens(setting.job)), "ratio": ratio}
 
 
-def _runs(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
+def runs_of(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
     """Per setting its segments in order: steps as rank 0 timed them, most memory and bytes of a rank."""
     ranks: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:

@@ -77,7 +77,7 @@ def bench(config: str, overrides: Sequence[str], options: MfuOptions, say: Say) 
     refused = {item.name: item.reason for item in found if isinstance(item, Refusal)}
     resolve(ResolvedJob(base.job), (DATA,))  # once for all settings, and refused here
     with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
-        events = _measure(settings, options, Path(name), say)
+        events = measure(settings, options, Path(name), say)
     return {
         "machine": {**machine(), **versions()},
         "options": {
@@ -118,7 +118,7 @@ def segments(settings: int, rounds: int) -> list[dict[str, Any]]:
     return [*timed, {"index": 0, "phases": True}]
 
 
-def _measure(settings: Sequence[Setting], options: MfuOptions, folder: Path, say: Say) -> list[Event]:
+def measure(settings: Sequence[Setting], options: MfuOptions, folder: Path, say: Say) -> list[Event]:
     """Run every segment; returns what the processes noted."""
     order = segments(len(settings), options.rounds)
     plan = {

@@ -23,7 +23,7 @@ from picotron_ray.bench.mfu.figures import (
     speed_up,
 )
 from picotron_ray.bench.mfu.peers import chosen_peers, peer
-from picotron_ray.bench.mfu.result import _runs, peak_of, refusals, result
+from picotron_ray.bench.mfu.result import peak_of, refusals, result, runs_of
 from picotron_ray.bench.mfu.run import MfuOptions, _device, _settled, _tell, bench, segments
 from picotron_ray.bench.mfu.settings import (
     SWITCHES,
@@ -299,7 +299,7 @@ def test_result_and_report() -> None:
 def test_bad_requests_end_with_one_line_before_anything_starts(
     arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("picotron_ray.bench.mfu.run._measure", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("picotron_ray.bench.mfu.run.measure", lambda *_: pytest.fail("started"))
     result = CliRunner().invoke(cli.app, ["bench", "mfu", "tiny", "cluster.device=cpu", *arguments])
     assert result.exit_code == 2
     assert line in result.stderr
@@ -368,7 +368,7 @@ def test_a_round_is_as_rank_0_timed_it_and_as_full_as_the_fullest() -> None:
         for rank, peak in ((1, 9), (0, 5))
         for number, index in ((2, 0), (0, 0), (1, 1))
     ]
-    assert _runs([*events, {"what": "place"}]) == {
+    assert runs_of([*events, {"what": "place"}]) == {
         0: [
             {"steps_s": [0.0], "peak_bytes": 9, "sent_bytes": None},
             {"steps_s": [2.0], "peak_bytes": 9, "sent_bytes": None},
@@ -411,7 +411,7 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         measured.append(settings)
         return noted(settings)
 
-    monkeypatch.setattr("picotron_ray.bench.mfu.run._measure", measure)
+    monkeypatch.setattr("picotron_ray.bench.mfu.run.measure", measure)
     overrides = ["cluster.device=cpu", "precision=auto"]
     found = bench("tiny", overrides, OPTIONS, print)
     assert [setting.name for setting in measured[0]] == ["base", "plain"]

@@ -73,6 +73,8 @@ class PipelineSchedule:
         problem: why it cannot run in a shape, in words; empty where it can.
         in_flight: micro-batches whose activations a rank keeps at most, of all its stages together.
         waiting: micro-batches' worth of time (their forward and backward on one rank) to fill and drain.
+        searched: whether ``layout.schedule=auto`` looks at it: of those that wait alike, the one that keeps
+            least.
     """
 
     name: str
@@ -86,6 +88,7 @@ class PipelineSchedule:
     problem: Callable[[PipelineShape], str] = _no_problem
     in_flight: Callable[[PipelineShape, int], float] = _all_in_flight
     waiting: Callable[[PipelineShape], float] = _looped_waiting
+    searched: bool = False
 
     def __post_init__(self) -> None:
         ways = [way for way in (self.rows, self.torch_class, self.with_actions) if way]
@@ -176,6 +179,7 @@ _ENTRIES = (
         rows=lambda shape: rows_ahead(lambda rank: shape.ranks - 1 - rank, shape),
         problem=_one_per_stage,
         in_flight=lambda shape, rank: min(shape.micro_batches, shape.ranks - rank),
+        searched=True,
     ),
     PipelineSchedule("looped-bfs", torch_class="ScheduleLoopedBFS", stages_per_rank=(2, MANY)),
     PipelineSchedule(
@@ -184,6 +188,7 @@ _ENTRIES = (
         stages_per_rank=(2, MANY),
         problem=_whole_rounds,
         in_flight=_interleaved_in_flight,
+        searched=True,
     ),
     PipelineSchedule(
         "interleaved-zero-bubble",
@@ -193,6 +198,7 @@ _ENTRIES = (
         problem=_whole_rounds,
         in_flight=_interleaved_in_flight,
         waiting=_split_waiting,
+        searched=True,
     ),
     PipelineSchedule(
         "zbv",
@@ -202,6 +208,7 @@ _ENTRIES = (
         splits_backward=True,
         in_flight=lambda shape, rank: min(shape.micro_batches, shape.ranks),
         waiting=_split_waiting,
+        searched=True,
     ),
     PipelineSchedule(
         "dualpipev",
@@ -218,6 +225,10 @@ _ENTRIES = (
 
 SCHEDULES: dict[str, PipelineSchedule] = {entry.name: entry for entry in _ENTRIES}
 """Every schedule, by the value of ``layout.schedule``."""
+PLAIN = "1f1b"
+"""The one that asks least of a pipeline, by which degrees are judged where the planner is to choose."""
+INTERLEAVED = "interleaved-1f1b"
+"""Its form with several stages per rank (Narayanan et al. 2021), which published runs use."""
 
 
 def schedule_names() -> list[str]:

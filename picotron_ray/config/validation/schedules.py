@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 from picotron_ray.config.schema.compute import AUTO_SCHEDULE
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.schedule_actions import ActionList, action_list
-from picotron_ray.layout.schedules import SCHEDULES, schedule_of
+from picotron_ray.layout.schedules import PLAIN, SCHEDULES, schedule_of
 
-SEARCHED_SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "interleaved-zero-bubble")
+SEARCHED_SCHEDULES = tuple(entry.name for entry in SCHEDULES.values() if entry.searched)
 """Schedules that ``layout.schedule=auto`` chooses from: of those that wait alike, those that keep least."""
 SEARCHED_STAGES = (1, 2, 4, 8)
 """Stages per rank that it looks at."""
@@ -17,7 +17,7 @@ SEARCHED_STAGES = (1, 2, 4, 8)
 
 def plain_schedule(job: JobConfig) -> str:
     """The schedule by which degrees are judged: where it is left to the planner, 1f1b, which asks least."""
-    return "1f1b" if job.layout.schedule == AUTO_SCHEDULE else job.layout.schedule
+    return PLAIN if job.layout.schedule == AUTO_SCHEDULE else job.layout.schedule
 
 
 def virtual_stages(job: JobConfig, pp: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout, Zero
+from picotron_ray.layout.schedules import INTERLEAVED, PLAIN
 from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.datasheet import DATA_SHEETS, device_profile
 from picotron_ray.planner.device_profile import DeviceProfile
@@ -146,7 +147,7 @@ def _layout(row: Mapping[str, Any]) -> Layout | None:
     return Layout(
         dp=asked["dp"], tp=asked["tp"], pp=asked["pp"], cp=asked["cp"], zero=zero,
         replicate=asked["dp"] // NODE if row.get("sharding", "").startswith("HSDP") else 1,
-        schedule="interleaved-1f1b" if virtual > 1 else "1f1b", virtual_stages=virtual,
+        schedule=INTERLEAVED if virtual > 1 else PLAIN, virtual_stages=virtual,
         micro_batch=asked["micro_batch"] or 1, recompute=_recompute(asked["recompute"], row),
         context="all-gather",
     )  # fmt: skip

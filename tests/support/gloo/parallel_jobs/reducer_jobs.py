@@ -103,12 +103,13 @@ def broadcasts(job: Job, inner: int) -> list[float]:
 
 
 def kernel_bytes() -> int:
-    """Bytes that the kernel sent for this process's TCP connections."""
+    """Bytes that the kernel sent for this process's TCP connections, but for those that it sent again."""
     total = 0
     for info in [info for info in tcp_sockets() if info.peer is not None]:
         with socket.socket(fileno=os.dup(info.fd)) as connection:
-            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT_AT + 8)
-        total += struct.unpack_from("<Q", told, BYTES_SENT_AT)[0]
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT_AT + 16)
+        sent, again = struct.unpack_from("<QQ", told, BYTES_SENT_AT)
+        total += sent - again
     return total
 
 

@@ -368,6 +368,12 @@ def user_request(memory: MachineMemory, event: m.UserRequest) -> None:
         save(memory)
 
 
+def measured(memory: MachineMemory, event: m.Measured) -> None:
+    """Keep the newest figures of the running generation; those of another one say nothing of it."""
+    if memory.spec is not None and event.generation == memory.spec.id:
+        memory.figures = event
+
+
 def tick(memory: MachineMemory, event: m.Tick) -> None:
     """Change nothing: all that is due at a time is found afterwards."""
 
@@ -391,5 +397,6 @@ HANDLERS: dict[type[Any], Callable[[MachineMemory, Any], None]] = {
     m.DrainNotice: notice,
     m.UserRequest: user_request,
     m.Planned: planned,
+    m.Measured: measured,
     m.Tick: tick,
 }

@@ -23,6 +23,7 @@ from picotron_ray.coordinator.messages import (
     GenerationId,
     GenerationSpec,
     LayoutQuestion,
+    Measured,
     Member,
     Outcome,
     SlotIdentity,
@@ -114,6 +115,7 @@ class MachineMemory:
     ahead_of: tuple[int, ...] = ()  # the roster for which they were found
     ahead_found: tuple[LayoutQuestion, ...] = ()  # without memory limits
     window: StepWindow | None = None  # of steps that are being measured
+    figures: Measured | None = None  # newest telemetry; void where its generation is not ``spec``'s
     growth_of: tuple[object, ...] = ()  # roster, plans and generation for which growth was no gain
     struck: tuple[Strike, ...] = ()  # what ran out of memory, one for each size of device
     lately_gone: dict[str, tuple[Layout, str]] = field(default_factory=dict)  # worker: its layout and node

@@ -52,6 +52,7 @@ from picotron_ray.coordinator.messages.events import (
     WorkerExited,
     WorkerReady,
 )
+from picotron_ray.coordinator.messages.figures import STEP_PHASES, Measured, RunFigures
 from picotron_ray.coordinator.messages.values import (
     BusyWorker,
     Commit,
@@ -73,6 +74,7 @@ from picotron_ray.coordinator.messages.values import (
 )
 
 __all__ = [
+    "STEP_PHASES",
     "AgentRestarting",
     "Alert",
     "AppendCommit",
@@ -98,6 +100,7 @@ __all__ = [
     "KillWorker",
     "LayoutQuestion",
     "Link",
+    "Measured",
     "Member",
     "NodeJoined",
     "NodeLost",
@@ -110,6 +113,7 @@ __all__ = [
     "Release",
     "Retired",
     "Rewind",
+    "RunFigures",
     "RunGeneration",
     "SlotIdentity",
     "SlotInfo",

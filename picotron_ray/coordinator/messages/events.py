@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from picotron_ray.coordinator.messages.figures import Measured
 from picotron_ray.coordinator.messages.values import (
     BusyWorker,
     Commit,
@@ -284,5 +285,6 @@ Event = (
     | DrainNotice
     | UserRequest
     | Planned
+    | Measured
     | Tick
 )

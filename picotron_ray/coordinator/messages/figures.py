@@ -1,0 +1,57 @@
+"""Figures of a running generation, as its members' telemetry measured them, summed up for decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from picotron_ray.coordinator.messages.values import GenerationId
+
+STEP_PHASES = ("data", "forward", "backward", "bubble", "reduce", "sync", "snapshot", "optimizer", "other")
+"""Parts of a step's seconds.
+
+``reduce`` is what is exposed of it, ``bubble`` what a pipeline rank waits for other stages, ``sync`` what a
+rank waits for the others at the step's end, ``snapshot`` what it waits for a copy.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """Means over the last steps of a generation; bounded by its replicas and stages, not by its ranks.
+
+    Fields:
+        steps: in the window; those that compile or touch memory first are left out.
+        last_step: newest of them.
+        step_s: seconds per step.
+        phase_s: seconds per step by `STEP_PHASES`, mean over ranks.
+        replica_row_s: by data-parallel replica, computing seconds per row of its slowest rank.
+        replica_rows: by replica, rows that it is fed per step.
+        stage_s: by pipeline stage of the layout, computing seconds per micro-batch, forward and backward.
+        sent_bytes: per step and rank, by axis of the layout.
+        peak_bytes, device_bytes: of the rank whose share is largest; 0: not known.
+        reserved_bytes, allocated_bytes: of that rank, at the end of its last step.
+        utilization: share of the device's time in which it computes, mean over ranks; 0: not known.
+        ranks: members whose figures came.
+    """
+
+    steps: int
+    last_step: int
+    step_s: float
+    phase_s: dict[str, float] = field(default_factory=dict)
+    replica_row_s: tuple[float, ...] = ()
+    replica_rows: tuple[int, ...] = ()
+    stage_s: tuple[float, ...] = ()
+    sent_bytes: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+    device_bytes: int = 0
+    reserved_bytes: int = 0
+    allocated_bytes: int = 0
+    utilization: float = 0.0
+    ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the members' telemetry says of a generation; once a minute, by the coordinator's shell."""
+
+    generation: GenerationId
+    figures: RunFigures

@@ -183,7 +183,7 @@ class Engine:
         self.step += 1
 
     def comm_costs(self) -> tuple[Cost, ...]:
-        """What communication of the step cost this rank, for each of `way_selection.THINGS`."""
+        """Tell what communication of the step cost this rank, for each of `way_selection.THINGS`."""
         return self._selection.costs()
 
     def choose_ways(self, costs: Sequence[Cost]) -> Mapping[str, tuple[float, float]]:

@@ -40,7 +40,7 @@ class Cost(NamedTuple):
 NO_COSTS = (Cost(),) * len(THINGS)
 
 
-class Choice:
+class WayChoice:
     """The choice of one thing's way.
 
     Args:
@@ -136,7 +136,7 @@ class WaySelection:
     def __init__(self, things: Mapping[str, Traveller], leads: bool = True) -> None:
         self._things = dict(things)
         self._choices = {
-            name: Choice(name, list(thing.ways), thing.link, leads) for name, thing in things.items()
+            name: WayChoice(name, list(thing.ways), thing.link, leads) for name, thing in things.items()
         }
 
     def begin(self, step: int) -> None:
@@ -147,7 +147,7 @@ class WaySelection:
                 self._things[name].ways[turn]()
 
     def costs(self) -> tuple[Cost, ...]:
-        """What the step cost this rank, for each of `THINGS`."""
+        """Tell what the step cost this rank, for each of `THINGS`."""
         return tuple(self._things[name].cost() if name in self._things else Cost() for name in THINGS)
 
     def decide(self, costs: Sequence[Cost]) -> None:

@@ -14,7 +14,7 @@ from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.train.reduction_plan import axes_of, inner_ranks, reduction_candidates
-from picotron_ray.train.way_selection import Choice, Cost
+from picotron_ray.train.way_selection import Cost, WayChoice
 from tests.support.gloo.parallel_jobs.matrix_jobs import make_job, run_layout
 from tests.support.gloo.parallel_jobs.reducer_jobs import selected
 from tests.support.gloo.parity import compare
@@ -37,7 +37,7 @@ def seconds(name: str, nbytes: int, across_bytes_s: float) -> float:
 
 def drive(steps: int, link_at: Any) -> tuple[list[str], list[int]]:
     """What was used at each step, and the steps at which there was a decision; four ranks in step."""
-    ranks = [Choice("gradients", NAMES, "across nodes", rank == 0) for rank in range(4)]
+    ranks = [WayChoice("gradients", NAMES, "across nodes", rank == 0) for rank in range(4)]
     used, decided = [], []
     for step in range(1, steps + 1):
         names = {choice.begin(step) for choice in ranks}
@@ -77,7 +77,7 @@ def test_what_is_a_little_faster_is_not_worth_a_change(caplog: pytest.LogCapture
 
 
 def test_the_model_predicts_what_is_measured_next() -> None:
-    choice = Choice("experts", ["flat"], "in a node")
+    choice = WayChoice("experts", ["flat"], "in a node")
     for step in range(1, 20):
         choice.begin(step)
         choice.decide(Cost(1e6, 0.004))

@@ -187,14 +187,14 @@ def main(host: str, port: str, rank: str, world: str, folder: str) -> None:
     from picotron_ray.comm.reducers.choose import ReductionPlan
     from picotron_ray.parallel.mesh import neighbours
     from picotron_ray.train.reduction_plan import reduction_candidates
-    from picotron_ray.train.way_selection import Choice, Cost
+    from picotron_ray.train.way_selection import Cost, WayChoice
 
     me = Rank(host, int(port), int(rank), int(world))
     inner = neighbours(me.groups.nodes)
     exact = reduction_candidates(ReductionPlan(), inner)
     compressed = {name: ReductionPlan(name) for name in ("bf16", "int8", "topk")}
     before = me.measured(exact | compressed)
-    choice = Choice("gradients", list(exact), "across nodes", me.rank == 0)
+    choice = WayChoice("gradients", list(exact), "across nodes", me.rank == 0)
     used = []
     for step in range(1, STEPS + 1):
         if step == HALVED_AT and me.rank == 0:

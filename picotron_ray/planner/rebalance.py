@@ -5,7 +5,8 @@ slowest counts. To give one unit after the other to whoever would then finish fi
 and Katoh 1988, Resource Allocation Problems). The tests compare with every way to share.
 
 Rows are computed in micro-batches, as many on all replicas. A replica that feeds ``r`` rows computes
-``n * ceil(r / n)`` in ``n`` micro-batches. So every replica computes ``n`` rows at least, and a slow one gains
+``n * ceil(r / n)`` in ``n`` micro-batches. So every replica computes ``n`` rows at least, and a slow one
+gains
 from fewer and larger micro-batches.
 """
 
@@ -178,7 +179,8 @@ def blocks_by_time(
     """Blocks of each pipeline stage for which the slowest pipeline rank takes least time.
 
     Blocks are alike. So the time of a block on a rank is that of all its stages, shared out over their
-    blocks; a slow device shows in it. A rank's blocks are spread evenly over its stages, the earlier ones first.
+    blocks; a slow device shows in it. A rank's blocks are spread evenly over its stages, the earlier ones
+    first.
 
     Args:
         stage_s: measured seconds of every stage, for the same work each (a micro-batch, or a step).

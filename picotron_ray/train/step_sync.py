@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
 def _contribution(loss_sum: float, grad_norm: float, first: int, last: int, *others: Any) -> Contribution:
     plain, figures = others[: -2 * len(THINGS)], others[-2 * len(THINGS) :]
     costs = tuple(Cost(*pair) for pair in zip(figures[::2], figures[1::2], strict=True))
-    return Contribution(loss_sum, grad_norm, (first, last), *plain, costs=costs)
+    return replace(Contribution(loss_sum, grad_norm, (first, last), *plain), costs=costs)
 
 
 def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,24 +58,8 @@ class _Late:
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        rows = len(args[0]) * self._share
-        Slowness.sleep(rows * FORWARD, output.device)
-        if not output.requires_grad:
-            return None
-        late: Tensor = _LateBackward.apply(output, rows * (1 - FORWARD))
-        return late
-
-
-class _LateBackward(torch.autograd.Function):
-    """The output as it is; its gradient comes after the sleep."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, rows: float) -> Tensor:
-        ctx.rows = rows
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        Slowness.sleep(ctx.rows, gradients[0].device)
-        return gradients[0], None
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        rows, device = len(args[0]) * self._share, output.device
+        Slowness.sleep(rows * FORWARD, device)
+        if output.requires_grad:  # no function of its own: a schedule detaches the output in place
+            output.register_hook(lambda gradient: Slowness.sleep(rows * (1 - FORWARD), device))

@@ -174,6 +174,8 @@ def _run(kind: str, asked: dict[str, Any]) -> None:
         config, overrides = asked.pop("config"), asked.pop("overrides")
         words, concurrent = asked.pop("space"), asked.pop("concurrent")
         written = resolve_words(config, overrides or [], (PATHS,), current())
+        if concurrent is not None and concurrent < 1:
+            raise ConfigError(f"--concurrent: saw {concurrent}, expected at least 1, or leave it out")
         asked["name"] = asked["name"] or f"{written.job.name}-{kind}"
         options = _options({**asked, "kind": kind})
         console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -187,8 +189,12 @@ def _options(values: dict[str, Any]) -> StudyOptions:
     try:
         return StudyOptions.model_validate(values)
     except ValidationError as error:
-        lines = [f"--{d['loc'][0]}: saw {d['input']!r}: {d['msg']}" for d in error.errors()]
-        raise ConfigError(*lines) from None
+        raise ConfigError(*(_mistake(each) for each in error.errors())) from None
+
+
+def _mistake(found: Any) -> str:
+    option = str(found["loc"][0]).replace("_", "-")
+    return f"--{option}: saw {found['input']!r}: {found['msg']}"
 
 
 def run(
@@ -234,7 +240,8 @@ def plan_job(job: JobConfig, options: StudyOptions) -> JobConfig:
     """The job as its trials run it, which refuses such as a warm-up longer than a trial."""
     from tuning.plan import shortened
 
-    return shortened(job.model_dump(mode="json"), options.steps, f"{options.name}.check", job.storage.url)
+    raw, name = job.model_dump(mode="json"), f"{options.name}.check"
+    return shortened(raw, options.steps, name, job.storage.url, options.by_speed)
 
 
 def _storage_takes(job: JobConfig, options: StudyOptions) -> None:

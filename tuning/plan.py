@@ -83,12 +83,22 @@ def layout_trials(options: SweepOptions, layouts_there: int) -> int:
     return min(wanted, layouts_there, options.trials - 1)
 
 
-def shortened(raw: dict[str, Any], steps: int, run: str, url: str) -> JobConfig:
+def shortened(raw: dict[str, Any], steps: int, run: str, url: str, by_speed: bool = False) -> JobConfig:
     """A trial's run of a job as plain data: ``steps`` steps, a name and a place of its own.
+
+    Scripted faults after the trial's last step are left out, as they are of a run that ends there.
+
+    Args:
+        by_speed: no loss is judged, so that a warm-up may be cut short.
 
     Raises:
         ConfigError: such as a warm-up longer than the trial.
     """
+    raw["chaos"] = [fault for fault in raw["chaos"] if fault["step"] is None or fault["step"] <= steps]
+    schedule = raw["optimizer"]["schedule"]
+    if by_speed:
+        schedule["warmup_steps"] = min(schedule["warmup_steps"], steps)
+        schedule["decay_steps"] = min(schedule["decay_steps"], steps - schedule["warmup_steps"])
     raw |= {"name": run, "steps": steps}
     if raw["init_from"]["run"] and raw["init_from"]["url"] is None:
         raw["init_from"]["url"] = raw["storage"]["url"]  # where it meant the job's own

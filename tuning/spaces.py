@@ -231,11 +231,10 @@ def check(job: JobConfig, space: Space, known: Mapping[str, Layout]) -> None:
     for key, axis in space.items():
         values = axis.values if isinstance(axis, Choice) else axis.grid(2)
         reasons = [why_not(job, {key: value}, known) for value in values]
+        if UNKNOWN in reasons[0]:
+            raise ConfigError(f"--space: {reasons[0]}")
         if isinstance(axis, Choice) and all(reasons):
             raise ConfigError(f"--space: every point is infeasible: {reasons[-1].splitlines()[0]}")
-        unknown = [reason for reason in reasons if UNKNOWN in reason]
-        if unknown:
-            raise ConfigError(f"--space: {unknown[0]}")
 
 
 def why_not(job: JobConfig, point: Mapping[str, Any], known: Mapping[str, Layout]) -> str:

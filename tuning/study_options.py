@@ -47,6 +47,11 @@ class StudyOptions(Section):
         return next((name for name in POPULATION_BASED if name in (self.search, self.scheduler)), "")
 
     @property
+    def by_speed(self) -> bool:
+        """Whether no loss is judged."""
+        return not {"loss", "eval_loss"} & set(self.objective.replace(" ", "").split(","))
+
+    @property
     def members(self) -> int:
         """Trials of a population-based study, which all begin together; 0 for the others."""
         return (self.population or self.trials) if self.population_based else 0

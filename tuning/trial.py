@@ -128,7 +128,8 @@ def study_trial(config: dict[str, Any], study: dict[str, Any]) -> None:
     known = {name: Layout.from_dict(value) for name, value in study["layouts"].items()}
     options = StudyOptions.model_validate(study["options"])
     asked = with_point(parse_job(study["job"]), config, known)
-    job = shortened(asked.model_dump(mode="json"), options.steps, run_name(options), study["url"])
+    raw = asked.model_dump(mode="json")
+    job = shortened(raw, options.steps, run_name(options), study["url"], options.by_speed)
     if not options.population_based:
         _train(job, options, study, None)
         return

@@ -75,3 +75,12 @@ def test_a_trial_takes_the_weights_that_its_job_takes() -> None:
     raw["init_from"]["run"] = "first"
     job = plan.shortened(raw, 30, "sweep.t1", "/tmp/runs")
     assert job.init_from.url == JOB.storage.url, "where null meant the job's own storage"
+
+
+def test_a_trial_of_the_quickstart_has_its_faults_up_to_its_end() -> None:
+    raw = load_job("quickstart", []).model_dump(mode="json")
+    assert raw["chaos"], "a worker is killed at step 100"
+    assert plan.shortened({**raw}, 20, "sweep.t1", "/tmp/runs").chaos == ()
+    assert len(plan.shortened({**raw}, 100, "sweep.t1", "/tmp/runs").chaos) == 1
+    job = plan.shortened({**raw}, 10, "sweep.t1", "/tmp/runs", by_speed=True)
+    assert job.optimizer.schedule.warmup_steps == 10

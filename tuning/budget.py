@@ -47,7 +47,7 @@ class StudyBudget(Stopper, Callback):
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Book the seconds since the last call to the trials that train."""
         now = time.monotonic()
-        since_s, self._seen = now - (self._seen or now), now
+        since_s, self._seen = 0.0 if self._seen is None else now - self._seen, now
         running = sorted(
             self._workers.get(trial.config.get(LAYOUT), self._most_workers)
             for trial in trials

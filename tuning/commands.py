@@ -171,6 +171,8 @@ def _run(kind: str, asked: dict[str, Any]) -> None:
         from picotron_ray.runtime.driver.resolve_job import PATHS, resolve_words
         from picotron_ray.runtime.driver.submission import current
 
+        if target:
+            _refuse_unwritable(target)
         config, overrides = asked.pop("config"), asked.pop("overrides")
         words, concurrent = asked.pop("space"), asked.pop("concurrent")
         written = resolve_words(config, overrides or [], (PATHS,), current())
@@ -183,6 +185,19 @@ def _run(kind: str, asked: dict[str, Any]) -> None:
             found = run(written.job, options, words or [], concurrent, console, written.relative_url)
         if target:
             target.write_text(json.dumps(found, indent=1))
+
+
+def _refuse_unwritable(target: Path) -> None:
+    """Find out before the trials, not after them."""
+    there = target.exists()
+    try:
+        target.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            f"--json: cannot write {target}: {error.strerror}; name a file that can be written"
+        ) from None
+    if not there:
+        target.unlink()
 
 
 def _options(values: dict[str, Any]) -> StudyOptions:

@@ -9,6 +9,7 @@ exchange when all have come as far; else each exchanges as it gets there.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,9 @@ class LogarithmicPB2(PB2):
         config = trial_to_clone.config
         trial_to_clone.config = self._with(math.log, config)
         try:
-            return super()._get_new_config(trial, trial_to_clone)
+            with warnings.catch_warnings():  # a kernel that few points do not fix is used as it is
+                warnings.simplefilter("ignore")
+                return super()._get_new_config(trial, trial_to_clone)
         finally:
             trial_to_clone.config = config
 

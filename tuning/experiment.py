@@ -27,6 +27,7 @@ from tuning.study_options import StudyOptions
 from tuning.trial import study_trial
 from tuning.trial_rows import rows_of
 
+ENDED = ("finished", "failed", "stopped")
 RETRIES = 1
 """Times that Tune starts a trial again whose own actor died; its run goes on from where it was."""
 
@@ -70,7 +71,7 @@ class Experiment:
             warnings.filterwarnings("ignore", message="Consider boosting PBT performance")
             grid = tuner.fit()
         rows = rows_of(grid)
-        ended = len(rows) >= count and all(row["status"] != "unfinished" for row in rows)
+        ended = len(rows) >= count and all(row["status"] in ENDED for row in rows)
         if not ended and not _spent(tuner):
             raise InterruptedSweepError(
                 f"study {self.options.name}: interrupted; the same command resumes it"

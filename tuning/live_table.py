@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.table import Table
 from tuning.study_report import as_line, short
 from tuning.trial_rows import row_of
 
+EVERY_S = 0.5
 MOST_ROWS = 30
 """Rows of the table: what runs, then the newest ends."""
 
@@ -23,6 +25,7 @@ class LiveTable(Callback):
     def __init__(self, console: Console, figures: Sequence[str]) -> None:
         self._console, self._figures = console, tuple(figures)
         self._live: Live | None = None
+        self._next = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -34,11 +37,12 @@ class LiveTable(Callback):
 
     def setup(self, *args: Any, **info: Any) -> None:
         if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=2, transient=True)
+            self._live = Live(console=self._console, refresh_per_second=1 / EVERY_S, transient=True)
             self._live.start()
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        if self._live:
+        if self._live and time.monotonic() >= self._next:
+            self._next = time.monotonic() + EVERY_S
             self._live.update(table([row_of(trial) for trial in trials], self._figures))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:

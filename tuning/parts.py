@@ -14,6 +14,8 @@ from picotron_ray.config.schema.job import JobConfig
 
 ROUND = "round"
 """Figure of a member: the exchanges that it has come to, which is the time of PBT and PB2."""
+NO_ROUND = -1
+"""Round of a report that Tune's scheduler is to do nothing about."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,7 @@ def scheduler(options: StudyOptions, space: Space, concurrent: int) -> TrialSche
             key: list(axis.values) if isinstance(axis, Choice) else domain(axis)
             for key, axis in space.items()
         }
-        return PopulationBasedTraining(
-            hyperparam_mutations=mutations, custom_explore_fn=explored, log_config=False, **shared
-        )
+        return Turns(hyperparam_mutations=mutations, custom_explore_fn=explored, log_config=False, **shared)
     if options.scheduler == "none":
         return FIFOScheduler()
     steps = options.steps
@@ -50,7 +48,22 @@ def scheduler(options: StudyOptions, space: Space, concurrent: int) -> TrialSche
     )
 
 
-class LogarithmicPB2(PB2):
+class Turns(PopulationBasedTraining):
+    """Population whose members take turns: none waits for an exchange that no other will come to.
+
+    Tune forgets the rounds when a study is resumed, and members that are at their end exchange no more.
+    """
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
+        chosen = super().choose_trial_to_run(tune_controller)
+        live = tune_controller.get_live_trials()
+        if chosen is None and live and all(trial.status == Trial.PAUSED for trial in live):
+            self._next_perturbation_sync = 1 + max(self._trial_state[at].last_train_time for at in live)
+            chosen = super().choose_trial_to_run(tune_controller)
+        return chosen
+
+
+class LogarithmicPB2(Turns, PB2):
     """PB2 whose model sees logarithmic axes as their logarithm; choices are taken over unchanged."""
 
     def __init__(self, space: Space, custom_explore_fn: Explored, **options: Any) -> None:

@@ -29,7 +29,7 @@ from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.ray_train.trainer import ElasticTrainer
 from tuning.errors import TrialFailedError
 from tuning.objectives import parse_objective, score
-from tuning.parts import ROUND, MemberRun, job_of_part
+from tuning.parts import NO_ROUND, ROUND, MemberRun, job_of_part
 from tuning.plan import shortened
 from tuning.population import noted, present_part, slot
 from tuning.spaces import with_point
@@ -96,16 +96,13 @@ class MemberReports(TrialReports):
             tune.report(self._of_member(figures, step), checkpoint=note)
 
     def end(self, figures: dict[str, Any], step: int) -> None:
-        """Report the end, which is no exchange: of the last round, so that Tune's scheduler lets it go."""
-        tune.report({**self._of_member(figures, step), "finished": True, ROUND: self._round()})
+        """Report the end, which is no exchange."""
+        tune.report({**self._of_member(figures, step), "finished": True, ROUND: NO_ROUND})
 
     def _of_member(self, figures: dict[str, Any], step: int) -> dict[str, Any]:
         origin = f"{self._part.origin_run}@{self._part.origin_step}" if self._part.origin_run else ""
-        reached = {"step": self._part.before_steps + step, ROUND: self._round(), "took_over": origin}
-        return {**figures, **reached}
-
-    def _round(self) -> int:
-        return (self._part.before_steps + self._reported) // self._interval
+        reached = self._part.before_steps + step
+        return {**figures, "step": reached, ROUND: reached // self._interval, "took_over": origin}
 
 
 def _finite(value: Any) -> bool:

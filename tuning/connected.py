@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -79,19 +80,31 @@ def _only_one(name: str) -> bool:
     """
     import ray
 
-    class StudyGuard:
-        def held(self) -> bool:
-            return True
-
-    deadline = time.monotonic() + LEAVES_S
+    deadline, here = time.monotonic() + LEAVES_S, (socket.gethostname(), os.getpid())
+    guards = {"name": f"study-{name}", "namespace": GUARDS}
     while True:
-        try:
-            guard = ray.remote(num_cpus=0)(StudyGuard)
-            _HELD[name] = guard.options(name=f"study-{name}", namespace=GUARDS).remote()
-        except ValueError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.5)
-        else:
-            ray.get(_HELD[name].held.remote())
+        with contextlib.suppress(ValueError):
+            _HELD[name] = ray.remote(num_cpus=0)(StudyGuard).options(**guards).remote(*here)
+            ray.get(_HELD[name].driver.remote())
             return True
+        try:
+            other = ray.get_actor(**guards)
+            host, pid = ray.get(other.driver.remote(), timeout=LEAVES_S)
+        except (ValueError, ray.exceptions.RayError):
+            continue  # it is just going
+        if host == here[0] and os.path.exists(f"/proc/{pid}"):
+            return False
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+
+
+class StudyGuard:
+    """Actor that stands for a study that goes on, and goes with its driver."""
+
+    def __init__(self, host: str, pid: int) -> None:
+        self._driver = host, pid
+
+    def driver(self) -> tuple[str, int]:
+        """Host and pid of the process that runs the study."""
+        return self._driver

@@ -87,14 +87,11 @@ def _only_one(name: str) -> bool:
             _HELD[name] = ray.remote(num_cpus=0)(StudyGuard).options(**guards).remote(*here)
             ray.get(_HELD[name].driver.remote())
             return True
-        try:
-            other = ray.get_actor(**guards)
-            host, pid = ray.get(other.driver.remote(), timeout=LEAVES_S)
-        except (ValueError, ray.exceptions.RayError):
-            continue  # it is just going
-        if host == here[0] and os.path.exists(f"/proc/{pid}"):
-            return False
-        if time.monotonic() > deadline:
+        other: Any = ("", 0)  # one that is just going does not answer
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):
+            other = ray.get(ray.get_actor(**guards).driver.remote(), timeout=LEAVES_S)
+        lives = other[0] == here[0] and os.path.exists(f"/proc/{other[1]}")
+        if lives or time.monotonic() > deadline:
             return False
         time.sleep(0.5)
 

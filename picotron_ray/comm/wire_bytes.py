@@ -29,11 +29,18 @@ class WireBytes:
         with self._lock:
             return self._sent.total() if purpose is None else self._sent[purpose]
 
+    def by_purpose(self) -> dict[str, int]:
+        """Bytes sent until now, for each purpose."""
+        with self._lock:
+            return dict(self._sent)
+
 
 SENT = WireBytes()
 """Of this process, over all its generations."""
 GRADIENTS = "gradients"
 """Purpose: sums of gradients over replicas."""
+STAGES = "pp"
+"""Purpose: what pipeline stages send each other in a training step."""
 
 
 def ring_share(nbytes: int, ranks: int) -> int:

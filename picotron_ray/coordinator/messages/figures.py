@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from picotron_ray.config.schema.telemetry import STEP_PHASES as STEP_PHASES
 from picotron_ray.coordinator.messages.values import GenerationId
-
-STEP_PHASES = ("data", "forward", "backward", "bubble", "reduce", "sync", "snapshot", "optimizer", "other")
-"""Parts of a step's seconds.
-
-``reduce`` is what is exposed of it, ``bubble`` what a pipeline rank waits for other stages, ``sync`` what a
-rank waits for the others at the step's end, ``snapshot`` what it waits for a copy.
-"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from picotron_ray.comm.wire_bytes import GRADIENTS, SENT
+from picotron_ray.comm import wire_bytes
+from picotron_ray.comm.wire_bytes import SENT
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.data.batch import StepBatch
 
@@ -25,7 +26,16 @@ MOST_PENDING = 4
 _PLACE = {name: place for place, name in enumerate(STEP_PHASES)} | {"clip": STEP_PHASES.index("optimizer")}
 _OTHER = STEP_PHASES.index("other")
 _COMPUTES = (STEP_PHASES.index("forward"), STEP_PHASES.index("backward"))
-_AXIS_OF = {GRADIENTS: "dp", **{axis: axis for axis in AXES}}
+_AXIS_OF = {
+    wire_bytes.GRADIENTS: "dp",
+    wire_bytes.PARAMETERS: "dp",
+    wire_bytes.OPTIMIZER: "dp",
+    wire_bytes.ACTIVATIONS: "tp",
+    wire_bytes.PIPELINE: "pp",
+    wire_bytes.CONTEXT: "cp",
+    wire_bytes.EXPERTS: "ep",
+}
+"""Axis by purpose; the exchange at a step's end is of no axis."""
 
 Spent = dict[tuple[int, int], float]
 """Seconds by phase (its place in `STEP_PHASES`) and stage."""
@@ -42,7 +52,7 @@ class StepTimes:
         stage_s: by pipeline stage of this rank, seconds per micro-batch, forward and backward.
         rows: that this rank was fed.
         micro_batches: in which they came.
-        sent_bytes: by axis, as far as they are counted (`comm.wire_bytes`).
+        sent_bytes: by axis, as `comm.wire_bytes` counts them.
     """
 
     step: int
@@ -119,12 +129,11 @@ class HostClock(NoClock):
 
     def _sent_now(self) -> dict[str, int]:
         """Bytes of the step by axis."""
-        before = self._sent
-        return {
-            _AXIS_OF[purpose]: nbytes - before.get(purpose, 0)
-            for purpose, nbytes in SENT.by_purpose().items()
-            if purpose in _AXIS_OF
-        }
+        before, found = self._sent, dict.fromkeys(AXES, 0)
+        for purpose, nbytes in SENT.by_purpose().items():
+            if purpose in _AXIS_OF:
+                found[_AXIS_OF[purpose]] += nbytes - before.get(purpose, 0)
+        return found
 
     def _hand_over(self, step: int, spent: Spent, fed: tuple[int, int], sent: Mapping[str, int]) -> None:
         phase_s, by_stage = [0.0] * len(STEP_PHASES), dict.fromkeys(self._stages, 0.0)

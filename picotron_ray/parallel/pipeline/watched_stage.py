@@ -1,14 +1,11 @@
-"""Pipeline stage that says when it computes, and counts what it sends."""
+"""Pipeline stage that says when it computes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
-
-from picotron_ray.comm.wire_bytes import SENT, STAGES
 
 OnAction = Callable[[str, int], None]
 """(phase of `config.schema.telemetry`, stage): that begins now."""
@@ -46,14 +43,3 @@ class WatchedStage(PipelineStage):
         self.on_action("reduce", NO_STAGE)
         super().perform_reduce_grad(*args, **kwargs)
         self.on_action(WAITING, NO_STAGE)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return _counted(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return _counted(super().get_bwd_send_ops(bwd_chunk_id))
-
-
-def _counted(sends: list[dist.P2POp]) -> list[dist.P2POp]:
-    SENT.add(STAGES, sum(send.tensor.numel() * send.tensor.element_size() for send in sends))
-    return sends

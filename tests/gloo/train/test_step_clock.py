@@ -44,7 +44,8 @@ def phase_s(steps: list[tuple[StepTimes, float]], *phases: str) -> float:
             Layout(dp=2, zero=2, micro_batch=2),
             Layout(tp=2, micro_batch=2),
             Layout(dp=2, pp=2, micro_batch=2),
-            Layout(pp=2, schedule="interleaved", virtual_stages=2, micro_batch=2),
+            Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2, micro_batch=2),
+            Layout(pp=2, schedule="interleaved-zero-bubble", virtual_stages=2, micro_batch=2),
         ),
     ],
     ids=str,
@@ -77,7 +78,7 @@ def test_a_slow_rank_shows_in_its_replicas_seconds_per_row(pool: Pool) -> None:
     "layout",
     [
         Layout(pp=2, micro_batch=2),
-        *also_deep(Layout(pp=2, schedule="zb1p", micro_batch=2), Layout(dp=2, pp=2, micro_batch=2)),
+        *also_deep(Layout(dp=2, pp=2, micro_batch=2)),
     ],
     ids=str,
 )
@@ -98,7 +99,7 @@ def test_a_slow_stage_shows_in_its_seconds_and_as_the_others_bubble(pool: Pool, 
 
 
 def test_one_virtual_stage_of_a_rank_is_told_from_its_other(pool: Pool) -> None:
-    layout = Layout(pp=2, schedule="interleaved", virtual_stages=2, micro_batch=2)
+    layout = Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2, micro_batch=2)
     found: dict[int, float] = {}
     for steps in take(pool, layout, {0: PAUSE_S, 1: PAUSE_S}, stage=2):
         for stage in steps[0][0].stage_s:
@@ -161,7 +162,6 @@ class Event:
 
 
 def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **words: made.append(Event(**words)) or made[-1])
     found: list[StepTimes] = []
@@ -175,10 +175,10 @@ def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.Mon
         clock.end()
         if step > 1:
             Event.passed_ms = Event.now_ms - 40.0  # the step before
-    assert [times.step for times in found] == list(range(1, 8))
+    assert [times.step for times in found] == list(range(1, 7)), "one or two steps late"
     assert all(times.step_s == pytest.approx(0.04) for times in found)
     assert found[0].phase_s[:3] == pytest.approx((0.01, 0.01, 0.01))
-    assert len(made) <= 3 * 5, "events are used again"
+    assert len(made) == 3 * 5, "events are used again"
 
 
 def test_a_device_that_falls_behind_costs_steps_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

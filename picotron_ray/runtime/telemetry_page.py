@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,12 +28,12 @@ MAGIC = 0x7069636F74726F32
 VERSION = 1
 _HEADER = struct.Struct("=qqqq48s")  # magic, version, pid, start ticks, UUID of the GPU
 _HEAD_BYTES = 256
-_ROW = struct.Struct(f"=13q{2 + len(STEP_PHASES) + len(AXES)}dq{MOST_STAGES}q{MOST_STAGES}d")
-_SUM = struct.Struct("=I")
-ROW_BYTES = -(-(_ROW.size + _SUM.size) // 64) * 64
+_INTEGERS = 8 + 5 + len(AXES) + 1
+_ROW = struct.Struct(f"={_INTEGERS}q{2 + len(STEP_PHASES)}d")  # followed by numbers and seconds of stages
+_STAGES = [struct.Struct(f"={count}q{count}d") for count in range(MOST_STAGES + 1)]
+_SUM = struct.Struct("=q")  # before all that
+ROW_BYTES = -(-(_SUM.size + _ROW.size + _STAGES[-1].size) // 64) * 64
 SIZE = _HEAD_BYTES + ROWS * ROW_BYTES
-_NO_STAGES = (0,) * MOST_STAGES
-_NO_SECONDS = (0.0,) * MOST_STAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ class StepRow:
     step_s: float
     row_s: float
     phase_s: tuple[float, ...]
-    sent_bytes: tuple[float, ...] = (0.0,) * len(AXES)
-    stage_s: dict[int, float] = field(default_factory=dict)
+    sent_bytes: tuple[int, ...] = (0,) * len(AXES)
+    stage_s: Mapping[int, float] = field(default_factory=dict)
     rows: int = 0
     micro_batches: int = 0
     memory: MemoryFigures = NO_MEMORY
@@ -132,21 +133,19 @@ class TelemetryPage:
     def write(self, row: StepRow) -> None:
         """Write a row over the oldest one; its ``count`` is the page's own."""
         self._count += 1
-        stages = tuple(row.stage_s)[:MOST_STAGES]
-        more = MOST_STAGES - len(stages)
-        memory = row.memory
+        memory, stage_s = row.memory, row.stage_s
+        if len(stage_s) > MOST_STAGES:
+            stage_s = {stage: stage_s[stage] for stage in sorted(stage_s)[:MOST_STAGES]}
         packed = _ROW.pack(
             *(self._count, row.term, row.n, row.rank, row.step, row.ordinal, row.rows, row.micro_batches),
             *(memory.allocated, memory.reserved, memory.peak, memory.largest_free, memory.device),
+            *row.sent_bytes,
+            len(stage_s),
             *(row.step_s, row.row_s),
             *row.phase_s,
-            *row.sent_bytes,
-            len(stages),
-            *(*stages, *_NO_STAGES[:more]),
-            *(*(row.stage_s[stage] for stage in stages), *_NO_SECONDS[:more]),
-        )
+        ) + _STAGES[len(stage_s)].pack(*stage_s, *stage_s.values())
         at = _HEAD_BYTES + (self._count - 1) % ROWS * ROW_BYTES
-        self._map[at : at + _ROW.size + _SUM.size] = packed + _SUM.pack(zlib.crc32(packed))
+        self._map[at : at + _SUM.size + len(packed)] = _SUM.pack(zlib.crc32(packed)) + packed
 
 
 def read_rows(path: Path) -> PageRows | None:
@@ -176,24 +175,33 @@ def read_rows(path: Path) -> PageRows | None:
 def _read_row(raw: bytes, place: int) -> StepRow | None:
     """Read one row; None where there is none, or not a whole one."""
     at = _HEAD_BYTES + place * ROW_BYTES
-    packed = raw[at : at + _ROW.size]
-    (check,) = _SUM.unpack_from(raw, at + _ROW.size)
-    values = _ROW.unpack(packed)
-    count, term, n, rank, step, ordinal, rows, micro_batches = values[:8]
-    if not count or check != zlib.crc32(packed) or (count - 1) % ROWS != place:
+    (check,) = _SUM.unpack_from(raw, at)
+    at += _SUM.size
+    values = _ROW.unpack_from(raw, at)
+    integers, seconds = values[:_INTEGERS], values[_INTEGERS:]
+    count, stages = integers[0], integers[-1]
+    if not count or (count - 1) % ROWS != place or not 0 <= stages <= MOST_STAGES:
         return None
-    step_s, row_s = values[13:15]
-    phases, axes = 15 + len(STEP_PHASES), 15 + len(STEP_PHASES) + len(AXES)
-    stages = min(max(values[axes], 0), MOST_STAGES)
-    numbers, seconds = values[axes + 1 : axes + 1 + stages], values[axes + 1 + MOST_STAGES :][:stages]
-    if not all(map(math.isfinite, (*values[13:axes], *seconds))):
+    staged = _STAGES[stages]
+    if check != zlib.crc32(raw[at : at + _ROW.size + staged.size]):
         return None
+    found = staged.unpack_from(raw, at + _ROW.size)
+    if not all(map(math.isfinite, (*seconds, *found))):
+        return None
+    _, term, n, rank, step, ordinal, rows, micro_batches = integers[:8]
     return StepRow(
-        *(count, term, n, rank, step, ordinal, step_s, row_s),
-        values[15:phases],
-        values[phases:axes],
-        dict(zip(numbers, seconds, strict=True)),
-        rows,
-        micro_batches,
-        MemoryFigures(*values[8:13]),
+        count=count,
+        term=term,
+        n=n,
+        rank=rank,
+        step=step,
+        ordinal=ordinal,
+        step_s=seconds[0],
+        row_s=seconds[1],
+        phase_s=seconds[2:],
+        sent_bytes=integers[13:-1],
+        stage_s=dict(zip(found[:stages], found[stages:], strict=True)),
+        rows=rows,
+        micro_batches=micro_batches,
+        memory=MemoryFigures(*integers[8:13]),
     )

@@ -8,16 +8,16 @@ in which the device waits for the host counts by the device's time.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
 from picotron_ray.comm import wire_bytes
 from picotron_ray.comm.wire_bytes import SENT
-from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
+from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.data.batch import StepBatch
 
 NO_STAGE = -1
@@ -26,23 +26,17 @@ MOST_PENDING = 4
 _PLACE = {name: place for place, name in enumerate(STEP_PHASES)} | {"clip": STEP_PHASES.index("optimizer")}
 _OTHER = STEP_PHASES.index("other")
 _COMPUTES = (STEP_PHASES.index("forward"), STEP_PHASES.index("backward"))
-_AXIS_OF = {
-    wire_bytes.GRADIENTS: "dp",
-    wire_bytes.PARAMETERS: "dp",
-    wire_bytes.OPTIMIZER: "dp",
-    wire_bytes.ACTIVATIONS: "tp",
-    wire_bytes.PIPELINE: "pp",
-    wire_bytes.CONTEXT: "cp",
-    wire_bytes.EXPERTS: "ep",
-}
-"""Axis by purpose; the exchange at a step's end is of no axis."""
 
-Spent = dict[tuple[int, int], float]
-"""Seconds by phase (its place in `STEP_PHASES`) and stage."""
+_SENT_ALONG = (
+    *(wire_bytes.GRADIENTS, wire_bytes.PARAMETERS, wire_bytes.OPTIMIZER),  # dp
+    *(wire_bytes.ACTIVATIONS, wire_bytes.PIPELINE, wire_bytes.CONTEXT, wire_bytes.EXPERTS),  # tp, pp, cp, ep
+)
+"""Purposes in the order of `config.schema.telemetry.AXES`."""
+Key = str | tuple[str, int]
+"""Phase, or a phase and the stage that it is of."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """One step of one rank.
 
     Fields:
@@ -52,16 +46,16 @@ class StepTimes:
         stage_s: by pipeline stage of this rank, seconds per micro-batch, forward and backward.
         rows: that this rank was fed.
         micro_batches: in which they came.
-        sent_bytes: by axis, as `comm.wire_bytes` counts them.
+        sent_bytes: by axis of the layout (`config.schema.telemetry.AXES`), as `comm.wire_bytes` counts them.
     """
 
     step: int
     step_s: float
     phase_s: tuple[float, ...]
-    stage_s: Mapping[int, float] = field(default_factory=dict)
-    rows: int = 0
-    micro_batches: int = 0
-    sent_bytes: Mapping[str, int] = field(default_factory=dict)
+    stage_s: Mapping[int, float]
+    rows: int
+    micro_batches: int
+    sent_bytes: tuple[int, ...]
 
     @property
     def row_s(self) -> float:
@@ -70,6 +64,15 @@ class StepTimes:
 
 
 Sink = Callable[[StepTimes], None]
+
+
+class EndedStep(NamedTuple):
+    """A step whose marks are made; ``fed``: rows and micro-batches."""
+
+    step: int
+    keys: list[Key]
+    fed: tuple[int, int]
+    sent: tuple[int, ...]
 
 
 class NoClock:
@@ -99,23 +102,21 @@ class HostClock(NoClock):
 
     def __init__(self, sink: Sink, stages: tuple[int, ...] = (0,)) -> None:
         self._sink, self._stages = sink, stages
-        self._step = -1
-        self._now: tuple[int, int] = (_OTHER, NO_STAGE)
-        self._since = 0.0
-        self._spent: Spent = {}
+        self._alone = stages[0] if len(stages) == 1 else NO_STAGE
+        self._step, self._fed = -1, (0, 0)  # the second: rows, micro-batches
+        self._keys: list[Key] = []  # of the marks of this step
+        self._stamps: list[float] = []  # when they were made
         self._sent: Mapping[str, int] = {}
-        self._fed = (0, 0)  # rows, micro-batches
 
     def begin(self, step: int) -> None:
         """Begin a step, in its phase ``data``."""
-        self._step, self._sent, self._spent = step, SENT.by_purpose(), {}
-        self._now, self._since = (_PLACE["data"], NO_STAGE), time.perf_counter()
+        self._step, self._sent, self._keys, self._stamps = step, SENT.by_purpose(), [], []
+        self.enter("data")
 
     def enter(self, phase: str, stage: int = NO_STAGE) -> None:
         """Begin a phase, or a pipeline stage's part of it."""
-        now, spent = time.perf_counter(), self._spent
-        spent[self._now] = spent.get(self._now, 0.0) + now - self._since
-        self._now, self._since = (_PLACE.get(phase, _OTHER), stage), now
+        self._stamps.append(perf_counter())
+        self._keys.append(phase if stage == NO_STAGE else (phase, stage))
 
     def fed(self, batch: StepBatch) -> None:
         """Hear what the step is fed."""
@@ -125,36 +126,32 @@ class HostClock(NoClock):
     def end(self) -> None:
         """End the step, and hand it over."""
         self.enter("other")
-        self._hand_over(self._step, self._spent, self._fed, self._sent_now())
+        self._hand_over(self._ended(), self._stamps)
 
-    def _sent_now(self) -> dict[str, int]:
-        """Bytes of the step by axis."""
-        before, found = self._sent, dict.fromkeys(AXES, 0)
-        for purpose, nbytes in SENT.by_purpose().items():
-            if purpose in _AXIS_OF:
-                found[_AXIS_OF[purpose]] += nbytes - before.get(purpose, 0)
-        return found
+    def _ended(self) -> EndedStep:
+        return EndedStep(self._step, self._keys, self._fed, self._sent_now())
 
-    def _hand_over(self, step: int, spent: Spent, fed: tuple[int, int], sent: Mapping[str, int]) -> None:
-        phase_s, by_stage = [0.0] * len(STEP_PHASES), dict.fromkeys(self._stages, 0.0)
-        alone = self._stages[0] if len(self._stages) == 1 else NO_STAGE
-        for (phase, stage), seconds in spent.items():
-            phase_s[phase] += seconds
-            owner = alone if stage == NO_STAGE else stage
-            if phase in _COMPUTES and owner in by_stage:
-                by_stage[owner] += seconds
-        stage_s = {stage: seconds / max(1, fed[1]) for stage, seconds in by_stage.items()}
-        self._sink(StepTimes(step, sum(phase_s), tuple(phase_s), stage_s, *fed, sent))
+    def _sent_now(self) -> tuple[int, ...]:
+        """Bytes of the step by axis; the exchange at its end is of none."""
+        before, now = self._sent, SENT.by_purpose()
+        sent = [now[purpose] - before[purpose] for purpose in _SENT_ALONG]
+        return sent[0] + sent[1] + sent[2], sent[3], sent[4], sent[5], sent[6]
 
-
-@dataclass(slots=True)
-class _Pending:
-    """A step whose events the device has not passed yet."""
-
-    step: int
-    marks: list[tuple[torch.cuda.Event, tuple[int, int]]]
-    fed: tuple[int, int]
-    sent: Mapping[str, int]
+    def _hand_over(self, step: EndedStep, stamps: Sequence[float]) -> None:
+        """Sum up what lies between marks, at these seconds."""
+        spent: dict[Key, float] = {}
+        for key, at, after in zip(step.keys, stamps, stamps[1:], strict=False):
+            spent[key] = spent.get(key, 0.0) + after - at
+        phase_s, stage_s = [0.0] * len(STEP_PHASES), dict.fromkeys(self._stages, 0.0)
+        rows, micro_batches = step.fed
+        for key, seconds in spent.items():
+            phase, stage = (key, self._alone) if isinstance(key, str) else key
+            place = _PLACE.get(phase, _OTHER)
+            phase_s[place] += seconds
+            if place in _COMPUTES and stage in stage_s:
+                stage_s[stage] += seconds / (micro_batches or 1)
+        whole_s = stamps[-1] - stamps[0]
+        self._sink(StepTimes(step.step, whole_s, tuple(phase_s), stage_s, rows, micro_batches, step.sent))
 
 
 class CudaClock(HostClock):
@@ -162,38 +159,34 @@ class CudaClock(HostClock):
 
     def __init__(self, sink: Sink, stages: tuple[int, ...] = (0,)) -> None:
         super().__init__(sink, stages)
-        self._marks: list[tuple[torch.cuda.Event, tuple[int, int]]] = []
+        self._events: list[torch.cuda.Event] = []  # in the place of stamps
         self._free: list[torch.cuda.Event] = []
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[EndedStep, list[torch.cuda.Event]]] = deque()
 
     def begin(self, step: int) -> None:
         """Begin a step, in its phase ``data``."""
-        self._free += [event for event, _ in self._marks]  # of a step that did not end
-        self._step, self._sent, self._marks = step, SENT.by_purpose(), []
-        self.enter("data")
+        self._free += self._events  # of a step that did not end
+        self._events = []
+        super().begin(step)
 
     def enter(self, phase: str, stage: int = NO_STAGE) -> None:
         """Begin a phase, or a pipeline stage's part of it."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
-        self._marks.append((event, (_PLACE.get(phase, _OTHER), stage)))
+        self._events.append(event)
+        self._keys.append(phase if stage == NO_STAGE else (phase, stage))
 
     def end(self) -> None:
         """End the step, and hand those over that the device is through with."""
         self.enter("other")
-        self._pending.append(_Pending(self._step, self._marks, self._fed, self._sent_now()))
-        self._marks = []
-        while self._pending and self._pending[0].marks[-1][0].query():
-            self._read(self._pending.popleft())
+        self._pending.append((self._ended(), self._events))
+        self._events = []
+        while self._pending and self._pending[0][1][-1].query():
+            step, events = self._pending.popleft()
+            self._hand_over(step, [events[0].elapsed_time(event) / 1000 for event in events])
+            self._free += events
         if len(self._pending) > MOST_PENDING:
-            self._free += [event for event, _ in self._pending.popleft().marks]
-
-    def _read(self, step: _Pending) -> None:
-        spent: Spent = {}
-        for (event, key), (after, _) in zip(step.marks, step.marks[1:], strict=False):
-            spent[key] = spent.get(key, 0.0) + event.elapsed_time(after) / 1000
-        self._free += [event for event, _ in step.marks]
-        self._hand_over(step.step, spent, step.fed, step.sent)
+            self._free += self._pending.popleft()[1]
 
 
 def step_clock(sink: Sink, stages: tuple[int, ...], device: torch.device) -> NoClock:

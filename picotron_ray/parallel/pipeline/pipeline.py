@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from picotron_ray.comm.wire_bytes import PIPELINE, SENT, size_bytes
 from picotron_ray.errors import LayoutError
@@ -122,7 +123,7 @@ class Pipeline:
                     f"layout {layout}: saw {micro_batches} micro-batches, {layout.schedule} {problem}: use"
                     " another micro_batch or schedule"
                 )
-            stages = [self._stage(index) for index in sorted(self._models)]
+            stages: list[PipelineStage] = [self._stage(index) for index in sorted(self._models)]
             self._runtimes[micro_batches] = build_runtime(
                 self._schedule, shape, stages, self._owners, loss_fn=self._micro_loss, scale_grads=False
             )

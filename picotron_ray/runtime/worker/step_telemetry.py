@@ -11,15 +11,13 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from picotron_ray.config.schema.telemetry import AXES
 from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
-from picotron_ray.runtime.telemetry_page import MemoryFigures, StepRow, TelemetryPage
+from picotron_ray.runtime.telemetry_page import NO_MEMORY, MemoryFigures, StepRow, TelemetryPage
 from picotron_ray.train.step_clock import NoClock, StepTimes, step_clock
 
 LEAST_S = 1.0
@@ -27,25 +25,6 @@ SHARE = 1000.0
 """x its cost: time until memory is read again."""
 BLOCKS_S = 10.0
 """Least time between two looks at the allocator's blocks, which stop it for a moment."""
-
-
-class Throttled:
-    """A reading that is taken anew only when its cost allows."""
-
-    def __init__(self, read: Callable[[], int | tuple[int, ...]], least_s: float) -> None:
-        self._read, self._least_s = read, least_s
-        self._next_s = float("-inf")
-        self._value: tuple[int, ...] = ()
-
-    def __call__(self) -> tuple[int, ...]:
-        """Return the newest reading."""
-        now = time.perf_counter()
-        if now >= self._next_s:
-            value = self._read()
-            self._value = value if isinstance(value, tuple) else (value,)
-            cost_s = time.perf_counter() - now
-            self._next_s = now + max(self._least_s, SHARE * cost_s)
-        return self._value
 
 
 class DeviceMemory:
@@ -56,30 +35,41 @@ class DeviceMemory:
     """
 
     def __init__(self, device: torch.device, neighbours: int) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(device)
-            self._device = torch.cuda.get_device_properties(device).total_memory
-            self._used = Throttled(lambda: _cuda_bytes(device), LEAST_S)
-            self._free = Throttled(lambda: _largest_free(device), BLOCKS_S)
+            self._total = torch.cuda.get_device_properties(device).total_memory
         else:
             with contextlib.suppress(OSError):  # a kernel that does not let it: the process's whole life
                 Path("/proc/self/clear_refs").write_text("5")
-            self._device = host_bytes() // max(1, neighbours)
-            self._used = Throttled(_resident_bytes, LEAST_S)
+            self._total = host_bytes() // max(1, neighbours)
+        self._next_s = self._blocks_s = float("-inf")
+        self._largest_free = 0
+        self._newest = NO_MEMORY
 
     def __call__(self) -> MemoryFigures:
         """Return the newest figures, of the last steps."""
-        allocated, reserved, peak = self._used()
-        (free,) = self._free() if self._cuda else (max(0, self._device - reserved),)
-        return MemoryFigures(allocated, reserved, peak, free, self._device)
+        now = time.perf_counter()
+        if now >= self._next_s:
+            self._newest = self._read(now)
+            self._next_s = now + max(LEAST_S, SHARE * (time.perf_counter() - now))
+        return self._newest
+
+    def _read(self, now: float) -> MemoryFigures:
+        if not self._cuda:
+            allocated, reserved, peak = _resident_bytes()
+            return MemoryFigures(allocated, reserved, peak, max(0, self._total - reserved), self._total)
+        if now >= self._blocks_s:
+            self._largest_free = _largest_free(self._device)
+            self._blocks_s = now + max(BLOCKS_S, SHARE * (time.perf_counter() - now))
+        return MemoryFigures(*_cuda_bytes(self._device), self._largest_free, self._total)
 
 
-def _cuda_bytes(device: torch.device) -> tuple[int, ...]:
+def _cuda_bytes(device: torch.device) -> tuple[int, int, int]:
     """Allocated, reserved, and most allocated, by torch's allocator."""
     stats = torch.cuda.memory_stats(device)
-    names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "allocated_bytes.all.peak")
-    return tuple(int(stats.get(name, 0)) for name in names)
+    allocated, reserved = (stats.get(f"{name}_bytes.all.current", 0) for name in ("allocated", "reserved"))
+    return allocated, reserved, stats.get("allocated_bytes.all.peak", 0)
 
 
 def _largest_free(device: torch.device) -> int:
@@ -94,7 +84,7 @@ def _largest_free(device: torch.device) -> int:
     return max(max(blocks, default=0), torch.cuda.mem_get_info(device)[0])
 
 
-def _resident_bytes() -> tuple[int, ...]:
+def _resident_bytes() -> tuple[int, int, int]:
     """Resident set of this process, twice, and its peak."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
@@ -112,7 +102,6 @@ class StepTelemetry:
 
     def __call__(self, times: StepTimes) -> None:
         """Write a row."""
-        sent = times.sent_bytes
         row = StepRow(
             count=0,
             term=self._id.term,
@@ -123,8 +112,8 @@ class StepTelemetry:
             step_s=times.step_s,
             row_s=times.row_s,
             phase_s=times.phase_s,
-            sent_bytes=tuple(float(sent.get(axis, 0)) for axis in AXES),
-            stage_s=dict(times.stage_s),
+            sent_bytes=times.sent_bytes,
+            stage_s=times.stage_s,
             rows=times.rows,
             micro_batches=times.micro_batches,
             memory=self._memory(),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from picotron_ray.config.schema.telemetry import STEP_PHASES
+from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train import step_clock
 from picotron_ray.train.step_clock import CudaClock, HostClock, NoClock, StepTimes
@@ -116,9 +116,10 @@ def test_bytes_of_a_step_are_those_of_its_axes(pool: Pool) -> None:
     crossing = layout.micro_batches(BATCH) * layout.micro_batch * sequence * hidden * 8
     for steps in ranks:
         for times, _ in steps:
-            assert times.sent_bytes["pp"] == crossing, "activations forward, or their gradients backward"
-            assert times.sent_bytes["dp"] > 0
-    assert len({times.sent_bytes["dp"] for steps in ranks for times, _ in steps[:1]}) <= 2
+            sent = dict(zip(AXES, times.sent_bytes, strict=True))
+            assert sent["pp"] == crossing, "activations forward, or their gradients backward"
+            assert sent["dp"] > 0
+            assert sent["tp"] == sent["cp"] == sent["ep"] == 0
 
 
 # --- clocks alone -------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the members' telemetry says of a generation; once a minute, by the coordinator's shell."""
+    """Figures of a generation, by its members' telemetry; once a minute, by the coordinator's shell."""
 
     generation: GenerationId
     figures: RunFigures

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 from time import perf_counter
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ MOST_PENDING = 4
 """Steps whose events are not read yet; of more the oldest is given up."""
 _PLACE = {name: place for place, name in enumerate(STEP_PHASES)} | {"clip": STEP_PHASES.index("optimizer")}
 _OTHER = STEP_PHASES.index("other")
-_COMPUTES = (STEP_PHASES.index("forward"), STEP_PHASES.index("backward"))
+_PASSES = ("forward", "backward")
+_COMPUTES = tuple(STEP_PHASES.index(phase) for phase in _PASSES)
 
 _SENT_ALONG = (
     *(wire_bytes.GRADIENTS, wire_bytes.PARAMETERS, wire_bytes.OPTIMIZER),  # dp
@@ -87,6 +89,9 @@ class NoClock:
     def fed(self, batch: StepBatch) -> None:
         """Hear what the step is fed."""
 
+    def waits(self, begins: bool) -> None:
+        """Hear that this rank begins to wait for a message, or that it has it."""
+
     def end(self) -> None:
         """End the step; one that is begun and not ended is not counted."""
 
@@ -107,10 +112,13 @@ class HostClock(NoClock):
         self._keys: list[Key] = []  # of the marks of this step
         self._stamps: list[float] = []  # when they were made
         self._sent: Mapping[str, int] = {}
+        self._thread = 0  # that takes the steps
+        self._left: Key = ""  # pass in which this rank waits
 
     def begin(self, step: int) -> None:
         """Begin a step, in its phase ``data``."""
         self._step, self._sent, self._keys, self._stamps = step, SENT.by_purpose(), [], []
+        self._thread, self._left = get_ident(), ""
         self.enter("data")
 
     def enter(self, phase: str, stage: int = NO_STAGE) -> None:
@@ -122,6 +130,19 @@ class HostClock(NoClock):
         """Hear what the step is fed."""
         first, last = batch.rows
         self._fed = last - first, len(batch.tokens)
+
+    def waits(self, begins: bool) -> None:
+        """Count waiting within a pass as exposed communication, where the host is what waits."""
+        if get_ident() != self._thread:
+            return
+        if begins:
+            now = self._keys[-1]
+            self._left = now if now in _PASSES or isinstance(now, tuple) else ""
+            if self._left:
+                self.enter("reduce")
+        elif self._left:
+            self._stamps.append(perf_counter())
+            self._keys.append(self._left)
 
     def end(self) -> None:
         """End the step, and hand it over."""
@@ -168,6 +189,9 @@ class CudaClock(HostClock):
         self._free += self._events  # of a step that did not end
         self._events = []
         super().begin(step)
+
+    def waits(self, begins: bool) -> None:
+        """Hear nothing: it is the device that waits."""
 
     def enter(self, phase: str, stage: int = NO_STAGE) -> None:
         """Begin a phase, or a pipeline stage's part of it."""

@@ -9,8 +9,9 @@ from picotron_ray.config.schema.base import Section
 STEP_PHASES = ("data", "forward", "backward", "bubble", "reduce", "sync", "snapshot", "optimizer", "other")
 """Parts of a step's seconds, which add up to the step.
 
-``reduce`` is what is exposed of it, ``bubble`` what a pipeline rank waits for other stages, ``sync`` what a
-rank waits for the others at the step's end, ``snapshot`` what it waits for a copy.
+``reduce`` is exposed communication: what the backward pass did not hide of the sum of gradients, and what
+passes wait for where the host sees it (gloo). ``bubble`` is what a pipeline rank waits for other stages,
+``sync`` what a rank waits for the others at the step's end, ``snapshot`` what it waits for a copy.
 """
 
 AXES = ("dp", "tp", "pp", "cp", "ep")

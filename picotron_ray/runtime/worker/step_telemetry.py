@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from picotron_ray.comm.abortable_wait import listen
 from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
 from picotron_ray.runtime.telemetry_page import NO_MEMORY, MemoryFigures, StepRow, TelemetryPage
@@ -129,7 +130,9 @@ def generation_clock(
     if page is None:
         return NoClock()
     stages = spec.layout.rank_stages(spec.layout.coordinates(rank).pp)
-    return step_clock(StepTelemetry(page, spec, rank, device), stages, device)
+    clock = step_clock(StepTelemetry(page, spec, rank, device), stages, device)
+    listen(clock.waits)
+    return clock
 
 
 def make_page(

@@ -65,13 +65,22 @@ def test_phases_add_up_to_the_step_as_it_is_seen_from_outside(pool: Pool, layout
         assert {times.rows for times, _ in steps} == {BATCH // layout.dp}
 
 
-def test_a_slow_rank_shows_in_its_replicas_seconds_per_row(pool: Pool) -> None:
-    """Its peers wait in the reduction, and compute no longer."""
-    ranks = take(pool, Layout(dp=2, micro_batch=2), {1: PAUSE_S})
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, zero=3, micro_batch=2),
+        *also_deep(Layout(dp=2, micro_batch=2), Layout(tp=2, micro_batch=2)),
+    ],
+    ids=str,
+)
+def test_a_slow_rank_shows_in_its_seconds_per_row(pool: Pool, layout: Layout) -> None:
+    """Its peers wait for it in reductions and gathers, and compute no longer."""
+    ranks = take(pool, layout, {1: PAUSE_S})
     rows = [median(times.row_s for times, _ in steps[1:]) for steps in ranks]
     assert rows[1] > rows[0] + 0.8 * PAUSE_S / 2, "2 rows in a micro-batch"
     waits = [phase_s(steps, "reduce", "sync") for steps in ranks]
-    assert waits[0] > waits[1] + 0.5 * PAUSE_S * 2, "2 micro-batches in a step"
+    micro_batches = layout.micro_batches(BATCH)
+    assert waits[0] > waits[1] + 0.5 * PAUSE_S * micro_batches
 
 
 @pytest.mark.parametrize(

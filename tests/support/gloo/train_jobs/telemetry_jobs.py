@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from itertools import count
 
+from picotron_ray.comm.abortable_wait import listen
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
@@ -42,6 +43,7 @@ def timed_steps(
     found: list[StepTimes] = []
     loop.clock = HostClock(found.append, layout.rank_stages(at.pp))
     engine.watch(loop.clock.enter)
+    listen(loop.clock.waits)
     outside = []
     for step in range(1, config.steps + 1):
         began = time.perf_counter()

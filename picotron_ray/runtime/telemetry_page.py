@@ -65,7 +65,7 @@ class StepRow:
     Fields:
         count: number of the row among all that the process has written, from 1.
         ordinal: number of the step within its generation, from 0.
-        row_s: computing seconds per row of the batch.
+        row_s: seconds per row that is computed, those that only fill micro-batches among them.
         stage_s: by pipeline stage of the rank, seconds per micro-batch.
         sent_bytes: by `AXES`.
     """

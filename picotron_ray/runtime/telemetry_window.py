@@ -87,7 +87,7 @@ def figures_of(rows: Sequence[StepRow], utilization: float | None = None) -> Wor
     seconds = [(row.step_s, *row.phase_s) for row in rows]
     series = tuple(window_of(column) for column in zip(*seconds, strict=True))
     computes = sum(series[1 + place].mean for place in _COMPUTES) / series[0].mean if series[0].mean else 0.0
-    fed = [row.row_s for row in rows if row.rows]
+    fed = [row.row_s for row in rows if row.row_s]
     return WorkerFigures(
         term=last.term,
         n=last.n,

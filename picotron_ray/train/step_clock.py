@@ -38,6 +38,14 @@ Key = str | tuple[str, int]
 """Phase, or a phase and the stage that it is of."""
 
 
+class Fed(NamedTuple):
+    """What a rank was fed: rows, micro-batches, and rows with those that only fill micro-batches."""
+
+    rows: int = 0
+    micro_batches: int = 0
+    computed_rows: int = 0
+
+
 class StepTimes(NamedTuple):
     """One step of one rank.
 
@@ -46,8 +54,7 @@ class StepTimes(NamedTuple):
         step_s: its seconds, those of a snapshot that begins after it included, an evaluation's not.
         phase_s: by `STEP_PHASES`; they add up to ``step_s``.
         stage_s: by pipeline stage of this rank, seconds per micro-batch, forward and backward.
-        rows: that this rank was fed.
-        micro_batches: in which they came.
+        fed: what the rank was fed.
         sent_bytes: by axis of the layout (`config.schema.telemetry.AXES`), as `comm.wire_bytes` counts them.
     """
 
@@ -55,25 +62,25 @@ class StepTimes(NamedTuple):
     step_s: float
     phase_s: tuple[float, ...]
     stage_s: Mapping[int, float]
-    rows: int
-    micro_batches: int
+    fed: Fed
     sent_bytes: tuple[int, ...]
 
     @property
     def row_s(self) -> float:
-        """Computing seconds per row, forward and backward; 0 where no row was fed."""
-        return sum(self.phase_s[place] for place in _COMPUTES) / self.rows if self.rows else 0.0
+        """Computing seconds per row that is computed, forward and backward; 0 where none was."""
+        rows = self.fed.computed_rows
+        return sum(self.phase_s[place] for place in _COMPUTES) / rows if rows else 0.0
 
 
 Sink = Callable[[StepTimes], None]
 
 
 class EndedStep(NamedTuple):
-    """A step whose marks are made; ``fed``: rows and micro-batches."""
+    """A step whose marks are made."""
 
     step: int
     keys: list[Key]
-    fed: tuple[int, int]
+    fed: Fed
     sent: tuple[int, ...]
 
 
@@ -108,7 +115,7 @@ class HostClock(NoClock):
     def __init__(self, sink: Sink, stages: tuple[int, ...] = (0,)) -> None:
         self._sink, self._stages = sink, stages
         self._alone = stages[0] if len(stages) == 1 else NO_STAGE
-        self._step, self._fed = -1, (0, 0)  # the second: rows, micro-batches
+        self._step, self._fed = -1, Fed()
         self._keys: list[Key] = []  # of the marks of this step
         self._stamps: list[float] = []  # when they were made
         self._sent: Mapping[str, int] = {}
@@ -129,7 +136,8 @@ class HostClock(NoClock):
     def fed(self, batch: StepBatch) -> None:
         """Hear what the step is fed."""
         first, last = batch.rows
-        self._fed = last - first, len(batch.tokens)
+        micro_batches, rows, _ = batch.tokens.shape
+        self._fed = Fed(last - first, micro_batches, micro_batches * rows)
 
     def waits(self, begins: bool) -> None:
         """Count waiting within a pass as exposed communication, where the host is what waits."""
@@ -164,15 +172,14 @@ class HostClock(NoClock):
         for key, at, after in zip(step.keys, stamps, stamps[1:], strict=False):
             spent[key] = spent.get(key, 0.0) + after - at
         phase_s, stage_s = [0.0] * len(STEP_PHASES), dict.fromkeys(self._stages, 0.0)
-        rows, micro_batches = step.fed
         for key, seconds in spent.items():
             phase, stage = (key, self._alone) if isinstance(key, str) else key
             place = _PLACE.get(phase, _OTHER)
             phase_s[place] += seconds
             if place in _COMPUTES and stage in stage_s:
-                stage_s[stage] += seconds / (micro_batches or 1)
+                stage_s[stage] += seconds / (step.fed.micro_batches or 1)
         whole_s = stamps[-1] - stamps[0]
-        self._sink(StepTimes(step.step, whole_s, tuple(phase_s), stage_s, rows, micro_batches, step.sent))
+        self._sink(StepTimes(step.step, whole_s, tuple(phase_s), stage_s, step.fed, step.sent))
 
 
 class CudaClock(HostClock):

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from picotron_ray.config.schema.job import JobConfig
@@ -72,7 +73,7 @@ def _step_s(layout: Layout, micro_batches: int, steps: int, device: torch.device
     with tempfile.TemporaryDirectory() as folder:
         page = TelemetryPage(Path(folder) / f"w0{SUFFIX}")
         clock = generation_clock(page, spec_of(layout), 0, device)
-        batch = cast(Any, SimpleNamespace(rows=(0, micro_batches), tokens=range(micro_batches)))
+        batch = cast(Any, SimpleNamespace(rows=(0, micro_batches), tokens=np.zeros((micro_batches, 1, 1))))
         _steps(clock, batch, layout, range(10))
         began = time.thread_time()
         _steps(clock, batch, layout, range(steps))
@@ -113,7 +114,7 @@ def _reading_s(device: torch.device) -> float:
         path = Path(folder) / f"w0{SUFFIX}"
         layout = Layout()
         clock = generation_clock(TelemetryPage(path), spec_of(layout), 0, device)
-        _steps(clock, SimpleNamespace(rows=(0, 4), tokens=range(4)), layout, range(200))
+        _steps(clock, SimpleNamespace(rows=(0, 4), tokens=np.zeros((4, 1, 1))), layout, range(200))
         times = []
         for _ in range(REPEATS):
             began = time.perf_counter()

@@ -17,7 +17,8 @@ class RunFigures:
         last_step: newest of them.
         step_s: seconds per step.
         phase_s: seconds per step by `STEP_PHASES`, mean over ranks.
-        replica_row_s: by data-parallel replica, computing seconds per row of its slowest rank.
+        replica_row_s: by data-parallel replica, seconds in which its slowest rank computes a row; those that
+            only fill micro-batches count as rows.
         replica_rows: by replica, rows that it is fed per step.
         stage_s: by pipeline stage of the layout, computing seconds per micro-batch, forward and backward.
         sent_bytes: per step and rank, by axis of the layout.

@@ -115,8 +115,8 @@ class StepTelemetry:
             phase_s=times.phase_s,
             sent_bytes=times.sent_bytes,
             stage_s=times.stage_s,
-            rows=times.rows,
-            micro_batches=times.micro_batches,
+            rows=times.fed.rows,
+            micro_batches=times.fed.micro_batches,
             memory=self._memory(),
         )
         self._page.write(row)

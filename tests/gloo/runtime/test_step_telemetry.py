@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ SPEC = GenerationSpec(GenerationId(2, 3), (Member("a", "n1"), Member("b", "n1"))
 
 def step(clock: NoClock, number: int) -> None:
     clock.begin(number)
-    batch: Any = SimpleNamespace(rows=(8, 12), tokens=range(2))
+    batch: Any = SimpleNamespace(rows=(8, 12), tokens=np.zeros((2, 2, 9)))
     clock.fed(batch)
     for stage in (1, 3):
         clock.enter("forward", stage)

@@ -12,7 +12,7 @@ import torch
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train import step_clock
-from picotron_ray.train.step_clock import CudaClock, HostClock, NoClock, StepTimes
+from picotron_ray.train.step_clock import CudaClock, Fed, HostClock, NoClock, StepTimes
 from tests.support.gloo.parallel_jobs.matrix_jobs import make_job
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.train_jobs.telemetry_jobs import timed_steps
@@ -56,13 +56,13 @@ def test_phases_add_up_to_the_step_as_it_is_seen_from_outside(pool: Pool, layout
             assert sum(times.phase_s) == pytest.approx(outside_s, rel=0.01, abs=2e-4)
             assert times.step_s == pytest.approx(sum(times.phase_s))
             assert min(times.phase_s) >= 0.0
-            assert sum(times.stage_s.values()) * times.micro_batches == pytest.approx(
-                times.row_s * times.rows
+            assert sum(times.stage_s.values()) * times.fed.micro_batches == pytest.approx(
+                times.row_s * times.fed.computed_rows
             )
         at = layout.coordinates(rank)
         assert [times.step for times, _ in steps] == list(range(1, STEPS + 1))
         assert tuple(steps[0][0].stage_s) == layout.rank_stages(at.pp)
-        assert {times.rows for times, _ in steps} == {BATCH // layout.dp}
+        assert {times.fed.rows for times, _ in steps} == {BATCH // layout.dp}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,15 @@ def test_one_virtual_stage_of_a_rank_is_told_from_its_other(pool: Pool) -> None:
             found[stage] = median(times.stage_s[stage] for times, _ in steps[1:])
     assert sorted(found) == [0, 1, 2, 3]
     assert found[2] > max(found[stage] for stage in (0, 1, 3)) + 0.8 * PAUSE_S
+
+
+def test_rows_that_only_fill_are_computed_too(pool: Pool) -> None:
+    """8 rows on 2 replicas in micro-batches of 3: 4 rows each, 6 with those that fill."""
+    for steps in take(pool, Layout(dp=2, micro_batch=3), {}):
+        assert {times.fed for times, _ in steps} == {Fed(4, 2, 6)}
+        times, _ = steps[-1]
+        places = [STEP_PHASES.index(phase) for phase in ("forward", "backward")]
+        assert times.row_s == pytest.approx(sum(times.phase_s[place] for place in places) / 6)
 
 
 def test_bytes_of_a_step_are_those_of_its_axes(pool: Pool) -> None:

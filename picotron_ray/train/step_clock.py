@@ -39,7 +39,7 @@ Key = str | tuple[str, int]
 
 
 class Fed(NamedTuple):
-    """What a rank was fed: rows, micro-batches, and rows with those that only fill micro-batches."""
+    """Batch of a rank: rows, micro-batches, and rows with those that only fill micro-batches."""
 
     rows: int = 0
     micro_batches: int = 0

@@ -26,7 +26,7 @@ from picotron_ray.runtime.coordinator.records import (
     Facts,
     FailureRecord,
     GenerationRecord,
-    Measured,
+    MetricFacts,
     Newest,
     bounded,
     failure_ages_s,
@@ -382,7 +382,7 @@ class RunRecord:
                 "summary": self._summary,
             }
 
-    def measured(self) -> Measured:
+    def measured(self) -> MetricFacts:
         """Return the facts that are served as metrics, beyond ``status``."""
         with self._lock:
             return self._facts.measured(dict(self._facts.leader(self._facts.newest)))

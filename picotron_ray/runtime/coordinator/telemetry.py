@@ -18,7 +18,7 @@ from picotron_ray.runtime.telemetry_page import MemoryFigures
 from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures
 
 
-class Spread:
+class RankSpread:
     """Window over the windows of many ranks, without keeping them."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Round:
         layout = spec.layout
         self.id, self.layout, self.opened_s = spec.id, layout, opened_s
         self._heard, self.ranks = bytearray(layout.world_size), 0
-        self._series = [Spread() for _ in SERIES]
+        self._series = [RankSpread() for _ in SERIES]
         self._row_s, self._rows = [0.0] * layout.dp, [0] * layout.dp
         self._replicas = bytearray(layout.dp)
         self._stage_s, self._staged = [0.0] * layout.stages, [0] * layout.stages

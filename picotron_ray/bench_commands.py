@@ -110,6 +110,7 @@ def bench_mfu(
     warmup: Annotated[int, typer.Option(min=0, help="steps before them")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="each with every setting once")] = 5,
     ablate: Annotated[bool, typer.Option("--ablate", help="switch each optimisation in turn")] = False,
+    only: Annotated[str, typer.Option(help="with --ablate: switches that begin with this, as comm.")] = "",
     peers: Annotated[
         str, typer.Option(help="some of plain, picotron, torchtitan, with commas between, or none")
     ] = "plain",
@@ -128,7 +129,7 @@ def bench_mfu(
         from picotron_ray.bench.mfu import report, run
 
         options = run.MfuOptions(
-            workers, steps, warmup, rounds, ablate, peers, picotron, torchtitan, peak_tflops
+            workers, steps, warmup, rounds, ablate, peers, picotron, torchtitan, peak_tflops, only
         )
         found = run.bench(config, overrides or [], options, _say)
         _result(found, report.lines(found), json_file)

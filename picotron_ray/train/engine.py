@@ -107,7 +107,9 @@ class Engine:
         ]
         self._passes, self._gradients = choose_passes(job, mesh, definition, self._models, parameters, device)
         overlap = job.kernels.tp_overlap != "none"
-        self._selection = selection_of(job.comm, mesh, self._gradients, overlap=overlap)
+        self._selection = selection_of(
+            job.comm, mesh, self._gradients, overlap=overlap, own=device.type != "cuda"
+        )
         trained = self._gradients.trained
         self._counted = [parameter.counted for parameter in trained]
         names = {name for model in self._models.values() for name, _ in model.named_parameters()}

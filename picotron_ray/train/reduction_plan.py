@@ -44,12 +44,17 @@ def collective_plans(comm: CommConfig) -> dict[str, CollectivePlan]:
     }
 
 
-def reduction_candidates(plan: ReductionPlan, inner: int) -> dict[str, ReductionPlan]:
-    """Exact plans to choose from, by name; two levels only where there are neighbourhoods of ``inner``."""
+def reduction_candidates(plan: ReductionPlan, inner: int, *, own: bool = True) -> dict[str, ReductionPlan]:
+    """Exact plans to choose from, by name; two levels only where there are neighbourhoods of ``inner``.
+
+    Args:
+        own: whether own algorithms may replace the backend's (gloo's; NCCL chooses its own).
+    """
+    names = ("ring", "tree", "mesh") if own else ()
     found = {
         "overlapped": replace(plan, gradients="overlapped"),
         "reduce-scatter": replace(plan, gradients="reduce-scatter"),
-        **{name: replace(plan, gradients="bucketed", topology=name) for name in ("ring", "tree", "mesh")},
+        **{name: replace(plan, gradients="bucketed", topology=name) for name in names},
     }
     return found | (
         {"hierarchical": replace(plan, gradients="hierarchical", inner=inner)} if inner > 1 else {}
@@ -97,9 +102,14 @@ def _groups(mesh: Mesh, axis: str) -> list[list[int]]:
 
 
 def selection_of(
-    comm: CommConfig, mesh: Mesh, gradients: Gradients, *, overlap: bool = False
+    comm: CommConfig, mesh: Mesh, gradients: Gradients, *, overlap: bool = False, own: bool = True
 ) -> WaySelection:
-    """Make the choice that goes on with the run; what a job has settled, or does not select, has one way."""
+    """Make the choice that goes on with the run; what a job has settled, or does not select, has one way.
+
+    Args:
+        overlap: see `axes_of`.
+        own: whether own algorithms are candidates, as on gloo. On NCCL gradients alone have a choice.
+    """
     things = {}
     for thing, axis in axes_of(mesh, overlap).items():
         groups = _groups(mesh, axis)
@@ -108,13 +118,16 @@ def selection_of(
         inner = inner_ranks(comm, mesh, axis) if comm.selector else 1
         inner = inner if inner < len(groups[0]) else 1
         if thing == "gradients":
-            things[thing] = _gradients(comm, mesh, gradients, inner, link)
+            things[thing] = _gradients(comm, mesh, gradients, inner, link, own)
         else:
-            things[thing] = _collectives(comm, mesh.collectives(PURPOSES[thing]), thing, inner, link)
+            collectives = mesh.collectives(PURPOSES[thing])
+            things[thing] = _collectives(comm, collectives, thing, inner, link, own)
     return WaySelection(things, leads=mesh.rank == 0)
 
 
-def _gradients(comm: CommConfig, mesh: Mesh, gradients: Gradients, inner: int, link: str) -> Traveller:
+def _gradients(
+    comm: CommConfig, mesh: Mesh, gradients: Gradients, inner: int, link: str, own: bool
+) -> Traveller:
     fsdp = mesh.collectives(GRADIENTS)
 
     def cost() -> Cost:
@@ -122,15 +135,17 @@ def _gradients(comm: CommConfig, mesh: Mesh, gradients: Gradients, inner: int, l
 
     ways: dict[str, Callable[[], None]] = {comm.gradients: lambda: None}
     if comm.selector and not mesh.layout.zero:
-        plans = reduction_candidates(reduction_plan(comm, mesh), inner)
+        plans = reduction_candidates(reduction_plan(comm, mesh), inner, own=own)
         ways = {name: partial(gradients.use, plan) for name, plan in plans.items()}
     return Traveller(ways, cost, link)
 
 
-def _collectives(comm: CommConfig, collectives: Collectives, thing: str, inner: int, link: str) -> Traveller:
+def _collectives(
+    comm: CommConfig, collectives: Collectives, thing: str, inner: int, link: str, own: bool
+) -> Traveller:
     asked, plan = getattr(comm, thing), collectives.plan
     ways: Mapping[str, Callable[[], None]] = {asked: lambda: None}
-    if comm.selector and asked == "auto":
+    if comm.selector and own and asked == "auto":
         names = EXCHANGES if thing == "experts" else GATHERS
         ways = {
             name: partial(collectives.use, replace(plan, algorithm=name))

@@ -67,8 +67,8 @@ class CommConfig(Section):
     )
     selector: bool = Field(
         default=False,
-        description="with gradients and topology auto, on CPUs: measure the exact ways of gradients (without"
-        " ZeRO), and of parameters, activations and experts where they are auto, while the run goes on, and"
+        description="with gradients and topology auto: measure the exact ways of gradients (without ZeRO),"
+        " and on gloo of parameters, activations and experts where they are auto, while the run goes on, and"
         " every 100 steps take those that cost the step least (another one only if faster by 10 %); sums are"
         " rounded in another order then",
     )

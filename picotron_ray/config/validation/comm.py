@@ -114,7 +114,6 @@ def _selector(job: JobConfig) -> Iterator[Problem]:
     against = {
         "comm.gradients": comm.gradients != "auto" and f"{comm.gradients}, which leaves no choice",
         "comm.topology": comm.topology != "auto" and f"{comm.topology}, which leaves no choice",
-        "cluster.device": job.cluster.device == "cuda" and "cuda, whose waits it cannot time",
         "kernels.cuda_graphs": job.kernels.cuda_graphs and "true, whose waits it cannot time",
     }
     for key, why in against.items():

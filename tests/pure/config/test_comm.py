@@ -58,7 +58,11 @@ BAD = {
         "comm.selector",
         "leaves no choice; drop one",
     ),
-    "selector on CUDA": ("{comm: {selector: true}, cluster: {device: cuda}}", "comm.selector", "cannot time"),
+    "selector in a graph": (
+        "{comm: {selector: true}, kernels: {cuda_graphs: true}, cluster: {device: cuda}}",
+        "comm.selector",
+        "cannot time",
+    ),
     "gathers without ZeRO": (
         "{comm: {parameters: ring}, layout: {zero: 0}}",
         "comm.parameters",
@@ -119,6 +123,7 @@ def test_one_line_with_the_key_and_a_remedy(name: str) -> None:
         "{comm: {gradients: reduce-scatter}, layout: {zero: 3}}",
         "{comm: {parameters: mesh, selector: true}, layout: {zero: 3}}",
         "{comm: {parameters: flat, activations: flat}, layout: {zero: 1}, cluster: {device: cuda}}",
+        "{comm: {selector: true}, cluster: {device: cuda}}",
         "{comm: {activations: hierarchical, inner_ranks: 2}}",
     ],
 )

@@ -34,7 +34,7 @@ def _base(found: Mapping[str, Any]) -> Iterator[str]:
     )
     yield f"peak memory   {_gib(found)}, {_memory_kind(found)}"
     if found.get("sent_bytes"):
-        yield f"sent          {_sent(found)} of gradients a step, by the rank that sends most"
+        yield f"sent          {_sent(found)} a step, by the rank that sends most"
 
 
 def _utilisation(found: Mapping[str, Any]) -> Iterator[str]:
@@ -78,7 +78,8 @@ def _compared(found: Mapping[str, Any]) -> Iterator[str]:
             ratio = one["ratio"]
             yield (
                 f"  {name:{NAME}}{ratio['median']:.3f}  ({ratio['low']:.3f} to {ratio['high']:.3f})"
-                f"  {one['tokens_per_s']['median']:12,.0f} tokens/s  {_gib(one)}  {_sent(one)}".rstrip()
+                f"  {one['tokens_per_s']['median']:12,.0f} tokens/s  {_gib(one)}  {_sent(one)}"
+                f"  {_over_base(one)}".rstrip()
             )
     for name, reason in found["refused"].items():
         yield f"  {name:{NAME}}refused: {reason}"
@@ -95,6 +96,13 @@ def _gib(one: Mapping[str, Any]) -> str:
 def _sent(one: Mapping[str, Any]) -> str:
     """Megabytes sent a step; nothing where they are not counted."""
     return "" if one.get("sent_bytes") is None else f"{one['sent_bytes'] / 1e6:.2f} MB"
+
+
+def _over_base(one: Mapping[str, Any]) -> str:
+    """Loss towards the end, and how far it, bytes and memory are from the base's; nothing of a peer."""
+    names = {"loss": "loss", "sent_bytes": "bytes", "peak_bytes": "memory"}
+    told = [f"{names[name]} {100 * (ratio - 1):+.1f} %" for name, ratio in one.get("over_base", {}).items()]
+    return ", ".join(told)
 
 
 def _memory_kind(found: Mapping[str, Any]) -> str:

@@ -3,7 +3,8 @@
 A step is a row of marks. Each says what begins there, and the time up to the next mark is its own, so that
 phases add up to the step. On a CPU a mark reads the host's clock. On CUDA it is an event on the current
 stream, read once the device has passed it, one or two steps later: nothing synchronises for it, and a phase
-in which the device waits for the host counts by the device's time.
+in which the device waits for the host counts by the device's time. An event costs the host a microsecond or
+two, so that only one step of `CUDA_EVERY` is measured there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.data.batch import StepBatch
 
 NO_STAGE = -1
+CUDA_EVERY = 4
+"""On CUDA one step of so many is measured."""
 MOST_PENDING = 4
 """Steps whose events are not read yet; of more the oldest is given up."""
 _PLACE = {name: place for place, name in enumerate(STEP_PHASES)} | {"clip": STEP_PHASES.index("optimizer")}
@@ -183,10 +186,11 @@ class HostClock(NoClock):
 
 
 class CudaClock(HostClock):
-    """Clock by events on the current stream of the device."""
+    """Clock by events on the current stream of the device, of one step of `CUDA_EVERY`."""
 
     def __init__(self, sink: Sink, stages: tuple[int, ...] = (0,)) -> None:
         super().__init__(sink, stages)
+        self._measures = False  # the step at hand
         self._events: list[torch.cuda.Event] = []  # in the place of stamps
         self._free: list[torch.cuda.Event] = []
         self._pending: deque[tuple[EndedStep, list[torch.cuda.Event]]] = deque()
@@ -194,14 +198,17 @@ class CudaClock(HostClock):
     def begin(self, step: int) -> None:
         """Begin a step, in its phase ``data``."""
         self._free += self._events  # of a step that did not end
-        self._events = []
-        super().begin(step)
+        self._events, self._measures = [], step % CUDA_EVERY == 0
+        if self._measures:
+            super().begin(step)
 
     def waits(self, begins: bool) -> None:
         """Hear nothing: it is the device that waits."""
 
     def enter(self, phase: str, stage: int = NO_STAGE) -> None:
         """Begin a phase, or a pipeline stage's part of it."""
+        if not self._measures:
+            return
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         self._events.append(event)
@@ -209,9 +216,10 @@ class CudaClock(HostClock):
 
     def end(self) -> None:
         """End the step, and hand those over that the device is through with."""
-        self.enter("other")
-        self._pending.append((self._ended(), self._events))
-        self._events = []
+        if self._measures:
+            self.enter("other")
+            self._pending.append((self._ended(), self._events))
+            self._events, self._measures = [], False
         while self._pending and self._pending[0][1][-1].query():
             step, events = self._pending.popleft()
             self._hand_over(step, [events[0].elapsed_time(event) / 1000 for event in events])

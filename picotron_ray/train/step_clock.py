@@ -111,13 +111,13 @@ class HostClock(NoClock):
 
     Args:
         sink: is given each step.
-        stages: of the pipeline that this rank holds; of a rank with one, what belongs to no stage in
-            particular is its own.
+        stages: of the pipeline that this rank holds; None: there is no pipeline, and all that it computes is
+            of stage 0.
     """
 
-    def __init__(self, sink: Sink, stages: tuple[int, ...] = (0,)) -> None:
-        self._sink, self._stages = sink, stages
-        self._alone = stages[0] if len(stages) == 1 else NO_STAGE
+    def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None) -> None:
+        self._sink, self._stages = sink, (0,) if stages is None else stages
+        self._owner = 0 if stages is None else NO_STAGE  # of what is of no stage in particular
         self._step, self._fed = -1, Fed()
         self._keys: list[Key] = []  # of the marks of this step
         self._stamps: list[float] = []  # when they were made
@@ -176,7 +176,7 @@ class HostClock(NoClock):
             spent[key] = spent.get(key, 0.0) + after - at
         phase_s, stage_s = [0.0] * len(STEP_PHASES), dict.fromkeys(self._stages, 0.0)
         for key, seconds in spent.items():
-            phase, stage = (key, self._alone) if isinstance(key, str) else key
+            phase, stage = (key, self._owner) if isinstance(key, str) else key
             place = _PLACE.get(phase, _OTHER)
             phase_s[place] += seconds
             if place in _COMPUTES and stage in stage_s:
@@ -188,7 +188,7 @@ class HostClock(NoClock):
 class CudaClock(HostClock):
     """Clock by events on the current stream of the device, of one step of `CUDA_EVERY`."""
 
-    def __init__(self, sink: Sink, stages: tuple[int, ...] = (0,)) -> None:
+    def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None) -> None:
         super().__init__(sink, stages)
         self._measures = False  # the step at hand
         self._events: list[torch.cuda.Event] = []  # in the place of stamps
@@ -228,6 +228,6 @@ class CudaClock(HostClock):
             self._free += self._pending.popleft()[1]
 
 
-def step_clock(sink: Sink, stages: tuple[int, ...], device: torch.device) -> NoClock:
+def step_clock(sink: Sink, stages: tuple[int, ...] | None, device: torch.device) -> NoClock:
     """Return the clock for a device."""
     return (CudaClock if device.type == "cuda" else HostClock)(sink, stages)

@@ -128,7 +128,8 @@ def generation_clock(
     """Return the clock of a generation's steps, which writes to ``page``; None: nothing is measured."""
     if page is None:
         return NoClock()
-    stages = spec.layout.rank_stages(spec.layout.coordinates(rank).pp)
+    layout = spec.layout
+    stages = layout.rank_stages(layout.coordinates(rank).pp) if layout.pp > 1 else None
     clock = step_clock(StepTelemetry(page, spec, rank, device), stages, device)
     listen(clock.waits)
     return clock

@@ -53,12 +53,14 @@ def phase_s(steps: list[tuple[StepTimes, float]], *phases: str) -> float:
 def test_phases_add_up_to_the_step_as_it_is_seen_from_outside(pool: Pool, layout: Layout) -> None:
     for rank, steps in enumerate(take(pool, layout, dict.fromkeys(range(layout.world_size), 0.005))):
         for times, outside_s in steps:
-            assert sum(times.phase_s) == pytest.approx(outside_s, rel=0.01, abs=2e-4)
+            assert sum(times.phase_s) <= outside_s
             assert times.step_s == pytest.approx(sum(times.phase_s))
             assert min(times.phase_s) >= 0.0
-            assert sum(times.stage_s.values()) * times.fed.micro_batches == pytest.approx(
-                times.row_s * times.fed.computed_rows
-            )
+            computed_s, staged_s = times.row_s * times.fed.computed_rows, sum(times.stage_s.values())
+            prepared_s = computed_s - staged_s * times.fed.micro_batches  # the batch, for a pipeline
+            assert prepared_s == pytest.approx(0.0, abs=1e-9 if layout.pp == 1 else 0.005)
+        missing = median(1 - times.step_s / outside_s for times, outside_s in steps)
+        assert missing < 0.01, "a busy machine may stop a rank between two clocks, but not mostly"
         at = layout.coordinates(rank)
         assert [times.step for times, _ in steps] == list(range(1, STEPS + 1))
         assert tuple(steps[0][0].stage_s) == layout.rank_stages(at.pp)

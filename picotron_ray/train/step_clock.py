@@ -4,7 +4,7 @@ A step is a row of marks. Each says what begins there, and the time up to the ne
 phases add up to the step. On a CPU a mark reads the host's clock. On CUDA it is an event on the current
 stream, read once the device has passed it, one or two steps later: nothing synchronises for it, and a phase
 in which the device waits for the host counts by the device's time. An event costs the host a microsecond or
-two, so that only one step of `CUDA_EVERY` is measured there.
+two, and pipelines have many marks, so that not every step is measured there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.data.batch import StepBatch
 
 NO_STAGE = -1
-CUDA_EVERY = 4
-"""On CUDA one step of so many is measured."""
+CUDA_EVERY, PIPELINE_EVERY = 4, 2
+"""On CUDA, and of a pipeline on CPUs, one step of so many is measured."""
 MOST_PENDING = 4
 """Steps whose events are not read yet; of more the oldest is given up."""
 _PLACE = {name: place for place, name in enumerate(STEP_PHASES)} | {"clip": STEP_PHASES.index("optimizer")}
@@ -113,28 +113,37 @@ class HostClock(NoClock):
         sink: is given each step.
         stages: of the pipeline that this rank holds; None: there is no pipeline, and all that it computes is
             of stage 0.
+        every: one step of so many is measured.
     """
 
-    def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None) -> None:
+    def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None, every: int = 1) -> None:
+        self._every, self._measures = every, False  # the second: the step at hand
         self._sink, self._stages = sink, (0,) if stages is None else stages
         self._owner = 0 if stages is None else NO_STAGE  # of what is of no stage in particular
         self._step, self._fed = -1, Fed()
         self._keys: list[Key] = []  # of the marks of this step
         self._stamps: list[float] = []  # when they were made
         self._sent: Mapping[str, int] = {}
+        self._stamp, self._mark = self._stamps.append, self._keys.append
         self._thread = 0  # that takes the steps
         self._left: Key = ""  # pass in which this rank waits
 
     def begin(self, step: int) -> None:
         """Begin a step, in its phase ``data``."""
+        self._measures = step % self._every == 0
+        if not self._measures:
+            return
         self._step, self._sent, self._keys, self._stamps = step, SENT.by_purpose(), [], []
+        self._stamp, self._mark = self._stamps.append, self._keys.append  # looked up once a step
         self._thread, self._left = get_ident(), ""
         self.enter("data")
 
     def enter(self, phase: str, stage: int = NO_STAGE) -> None:
         """Begin a phase, or a pipeline stage's part of it."""
-        self._stamps.append(perf_counter())
-        self._keys.append(phase if stage == NO_STAGE else (phase, stage))
+        if not self._measures:
+            return
+        self._stamp(perf_counter())
+        self._mark(phase if stage == NO_STAGE else (phase, stage))
 
     def fed(self, batch: StepBatch) -> None:
         """Hear what the step is fed."""
@@ -144,7 +153,7 @@ class HostClock(NoClock):
 
     def waits(self, begins: bool) -> None:
         """Count waiting within a pass as exposed communication, where the host is what waits."""
-        if get_ident() != self._thread:
+        if not self._measures or get_ident() != self._thread:
             return
         if begins:
             now = self._keys[-1]
@@ -152,13 +161,15 @@ class HostClock(NoClock):
             if self._left:
                 self.enter("reduce")
         elif self._left:
-            self._stamps.append(perf_counter())
-            self._keys.append(self._left)
+            self._stamp(perf_counter())
+            self._mark(self._left)
 
     def end(self) -> None:
         """End the step, and hand it over."""
-        self.enter("other")
-        self._hand_over(self._ended(), self._stamps)
+        if self._measures:
+            self.enter("other")
+            self._measures = False
+            self._hand_over(self._ended(), self._stamps)
 
     def _ended(self) -> EndedStep:
         return EndedStep(self._step, self._keys, self._fed, self._sent_now())
@@ -186,11 +197,10 @@ class HostClock(NoClock):
 
 
 class CudaClock(HostClock):
-    """Clock by events on the current stream of the device, of one step of `CUDA_EVERY`."""
+    """Clock by events on the current stream of the device."""
 
-    def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None) -> None:
-        super().__init__(sink, stages)
-        self._measures = False  # the step at hand
+    def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None, every: int = CUDA_EVERY) -> None:
+        super().__init__(sink, stages, every)
         self._events: list[torch.cuda.Event] = []  # in the place of stamps
         self._free: list[torch.cuda.Event] = []
         self._pending: deque[tuple[EndedStep, list[torch.cuda.Event]]] = deque()
@@ -198,9 +208,8 @@ class CudaClock(HostClock):
     def begin(self, step: int) -> None:
         """Begin a step, in its phase ``data``."""
         self._free += self._events  # of a step that did not end
-        self._events, self._measures = [], step % CUDA_EVERY == 0
-        if self._measures:
-            super().begin(step)
+        self._events = []
+        super().begin(step)
 
     def waits(self, begins: bool) -> None:
         """Hear nothing: it is the device that waits."""
@@ -230,4 +239,6 @@ class CudaClock(HostClock):
 
 def step_clock(sink: Sink, stages: tuple[int, ...] | None, device: torch.device) -> NoClock:
     """Return the clock for a device."""
-    return (CudaClock if device.type == "cuda" else HostClock)(sink, stages)
+    if device.type == "cuda":
+        return CudaClock(sink, stages)
+    return HostClock(sink, stages, every=1 if stages is None else PIPELINE_EVERY)

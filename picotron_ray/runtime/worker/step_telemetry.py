@@ -104,7 +104,7 @@ class StepTelemetry:
     def __call__(self, times: StepTimes) -> None:
         """Write a row."""
         row = StepRow(
-            count=0,
+            row=0,
             term=self._id.term,
             n=self._id.n,
             rank=self._rank,

@@ -66,7 +66,7 @@ def bench_throughput(
 
 @benchmarks.command("telemetry")
 def bench_telemetry(
-    steps: Annotated[int, typer.Option(min=10, help="timed, five times")] = 2000,
+    steps: Annotated[int, typer.Option(min=10, help="timed, ten times")] = 1000,
     micro_batches: Annotated[int, typer.Option(min=1, help="of each step")] = 4,
     ranks: Annotated[int, typer.Option(min=1, help="whose figures the coordinator adds up")] = 8000,
     json_file: JsonFile = None,

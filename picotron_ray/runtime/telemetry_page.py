@@ -14,8 +14,9 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.runtime.heartbeat import WANT, allocate, process_start_ticks
@@ -36,8 +37,7 @@ ROW_BYTES = -(-(_SUM.size + _ROW.size + _STAGES[-1].size) // 64) * 64
 SIZE = _HEAD_BYTES + ROWS * ROW_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryFigures:
+class MemoryFigures(NamedTuple):
     """Memory of a worker's device, in bytes; of a CPU its process's resident set. 0: not known.
 
     Fields:
@@ -58,19 +58,18 @@ class MemoryFigures:
 NO_MEMORY = MemoryFigures()
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """One step of one worker, as the page has it; seconds and bytes as of `train.step_clock.StepTimes`.
 
     Fields:
-        count: number of the row among all that the process has written, from 1.
+        row: number of the row among all that the process has written, from 1.
         ordinal: number of the step within its generation, from 0.
         row_s: seconds per row that is computed, those that only fill micro-batches among them.
         stage_s: by pipeline stage of the rank, seconds per micro-batch.
         sent_bytes: by `AXES`.
     """
 
-    count: int
+    row: int
     term: int
     n: int
     rank: int
@@ -79,11 +78,11 @@ class StepRow:
     step_s: float
     row_s: float
     phase_s: tuple[float, ...]
-    sent_bytes: tuple[int, ...] = (0,) * len(AXES)
-    stage_s: Mapping[int, float] = field(default_factory=dict)
-    rows: int = 0
-    micro_batches: int = 0
-    memory: MemoryFigures = NO_MEMORY
+    sent_bytes: tuple[int, ...]
+    stage_s: Mapping[int, float]
+    rows: int
+    micro_batches: int
+    memory: MemoryFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class TelemetryPage:
         return self._count
 
     def write(self, row: StepRow) -> None:
-        """Write a row over the oldest one; its ``count`` is the page's own."""
+        """Write a row over the oldest one; its ``row`` is the page's own."""
         self._count += 1
         memory, stage_s = row.memory, row.stage_s
         if len(stage_s) > MOST_STAGES:
@@ -167,7 +166,7 @@ def read_rows(path: Path) -> PageRows | None:
         return None
     whole = [row for place in range(ROWS) if (row := _read_row(raw, place)) is not None]
     newest = max(((row.term, row.n) for row in whole), default=None)
-    rows = sorted((row for row in whole if (row.term, row.n) == newest), key=lambda row: row.count)
+    rows = sorted((row for row in whole if (row.term, row.n) == newest), key=lambda row: row.row)
     name = gpu.rstrip(b"\0").decode(errors="replace")
     return PageRows(path.stem, pid, start_ticks, name, tuple(rows))
 
@@ -190,7 +189,7 @@ def _read_row(raw: bytes, place: int) -> StepRow | None:
         return None
     _, term, n, rank, step, ordinal, rows, micro_batches = integers[:8]
     return StepRow(
-        count=count,
+        row=count,
         term=term,
         n=n,
         rank=rank,

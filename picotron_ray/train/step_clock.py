@@ -3,7 +3,8 @@
 A step is a row of marks. Each says what begins there, and the time up to the next mark is its own, so that
 phases add up to the step. On a CPU a mark reads the host's clock. On CUDA it is an event on the current
 stream, read once the device has passed it, one or two steps later: nothing synchronises for it, and a phase
-in which the device waits for the host counts by the device's time.
+in which the device waits for the host counts by the device's time. An event costs the host a microsecond or
+two, and pipelines have many marks, so that not every step is measured there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.data.batch import StepBatch
 
 NO_STAGE = -1
+CUDA_EVERY, PIPELINE_EVERY = 4, 2
+"""On CUDA, and of a pipeline on CPUs, one step of so many is measured."""
 MOST_PENDING = 4
 """Steps whose events are not read yet; of more the oldest is given up."""
 _PLACE = {name: place for place, name in enumerate(STEP_PHASES)} | {"clip": STEP_PHASES.index("optimizer")}
@@ -108,30 +111,39 @@ class HostClock(NoClock):
 
     Args:
         sink: is given each step.
-        stages: of the pipeline that this rank holds; of a rank with one, what belongs to no stage in
-            particular is its own.
+        stages: of the pipeline that this rank holds; None: there is no pipeline, and all that it computes is
+            of stage 0.
+        every: one step of so many is measured.
     """
 
-    def __init__(self, sink: Sink, stages: tuple[int, ...] = (0,)) -> None:
-        self._sink, self._stages = sink, stages
-        self._alone = stages[0] if len(stages) == 1 else NO_STAGE
+    def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None, every: int = 1) -> None:
+        self._every, self._measures = every, False  # the second: the step at hand
+        self._sink, self._stages = sink, (0,) if stages is None else stages
+        self._owner = 0 if stages is None else NO_STAGE  # of what is of no stage in particular
         self._step, self._fed = -1, Fed()
         self._keys: list[Key] = []  # of the marks of this step
         self._stamps: list[float] = []  # when they were made
         self._sent: Mapping[str, int] = {}
+        self._stamp, self._mark = self._stamps.append, self._keys.append
         self._thread = 0  # that takes the steps
         self._left: Key = ""  # pass in which this rank waits
 
     def begin(self, step: int) -> None:
         """Begin a step, in its phase ``data``."""
+        self._measures = step % self._every == 0
+        if not self._measures:
+            return
         self._step, self._sent, self._keys, self._stamps = step, SENT.by_purpose(), [], []
+        self._stamp, self._mark = self._stamps.append, self._keys.append  # looked up once a step
         self._thread, self._left = get_ident(), ""
         self.enter("data")
 
     def enter(self, phase: str, stage: int = NO_STAGE) -> None:
         """Begin a phase, or a pipeline stage's part of it."""
-        self._stamps.append(perf_counter())
-        self._keys.append(phase if stage == NO_STAGE else (phase, stage))
+        if not self._measures:
+            return
+        self._stamp(perf_counter())
+        self._mark(phase if stage == NO_STAGE else (phase, stage))
 
     def fed(self, batch: StepBatch) -> None:
         """Hear what the step is fed."""
@@ -141,7 +153,7 @@ class HostClock(NoClock):
 
     def waits(self, begins: bool) -> None:
         """Count waiting within a pass as exposed communication, where the host is what waits."""
-        if get_ident() != self._thread:
+        if not self._measures or get_ident() != self._thread:
             return
         if begins:
             now = self._keys[-1]
@@ -149,13 +161,15 @@ class HostClock(NoClock):
             if self._left:
                 self.enter("reduce")
         elif self._left:
-            self._stamps.append(perf_counter())
-            self._keys.append(self._left)
+            self._stamp(perf_counter())
+            self._mark(self._left)
 
     def end(self) -> None:
         """End the step, and hand it over."""
-        self.enter("other")
-        self._hand_over(self._ended(), self._stamps)
+        if self._measures:
+            self.enter("other")
+            self._measures = False
+            self._hand_over(self._ended(), self._stamps)
 
     def _ended(self) -> EndedStep:
         return EndedStep(self._step, self._keys, self._fed, self._sent_now())
@@ -173,7 +187,7 @@ class HostClock(NoClock):
             spent[key] = spent.get(key, 0.0) + after - at
         phase_s, stage_s = [0.0] * len(STEP_PHASES), dict.fromkeys(self._stages, 0.0)
         for key, seconds in spent.items():
-            phase, stage = (key, self._alone) if isinstance(key, str) else key
+            phase, stage = (key, self._owner) if isinstance(key, str) else key
             place = _PLACE.get(phase, _OTHER)
             phase_s[place] += seconds
             if place in _COMPUTES and stage in stage_s:
@@ -185,8 +199,8 @@ class HostClock(NoClock):
 class CudaClock(HostClock):
     """Clock by events on the current stream of the device."""
 
-    def __init__(self, sink: Sink, stages: tuple[int, ...] = (0,)) -> None:
-        super().__init__(sink, stages)
+    def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None, every: int = CUDA_EVERY) -> None:
+        super().__init__(sink, stages, every)
         self._events: list[torch.cuda.Event] = []  # in the place of stamps
         self._free: list[torch.cuda.Event] = []
         self._pending: deque[tuple[EndedStep, list[torch.cuda.Event]]] = deque()
@@ -202,6 +216,8 @@ class CudaClock(HostClock):
 
     def enter(self, phase: str, stage: int = NO_STAGE) -> None:
         """Begin a phase, or a pipeline stage's part of it."""
+        if not self._measures:
+            return
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         self._events.append(event)
@@ -209,9 +225,10 @@ class CudaClock(HostClock):
 
     def end(self) -> None:
         """End the step, and hand those over that the device is through with."""
-        self.enter("other")
-        self._pending.append((self._ended(), self._events))
-        self._events = []
+        if self._measures:
+            self.enter("other")
+            self._pending.append((self._ended(), self._events))
+            self._events, self._measures = [], False
         while self._pending and self._pending[0][1][-1].query():
             step, events = self._pending.popleft()
             self._hand_over(step, [events[0].elapsed_time(event) / 1000 for event in events])
@@ -220,6 +237,8 @@ class CudaClock(HostClock):
             self._free += self._pending.popleft()[1]
 
 
-def step_clock(sink: Sink, stages: tuple[int, ...], device: torch.device) -> NoClock:
+def step_clock(sink: Sink, stages: tuple[int, ...] | None, device: torch.device) -> NoClock:
     """Return the clock for a device."""
-    return (CudaClock if device.type == "cuda" else HostClock)(sink, stages)
+    if device.type == "cuda":
+        return CudaClock(sink, stages)
+    return HostClock(sink, stages, every=1 if stages is None else PIPELINE_EVERY)

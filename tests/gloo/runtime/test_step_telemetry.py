@@ -20,7 +20,9 @@ from picotron_ray.train.step_clock import NoClock
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2)
-SPEC = GenerationSpec(GenerationId(2, 3), (Member("a", "n1"), Member("b", "n1")), LAYOUT, Source("init"), "")
+SPEC = GenerationSpec(
+    GenerationId(2, 3), (Member("a", "n1"), Member("b", "n1")), LAYOUT, Source("init", 40), ""
+)
 
 
 def step(clock: NoClock, number: int) -> None:
@@ -36,14 +38,14 @@ def step(clock: NoClock, number: int) -> None:
 def test_steps_of_a_generation_reach_the_page(tmp_path: Path) -> None:
     page = make_page(tmp_path, "b", CPU, 60.0)
     clock = generation_clock(page, SPEC, 1, CPU)
-    for number in (41, 42):
+    for number in (41, 42, 43, 44):
         step(clock, number)
     found = read_rows(tmp_path / "b.telemetry")
     assert found is not None
     assert [(row.term, row.n, row.rank, row.step, row.ordinal) for row in found.rows] == [
-        (2, 3, 1, 41, 0),
         (2, 3, 1, 42, 1),
-    ]
+        (2, 3, 1, 44, 3),
+    ], "of a pipeline every other step"
     row = found.rows[-1]
     assert (row.rows, row.micro_batches, list(row.stage_s)) == (4, 2, [1, 3])
     assert sum(row.phase_s) == pytest.approx(row.step_s)
@@ -51,13 +53,13 @@ def test_steps_of_a_generation_reach_the_page(tmp_path: Path) -> None:
     assert row.memory.device == host_bytes() // 2, "two workers share the node"
 
 
-def test_the_next_generation_counts_its_steps_anew(tmp_path: Path) -> None:
+def test_a_generation_counts_from_where_it_resumed(tmp_path: Path) -> None:
     page = make_page(tmp_path, "b", CPU, 60.0)
     for _ in range(2):
-        step(generation_clock(page, SPEC, 0, CPU), 50)
+        step(generation_clock(page, SPEC, 0, CPU), 42)
     found = read_rows(tmp_path / "b.telemetry")
     assert found is not None
-    assert [row.ordinal for row in found.rows] == [0, 0]
+    assert [row.ordinal for row in found.rows] == [1, 1]
 
 
 def test_null_measures_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
 import pytest
@@ -12,14 +11,14 @@ import torch
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train import step_clock
-from picotron_ray.train.step_clock import CudaClock, Fed, HostClock, NoClock, StepTimes
+from picotron_ray.train.step_clock import CUDA_EVERY, CudaClock, Fed, HostClock, NoClock, StepTimes
 from tests.support.gloo.parallel_jobs.matrix_jobs import make_job
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.train_jobs.telemetry_jobs import timed_steps
 from tests.support.selection import also_deep
 
 STEPS, BATCH = 5, 8
-PAUSE_S = 0.02
+PAUSE_S = 0.06
 Ranks = list[list[tuple[StepTimes, float]]]
 
 
@@ -29,9 +28,9 @@ def take(pool: Pool, layout: Layout, slow_s: Mapping[int, float], stage: int | N
 
 
 def phase_s(steps: list[tuple[StepTimes, float]], *phases: str) -> float:
-    """Median over the steps but the first of the seconds of some phases."""
+    """Least over the steps but the first of the seconds of some phases: a busy machine only adds."""
     places = [STEP_PHASES.index(phase) for phase in phases]
-    return median(sum(times.phase_s[place] for place in places) for times, _ in steps[1:])
+    return min(sum(times.phase_s[place] for place in places) for times, _ in steps[1:])
 
 
 @pytest.mark.parametrize(
@@ -53,12 +52,14 @@ def phase_s(steps: list[tuple[StepTimes, float]], *phases: str) -> float:
 def test_phases_add_up_to_the_step_as_it_is_seen_from_outside(pool: Pool, layout: Layout) -> None:
     for rank, steps in enumerate(take(pool, layout, dict.fromkeys(range(layout.world_size), 0.005))):
         for times, outside_s in steps:
-            assert sum(times.phase_s) == pytest.approx(outside_s, rel=0.01, abs=2e-4)
+            assert sum(times.phase_s) <= outside_s
             assert times.step_s == pytest.approx(sum(times.phase_s))
             assert min(times.phase_s) >= 0.0
-            assert sum(times.stage_s.values()) * times.fed.micro_batches == pytest.approx(
-                times.row_s * times.fed.computed_rows
-            )
+            computed_s, staged_s = times.row_s * times.fed.computed_rows, sum(times.stage_s.values())
+            prepared_s = computed_s - staged_s * times.fed.micro_batches  # the batch, for a pipeline
+            assert prepared_s == pytest.approx(0.0, abs=1e-9 if layout.pp == 1 else 0.005)
+        missing = min(1 - times.step_s / outside_s for times, outside_s in steps)
+        assert missing < 0.01, "a busy machine may stop a rank between two clocks, but not in every step"
         at = layout.coordinates(rank)
         assert [times.step for times, _ in steps] == list(range(1, STEPS + 1))
         assert tuple(steps[0][0].stage_s) == layout.rank_stages(at.pp)
@@ -76,8 +77,8 @@ def test_phases_add_up_to_the_step_as_it_is_seen_from_outside(pool: Pool, layout
 def test_a_slow_rank_shows_in_its_seconds_per_row(pool: Pool, layout: Layout) -> None:
     """Its peers wait for it in reductions and gathers, and compute no longer."""
     ranks = take(pool, layout, {1: PAUSE_S})
-    rows = [median(times.row_s for times, _ in steps[1:]) for steps in ranks]
-    assert rows[1] > rows[0] + 0.8 * PAUSE_S / 2, "2 rows in a micro-batch"
+    rows = [min(times.row_s for times, _ in steps[1:]) for steps in ranks]
+    assert rows[1] > rows[0] + 0.5 * PAUSE_S / 2, "2 rows in a micro-batch"
     waits = [phase_s(steps, "reduce", "sync") for steps in ranks]
     micro_batches = layout.micro_batches(BATCH)
     assert waits[0] > waits[1] + 0.5 * PAUSE_S * micro_batches
@@ -97,9 +98,7 @@ def test_a_slow_stage_shows_in_its_seconds_and_as_the_others_bubble(pool: Pool, 
     stages: dict[int, float] = {}
     for steps in ranks:
         for stage in steps[0][0].stage_s:
-            stages[stage] = max(
-                stages.get(stage, 0.0), median(times.stage_s[stage] for times, _ in steps[1:])
-            )
+            stages[stage] = max(stages.get(stage, 0.0), min(times.stage_s[stage] for times, _ in steps[1:]))
     assert stages[1] > stages[0] + 0.8 * PAUSE_S
     micro_batches = layout.micro_batches(BATCH)
     bubbles = [phase_s(steps, "bubble") for steps in ranks]
@@ -112,7 +111,7 @@ def test_one_virtual_stage_of_a_rank_is_told_from_its_other(pool: Pool) -> None:
     found: dict[int, float] = {}
     for steps in take(pool, layout, {0: PAUSE_S, 1: PAUSE_S}, stage=2):
         for stage in steps[0][0].stage_s:
-            found[stage] = median(times.stage_s[stage] for times, _ in steps[1:])
+            found[stage] = min(times.stage_s[stage] for times, _ in steps[1:])
     assert sorted(found) == [0, 1, 2, 3]
     assert found[2] > max(found[stage] for stage in (0, 1, 3)) + 0.8 * PAUSE_S
 
@@ -154,6 +153,20 @@ def test_a_step_that_did_not_end_is_not_counted() -> None:
     assert found[0].phase_s[STEP_PHASES.index("forward")] == 0.0
 
 
+def test_steps_between_those_that_are_measured_cost_no_mark() -> None:
+    found: list[StepTimes] = []
+    clock = HostClock(found.append, every=3)
+    for step in range(1, 10):
+        clock.begin(step)
+        clock.enter("forward")
+        clock.waits(True)
+        clock.waits(False)
+        clock.end()
+        clock.waits(True)  # between steps
+    assert [times.step for times in found] == [3, 6, 9]
+    assert found[0].phase_s[STEP_PHASES.index("reduce")] > 0
+
+
 def test_no_clock_measures_nothing() -> None:
     clock = NoClock()
     clock.begin(1)
@@ -185,19 +198,18 @@ def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "Event", lambda **words: made.append(Event(**words)) or made[-1])
     found: list[StepTimes] = []
     clock = CudaClock(found.append)
-    for step in range(1, 9):
+    for step in range(4 * CUDA_EVERY + 1):
         clock.begin(step)
         for phase in ("forward", "backward", "optimizer"):
             Event.now_ms += 10.0
             clock.enter(phase)
         Event.now_ms += 10.0
         clock.end()
-        if step > 1:
-            Event.passed_ms = Event.now_ms - 40.0  # the step before
-    assert [times.step for times in found] == list(range(1, 7)), "one or two steps late"
+        Event.passed_ms = Event.now_ms - 50.0  # within the step before
+        assert len(made) <= 2 * 5, "events are used again"
+    assert [times.step for times in found] == [0, CUDA_EVERY, 2 * CUDA_EVERY, 3 * CUDA_EVERY], "late"
     assert all(times.step_s == pytest.approx(0.04) for times in found)
     assert found[0].phase_s[:3] == pytest.approx((0.01, 0.01, 0.01))
-    assert len(made) == 3 * 5, "events are used again"
 
 
 def test_a_device_that_falls_behind_costs_steps_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def page(tmp_path: Path) -> Page:
         memory = MemoryFigures(allocated=5, reserved=6, peak=700, largest_free=8, device=1000)
         phases = (0.0, 0.1, 0.2 + ordinal, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0)
         figures: Any = {"step_s": sum(phases), "row_s": 0.1, "phase_s": phases, "sent_bytes": (4, 0, 2, 0, 0)}
+        figures |= {"stage_s": {}, "rows": 4, "micro_batches": 2}
         steps.write(StepRow(0, 1, 2, 0, ordinal, ordinal, **figures, memory=memory))
     return page
 

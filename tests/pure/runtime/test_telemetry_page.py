@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import struct
-from dataclasses import replace
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from picotron_ray.runtime.telemetry_page import (
 
 PHASES = (0.01, 0.2, 0.4, 0.0, 0.05, 0.02, 0.01, 0.1, 0.01)
 ROW = StepRow(
-    count=0,
+    row=0,
     term=2,
     n=5,
     rank=3,
@@ -56,7 +57,7 @@ def test_reader_sees_what_the_writer_wrote(path: Path) -> None:
         os.getpid(),
         "GPU-11111111-2222-3333-4444-555555555555",
     )
-    assert found.rows == (replace(ROW, count=1),)
+    assert found.rows == (ROW._replace(row=1),)
     assert [file.name for file in path.parent.iterdir()] == ["w1.telemetry"]
 
 
@@ -70,7 +71,7 @@ def test_a_fresh_page_holds_no_row(path: Path) -> None:
 def test_the_last_hundred_steps_stay_in_their_order(path: Path) -> None:
     page = TelemetryPage(path)
     for step in range(1, ROWS + 31):
-        page.write(replace(ROW, step=step, ordinal=step - 1))
+        page.write(ROW._replace(step=step, ordinal=step - 1))
     found = read_rows(path)
     assert found is not None
     assert [row.step for row in found.rows] == list(range(31, ROWS + 31))
@@ -79,7 +80,7 @@ def test_the_last_hundred_steps_stay_in_their_order(path: Path) -> None:
 def test_rows_of_an_earlier_generation_are_left_out(path: Path) -> None:
     page = TelemetryPage(path)
     for n, step in ((5, 10), (5, 11), (6, 11), (6, 12)):
-        page.write(replace(ROW, n=n, step=step))
+        page.write(ROW._replace(n=n, step=step))
     found = read_rows(path)
     assert found is not None
     assert [(row.n, row.step) for row in found.rows] == [(6, 11), (6, 12)]
@@ -89,9 +90,9 @@ def test_a_row_that_is_half_written_is_left_out(path: Path) -> None:
     """Any split of a row between old and new bytes shows in its sum."""
     page = TelemetryPage(path)
     for step in range(ROWS):
-        page.write(replace(ROW, step=step))
+        page.write(ROW._replace(step=step))
     old = path.read_bytes()
-    page.write(replace(ROW, step=ROWS, step_s=0.9))
+    page.write(ROW._replace(step=ROWS, step_s=0.9))
     new = path.read_bytes()
     first = telemetry_page._HEAD_BYTES
     for cut in range(1, 300, 4):
@@ -103,6 +104,32 @@ def test_a_row_that_is_half_written_is_left_out(path: Path) -> None:
             new[first : first + cut] == old[first : first + cut] or new[first + cut :] == old[first + cut :]
         )
         assert steps[0] == 1 or whole, cut
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from picotron_ray.runtime.telemetry_page import TelemetryPage
+from tests.pure.runtime.test_telemetry_page import ROW
+page = TelemetryPage(Path(sys.argv[1]))
+for step in range(1, 30_001):
+    page.write(ROW._replace(step=step, ordinal=step, phase_s=(float(step),) * 9, stage_s={0: float(step)}))
+"""
+
+
+def test_rows_are_whole_while_another_process_writes(path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=Path(__file__).parents[3]) as writer:
+        seen, last = 0, 0
+        while writer.poll() is None or last < 30_000:
+            found = read_rows(path)
+            if found is None:
+                continue
+            seen += len(found.rows)
+            last = max((row.step for row in found.rows), default=0)
+            for row in found.rows:
+                assert {*row.phase_s, *row.stage_s.values()} == {float(row.step)}
+    assert writer.returncode == 0
+    assert seen > 1000
 
 
 @pytest.mark.parametrize("garbage", [b"", b"x", b"\xff" * SIZE, bytes(SIZE), b"\0" * (SIZE - 1)])
@@ -131,15 +158,15 @@ def test_a_page_of_another_version_is_not_read(path: Path) -> None:
 
 def test_figures_that_are_no_numbers_make_no_row(path: Path) -> None:
     page = TelemetryPage(path)
-    page.write(replace(ROW, step_s=math.nan))
-    page.write(replace(ROW, stage_s={0: math.inf}))
+    page.write(ROW._replace(step_s=math.nan))
+    page.write(ROW._replace(stage_s={0: math.inf}))
     found = read_rows(path)
     assert found is not None
     assert found.rows == ()
 
 
 def test_a_rank_of_very_many_stages_tells_of_the_first(path: Path) -> None:
-    TelemetryPage(path).write(replace(ROW, stage_s={stage: float(stage) for stage in range(MOST_STAGES + 8)}))
+    TelemetryPage(path).write(ROW._replace(stage_s={stage: float(stage) for stage in range(MOST_STAGES + 8)}))
     found = read_rows(path)
     assert found is not None
     assert found.rows[0].stage_s == {stage: float(stage) for stage in range(MOST_STAGES)}

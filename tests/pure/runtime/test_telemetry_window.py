@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.pure.runtime.test_telemetry_page import ROW
 
 
 def rows(count: int, **given: Any) -> list[StepRow]:
-    return [replace(ROW, count=i + 1, step=100 + i, ordinal=i, **given) for i in range(count)]
+    return [ROW._replace(row=i + 1, step=100 + i, ordinal=i, **given) for i in range(count)]
 
 
 def test_a_window_is_what_statistics_says() -> None:
@@ -39,7 +38,7 @@ def test_a_window_is_what_statistics_says() -> None:
 
 
 def test_first_steps_of_a_generation_count_for_nothing() -> None:
-    warm = [replace(row, step_s=60.0 if row.ordinal < WARM_UP else 0.8) for row in rows(10)]
+    warm = [row._replace(step_s=60.0 if row.ordinal < WARM_UP else 0.8) for row in rows(10)]
     found = figures_of(warm)
     assert found is not None
     assert (found.steps, found.last_step, found.series[0].max) == (10 - WARM_UP, 109, 0.8)
@@ -49,7 +48,7 @@ def test_first_steps_of_a_generation_count_for_nothing() -> None:
 
 def test_phases_shares_and_means() -> None:
     found = figures_of(
-        [*rows(WARM_UP + 1), replace(ROW, step=7, ordinal=9, rows=0, row_s=0.0, stage_s={1: 0.75, 3: 0.5})]
+        [*rows(WARM_UP + 1), ROW._replace(step=7, ordinal=9, rows=0, row_s=0.0, stage_s={1: 0.75, 3: 0.5})]
     )
     assert found is not None
     means = dict(zip(SERIES, (window.mean for window in found.series), strict=True))

@@ -105,8 +105,10 @@ def test_through_a_commit(pool: Pool, tmp_path: Path, expected: dict[str, list[f
     store = RunStore(job, lambda _: None)
     first, second = (uneven, even) if back else (even, uneven)
     run = Run(pool, job.model_copy(update={"steps": half}), tmp_path, term=claim(store))
-    run.finish(first)
+    workers = run.begin(first)
+    assert {worker.receive().kind for worker in workers} == {"finished"}
     source = commit(run, store, half)
+    pool.drop(workers)  # which hold their slots open
     for path, _ in list_slots(tmp_path):
         path.unlink()
     run.job, run.origin = job, source

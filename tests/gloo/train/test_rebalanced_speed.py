@@ -23,7 +23,7 @@ ROWS, LAYERS = 24, 8
 FAULT = ChaosFault(fault="slow", target="worker:3", step=1, row_s=1.0)
 MODEL = model_of("dense", LAYERS)
 JOB = make_job("sgd", ROWS, MODEL, chaos=(FAULT,))
-FAST, SLOW = 0.06, 0.18  # seconds per row, far above what these small rows take by themselves
+FAST, SLOW = 0.1, 0.3  # seconds per row, far above what these small rows take by themselves
 
 
 def step_s(ranks: Sequence[Sequence[StepTimes]]) -> float:
@@ -39,12 +39,10 @@ def test_one_of_four_at_a_third_of_the_speed(pool: Pool) -> None:
     found = layout_by_speed(even, row_s, ROWS, most_rows=12)
     best = layout_by_speed(even, slowed, ROWS, most_rows=12)  # as one who knows the speeds shares out
     assert step_s_by_speed(best, slowed, ROWS) == pytest.approx(8 * FAST)
-    by_layout = {layout: step_s(pool.run(4, timed, JOB, layout, slowed)) for layout in (found, best)}
-    print(
-        f"{even} {step_s(before):.3f} s -> {found} {by_layout[found]:.3f} s; best {best} {by_layout[best]:.3f} s"
-    )
-    assert by_layout[best] / by_layout[found] >= 0.85
-    assert by_layout[found] < 0.7 * step_s(before)
+    after, least = (step_s(pool.run(4, timed, JOB, layout, slowed)) for layout in (found, best))
+    print(f"{even} {step_s(before):.3f} s -> {found} {after:.3f} s; best {best} {least:.3f} s")
+    assert least / after >= 0.85
+    assert after < 0.7 * step_s(before)
 
 
 def test_a_slowed_stage_wins_back_half_of_its_loss(pool: Pool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.upload import upload_slots
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import Source
+from picotron_ray.coordinator.policies.restore_point import newest_slots
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.layout.layout import Layout
@@ -20,7 +22,7 @@ from picotron_ray.runtime.run_storage.run_store import RunStore
 from tests.gloo.runtime.test_hf_remesh import claim
 from tests.gloo.runtime.test_remesh import BATCH, STEPS, job_of, uninterrupted
 from tests.support.gloo.pool import Pool
-from tests.support.gloo.runs import Run, losses
+from tests.support.gloo.runs import Run, losses, slots_in
 
 # kind of model, an even layout, and an uneven one: (dp, pp), (dp, zero, tp), (virtual stages)
 WAYS = {
@@ -48,9 +50,9 @@ def expected() -> dict[str, list[float]]:
     return {}
 
 
-def holds(run: Run, folder: Path, wanted: list[float]) -> None:
+def holds(run: Run, folder: Path, wanted: list[float], committed: Sequence[str] = ()) -> None:
     """Losses of one process, and every sample proven to be fed once."""
-    lines = run.ledger()
+    lines = [*committed, *run.ledger()]
     assert losses(lines) == pytest.approx(wanted, rel=1e-9)
     splits = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, folder)
     report = check(lines, splits.train, run.job.seed, BATCH)
@@ -101,17 +103,19 @@ def test_through_a_commit(pool: Pool, tmp_path: Path, expected: dict[str, list[f
     storage = {"url": str(tmp_path / "runs")}
     whole = job_of(kind, tmp_path)
     job = JobConfig.model_validate({**whole.model_dump(), "storage": storage})
-    half = STEPS // 2
     store = RunStore(job, lambda _: None)
     first, second = (uneven, even) if back else (even, uneven)
-    run = Run(pool, job.model_copy(update={"steps": half}), tmp_path, term=claim(store))
-    run.finish(first)
-    source = commit(run, store, half)
+    run = Run(pool, job, tmp_path, term=claim(store))
+    run.strike(first, (3, 5, "forward"))
+    newest = newest_slots(slots_in(tmp_path), run.layouts, run.last)
+    assert newest is not None
+    committed = run.ledger()
+    run.origin = commit(run, store, newest.step)
+    pool.drop(pool.workers)  # which hold their slots open
     for path, _ in list_slots(tmp_path):
         path.unlink()
-    run.job, run.origin = job, source
     run.finish(second)
     assert run.specs[-1].source.kind == "commit"
-    holds(run, tmp_path, expected[kind])
+    holds(run, tmp_path, expected[kind], committed)
     store.executor.shutdown()
     store.committer.shutdown()

@@ -55,11 +55,12 @@ class Study:
         return self._write(self._experiment.rows())
 
     def _write(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        best = best_rows(f"study {self._options.name}", rows, parse_objective(self._options.objective))
+        objective = parse_objective(self._options.objective)
+        best = best_rows(f"study {self._options.name}", rows, objective)
         found = {
             "study": self._options.name,
             "kind": self._options.kind,
-            "objective": self._options.objective.split(","),
+            "objective": list(objective.metrics),
             "best": best[0],
             "front": [row["trial"] for row in best],
             "trials": rows,

@@ -10,7 +10,7 @@ from ray import tune
 from rich.console import Console
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import ConfigError, PicotronError
+from picotron_ray.errors import ConfigError, PicotronError, StorageError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.search import choose_layout
@@ -67,9 +67,7 @@ class Experiment:
         count, points = (most, self.seeds[:most]) if fixed is None else (len(fixed), fixed)
         self.console.print(self._headline(count), markup=False)
         tuner = self._tuner(count, points)
-        with warnings.catch_warnings():  # Tune's advice on reusing actors is for whoever writes trainables
-            warnings.filterwarnings("ignore", message="Consider boosting PBT performance")
-            grid = tuner.fit()
+        grid = self._fitted(tuner)
         rows = rows_of(grid)
         ended = len(rows) >= count and all(row["status"] in ENDED for row in rows)
         if not ended and not _spent(tuner):
@@ -77,6 +75,17 @@ class Experiment:
                 f"study {self.options.name}: interrupted; the same command resumes it"
             )
         return rows
+
+    def _fitted(self, tuner: tune.Tuner) -> tune.ResultGrid:
+        with warnings.catch_warnings():  # Tune's advice on reusing actors is for whoever writes trainables
+            warnings.filterwarnings("ignore", message="Consider boosting PBT performance")
+            try:
+                return tuner.fit()
+            except OSError as error:  # Tune's own files, where its storage is full or gone
+                raise StorageError(
+                    f"study {self.options.name}: {self.job.storage.url}: {error}; make room, then the same"
+                    " command resumes it"
+                ) from error
 
     def _headline(self, count: int) -> str:
         by = self.options.population_based or self.options.search

@@ -53,7 +53,10 @@ def searcher(
             max_concurrent=0 if options.population_based else concurrent,  # a paused member counts as live
         )
     try:
+        import optuna
         from ray.tune.search.optuna import OptunaSearch
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
 
         single = len(objective.metrics) == 1
         return OptunaSearch(

@@ -11,6 +11,7 @@ from rich.console import Console
 from picotron_ray.checkpoint.storage.base import Storage, get_or_none
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.export import public_dict
+from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
@@ -20,6 +21,7 @@ from tuning import plan, room
 from tuning.errors import NoneFinishedError
 from tuning.experiment import Experiment
 from tuning.objectives import Objective, front, parse_objective
+from tuning.plan import SweepOptions
 from tuning.spaces import LAYOUT, Space, with_point
 from tuning.study_options import StudyOptions
 from tuning.study_report import as_html
@@ -55,11 +57,12 @@ class Study:
         return self._write(self._experiment.rows())
 
     def _write(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        best = best_rows(f"study {self._options.name}", rows, parse_objective(self._options.objective))
+        objective = parse_objective(self._options.objective)
+        best = best_rows(f"study {self._options.name}", rows, objective)
         found = {
             "study": self._options.name,
             "kind": self._options.kind,
-            "objective": self._options.objective.split(","),
+            "objective": list(objective.metrics),
             "best": best[0],
             "front": [row["trial"] for row in best],
             "trials": rows,
@@ -89,7 +92,7 @@ class Study:
 
 
 def begun(
-    storage: Storage, kind: str, job: JobConfig, options: Any, also: dict[str, Any]
+    storage: Storage, kind: str, job: JobConfig, options: StudyOptions | SweepOptions, also: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Note that a study or sweep begins, or return the note of the launch that this one resumes.
 
@@ -102,12 +105,14 @@ def begun(
         storage.put_if_absent(f"{kind}.json", json.dumps(mine, indent=1).encode())
         return None
     began: dict[str, Any] = json.loads(known)
+    theirs = {**began, "job": public_dict(parse_job(began["job"]))}  # with keys that have come since
+    theirs["options"] = type(options).model_validate(began["options"]).model_dump(mode="json")
     compared = ("job", "options") if kind == "sweep" else tuple(mine)
     changed = [
         key
         for part in compared
-        for key in {**began[part], **mine[part]}
-        if began[part].get(key) != mine[part].get(key)
+        for key in {**theirs[part], **mine[part]}
+        if theirs[part].get(key) != mine[part].get(key)
     ]
     if changed:
         raise ConfigError(

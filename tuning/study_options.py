@@ -89,6 +89,9 @@ def refuse_contradictions(options: StudyOptions, space: Space) -> None:
     many = len(parse_objective(options.objective).metrics) > 1
     if many and (options.search == "cma-es" or options.scheduler == "asha"):
         wrong.append("--objective: saw several figures, which cma-es and asha cannot follow; take nsga-ii")
+    judged_early = options.population_based or (options.scheduler if options.scheduler == "asha" else "")
+    if judged_early and "wall_s" in parse_objective(options.objective).metrics:
+        wrong.append(f"--objective: saw wall_s, which is known at a trial's end, too late for {judged_early}")
     wrong += _population_problems(options, space, many)
     if wrong:
         raise ConfigError(*wrong)

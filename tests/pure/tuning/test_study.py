@@ -51,6 +51,7 @@ def row(name: str, status: str = "finished", **figures: Any) -> dict[str, Any]:
         ({"search": "pbt", "population": 17}, [], "more than the 16 trials"),
         ({"search": "pb2"}, ["data.global_batch=16,32"], "take pbt"),
         ({"search": "pbt"}, ["model.layers=2,4"], "cannot change in weights"),
+        ({"scheduler": "asha", "objective": "wall_s"}, [], "too late for asha"),
         ({"interval": 5}, [], "without pbt or pb2"),
         ({}, ["model.nothing=1,2"], "expected a key of the config"),
         ({}, ["data.global_batch=2..1"], "expected key="),

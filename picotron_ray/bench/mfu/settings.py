@@ -47,6 +47,7 @@ SWITCHES = (
     "layout.recompute=none",
     "layout.recompute=selective",
     "layout.recompute=full",
+    "layout.recompute=int8",
     "layout.offload_activations=true",
     "layout.recompute=full layout.offload_activations=true",
     "optimizer.offload=true",

@@ -639,6 +639,26 @@ BAD: dict[str, tuple[str, str, str]] = {
         "layout.offload_activations",
         "saw true with layout.recompute=blocks-1-1, whose kept results stay on the device",
     ),
+    "exact arithmetic on activations in 8 bits": (
+        "layout: {recompute: int8}\nprecision: fp64",
+        "layout.recompute",
+        "saw int8 with precision=fp64, which is for exact gradients; use full or fp32",
+    ),
+    "activations in 8 bits of compiled blocks": (
+        "layout: {recompute: blocks-1-0-1}\nkernels: {compile: true}",
+        "layout.recompute",
+        "saw blocks-1-0-1 with kernels.compile=true, which decides by itself what a block keeps; drop one",
+    ),
+    "activations in 8 bits that move": (
+        "layout: {recompute: int8, offload_activations: true}",
+        "layout.recompute",
+        "saw int8 with layout.offload_activations=true, which moves them; drop one",
+    ),
+    "activations in 8 bits under a split backward pass": (
+        "layout: {pp: 2, schedule: zbv, recompute: int8}",
+        "layout.recompute",
+        "saw int8 with schedule zbv, which splits the backward pass",
+    ),
     "offloaded moments and foreach": (
         "optimizer: {offload: true}\nkernels: {optimizer: foreach}",
         "kernels.optimizer",

@@ -31,7 +31,7 @@ RecomputeKind = Literal["kept", "full", "selective", "int8"]
 
 
 class RecomputedBlocks(NamedTuple):
-    """Numbers of blocks that are computed again in full and selectively, of all blocks, and of those in 8 bits."""
+    """Numbers of blocks computed again in full and selectively, of all blocks, and of those in 8 bits."""
 
     full: int
     selective: int

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.config.schema.service import PHASES, ElasticConfig
 from picotron_ray.errors import SlotRoomError
 from picotron_ray.observability.agent_metrics import STEP_BUCKETS_S
@@ -52,6 +53,9 @@ _FIELDS = (
     ("built_at_s", "d"),  # likewise, at which groups and model were there and restoring began
     ("restored_at_s", "d"),  # likewise, at which the first step began
     *(("cuda_allocated_bytes", "q"), ("cuda_reserved_bytes", "q")),  # -1: no CUDA
+    ("memory_mode", "q"),  # place in planner.memory_pressure.MODES
+    *((f"memory_{kind}_bytes", "q") for kind in MEMORY_CLASSES),  # of the accounted step; -1: none yet
+    ("memory_peak_bytes", "q"),
     ("step_sum_s", "d"),
     *((f"step_count_{bucket}", "q") for bucket in range(len(STEP_BUCKETS_S) + 1)),
 )
@@ -101,6 +105,9 @@ class PageView:
     restored_at_s: float
     cuda_allocated_bytes: int
     cuda_reserved_bytes: int
+    memory_mode: int
+    memory_bytes: tuple[int, ...]  # of the accounted step, by MEMORY_CLASSES; -1: none yet
+    memory_peak_bytes: int
     step_sum_s: float  # time of all steps that the process has finished, and their number by STEP_BUCKETS_S
     step_counts: tuple[int, ...]
 
@@ -115,6 +122,7 @@ class PageView:
 
 _STAYS = {"start_ticks", "phase_count", "phase_limit_s", "progress", "spins", "clean", "sealed", "pinned"}
 _STAYS |= {"skipped", "complete", "step_sum_s", "step_counts"}
+_STAYS |= {"memory_mode", "memory_bytes", "memory_peak_bytes"}
 CARRIED = tuple(field.name for field in fields(PageView) if field.name not in _STAYS)
 """Fields of a page that heartbeats carry; 1,000 nodes bring them once a second."""
 
@@ -177,6 +185,7 @@ class Page:
             pid=os.getpid(), start_ticks=process_start_ticks(os.getpid()), clean=-1, sealed=-1, pinned=-1
         )
         self.put(complete=-1, skipped_step=-1, cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)
+        self._forget_memory()
         self.put(eval_step=-1, phase_since_s=self._since, phase_limit_s=1e9, magic=MAGIC)
         temporary.rename(path)
 
@@ -215,8 +224,14 @@ class Page:
         if work is not None:
             self._limits.begin(work)
         self.computing_step = step + 1
+        self._forget_memory()
         self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1, bad_steps=0, complete=-1)
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
+
+    def _forget_memory(self) -> None:
+        self.put(
+            memory_mode=0, memory_peak_bytes=-1, **{f"memory_{kind}_bytes": -1 for kind in MEMORY_CLASSES}
+        )
 
     def phase(self, name: str, limit_s: float | None = None) -> None:
         """Enter a phase: learn how long the last one took and publish the limit of this one.
@@ -289,4 +304,5 @@ def read_page(path: Path) -> PageView | None:
     values["phase"] = PHASES[values["phase"]]
     counts = [values.pop(f"step_count_{bucket}") for bucket in range(len(STEP_BUCKETS_S) + 1)]
     values["step_counts"] = tuple(counts)
+    values["memory_bytes"] = tuple(values.pop(f"memory_{kind}_bytes") for kind in MEMORY_CLASSES)
     return PageView(worker=path.stem, **values)

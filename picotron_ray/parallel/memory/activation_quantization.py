@@ -1,4 +1,4 @@
-"""Saved activations in 8 bits: what a block keeps for its backward pass, as codes with a scale per 128 values.
+"""Saved activations in 8 bits: what a block keeps for its backward pass, as codes and scales of 128 values.
 
 The forward pass is exact. The backward pass computes with values that are off by at most half a step, 1/254
 of the largest of their 128 (as Dettmers et al. 2022 on a linear map; Chen et al. 2021, ActNN). So gradients
@@ -11,8 +11,8 @@ Autograd hands every tensor that it saves in a block to a hook, which packs it. 
 - integers, and what is small against the hidden states: statistics of rows (norms, log-sum-exp), whose error
   would grow.
 
-Tensors over the same memory are packed once in each pass. It replaces ``forward`` and wraps no module, so that
-names stay canonical.
+Tensors over the same memory are packed once in each pass. It replaces ``forward`` and wraps no module, so
+that names stay canonical.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ from picotron_ray.failures import FailureKind
 from picotron_ray.models.layers.init import VERSION
 from picotron_ray.runtime.phase_limits import StepWork
 from picotron_ray.runtime.worker.compile_phase import compile_phase, compiles
+from picotron_ray.runtime.worker.generation_memory import GenerationMemory
 from picotron_ray.runtime.worker.growth_phase import growth_phase
 from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.runtime.worker.outcomes import judge
@@ -78,6 +79,7 @@ class GenerationRun:
         self._engine: Engine | None = None
         self._snapshots: Snapshotter | None = None
         self._loader: BatchLoader | None = None
+        self._memory = GenerationMemory(resources, spec, self.rank)
         self._work = StepWork.of(
             spec.layout,
             resources.job.data.global_batch,
@@ -193,6 +195,7 @@ class GenerationRun:
             tail=self._tail,
             start_step=spec.resume_step,
             passes_over=spec.passes_over,
+            memory=self._memory,
         )
         limit = resources.job.cluster.worker_memory_bytes
         if limit is not None and not resources.limited:  # the threads' stacks are there by now
@@ -213,7 +216,9 @@ class GenerationRun:
             resources.device,
             resources.variability,
             page.moved,
+            self._memory.pools(),
         )
+        self._memory.watch(engine)
         page.put(built_at_s=time.time())
         applied = "; ".join(engine.applied) or "one process"
         print(f"generation {self.spec.id} rank {self.rank}: {self.spec.layout}: {applied}", flush=True)
@@ -380,6 +385,7 @@ class GenerationRun:
         """Let go of the groups and everything that refers to them."""
         page = self._resources.page
         self._engine = self._snapshots = self._loader = None
+        self._memory.close()
         gc.collect()
         try:
             self._groups.close()

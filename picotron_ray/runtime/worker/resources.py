@@ -36,5 +36,8 @@ class WorkerResources:
     variability: GradientVariability = field(
         default_factory=GradientVariability
     )  # of the parts' gradients, so far
+    memory_ratios: dict[str, tuple[float, ...]] = field(
+        default_factory=dict
+    )  # measured bytes over the planner's, by class of memory, newest last
     stepped: frozenset[str] = frozenset()  # members of the last generation that took a step
     limited: bool = False  # its memory, from the first generation's first step on

@@ -47,7 +47,7 @@ class RecomputedBlocks(NamedTuple):
         return self.depth - self.repeated - self.int8
 
     @classmethod
-    def count(cls, kinds: Sequence[RecomputeKind]) -> RecomputedBlocks:
+    def of(cls, kinds: Sequence[RecomputeKind]) -> RecomputedBlocks:
         """Count the blocks of each kind."""
         return cls(kinds.count("full"), kinds.count("selective"), len(kinds), kinds.count("int8"))
 

@@ -65,7 +65,7 @@ class MemoryReading:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """Where a worker stands: its mode, the last rung, and how often the next steps would not have fitted."""
+    """State of a worker: its mode, the last rung, and how often the next steps would not have fitted."""
 
     mode: Mode = "high-performance"
     rung: Rung = "nothing"

@@ -206,4 +206,4 @@ def blocks_again(job: JobConfig, layout: Layout, rank: int) -> RecomputedBlocks:
         for stage, depth in zip(stages, depths, strict=True)
         for kind in recomputed(layout.recompute, depth, stage)
     ]
-    return RecomputedBlocks.count(kinds)
+    return RecomputedBlocks.of(kinds)

@@ -62,8 +62,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _tensors(items: Iterable[StateTensor]) -> Iterator[Tensor]:
     for item in items:
-        parts: tuple[Any, ...] = (item.tensor,)
-        if not isinstance(item.tensor, Tensor):
-            parts = (item.tensor.codes, item.tensor.scales)
-        for part in parts:
+        held: Any = item.tensor
+        for part in (held,) if isinstance(held, Tensor) else (held.codes, held.scales):
             yield part.to_local() if hasattr(part, "to_local") else part

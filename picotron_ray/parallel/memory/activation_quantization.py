@@ -36,7 +36,7 @@ SMALL = 32
 """A tensor with at most 1/32 of the hidden states' values stays."""
 
 
-class Packed:
+class PackedMemory:
     """Codes and scales of a stretch of memory.
 
     Args:
@@ -87,7 +87,7 @@ class PackedView:
 
     __slots__ = ("_packed", "_size", "_stride")
 
-    def __init__(self, packed: Packed, tensor: Tensor, stride: tuple[int, ...]) -> None:
+    def __init__(self, packed: PackedMemory, tensor: Tensor, stride: tuple[int, ...]) -> None:
         self._packed, self._size, self._stride = packed, tensor.size(), stride
 
     def unpack(self) -> Tensor:
@@ -107,7 +107,7 @@ class BlockPacker:
     def __init__(self, hidden: Tensor, shared: Sequence[Tensor], *, recasts: bool) -> None:
         self._small, self._recasts = hidden.numel() // SMALL, recasts
         self._shared = {tensor.untyped_storage().data_ptr() for tensor in shared}
-        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Packed]] = {}
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, PackedMemory]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | PackedView | Recast:
         """Return what is saved in place of a tensor."""
@@ -118,13 +118,13 @@ class BlockPacker:
             source = source.contiguous()
         return PackedView(self._packed(source), source, source.stride())
 
-    def _packed(self, source: Tensor) -> Packed:
+    def _packed(self, source: Tensor) -> PackedMemory:
         """Pack memory, or find it packed: a saved tensor may be a view of another one."""
         key = (source.data_ptr(), source.dtype, source.numel(), source._version)
         storage = source.untyped_storage()
         known = self._known.get(key)
         if known is None or known[0].expired() or known[0] != StorageWeakRef(storage):
-            known = StorageWeakRef(storage), Packed(source.as_strided((source.numel(),), (1,)))
+            known = StorageWeakRef(storage), PackedMemory(source.as_strided((source.numel(),), (1,)))
             self._known[key] = known
         return known[1]
 

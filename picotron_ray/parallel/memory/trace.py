@@ -41,7 +41,7 @@ class Change(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Life:
+class _StorageLife:
     size: int
     storage: weakref.ref[torch.UntypedStorage]
     kind: str = ""  # a class that is known from outside
@@ -78,7 +78,7 @@ class MemoryTrace(TorchDispatchMode):
     def __init__(self, known: Mapping[str, Iterable[Tensor]]) -> None:
         super().__init__()
         self._began = time.perf_counter()
-        self._lives: list[_Life] = []
+        self._lives: list[_StorageLife] = []
         self._numbers: dict[int, int] = {}  # of living storages, by address
         self._ends: dict[int, Any] = {}
         self._changes: list[Change] = []
@@ -143,7 +143,7 @@ class MemoryTrace(TorchDispatchMode):
         if number is None:
             number = self._numbers[key] = len(self._lives)
             backward = torch._C._current_graph_task_id() != -1
-            self._lives.append(_Life(0, weakref.ref(storage), forward=not backward))
+            self._lives.append(_StorageLife(0, weakref.ref(storage), forward=not backward))
             self._ends[number] = weakref.finalize(storage, self._end, key, number)
         self._resize(number, size)
         if self._live > self._peak:
@@ -174,7 +174,7 @@ class MemoryTrace(TorchDispatchMode):
         self._resize(number, 0)
 
 
-def _kind(life: _Life) -> str:
+def _kind(life: _StorageLife) -> str:
     if life.kind:
         return life.kind
     return "activation" if life.forward and life.ended_in_backward else "temporary"

@@ -16,8 +16,6 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
-import torch
-
 from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX, SlotPool
@@ -339,11 +337,7 @@ class GenerationRun:
     def _sealed(self, step: int, pinned: bool, seconds: float) -> None:
         assert self._snapshots is not None
         self._resources.page.put(snapshot_s=seconds, skipped=self._snapshots.skipped, sealed=step)
-        if self._resources.device.type == "cuda":
-            self._resources.page.put(
-                cuda_allocated_bytes=torch.cuda.memory_allocated(),
-                cuda_reserved_bytes=torch.cuda.memory_reserved(),
-            )
+        self._memory.note_cuda()
         if pinned:
             self._resources.page.put(pinned=step)
 

@@ -88,6 +88,14 @@ class GenerationMemory(StepMemory):
             self._look(step)
         return found
 
+    def note_cuda(self) -> None:
+        """Put what torch's allocator has of a CUDA device onto the page."""
+        if self._resources.device.type == "cuda":
+            self._resources.page.put(
+                cuda_allocated_bytes=torch.cuda.memory_allocated(),
+                cuda_reserved_bytes=torch.cuda.memory_reserved(),
+            )
+
     def close(self) -> None:
         """Let go of the engine."""
         self._engine = None

@@ -49,9 +49,13 @@ def held_memory(device: torch.device, share_bytes: int, limit_bytes: int | None)
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
-        names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "allocated_bytes.all.peak")
         total = torch.cuda.get_device_properties(device).total_memory
-        return HeldMemory(*(int(stats.get(name, 0)) for name in names), total)
+        return HeldMemory(
+            int(stats.get("allocated_bytes.all.current", 0)),
+            int(stats.get("reserved_bytes.all.current", 0)),
+            int(stats.get("allocated_bytes.all.peak", 0)),
+            total,
+        )
     status = Path("/proc/self/status").read_text()
     allocated, reserved = _malloc(status)
     if limit_bytes:

@@ -92,7 +92,9 @@ def test_pressure_is_told_and_refused_with_the_numbers(
 ) -> None:
     full = HeldMemory(1010 * 10**9, 1010 * 10**9, 1010 * 10**9, 1000 * 10**9)
     done, steps = boundaries(tmp_path, monkeypatch, [full] * (3 + PATIENCE))
-    with pytest.raises(torch.OutOfMemoryError, match=r"will not fit: .* 1\.01e\+03 GB of 1e\+03 GB") as caught:
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"will not fit: .* 1\.01e\+03 GB of 1e\+03 GB"
+    ) as caught:
         steps()
     assert out_of_memory(caught.value)
     assert done == ["release", "collect"]

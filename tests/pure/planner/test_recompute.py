@@ -73,7 +73,7 @@ def test_numbers_become_a_policy_and_back(numbers: list[tuple[int, int, int, int
     stages = [RecomputedBlocks(full, some, full + some + q + kept, q) for full, some, q, kept in numbers]
     policy = policy_of(stages)
     for stage, again in enumerate(stages):
-        assert RecomputedBlocks.count(recomputed(policy, again.depth, stage)) == again
+        assert RecomputedBlocks.of(recomputed(policy, again.depth, stage)) == again
     some, packed = (any(numbers) for numbers in zip(*((s.selective, s.int8) for s in stages), strict=True))
     whole = all(again.depth for again in stages)
     assert not whole or (is_selective(policy), is_quantized(policy)) == (some, packed)

@@ -93,6 +93,7 @@ class Engine:
         adaptive = job.adaptive_precision.error_bound is not None
         sizes = parts_of(definition.table) if adaptive else {}
         switches = PrecisionSwitches(sizes, device, master_dtype(job))
+        mesh.choose_collectives({})
         self._models, self.applied = build_stages(job, mesh, definition, device, switches, on_built)
         parameters = [
             parameter
@@ -246,7 +247,7 @@ class Engine:
         if wrote is None:
             return frozenset()
         try:
-            bounds = stage_bounds(self.job.model, wrote.stages)
+            bounds = stage_bounds(self.job.model, wrote.cut)
         except LayoutError:  # of another model
             return frozenset()
         return ShareHolders(self._table, wrote, bounds).groups(wanted)

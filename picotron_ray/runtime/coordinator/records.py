@@ -229,13 +229,13 @@ class Facts:
         if kind == "plan":
             self.plans["planned" if data["planned"] else "default"] += 1
 
-    def measured(self, leader: dict[str, Any]) -> Measured:
+    def measured(self, leader: dict[str, Any]) -> MetricFacts:
         """Copy what metrics and trackers want.
 
         Args:
             leader: page of rank 0 of the running generation.
         """
-        return Measured(
+        return MetricFacts(
             leader=leader,
             generation=self.generations[-1].id.n if self.generations else None,
             generations=len(self.generations),
@@ -250,7 +250,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MetricFacts:
     """Copy of the facts that metrics and trackers want.
 
     Fields:

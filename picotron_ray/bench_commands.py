@@ -110,6 +110,7 @@ def bench_mfu(
     warmup: Annotated[int, typer.Option(min=0, help="steps before them")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="each with every setting once")] = 5,
     ablate: Annotated[bool, typer.Option("--ablate", help="switch each optimisation in turn")] = False,
+    only: Annotated[str, typer.Option(help="with --ablate: switches that begin with this, as comm.")] = "",
     peers: Annotated[
         str, typer.Option(help="some of plain, picotron, torchtitan, with commas between, or none")
     ] = "plain",
@@ -140,6 +141,7 @@ def bench_mfu(
             picotron,
             torchtitan,
             peak_tflops,
+            only,
             memory_timeline,
         )
         found = run.bench(config, overrides or [], options, _say)
@@ -173,8 +175,11 @@ def bench_plan(
 
 @benchmarks.command("comm")
 def bench_comm(
-    groups: Annotated[str, typer.Option(help="ranks of a sum, with commas between")] = "2,4,8",
-    sizes: Annotated[str, typer.Option(help="of one rank's buffer")] = "1KiB,1MiB,1GiB",
+    groups: Annotated[str, typer.Option(help="ranks, with commas between")] = "2,4,8",
+    sizes: Annotated[
+        str, typer.Option(help="of one rank's buffer; of all parts of a gather together")
+    ] = "1KiB,1MiB,1GiB",
+    collectives: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
     strategies: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
     budget_s: Annotated[
         float, typer.Option(help="seconds after which no cell begins; the rest is named")
@@ -182,14 +187,14 @@ def bench_comm(
     device: Annotated[str, typer.Option(help="auto: cuda where each rank has a GPU; cpu or cuda")] = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Seconds and bus bandwidth of every way to sum gradients, by size and group, and the selector's choice.
+    """Seconds and bus bandwidth of every way of every collective, by size and group; the selector's choices.
 
     Example: picotron-ray bench comm --groups 2 --sizes 1KiB,1MiB --budget-s 60
     """
     with reported(json_file == "-"):
         from picotron_ray.bench.comm import bench, report
 
-        found = bench.bench(bench.CommOptions(groups, sizes, strategies, budget_s, device), _say)
+        found = bench.bench(bench.CommOptions(groups, sizes, collectives, strategies, budget_s, device), _say)
         _result(found, report.lines(found), json_file)
 
 

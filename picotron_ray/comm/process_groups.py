@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from picotron_ray.comm.abortable_wait import AbortWatch, unwatch, watch
+from picotron_ray.comm.collectives.pending import PENDING
 from picotron_ray.comm.group_release import PROMPT_S, release
 from picotron_ray.comm.sockets import Address, SocketInfo, shut_connections, tcp_sockets
 from picotron_ray.errors import PeerLostError
@@ -129,6 +130,7 @@ class ProcessGroups:
         with self.guard("rendezvous"):
             self._before = {info.inode for info in tcp_sockets()}
             self._hook = sys.excepthook
+            PENDING.clear()
             with self.forming(publish=False):
                 self._connect_store()
                 self._meet()

@@ -7,6 +7,7 @@ from picotron_ray.observability.metric import Metric
 STEP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 _WORKER = ("worker",)
+_COMMUNICATION = ("worker", "thing")
 _GPU = ("gpu",)
 
 WORKER = (
@@ -58,6 +59,30 @@ WORKER = (
         "Snapshots of the running generation that found no free slot.",
         "agent",
         _WORKER,
+    ),
+    Metric(
+        "picotron_worker_pending_operations",
+        "gauge",
+        "operations",
+        "Collectives issued and not yet waited for, as the worker's present phase began.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_communication_predicted_seconds",
+        "gauge",
+        "seconds",
+        "Time of the newest step's communication by the model of the way in use, on the slowest rank.",
+        "agent",
+        _COMMUNICATION,
+    ),
+    Metric(
+        "picotron_worker_communication_measured_seconds",
+        "gauge",
+        "seconds",
+        "Time that the newest step waited for communication, on the slowest rank.",
+        "agent",
+        _COMMUNICATION,
     ),
     Metric(
         "picotron_worker_cuda_allocated_bytes",

@@ -111,6 +111,11 @@ class Mesh:
             if (group := self.group(axis)) is not None:
                 assign(group, self.collectives(purpose))
 
+    def begin_step(self) -> None:
+        """Let collectives count what a step costs from here on."""
+        for collectives in self.by_purpose.values():
+            collectives.begin()
+
     def close(self) -> None:
         """Drop the groups. DTensor's caches may hold the mesh itself for as long as the process lives."""
         for axis in ("tp", "cp"):

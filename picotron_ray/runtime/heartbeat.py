@@ -16,17 +16,19 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from picotron_ray.comm.collectives.pending import PENDING
 from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.config.schema.service import PHASES, ElasticConfig
 from picotron_ray.errors import SlotRoomError
 from picotron_ray.observability.agent_metrics import STEP_BUCKETS_S
 from picotron_ray.observability.metric import bucket_of
 from picotron_ray.runtime.phase_limits import MOVING, PhaseLimits, StepWork
+from picotron_ray.train.way_selection import THINGS
 
 WANT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of a reader that is out of something itself, which say nothing of what it wanted to read."""
@@ -56,6 +58,8 @@ _FIELDS = (
     ("memory_mode", "q"),  # place in planner.memory_pressure.MODES
     *((f"memory_{kind}_bytes", "q") for kind in MEMORY_CLASSES),  # of the accounted step; -1: none yet
     ("memory_peak_bytes", "q"),
+    ("pending_operations", "q"),  # collectives issued and not yet waited for, as the present phase began
+    *((f"{thing}_{what}_s", "d") for thing in THINGS for what in ("predicted", "measured")),
     ("step_sum_s", "d"),
     *((f"step_count_{bucket}", "q") for bucket in range(len(STEP_BUCKETS_S) + 1)),
 )
@@ -108,6 +112,8 @@ class PageView:
     memory_mode: int
     memory_bytes: tuple[int, ...]  # of the accounted step, by MEMORY_CLASSES; -1: none yet
     memory_peak_bytes: int
+    pending_operations: int
+    communication_s: tuple[tuple[float, float], ...]  # predicted and measured, by `way_selection.THINGS`
     step_sum_s: float  # time of all steps that the process has finished, and their number by STEP_BUCKETS_S
     step_counts: tuple[int, ...]
 
@@ -121,7 +127,7 @@ class PageView:
 
 
 _STAYS = {"start_ticks", "phase_count", "phase_limit_s", "progress", "spins", "clean", "sealed", "pinned"}
-_STAYS |= {"skipped", "complete", "step_sum_s", "step_counts"}
+_STAYS |= {"skipped", "complete", "step_sum_s", "step_counts", "pending_operations", "communication_s"}
 _STAYS |= {"memory_mode", "memory_bytes", "memory_peak_bytes"}
 CARRIED = tuple(field.name for field in fields(PageView) if field.name not in _STAYS)
 """Fields of a page that heartbeats carry; 1,000 nodes bring them once a second."""
@@ -206,6 +212,11 @@ class Page:
         self.put(**{bucket: self.value(bucket) + 1}, step_sum_s=step_sum_s, step_time_s=seconds)
         self._limits.stepped()
 
+    def communication(self, figures: Mapping[str, tuple[float, float]]) -> None:
+        """Note seconds of the newest step's communication, predicted and measured, by thing."""
+        for thing, (predicted_s, measured_s) in figures.items():
+            self.put(**{f"{thing}_predicted_s": predicted_s, f"{thing}_measured_s": measured_s})
+
     def count_bad(self, step: int) -> None:
         """Note a step whose update was left out."""
         self.put(bad_steps=self.value("bad_steps") + 1, skipped_step=step)
@@ -226,6 +237,7 @@ class Page:
         self.computing_step = step + 1
         self._forget_memory()
         self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1, bad_steps=0, complete=-1)
+        self.communication(dict.fromkeys(THINGS, (-1.0, -1.0)))
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
 
     def _forget_memory(self) -> None:
@@ -246,7 +258,7 @@ class Page:
         self._count += 1
         limit = 1e9 if name == "idle" else limit_s or self._limits.limit(name)
         self.put(phase_limit_s=limit, phase_since_s=now, phase=PHASES.index(name), phase_count=self._count)
-        self.put(progress=self.value("progress") + 1)
+        self.put(progress=self.value("progress") + 1, pending_operations=PENDING.count)
         if self.on_phase is not None:
             self.on_phase(self.computing_step, name)
 
@@ -313,4 +325,6 @@ def read_page(path: Path) -> PageView | None:
     counts = [values.pop(f"step_count_{bucket}") for bucket in range(len(STEP_BUCKETS_S) + 1)]
     values["step_counts"] = tuple(counts)
     values["memory_bytes"] = tuple(values.pop(f"memory_{kind}_bytes") for kind in MEMORY_CLASSES)
+    pairs = [(values.pop(f"{thing}_predicted_s"), values.pop(f"{thing}_measured_s")) for thing in THINGS]
+    values["communication_s"] = tuple(pairs)
     return PageView(worker=path.stem, **values)

@@ -54,8 +54,10 @@ from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose_adapta
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.precision.loss_scaler import loss_scaling
 from picotron_ray.train.precision.precision import check_precision, master_dtype
+from picotron_ray.train.reduction_plan import applied_ways, collective_plans, selection_of
 from picotron_ray.train.slowness import add_slowness
 from picotron_ray.train.training_state import TrainingState
+from picotron_ray.train.way_selection import Cost
 
 
 def silent(phase: str) -> None:
@@ -98,7 +100,7 @@ class Engine:
         adaptive = job.adaptive_precision.error_bound is not None
         sizes = parts_of(definition.table) if adaptive else {}
         switches = PrecisionSwitches(sizes, device, master_dtype(job))
-        mesh.choose_collectives({})
+        mesh.choose_collectives(collective_plans(job.comm))
         self._models, self.applied = build_stages(job, mesh, definition, device, switches, on_built)
         add_slowness(job, self.layout, self._models)
         parameters = [
@@ -110,6 +112,10 @@ class Engine:
             self._passes, self._gradients = choose_passes(
                 job, mesh, definition, self._models, parameters, device
             )
+        overlap = job.kernels.tp_overlap != "none"
+        self._selection = selection_of(
+            job.comm, mesh, self._gradients, overlap=overlap, own=device.type != "cuda"
+        )
         trained = self._gradients.trained
         self._counted = [parameter.counted for parameter in trained]
         names = {name for model in self._models.values() for name, _ in model.named_parameters()}
@@ -126,6 +132,7 @@ class Engine:
         self._state = TrainingState(definition, mesh, parameters, trained, moments, self._scaling)
         limit = job.optimizer.clip_norm
         self._clip_norm = math.inf if limit is None else limit
+        self.applied += applied_ways(job.comm, mesh)
         self._on_action: OnAction = unwatched
         self.applied += self._optimizer.applied + self._passes.applied + self._gradients.applied
         self.applied += self._pools.applied
@@ -161,6 +168,8 @@ class Engine:
             but tp rank 0 of the last stage), so that a sum over all ranks is the batch's.
         """
         scale = self._scaling.scale / batch.global_tokens
+        self._mesh.begin_step()
+        self._selection.begin(self.step + 1)
         self._gradients.clear(len(batch.tokens), self.step + 1, self._scaling.scale)
         self._balance.begin(scale)
         on_phase("forward")
@@ -199,16 +208,18 @@ class Engine:
         self._scaling.step()
         self.step += 1
 
-    @property
-    def reduce_cost_s(self) -> float:
-        """Seconds that the sums of the step cost this rank, where a reducer is chosen by them; else 0."""
-        selection = self._gradients.selection
-        return 0.0 if selection is None else selection.cost_s
+    def comm_costs(self) -> tuple[Cost, ...]:
+        """Tell what communication of the step cost this rank, for each of `way_selection.THINGS`."""
+        return self._selection.costs()
 
-    def choose_reducer(self, costs_s: Sequence[float]) -> None:
-        """Choose how the next steps sum gradients, by the costs of all ranks, where a job asks for it."""
-        if self._gradients.selection is not None:
-            self._gradients.selection.decide(costs_s)
+    def choose_ways(self, costs: Sequence[Cost]) -> Mapping[str, tuple[float, float]]:
+        """Take in the largest costs of all ranks; choose how things travel, where a job asks for it.
+
+        Returns:
+            Seconds of the step that were predicted and measured, by thing.
+        """
+        self._selection.decide(costs)
+        return self._selection.figures()
 
     def settle(self) -> None:
         """Make the state the same on all replicas before it is kept; all ranks call it.
@@ -293,6 +304,7 @@ class Engine:
 
         Modules and hooks form cycles: the caller collects garbage once, before it closes the groups.
         """
+        self._selection.close()
         self._passes.close()
         self._gradients.close()
         self._mesh.close()

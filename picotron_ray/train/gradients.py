@@ -18,7 +18,6 @@ from picotron_ray.parallel.data.ddp import DEFAULT, ReplicatedGradients, replica
 from picotron_ray.parallel.local_shards import LocalParameter, local_gradient
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.pipeline.tied_embeddings import TiedEmbeddings
-from picotron_ray.train.reducer_selection import ReducerSelection
 
 NEVER = sys.maxsize
 """Micro-batches that the sums over replicas wait for where no hook runs: more than any step has."""
@@ -30,11 +29,9 @@ class Gradients:
     Args:
         parameters: all that this rank holds.
         plan: how they travel between replicas.
-        selection: chooses that while the run goes on; None: they travel by ``plan``.
 
     Fields:
         trained: the parameters that have an update of their own.
-        selection: as given; None where nothing is summed over replicas.
         values: of `trained`, local and summed over all ranks, once `reduce` was called.
         owed: by name, the error feedback of parameters whose sums are compressed: live storage.
         applied: what is not plain about the sums, one phrase each.
@@ -46,7 +43,6 @@ class Gradients:
         definition: ModelDefinition,
         mesh: Mesh,
         plan: ReductionPlan = DEFAULT,
-        selection: ReducerSelection | None = None,
     ) -> None:
         self._parameters, self._layout = parameters, mesh.layout
         self._sequence_parallel, self._tp = definition.sequence_parallel, mesh.group("tp")
@@ -64,7 +60,6 @@ class Gradients:
         self.values: list[Tensor] = []
         by_fsdp = [p for p in summed if mesh.layout.zero and _sum_group(p, mesh) is None]
         self._sent_to_copies = sent_to_copies(by_fsdp, mesh.layout)
-        self.selection = selection if self._replicated else None
 
     def clear(self, micro_batches: int, step: int = 0, scale: float = 1.0) -> None:
         """Begin a step in which ``micro_batches`` add to the gradients.
@@ -76,10 +71,6 @@ class Gradients:
         self.values = []
         for parameter in self._parameters:
             parameter.parameter.grad = None
-        if self.selection is not None:
-            chosen = self.selection.begin(step)
-            for copies in self._replicated:
-                copies.use(chosen)
         for copies in self._replicated:
             copies.begin(micro_batches, step, scale)
 
@@ -87,8 +78,6 @@ class Gradients:
         """Finish the sums: over dp and cp (under way since backward), of tied ends, over tp if partial."""
         for copies in self._replicated:
             copies.finish()
-        if self.selection is not None:
-            self.selection.observe([cost for copies in self._replicated for cost in copies.costs])
         SENT.add(GRADIENTS, self._sent_to_copies)
         found = [local_gradient(p, self._layout, self._sequence_parallel) for p in self.trained]
         self.values = [gradient for gradient, _ in found]
@@ -97,6 +86,17 @@ class Gradients:
         if partial:
             assert self._tp is not None
             sum_(partial, self._tp)
+
+    def use(self, plan: ReductionPlan) -> None:
+        """Sum over replicas by another exact plan from the next `clear` on; all ranks alike."""
+        for copies in self._replicated:
+            copies.use(plan)
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """Bytes that a step sums over replicas, and seconds that it waited for these sums."""
+        costs = [cost for copies in self._replicated for cost in copies.costs]
+        return sum(nbytes for nbytes, _ in costs), sum(seconds for _, seconds in costs)
 
     def commit(self) -> None:
         """Hear that the step's update is applied: what its sums left out is owed from now on."""
@@ -118,7 +118,7 @@ class Gradients:
             copies.close()
         self._replicated.clear()
         self._parameters, self.trained, self.values, self._tp = [], [], [], None
-        self.owed, self.selection = {}, None
+        self.owed = {}
         del self._ends
 
 

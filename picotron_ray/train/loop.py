@@ -17,7 +17,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -49,6 +49,9 @@ class HeartbeatPage(Protocol):
 
     def put(self, **values: float) -> None:
         """Set values of the page."""
+
+    def communication(self, figures: Mapping[str, tuple[float, float]]) -> None:
+        """Note seconds of the newest step's communication, predicted and measured, by thing."""
 
     def count_step(self, seconds: float) -> None:
         """Add a step of this duration."""
@@ -150,7 +153,7 @@ class Loop:
         self._enter("sync")
         agreement = exchange(self._contribution(batch, loss_sum, grad_norm), self.layout, self.device)
         self.clock.enter("other")
-        engine.choose_reducer(agreement.reduce_s)
+        page.communication(engine.choose_ways(agreement.costs))
         loss = agreement.loss_sum / batch.global_tokens
         skipped = self.updates.judge(step, loss, agreement.grad_norm, agreement.finite)
         self.clock.enter("snapshot")
@@ -216,7 +219,7 @@ class Loop:
             imbalance=max((max(load.shares) for load in loads), default=0.0),
             dropped=sum(load.dropped for load in loads),
             at_s=time.time(),
-            reduce_s=self.engine.reduce_cost_s,
+            costs=self.engine.comm_costs(),
         )
 
     def _record(self, step: int, batch: StepBatch, agreement: Agreement, rate: float, skipped: str) -> None:

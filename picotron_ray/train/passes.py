@@ -23,7 +23,7 @@ from picotron_ray.train.cuda_graphs import StepGraph
 from picotron_ray.train.gradients import Gradients, StaticGradients
 from picotron_ray.train.micro_batches import MicroBatch, MicroBatcher
 from picotron_ray.train.precision.precision import master_dtype
-from picotron_ray.train.reduction_plan import reduction_plan, selection_of
+from picotron_ray.train.reduction_plan import reduction_plan
 
 if TYPE_CHECKING:
     from picotron_ray.parallel.pipeline.pipeline import LossFunction, Pipeline
@@ -186,12 +186,12 @@ def choose_passes(
     loss, plan = loss_function(job, mesh, definition), reduction_plan(job.comm, mesh)
     if mesh.layout.pp > 1:
         pipeline = _pipeline(job, mesh, definition, models, loss, device)
-        gradients = Gradients(parameters, definition, mesh, plan, selection_of(job.comm, mesh))
+        gradients = Gradients(parameters, definition, mesh, plan)
         return PipelinePasses(pipeline, batcher), gradients
     (model,) = models.values()
     compute = MicroBatchPass(model, loss)
     if not job.kernels.cuda_graphs:
-        gradients = Gradients(parameters, definition, mesh, plan, selection_of(job.comm, mesh))
+        gradients = Gradients(parameters, definition, mesh, plan)
         return LoopPasses(compute, batcher, mesh.layout.zero), gradients
     graph = StepGraph(compute, device)
     with graph.stream():  # on which hooks of the backward pass have to be made

@@ -8,7 +8,7 @@ It carries all that ranks must agree on without a coordinator:
 - requests that reached any one rank (stop, snapshot),
 - the newest step that every rank has sealed, as older slots may then be overwritten,
 - the cost of a snapshot, so that all ranks choose the same interval,
-- the time of sums, by which all ranks choose the same reducer.
+- bytes and time of communication, by which all ranks choose the same ways.
 
 All ranks compute the same result from the same numbers.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,14 @@ import torch.distributed as dist
 
 from picotron_ray.comm.wire_bytes import SENT, STEP, size_bytes
 from picotron_ray.layout.layout import Coordinates, Layout
+from picotron_ray.train.way_selection import NO_COSTS, THINGS, Cost
 
 STOP = 1
 """Flag: leave the loop after this step."""
 SNAPSHOT = 2
 """Flag: take a pinned snapshot of this step."""
 
-_RECORD = struct.Struct("<ddqqq16sddqdqdd")
+_RECORD = struct.Struct(f"<ddqqq16sddqdqd{2 * len(THINGS)}d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Contribution:
         imbalance: load of the most used expert of its layers / the mean; 0 without experts.
         dropped: assignments of tokens over the capacity of experts in its layers.
         at_s: its clock, seconds since the epoch.
-        reduce_s: seconds that sums of gradients cost it (`reducer_selection`); 0: not measured.
+        costs: of its communication (`way_selection`).
     """
 
     loss_sum: float
@@ -57,7 +58,7 @@ class Contribution:
     imbalance: float = 0.0
     dropped: int = 0
     at_s: float = 0.0
-    reduce_s: float = 0.0
+    costs: tuple[Cost, ...] = NO_COSTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Agreement:
     dropped: int = 0  # assignments over capacity, in all layers
     finite: bool = True  # losses and gradient norms of all ranks
     at_s: float = 0.0  # by the clock of rank 0: all ranks write the same ledger line
-    reduce_s: tuple[float, ...] = ()  # of all ranks
+    costs: tuple[Cost, ...] = NO_COSTS  # the largest bytes and seconds of all ranks
 
 
 def exchange(mine: Contribution, layout: Layout, device: torch.device, group: Any = None) -> Agreement:
@@ -96,7 +97,7 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
         mine.imbalance,
         mine.dropped,
         mine.at_s,
-        mine.reduce_s,
+        *(figure for cost in mine.costs for figure in cost),
     )
     local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device)
     if layout.world_size == 1:
@@ -106,8 +107,13 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
         SENT.add(STEP, size_bytes(local) * (layout.world_size - 1))
         dist.all_gather(gathered, local, group=group)
     raw = torch.cat(gathered).cpu().numpy().tobytes()
-    records = [Contribution(r[0], r[1], (r[2], r[3]), *r[4:]) for r in _RECORD.iter_unpack(raw)]
-    return agree(records, layout)
+    return agree([_contribution(*found) for found in _RECORD.iter_unpack(raw)], layout)
+
+
+def _contribution(loss_sum: float, grad_norm: float, first: int, last: int, *others: Any) -> Contribution:
+    plain, figures = others[: -2 * len(THINGS)], others[-2 * len(THINGS) :]
+    costs = tuple(Cost(*pair) for pair in zip(figures[::2], figures[1::2], strict=True))
+    return replace(Contribution(loss_sum, grad_norm, (first, last), *plain), costs=costs)
 
 
 def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:
@@ -131,7 +137,10 @@ def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:
         flags=flags,
         sealed=min(record.sealed for record in records),
         at_s=records[0].at_s,
-        reduce_s=tuple(record.reduce_s for record in records),
+        costs=tuple(
+            Cost(*map(max, zip(*costs, strict=True)))
+            for costs in zip(*(record.costs for record in records), strict=True)
+        ),
         imbalance=max(record.imbalance for record in records),
         # every rank of a stage knows its layers' total: take one of each stage
         dropped=sum(records[layout.rank(Coordinates(pp, 0, 0, 0))].dropped for pp in range(layout.pp)),

@@ -5,6 +5,7 @@ Cells go from small sizes to large ones, so that a budget cuts the longest. What
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 import time
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from picotron_ray.bench.comm.figures import STRATEGIES, cells, near_share, selection
+from picotron_ray.bench.comm.figures import COLLECTIVES, cells, near_share, selection
 from picotron_ray.bench.comm.room import fitting, usable_bytes
 from picotron_ray.bench.common.event_log import Event, Events
 from picotron_ray.bench.common.machine import machine, versions
@@ -23,11 +24,11 @@ from picotron_ray.errors import ConfigError, PicotronError
 
 POLL_S = 0.1
 INNER = 2
-"""Ranks of a neighbourhood under ``hierarchical``."""
+"""Ranks of a neighbourhood under ``hierarchical``, as in `operations`, which loads torch."""
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 Say = Callable[[str], None]
-Cell = tuple[str, int, int]
-"""Strategy, bytes, ranks."""
+Cell = tuple[str, str, int, int]
+"""Collective, strategy, bytes, ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class CommOptions:
 
     groups: str
     sizes: str
+    collectives: str
     strategies: str
     budget_s: float
     device: str
@@ -61,14 +63,12 @@ def chosen_groups(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def chosen_strategies(text: str) -> list[str]:
-    """Names of strategies. Raises ConfigError."""
-    words = list(STRATEGIES) if text == "all" else [word.strip() for word in text.split(",")]
-    unknown = [word for word in words if word not in STRATEGIES]
+def chosen_names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """Names out of those that are known. Raises ConfigError."""
+    words = list(known) if text == "all" else [word.strip() for word in text.split(",")]
+    unknown = [word for word in words if word not in known]
     if unknown:
-        raise ConfigError(
-            f"--strategies: saw {unknown[0]!r}, expected all, or some of {', '.join(STRATEGIES)}"
-        )
+        raise ConfigError(f"{option}: saw {unknown[0]!r}, expected all, or some of {', '.join(known)}")
     return list(dict.fromkeys(words))
 
 
@@ -81,18 +81,21 @@ def planned(options: CommOptions, usable: int) -> tuple[list[Cell], list[dict[st
         usable: bytes that all ranks together may take.
     """
     sizes = sorted({size_of(word) for word in options.sizes.split(",")})
-    strategies, groups = chosen_strategies(options.strategies), chosen_groups(options.groups)
+    collectives = chosen_names("--collectives", options.collectives, list(COLLECTIVES))
+    known = list(dict.fromkeys(name for each in collectives for name in COLLECTIVES[each]))
+    strategies = chosen_names("--strategies", options.strategies, known)
+    groups = chosen_groups(options.groups)
 
     cells, smaller = list[Cell](), list[dict[str, Any]]()
-    for size in sizes:
-        for group in groups:
-            levels = group > INNER and group % INNER == 0
-            chosen = [name for name in strategies if name != "hierarchical" or levels]
-            for name, found in fitting(size, group, chosen, usable).items():
-                cells.append((name, found, group))
-                if found < size:
-                    cut = f"memory: measured with {found} B"
-                    smaller.append({"strategy": name, "size_bytes": size, "group": group, "cut": cut})
+    for size, group, collective in itertools.product(sizes, groups, collectives):
+        levels = group > INNER and group % INNER == 0
+        names = [name for name in COLLECTIVES[collective] if name in strategies]
+        chosen = [name for name in names if name != "hierarchical" or levels]
+        for name, found in fitting(size, group, chosen, usable, collective).items():
+            cells.append((collective, name, found, group))
+            if found < size:
+                what = {"collective": collective, "strategy": name, "size_bytes": size, "group": group}
+                smaller.append({**what, "cut": f"memory: measured with {found} B"})
     return list(dict.fromkeys(cells)), smaller
 
 
@@ -119,9 +122,10 @@ def result(events: Sequence[Event], link: str, smaller: Sequence[Mapping[str, An
     """Compute all figures from the events; ``smaller``: cells of a size that memory did not allow."""
     measured = cells(events)
     picks = selection(measured, link)
+    told = ("collective", "strategy", "group", "cut")
     first = [event for event in events if event["what"] == "cell" and event["rank"] == 0]
     cuts = [
-        {"strategy": e["strategy"], "size_bytes": e["size"], "group": e["group"], "cut": e["cut"]}
+        {**{key: e[key] for key in told}, "size_bytes": e["size"]}
         for e in sorted(first, key=lambda event: int(event["number"]))
         if "cut" in e
     ]
@@ -152,10 +156,10 @@ def _device(asked: str, ranks: int) -> str:
 
 
 def _measure(order: Sequence[Cell], options: CommOptions, device: str, folder: Path, say: Say) -> list[Event]:
-    ranks = max(group for _, _, group in order)
+    ranks = max(group for *_, group in order)
     plan = {
         "cells": order,
-        "groups": sorted({group for _, _, group in order}),
+        "groups": sorted({group for *_, group in order}),
         "budget_s": options.budget_s,
         "device": device,
     }
@@ -184,6 +188,6 @@ def _tell(noted: Sequence[Event], told: int, total: int, say: Say) -> int:
     for event in done[told:]:
         found = event.get("seconds")
         what = f"{min(found):.3g} s at best of {len(found)}" if found else f"cut by {event['cut']}"
-        name = f"{event['strategy']} of {event['size']} B over {event['group']}"
+        name = f"{event['collective']} by {event['strategy']} of {event['size']} B over {event['group']}"
         say(f"{event['number'] + 1} of {total}: {name}: {what}")
     return len(done)

@@ -14,16 +14,16 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _cells(found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"sums on {found['device']} {machine_line(found)}"
+    yield f"collectives on {found['device']} {machine_line(found)}"
     yield (
-        f"{'strategy':16}{'bytes':>12}{'ranks':>6}{'avg ms':>11}{'std':>9}{'min':>10}{'max':>10}"
-        f"{'bus GB/s':>10}{'sent MB':>10}{'repeats':>8}"
+        f"{'collective':16}{'strategy':16}{'bytes':>12}{'ranks':>6}{'avg ms':>11}{'std':>9}{'min':>10}"
+        f"{'max':>10}{'bus GB/s':>10}{'sent MB':>10}{'repeats':>8}"
     )
     for cell in found["cells"]:
         ms = (1e3 * cell[name] for name in ("avg_s", "std_s", "min_s", "max_s"))
         average, std, least, most = ms
         yield (
-            f"{cell['strategy']:16}{cell['size_bytes']:12}{cell['group']:6}{average:11.3f}{std:9.3f}"
+            f"{cell['collective']:16}{cell['strategy']:16}{cell['size_bytes']:12}{cell['group']:6}{average:11.3f}{std:9.3f}"
             f"{least:10.3f}{most:10.3f}{cell['busbw_bytes_s'] / 1e9:10.3f}{cell['sent_bytes'] / 1e6:10.3f}"
             f"{cell['repeats']:8}"
         )
@@ -31,14 +31,15 @@ def _cells(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _cuts(found: Mapping[str, Any]) -> Iterator[str]:
     for cut in found["cuts"]:
-        yield f"not measured: {cut['strategy']} of {cut['size_bytes']} B over {cut['group']}: {cut['cut']}"
+        what = f"{cut['collective']} by {cut['strategy']} of {cut['size_bytes']} B over {cut['group']}"
+        yield f"not measured: {what}: {cut['cut']}"
 
 
 def _selections(found: Mapping[str, Any]) -> Iterator[str]:
     for pick in found["selections"]:
         yield (
-            f"selector: {pick['size_bytes']} B over {pick['group']}: {pick['selected']}, best {pick['best']},"
-            f" {pick['over_best']:.2f} of its time"
+            f"selector: {pick['collective']} of {pick['size_bytes']} B over {pick['group']}:"
+            f" {pick['selected']}, best {pick['best']}, {pick['over_best']:.2f} of its time"
         )
     share = found["selected_within_10_percent"]
     if share is not None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from picotron_ray.bench.comm.figures import EXACT
+from picotron_ray.bench.comm.figures import COMPRESSED
 
 COPIES = {"auto": 2, "ring": 3, "tree": 3, "reduce-scatter": 4, "hierarchical": 3, "topk": 14, "int8": 8}
 """Buffers of the message's size that a rank needs at its peak, the message and its original included."""
+OF_COLLECTIVES = {"all-gather": 2, "reduce-scatter": 4, "all-to-all": 4, "broadcast": 2}
+"""The same of collectives whose algorithms need no more than each other; a mesh of a reduce-scatter too."""
 MESH_COPIES = 2
 MOST_COPIES = 8
 USABLE = 0.7
 """Share of the free memory that a cell may take."""
 
 
-def room_bytes(strategy: str, size: int, group: int) -> int:
+def room_bytes(strategy: str, size: int, group: int, collective: str = "all-reduce") -> int:
     """Memory that all ranks of a cell take together."""
+    if collective != "all-reduce":
+        return OF_COLLECTIVES[collective] * size * group
     copies = group + MESH_COPIES if strategy == "mesh" else COPIES.get(strategy, MOST_COPIES)
     return copies * size * group
 
@@ -31,7 +35,9 @@ def usable_bytes(device: str) -> int:
     return int(USABLE * int(line.split()[1]) * 1024)
 
 
-def fitting(size: int, group: int, strategies: Sequence[str], usable: int) -> dict[str, int]:
+def fitting(
+    size: int, group: int, strategies: Sequence[str], usable: int, collective: str = "all-reduce"
+) -> dict[str, int]:
     """Size by strategy: halved until it fits. Exact ones share theirs, as the selector chooses among them.
 
     >>> fitting(1024, 2, ["auto", "tree", "topk"], 8000)
@@ -40,10 +46,10 @@ def fitting(size: int, group: int, strategies: Sequence[str], usable: int) -> di
 
     def halved(names: Sequence[str]) -> int:
         found = size
-        while found > 4 and max(room_bytes(name, found, group) for name in names) > usable:
+        while found > 4 and max(room_bytes(name, found, group, collective) for name in names) > usable:
             found //= 2
         return found
 
-    exact = [name for name in strategies if name in EXACT]
+    exact = [name for name in strategies if name not in COMPRESSED]
     shared = halved(exact) if exact else size
-    return {name: shared if name in EXACT else halved([name]) for name in strategies}
+    return {name: halved([name]) if name in COMPRESSED else shared for name in strategies}

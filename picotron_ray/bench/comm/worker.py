@@ -7,41 +7,27 @@ decisions: the first one's, which it sends before each cell and after its first 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from picotron_ray.bench.comm.figures import COMPRESSED
+from picotron_ray.bench.comm.operations import Cell, Operation, operation
 from picotron_ray.bench.comm.room import room_bytes, usable_bytes
 from picotron_ray.bench.common.event_log import EventLog
 from picotron_ray.comm.process_groups import ProcessGroups
-from picotron_ray.comm.reducers.choose import ReductionPlan, make_reducer
-from picotron_ray.comm.reducers.feedback import Feedback
-from picotron_ray.comm.reducers.reducer import Reducer
 from picotron_ray.comm.wire_bytes import SENT
 
 WARMUPS, REPEATS, LEAST, CELL_S = 10, 100, 5, 20.0
 TIMEOUT_S = 3600.0
-PLANS = {
-    "reduce-scatter": ReductionPlan("reduce-scatter"),
-    "hierarchical": ReductionPlan("hierarchical", inner=2),
-    "ring": ReductionPlan("flat", "ring"),
-    "tree": ReductionPlan("flat", "tree"),
-    "mesh": ReductionPlan("flat", "mesh"),
-    "int4": ReductionPlan("int8", bits=4),
-}
-
-
-def plan_of(strategy: str) -> ReductionPlan:
-    """Return the plan of a strategy of `figures.STRATEGIES`."""
-    return PLANS.get(strategy) or ReductionPlan(strategy)
 
 
 def repeats_for(first_s: float, left_s: float) -> tuple[int, int]:
@@ -63,14 +49,20 @@ class Cells:
         self._rank = dist.get_rank()
         self._began = time.monotonic()
 
-    def run(self, strategy: str, size: int, group: int) -> dict[str, Any]:
-        """One cell: ``seconds`` of each repeat, or ``cut``: why there are none; nothing on ranks outside."""
-        cut = self._agreed(self._cut(room_bytes(strategy, size, group)))
+    def run(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+        """Run cells of one collective, size and group in turns, so that a slow moment falls on all of them.
+
+        Returns:
+            For each ``seconds`` of each repeat, or ``cut``: why there are none; nothing on ranks outside.
+        """
+        _, _, _, group = cells[0]
+        cut = self._agreed(self._cut(max(room_bytes(*cell[1:], cell[0]) for cell in cells)))
         if cut:
-            return {"cut": ("", "budget", "memory")[cut]}
+            return [{"cut": ("", "budget", "memory")[cut]}] * len(cells)
         if self._rank >= group:
-            return {}
-        return self._timed(strategy, size, self._groups[group])
+            return [{}] * len(cells)
+        made = [operation(*cell, self._groups[group], self._device) for cell in cells]
+        return self._timed(made, self._groups[group])
 
     def _cut(self, needed_bytes: int) -> int:
         if time.monotonic() - self._began > self._plan["budget_s"]:
@@ -83,42 +75,51 @@ class Cells:
         dist.broadcast(told, 0, group=group)
         return int(told)
 
-    def _timed(self, strategy: str, size: int, group: dist.ProcessGroup) -> dict[str, Any]:
-        count = size // 4
-        original = torch.randn(count, device=self._device)
-        reducer, flat = make_reducer(plan_of(strategy), group, size), torch.empty_like(original)
-        feedback = None if reducer.exact else Feedback(flat, group.size())
-        rows = 2 ** (count.bit_length() // 2)
-        shape = torch.Size((rows, count // rows) if count % rows == 0 else (count, 1))
+    def _timed(self, made: Sequence[Operation], group: dist.ProcessGroup) -> list[dict[str, Any]]:
+        firsts = [self._seconds(one, group) for one in made]
+        left_s = (self._plan["budget_s"] - (time.monotonic() - self._began)) / len(made)
+        chosen = [repeats_for(first_s, left_s) for first_s in firsts]
+        plans = [(self._agreed(warmups, group), self._agreed(repeats, group)) for warmups, repeats in chosen]
+        seconds: list[list[float]] = [[] for _ in made]
+        sent = [0] * len(made)
+        for turn in range(max(warmups - 1 + repeats for warmups, repeats in plans)):
+            for place, (one, (warmups, repeats)) in enumerate(zip(made, plans, strict=True)):
+                if turn >= warmups - 1 + repeats:
+                    continue
+                before = SENT.sent()
+                taken_s = self._seconds(one, group)
+                if turn >= warmups - 1:
+                    seconds[place].append(taken_s)
+                    sent[place] = SENT.sent() - before
+        return [
+            {"seconds": times, "warmups": warmups, "sent_bytes": nbytes}
+            for times, (warmups, _), nbytes in zip(seconds, plans, sent, strict=True)
+        ]
 
-        def once() -> float:
-            flat.copy_(original)
-            dist.barrier(group)
-            return self._seconds(reducer, flat, shape, feedback)
-
-        first_s = once()
-        left_s = self._plan["budget_s"] - (time.monotonic() - self._began)
-        chosen = repeats_for(first_s, left_s)
-        warmups, repeats = (self._agreed(number, group) for number in chosen)
-        for _ in range(warmups - 1):
-            once()
-        sent = SENT.sent()
-        seconds = [once() for _ in range(repeats)]
-        return {"seconds": seconds, "warmups": warmups, "sent_bytes": (SENT.sent() - sent) // repeats}
-
-    def _seconds(self, reducer: Reducer, flat: Tensor, shape: torch.Size, feedback: Feedback | None) -> float:
+    def _seconds(self, one: Operation, group: dist.ProcessGroup) -> float:
+        one.prepare()
+        dist.barrier(group)
         self._synchronize()
         began = time.perf_counter()
-        reducer.start(flat, [shape], feedback, 1).wait()
+        one.run()
         self._synchronize()
-        seconds = time.perf_counter() - began
-        if feedback is not None:
-            feedback.commit()
-        return seconds
+        return time.perf_counter() - began
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def sets_of(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells that run in turns: exact ones of one place. A compressed one is alone.
+
+    >>> sets_of([("all-reduce", "auto", 8, 2), ("all-reduce", "ring", 8, 2), ("all-reduce", "int8", 8, 2)])
+    [[('all-reduce', 'auto', 8, 2), ('all-reduce', 'ring', 8, 2)], [('all-reduce', 'int8', 8, 2)]]
+    """
+    alone = {cell: number for number, cell in enumerate(cells) if cell[1] in COMPRESSED}
+    return [
+        list(some) for _, some in itertools.groupby(cells, lambda cell: (cell[0], *cell[2:], alone.get(cell)))
+    ]
 
 
 def main(plan_file: str, folder: str) -> None:
@@ -138,10 +139,13 @@ def main(plan_file: str, folder: str) -> None:
         with groups.forming():
             made = {size: dist.new_group(list(range(size))) for size in plan["groups"]}
         cells = Cells(plan, device, made)
-        for number, (strategy, size, group) in enumerate(plan["cells"]):
-            found = cells.run(strategy, size, group)
-            if found:
-                log.note("cell", number=number, strategy=strategy, size=size, group=group, **found)
+        number = itertools.count()
+        for some in sets_of([tuple(cell) for cell in plan["cells"]]):
+            for cell, found in zip(some, cells.run(some), strict=True):
+                what = dict(zip(("collective", "strategy", "size", "group"), cell, strict=True))
+                what["number"] = next(number)
+                if found:
+                    log.note("cell", **what, **found)
         dist.barrier()
         del cells, made
         groups.close()

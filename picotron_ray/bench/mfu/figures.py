@@ -86,7 +86,8 @@ def measured(segments: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dic
     """Figures of one setting from its segments, one per round.
 
     A segment: ``steps_s``, seconds of each step in turn on rank 0; ``peak_bytes``, of the fullest rank;
-    ``sent_bytes``, of gradients in a step, of the rank that sends most (None: not counted).
+    ``sent_bytes``, in a step, of the rank that sends most (None: not counted); ``loss_sum``, nats of a step's
+    tokens towards the end (None: not known).
     """
     steps = [step for segment in segments for step in segment["steps_s"]]
     return {
@@ -97,7 +98,14 @@ def measured(segments: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dic
         "sent_bytes": max(
             (sent for s in segments if (sent := s.get("sent_bytes")) is not None), default=None
         ),
+        "loss": _loss(segments, tokens_per_step),
     }
+
+
+def _loss(segments: Sequence[Mapping[str, Any]], tokens_per_step: int) -> float | None:
+    """Mean loss of a token in nats, of all segments that know it."""
+    known = [loss for segment in segments if (loss := segment.get("loss_sum")) is not None]
+    return sum(known) / len(known) / tokens_per_step if known else None
 
 
 def _steps_per_s(segment: Mapping[str, Any]) -> float:

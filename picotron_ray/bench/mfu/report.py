@@ -37,7 +37,7 @@ def _base(found: Mapping[str, Any]) -> Iterator[str]:
         classes = ", ".join(f"{kind} {size / 1e6:,.1f}" for kind, size in found["memory"]["by_class"].items())
         yield f"of a step     {found['memory']['peak_bytes'] / 1e6:,.1f} MB of tensors at the peak: {classes}"
     if found.get("sent_bytes"):
-        yield f"sent          {_sent(found)} of gradients a step, by the rank that sends most"
+        yield f"sent          {_sent(found)} a step, by the rank that sends most"
 
 
 def _utilisation(found: Mapping[str, Any]) -> Iterator[str]:
@@ -82,8 +82,8 @@ def _compared(found: Mapping[str, Any]) -> Iterator[str]:
             ratio = one["ratio"]
             yield (
                 f"  {name:{NAME}}{ratio['median']:.3f}  ({ratio['low']:.3f} to {ratio['high']:.3f})"
-                f"  {one['tokens_per_s']['median']:12,.0f} tokens/s  {_gib(one)}"
-                f"  {_share(one)}{_sent(one)}".rstrip()
+                f"  {one['tokens_per_s']['median']:12,.0f} tokens/s  {_gib(one)}  {_share(one)}{_sent(one)}"
+                f"  {_over_base(one)}".rstrip()
             )
     for name, reason in found["refused"].items():
         yield f"  {name:{NAME}}refused: {reason}"
@@ -105,6 +105,13 @@ def _sent(one: Mapping[str, Any]) -> str:
 def _share(one: Mapping[str, Any]) -> str:
     """Peak of a step's tensors over the base's; nothing where it is not known."""
     return "" if one.get("memory_ratio") is None else f"x {one['memory_ratio']:.2f}  "
+
+
+def _over_base(one: Mapping[str, Any]) -> str:
+    """Loss towards the end, and how far it, bytes and memory are from the base's; nothing of a peer."""
+    names = {"loss": "loss", "sent_bytes": "bytes", "peak_bytes": "memory"}
+    told = [f"{names[name]} {100 * (ratio - 1):+.1f} %" for name, ratio in one.get("over_base", {}).items()]
+    return ", ".join(told)
 
 
 def _memory_kind(found: Mapping[str, Any]) -> str:

@@ -95,10 +95,19 @@ def _tokens(job: JobConfig) -> int:
 
 
 def _beside(setting: Setting, runs: Mapping[str, list[dict[str, Any]]], base: Setting) -> dict[str, Any]:
-    """Figures, and ``ratio``: of a switch its speed over the base's, of a peer the base's over its."""
+    """Figures, and ``ratio``: of a switch its speed over the base's, of a peer the base's over its.
+
+    Of a switch also ``over_base``: its loss, bytes sent and peak memory over the base's.
+    """
     mine, other = runs[setting.name], runs[base.name]
     ratio = speed_up(mine, other) if setting.kind == "engine" else speed_up(other, mine)
-    return {**measured(mine, _tokens(setting.job)), "ratio": ratio}
+    figures, of_base = measured(mine, _tokens(setting.job)), measured(other, _tokens(base.job))
+    over = {
+        name: figures[name] / of_base[name]
+        for name in ("loss", "sent_bytes", "peak_bytes")
+        if setting.kind == "engine" and figures[name] and of_base[name]
+    }
+    return {**figures, "ratio": ratio, "over_base": over}
 
 
 def memory_of(events: Sequence[Event]) -> dict[int, dict[str, Any] | None]:
@@ -133,11 +142,13 @@ def runs_of(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
     for (index, _), noted in sorted(ranks.items()):
         steps = next(event["steps_s"] for event in noted if event["rank"] == 0)
         sent = [event["sent_bytes"] for event in noted if event.get("sent_bytes") is not None]
+        losses = [event["loss_sum"] for event in noted if event.get("loss_sum") is not None]
         runs[index].append(
             {
                 "steps_s": steps,
                 "peak_bytes": max(event["peak_bytes"] for event in noted),
                 "sent_bytes": max(sent, default=None),
+                "loss_sum": sum(losses) if losses else None,
             }
         )
     return dict(runs)

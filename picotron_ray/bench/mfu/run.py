@@ -25,6 +25,7 @@ from picotron_ray.bench.mfu.memory_timeline import as_html
 from picotron_ray.bench.mfu.peers import CHECKOUTS, chosen_peers, peer
 from picotron_ray.bench.mfu.result import memory_of, result
 from picotron_ray.bench.mfu.settings import (
+    SWITCHES,
     Refusal,
     Setting,
     alone,
@@ -52,7 +53,18 @@ class MfuOptions:
     picotron: Path | None
     torchtitan: Path | None
     peak_tflops: float | None
+    only: str = ""
     memory_timeline: Path | None = None
+
+    @property
+    def switches(self) -> list[str]:
+        """Switches to try: those that begin with ``only``. Raises ConfigError where none does."""
+        found = [switch for switch in SWITCHES if switch.startswith(self.only)]
+        if not found or (self.only and not self.ablate):
+            raise ConfigError(
+                f"--only: saw {self.only!r}, expected with --ablate the beginning of a switch, such as comm."
+            )
+        return found if self.ablate else []
 
     @property
     def checkouts(self) -> dict[str, Path]:
@@ -69,13 +81,13 @@ def bench(config: str, overrides: Sequence[str], options: MfuOptions, say: Say) 
     if options.peak_tflops is not None and not options.peak_tflops > 0:
         raise ConfigError(f"--peak-tflops: saw {options.peak_tflops:g}, expected a number above 0")
     refuse_unwritable("--memory-timeline", options.memory_timeline)
-    peers = chosen_peers(options.peers, options.checkouts)
+    switches, peers = options.switches, chosen_peers(options.peers, options.checkouts)
     asked = resolve_words(config, [*overrides, *alone(options.workers)]).job
     device = _device(asked, options.workers)
     if asked.precision == "auto":
         overrides = [*overrides, f"precision={_settled(asked, device).precision}"]
     base = base_setting(config, overrides, options.workers, device)
-    found = [*(switched(base) if options.ablate else []), *(peer(base, name) for name in peers)]
+    found = [*switched(base, switches), *(peer(base, name) for name in peers)]
     settings = [base, *(item for item in found if isinstance(item, Setting))]
     refused = {item.name: item.reason for item in found if isinstance(item, Refusal)}
     resolve(ResolvedJob(base.job), (DATA,))  # once for all settings, and refused here

@@ -41,7 +41,7 @@ from picotron_ray.bench.mfu.peers import CHECKOUTS
 from picotron_ray.bench.mfu.settings import Setting
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.comm.process_groups import ProcessGroups
-from picotron_ray.comm.wire_bytes import GRADIENTS, SENT
+from picotron_ray.comm.wire_bytes import SENT
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.data.samples import Dataset
@@ -111,9 +111,9 @@ class Segments:
         Args:
             prefix: of its keys in the store; its own.
 
-        Returns ``steps_s``, ``peak_bytes`` and ``sent_bytes`` (of gradients a step; None: not counted), or
-        ``phases_s``: seconds per step; or ``memory``: a step's by class (None: cannot be traced); or
-        ``refused``: why.
+        Returns ``steps_s``, ``peak_bytes``, ``sent_bytes`` (a step; None: not counted) and ``loss_sum`` (this
+        rank's, in nats, the mean of the last quarter of the steps; None: of another scale), or ``phases_s``:
+        seconds per step; or ``memory``: a step's by class (None: cannot be traced); or ``refused``: why.
         """
         setting, place = self._settings[index], self._place
         reset_peak(place.device)
@@ -126,9 +126,10 @@ class Segments:
                         return {"memory": self._memory(setting, training, loader)}
                     if phases:
                         return {"phases_s": self._phases(setting, training, loader)}
-                    steps_s, sent_bytes = self._timed(training, loader)
-                    sent = sent_bytes if setting.kind == "engine" else None
-                    return {"steps_s": steps_s, "peak_bytes": peak_bytes(place.device), "sent_bytes": sent}
+                    found = self._timed(training, loader)
+                    if setting.kind != "engine":
+                        found |= {"sent_bytes": None, "loss_sum": None}
+                    return {**found, "peak_bytes": peak_bytes(place.device)}
                 finally:
                     loader.close()
                     training.close()
@@ -147,16 +148,18 @@ class Segments:
         cache, rows = cache_folder(), layout.micro_batch
         return PlainTraining(Replica(setting.job, place.rank, layout.dp, cache, place.device, rows))
 
-    def _timed(self, training: Training, loader: BatchLoader) -> tuple[list[float], int]:
-        """Seconds of each step, and bytes of gradients sent in one; only the step waits for the device."""
+    def _timed(self, training: Training, loader: BatchLoader) -> dict[str, Any]:
+        """Seconds of each step, bytes sent in one, the loss; only the step waits for the device."""
         for _ in range(self._warmup):
             training.step(loader.next())
-        clock, sent = Clock(self._place.device), SENT.sent(GRADIENTS)
+        clock, sent, losses = Clock(self._place.device), SENT.sent(), list[Any]()
         clock.mark()
         for _ in range(self._steps):
-            training.step(loader.next())
+            losses.append(training.step(loader.next()))
             clock.mark()
-        return clock.intervals(), (SENT.sent(GRADIENTS) - sent) // self._steps
+        last = [float(loss) for loss in losses[-max(1, self._steps // 4) :]]
+        sent_bytes = (SENT.sent() - sent) // self._steps
+        return {"steps_s": clock.intervals(), "sent_bytes": sent_bytes, "loss_sum": sum(last) / len(last)}
 
     def _memory(self, setting: Setting, training: Training, loader: BatchLoader) -> dict[str, Any] | None:
         """Bytes of one step by class."""

@@ -3,12 +3,16 @@
 A sum of ``n`` bytes takes alpha + beta n seconds, by strategy, axis and link (Hockney 1994). Both are found
 by recursive least squares with forgetting (Ljung 1999, section 11.2). An error counts relative to what is
 usual for its size, so that microseconds at 1 KiB weigh as much as seconds at 1 GiB, and a link that has
-become slow as much as it was when it was fast. A strategy in use is left only for one that is predicted to
-be faster by more than `HYSTERESIS`.
+become slow as much as it was when it was fast. Collectives are no lines: backends change their algorithm with
+the size, and caches end. So near a size that was measured the line is shifted to what was measured there (the
+mean time of sums within a factor of two, forgotten as fast).
+
+A strategy in use is left only for one that is predicted to be faster by more than `HYSTERESIS`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,8 +44,8 @@ class LinearTime:
     >>> model = LinearTime()
     >>> for nbytes in (1e3, 1e6, 1e9):
     ...     model.observe(nbytes, 1e-4 + 2e-10 * nbytes)
-    >>> round(model.seconds(1e8), 4)
-    0.0201
+    >>> round(model.seconds(1e7), 4)
+    0.0021
 
     Fields:
         alpha: seconds of any sum.
@@ -56,9 +60,19 @@ class LinearTime:
     at: int = 0
     _squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of both regressors: first, product, second
     _products: tuple[float, float] = (0.0, 0.0)  # of the regressors with the times
+    _near: dict[int, Near] = field(default_factory=dict)  # by the power of two of the bytes
 
     def seconds(self, nbytes: float) -> float:
         """Predict; never below zero."""
+        near = self._near.get(_octave(nbytes))
+        if near is None:
+            return self.line(nbytes)
+        mean_bytes, mean_s = near.nbytes / near.weight, near.seconds / near.weight
+        there = self.line(mean_bytes)
+        return mean_s * self.line(nbytes) / there if there > 0 else mean_s
+
+    def line(self, nbytes: float) -> float:
+        """Seconds by alpha and beta alone."""
         return max(0.0, self.alpha + self.beta * nbytes)
 
     def observe(self, nbytes: float, seconds: float, step: int = 0) -> None:
@@ -74,7 +88,32 @@ class LinearTime:
         a, c = xx + least, yy + least
         whole = a * c - xy * xy
         self.alpha, self.beta = (c * xt - xy * yt) / whole, (a * yt - xy * xt) / whole / 1e6
+        if self.beta < 0.0:  # neither can be: the best line is one of the two edges
+            self.alpha, self.beta = xt / a, 0.0
+        elif self.alpha < 0.0:
+            self.alpha, self.beta = 0.0, yt / c / 1e6
         self.seen, self.at = self.seen + 1, step
+        self._near.setdefault(_octave(nbytes), Near()).observe(nbytes, seconds, step)
+
+
+@dataclass(slots=True)
+class Near:
+    """Sums of what was measured at sizes near each other, with forgetting."""
+
+    weight: float = 0.0
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    at: int = 0
+
+    def observe(self, nbytes: float, seconds: float, step: int) -> None:
+        """Take in a time."""
+        keeps = FORGETTING ** max(0, step - self.at)
+        self.weight, self.nbytes = keeps * self.weight + 1.0, keeps * self.nbytes + nbytes
+        self.seconds, self.at = keeps * self.seconds + seconds, step
+
+
+def _octave(nbytes: float) -> int:
+    return math.frexp(max(nbytes, 1.0))[1]
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Config of how gradients travel between replicas."""
+"""Config of what travels between ranks, and how."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from picotron_ray.config.schema.base import Section
 
 COMPRESSED = ("topk", "int8", "powersgd", "bf16")
 """Values of ``comm.gradients`` whose result is not the exact sum."""
+Gather = Literal["auto", "flat", "ring", "mesh", "hierarchical"]
+"""Algorithm of gathers, and of sums that leave each rank its part."""
 
 
 class CommConfig(Section):
-    """Communication between replicas: the sums of gradients.
+    """Communication: sums of gradients, gathers of weights and activations, exchanges of experts' rows.
 
     Example::
 
@@ -47,18 +49,33 @@ class CommConfig(Section):
         description="algorithm of exact sums: auto, the backend's; ring, tree or mesh (each to each in one"
         " round), own ones over point-to-point messages (gloo), after the backward pass",
     )
+    parameters: Gather = Field(
+        default="auto",
+        description="how ZeRO gathers weights. auto and flat: by the backend; ring, mesh (each to each in one"
+        " round) and hierarchical (between neighbourhoods of inner_ranks, then inside): own algorithms over"
+        " point-to-point messages (gloo). All exact",
+    )
+    activations: Gather = Field(
+        default="auto",
+        description="how tensor parallelism gathers and sums activations: as parameters",
+    )
+    experts: Literal["auto", "flat", "pairwise", "hierarchical"] = Field(
+        default="auto",
+        description="how rows go to their experts and back. auto and flat: by the backend; pairwise, one rank"
+        " at a time, and hierarchical, one message for each neighbourhood of inner_ranks: own algorithms over"
+        " point-to-point messages (gloo). All exact",
+    )
     selector: bool = Field(
         default=False,
-        description="with gradients and topology auto, without ZeRO, on CPUs: measure the exact ways while"
-        " the run goes on, and every 100 steps take the one that costs the step least (another one only if"
-        " faster by 10 %); sums are rounded in another order then",
+        description="with gradients and topology auto: measure the exact ways of gradients (without ZeRO),"
+        " and on gloo of parameters, activations and experts where they are auto, while the run goes on, and"
+        " every 100 steps take those that cost the step least (another one only if faster by 10 %); sums are"
+        " rounded in another order then",
     )
     bucket_mib: float = Field(
         default=25.0, gt=0, le=25, description="gradients that are summed together, MiB at most"
     )
-    chunk_mib: float = Field(
-        default=4.0, ge=1, le=64, description="largest message of hierarchical, ring, tree and mesh, MiB"
-    )
+    chunk_mib: float = Field(default=4.0, ge=1, le=64, description="largest message of an own algorithm, MiB")
     overlap_ratio: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
         default="auto",
         description="share of the buckets, 0 to 1, whose sums may start during the backward pass; auto: all",
@@ -71,6 +88,6 @@ class CommConfig(Section):
     bits: Literal[8, 4] = Field(default=8, description="int8: bits of a code, 8 or 4")
     inner_ranks: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
         default="auto",
-        description="hierarchical: neighbouring replicas (dp x cp) of a neighbourhood; auto: those of a node,"
-        " where all nodes have as many",
+        description="hierarchical: neighbouring ranks of a neighbourhood, for gradients of the replicas"
+        " (dp x cp); auto: those of a node, where all nodes have as many",
     )

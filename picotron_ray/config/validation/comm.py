@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.comm import COMPRESSED, CommConfig
@@ -12,10 +12,20 @@ from picotron_ray.layout.layout import Layout
 _ONLY_OF = {
     "ratio": ("topk", "powersgd"),
     "bits": ("int8",),
-    "inner_ranks": ("hierarchical",),
     "overlap_ratio": ("auto", "overlapped", "reduce-scatter", *COMPRESSED),
 }
 """Keys of ``comm`` that some values of ``comm.gradients`` have alone."""
+COLLECTIVES = ("parameters", "activations", "experts")
+"""Keys of ``comm`` that name the algorithm of an axis's collectives."""
+_WITHOUT = {
+    "layout.tp": "under which no activations are",
+    "layout.ep": "under which no rows travel",
+    "model.moe.experts": "which has no rows to send",
+    "kernels.tp_overlap": "which sends part by part itself",
+    "kernels.compile": "whose graphs hold the backend's collectives",
+    "cluster.max_workers": "which leaves one rank",
+}
+"""Keys under which an axis has no collectives, or others, and why."""
 
 
 def _compression(job: JobConfig) -> Iterator[Problem]:
@@ -29,8 +39,12 @@ def _compression(job: JobConfig) -> Iterator[Problem]:
 
 
 def _without_effect(job: JobConfig) -> Iterator[Problem]:
-    """Refuse keys that the chosen reducer does not have."""
+    """Refuse keys that the chosen reducer, or any algorithm, does not have."""
     comm, plain = job.comm, CommConfig()
+    levels = [key for key in ("gradients", *COLLECTIVES) if getattr(comm, key) == "hierarchical"]
+    if comm.inner_ranks != "auto" and not levels and not comm.selector:
+        text = f"saw {comm.inner_ranks} without neighbourhoods; drop it or use comm.gradients=hierarchical"
+        yield Problem("comm.inner_ranks", f"{text}, or another key of comm", ("comm.gradients",))
     for key, names in _ONLY_OF.items():
         value = getattr(comm, key)
         if value != getattr(plain, key) and comm.gradients not in names:
@@ -54,6 +68,45 @@ def _topology(job: JobConfig) -> Iterator[Problem]:
         yield Problem("comm.topology", f"saw {comm.topology} {text}", ("cluster.device",))
 
 
+def _collectives(job: JobConfig) -> Iterator[Problem]:
+    """Refuse algorithms of gathers and exchanges where nothing is gathered or exchanged by them."""
+    kernels, layout = job.kernels, job.layout
+    has_none: dict[str, dict[str, object]] = {
+        "parameters": {},
+        "activations": {
+            "layout.tp": layout.tp == 1,
+            "kernels.tp_overlap": kernels.tp_overlap != "none",
+            "kernels.compile": kernels.compile,
+        },
+        "experts": {
+            "model.moe.experts": not job.model.moe.experts,
+            "layout.ep": layout.ep == 1,
+            "kernels.compile": kernels.compile,
+        },
+    }
+    for key, against in has_none.items():
+        asked = getattr(job.comm, key)
+        against |= {"cluster.max_workers": job.cluster.max_workers == 1}
+        if asked != "auto":
+            yield from _at_odds(job, key, asked, against)
+
+
+def _at_odds(job: JobConfig, key: str, asked: str, against: Mapping[str, object]) -> Iterator[Problem]:
+    for other, holds in against.items():
+        if holds:
+            section, _, name = other.rpartition(".")
+            value = getattr(job.model.moe if section == "model.moe" else getattr(job, section), name)
+            text = f"saw {asked} with {other}={_word(value)}, {_WITHOUT[other]}; use auto"
+            yield Problem(f"comm.{key}", text, (other,))
+    if asked != "flat" and job.cluster.device == "cuda":
+        text = f"saw {asked} with cluster.device=cuda, where NCCL has algorithms of its own; use auto, or set"
+        yield Problem(f"comm.{key}", f"{text} NCCL_ALGO for all communicators", ("cluster.device",))
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _selector(job: JobConfig) -> Iterator[Problem]:
     comm = job.comm
     if not comm.selector:
@@ -61,7 +114,6 @@ def _selector(job: JobConfig) -> Iterator[Problem]:
     against = {
         "comm.gradients": comm.gradients != "auto" and f"{comm.gradients}, which leaves no choice",
         "comm.topology": comm.topology != "auto" and f"{comm.topology}, which leaves no choice",
-        "cluster.device": job.cluster.device == "cuda" and "cuda, whose waits it cannot time",
         "kernels.cuda_graphs": job.kernels.cuda_graphs and "true, whose waits it cannot time",
     }
     for key, why in against.items():
@@ -98,9 +150,14 @@ def comm_layout_problems(comm: CommConfig, layout: Layout) -> Iterator[tuple[str
 
     Under ZeRO FSDP2 sums gradients: by a reduce-scatter for each block, beside the backward pass.
     """
-    if not layout.zero:
-        return
     against, has = ("layout.zero",), f"layout.zero={layout.zero}"
+    if not layout.zero:
+        if comm.parameters != "auto" and layout.replicas > 1:
+            text = (
+                f"saw {comm.parameters} with {has}, under which no weights are gathered; use auto or zero=1"
+            )
+            yield "comm.parameters", against, text
+        return
     if comm.gradients in COMPRESSED:
         text = f"saw {comm.gradients} with {has}, under which no rank has the gradients to keep an error of"
         yield "comm.gradients", against, f"{text}; use zero=0 or an exact reducer"
@@ -115,9 +172,6 @@ def comm_layout_problems(comm: CommConfig, layout: Layout) -> Iterator[tuple[str
             f"saw {comm.topology} with {has}, whose gradients FSDP2 sums by the backend's algorithm; use auto"
         )
         yield "comm.topology", against, text
-    if comm.selector:
-        text = f"saw true with {has}, whose gradients FSDP2 sums by the backend's algorithm; use false"
-        yield "comm.selector", against, text
     if comm.overlap_ratio != "auto":
         text = f"saw {comm.overlap_ratio} with {has}, where FSDP2 overlaps each block; use auto"
         yield "comm.overlap_ratio", against, text
@@ -127,6 +181,7 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _compression,
     _without_effect,
     _topology,
+    _collectives,
     _selector,
     _alone,
     _asked_layout,

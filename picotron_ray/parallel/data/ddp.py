@@ -11,7 +11,6 @@ Gradients are summed and never averaged, because the loss is divided once by the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from picotron_ray.comm.all_reduce import buckets
+from picotron_ray.comm.collectives.exposed import ExposedTime
 from picotron_ray.comm.collectives.pending import PENDING
 from picotron_ray.comm.reducers.choose import ReductionPlan, make_reducer
 from picotron_ray.comm.reducers.feedback import Feedback
@@ -49,13 +49,13 @@ class GradientBucket:
         self._shapes = [parameter.shape for parameter in parameters]
         self._step = 0
         self._work: Reduction | None = None
-        self._cost_s = 0.0
+        self._exposed = ExposedTime(first.device)
         self.waiting: set[Tensor] = set()
 
     @property
     def cost(self) -> tuple[int, float]:
         """Bytes of the bucket, and seconds that its sum has cost the step: in its start and at its end."""
-        return self._flat.numel() * self._flat.element_size(), self._cost_s
+        return self._flat.numel() * self._flat.element_size(), self._exposed.seconds
 
     def use(self, reducer: Reducer) -> None:
         """Sum by another exact reducer from the next step on."""
@@ -76,7 +76,8 @@ class GradientBucket:
     def begin(self, step: int, scale: float) -> None:
         """Begin a step: `clear`, and remember its number and the scale of its gradients."""
         self.clear()
-        self._step, self._cost_s = step, 0.0
+        self._step = step
+        self._exposed.begin()
         if self._feedback is not None:
             self._feedback.begin(scale)
 
@@ -112,18 +113,16 @@ class GradientBucket:
     def start(self) -> None:
         """Start the sum, unless it is under way."""
         if self._work is None:
-            began = time.perf_counter()
             PENDING.issue()
-            self._work = self._reducer.start(self._flat, self._shapes, self._feedback, self._step)
-            self._cost_s += time.perf_counter() - began
+            with self._exposed.waiting():
+                self._work = self._reducer.start(self._flat, self._shapes, self._feedback, self._step)
 
     def wait(self) -> None:
         """Wait for the sum."""
         assert self._work is not None, "started before it is waited for"
-        began = time.perf_counter()
-        self._work.wait()
+        with self._exposed.waiting():
+            self._work.wait()
         PENDING.end()
-        self._cost_s += time.perf_counter() - began
         self._work = None
 
 

@@ -22,6 +22,7 @@ from picotron_ray.runtime.heartbeat import PageView, cpu_seconds
 from picotron_ray.runtime.telemetry_page import SUFFIX as TELEMETRY
 from picotron_ray.runtime.telemetry_page import read_rows
 from picotron_ray.runtime.telemetry_window import figures_of
+from picotron_ray.train.way_selection import THINGS
 
 
 def serve_metrics(
@@ -92,6 +93,7 @@ def _worker(page: PageView) -> Iterator[Sample]:
         "picotron_worker_snapshot_seconds": page.snapshot_s,
         "picotron_worker_snapshot_wait_seconds_total": page.wait_s,
         "picotron_worker_skipped_snapshots_total": page.skipped,
+        "picotron_worker_pending_operations": page.pending_operations,
     }
     if page.cuda_allocated_bytes >= 0:
         figures["picotron_worker_cuda_allocated_bytes"] = page.cuda_allocated_bytes
@@ -102,6 +104,11 @@ def _worker(page: PageView) -> Iterator[Sample]:
         for kind, nbytes in zip(MEMORY_CLASSES, page.memory_bytes, strict=True):
             yield Sample("picotron_worker_memory_bytes", nbytes, {"worker": page.worker, "class": kind})
     yield from (Sample(name, value, {"worker": page.worker}) for name, value in figures.items())
+    for thing, (predicted_s, measured_s) in zip(THINGS, page.communication_s, strict=True):
+        if measured_s >= 0:
+            labels = {"worker": page.worker, "thing": thing}
+            yield Sample("picotron_worker_communication_predicted_seconds", predicted_s, labels)
+            yield Sample("picotron_worker_communication_measured_seconds", measured_s, labels)
 
 
 def _size(path: Path) -> int:

@@ -19,12 +19,16 @@ def test_every_strategy_is_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(target.read_text())
     assert {"cells", "cuts", "selected_within_10_percent"} < set(found)
-    assert len(found["cells"]) + len(found["cuts"]) == 2 * 10
+    assert len(found["cells"]) + len(found["cuts"]) == 2 * (10 + 3 + 3 + 2 + 2)
     for cell in found["cells"]:
         assert 0 < cell["min_s"] <= cell["avg_s"] <= cell["max_s"]
         assert 5 <= cell["repeats"] <= 100
-        assert cell["busbw_bytes_s"] == pytest.approx(cell["size_bytes"] / cell["avg_s"])
-    sent = {c["strategy"]: c["sent_bytes"] for c in found["cells"] if c["size_bytes"] == 65536}
-    assert sent["auto"] == 65536
-    assert sent["int8"] < 0.27 * 65536
+        factor = 1.0 if cell["collective"] in ("all-reduce", "broadcast") else 0.5
+        assert cell["busbw_bytes_s"] == pytest.approx(factor * cell["size_bytes"] / cell["avg_s"])
+    large = [c for c in found["cells"] if c["size_bytes"] == 65536]
+    sent = {(c["collective"], c["strategy"]): c["sent_bytes"] for c in large}
+    assert sent["all-reduce", "auto"] == 65536
+    assert sent["all-reduce", "int8"] < 0.27 * 65536
+    for way in ("flat", "ring", "mesh"):
+        assert sent["all-gather", way] == sent["reduce-scatter", way] == 32768
     assert "selector: " in done.stdout

@@ -64,7 +64,7 @@ def test_a_segment_times_the_steps_after_its_warmup(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(worker, "reset_peak", resets.append)
     monkeypatch.setattr(worker, "peak_bytes", lambda device: 5)
     found = segments(training, monkeypatch).run("p", 0, phases=False)
-    assert found.keys() == {"steps_s", "peak_bytes", "sent_bytes"}
+    assert found.keys() == {"steps_s", "peak_bytes", "sent_bytes", "loss_sum"}
     assert (len(found["steps_s"]), found["peak_bytes"]) == (3, 5)
     assert training.steps == [1, 2, 3, 4, 5]
     assert (training.closed, closed, resets) == (1, loaders, [CPU])

@@ -19,6 +19,7 @@ from picotron_ray.train.expert_balance import ExpertLoad
 from picotron_ray.train.loop import Loop, Requests
 from picotron_ray.train.step_sync import SNAPSHOT, STOP
 from picotron_ray.train.update_policy import UpdatePolicy
+from picotron_ray.train.way_selection import NO_COSTS, Cost
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, make_job
 
 OLD = '{"step":0}'
@@ -46,10 +47,12 @@ class Parts:
     def optimizer_step(self, rate: float) -> None:
         self.log.append(("update", rate))
 
-    reduce_cost_s = 0.125
+    def comm_costs(self) -> tuple[Cost, ...]:
+        return (Cost(8.0, 0.125), *NO_COSTS[1:])
 
-    def choose_reducer(self, costs_s: Sequence[float]) -> None:
-        assert costs_s == (0.125,)
+    def choose_ways(self, costs: Sequence[Cost]) -> dict[str, tuple[float, float]]:
+        assert costs == self.comm_costs()
+        return {"gradients": (0.25, 0.125)}
 
     def settle(self) -> None:
         self.log.append("settle")
@@ -78,6 +81,9 @@ class Parts:
 
     def put(self, **values: float) -> None:
         self.log.append(values)
+
+    def communication(self, figures: dict[str, tuple[float, float]]) -> None:
+        assert figures == {"gradients": (0.25, 0.125)}
 
     def count_step(self, seconds: float) -> None:
         self.log.append(("count", seconds))

@@ -49,7 +49,6 @@ def test_ranks_agree_on_sums_maxima_and_minima() -> None:
         snapshot_interval=4,  # 1.25 / (0.5 x 0.75), rounded up
         imbalance=1.75,
         dropped=3 + 7,
-        reduce_s=(0.0,) * 4,
     )
 
 

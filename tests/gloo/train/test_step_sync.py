@@ -8,6 +8,7 @@ import pytest
 
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.step_sync import SNAPSHOT, STOP, Agreement, Contribution, agree, exchange
+from picotron_ray.train.way_selection import NO_COSTS, Cost
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
 
 WIDE = Layout(dp=2, cp=2, tp=2, pp=2)
@@ -45,7 +46,6 @@ def test_numbers_of_all_ranks_become_one() -> None:
         snapshot_interval=4,  # 3.75 s of copying beside steps of 2 s, half of which it may take
         imbalance=6,
         dropped=1 + 9,
-        reduce_s=(0.0,) * 16,
     )
 
 
@@ -69,9 +69,9 @@ def test_a_replica_that_fed_something_else_is_told() -> None:
 
 def test_a_rank_alone_agrees_with_itself() -> None:
     assert exchange(ONE, Layout(), CPU) == Agreement(
-        1.5, 2.5, ((0, 4, ONE.digest.hex()),), STOP, 7, 3, imbalance=1.25, dropped=9, reduce_s=(0.0,)
+        1.5, 2.5, ((0, 4, ONE.digest.hex()),), STOP, 7, 3, imbalance=1.25, dropped=9, costs=NO_COSTS
     )
-    timed = [replace(ONE, reduce_s=seconds) for seconds in (0.25, 0.5)]
-    assert agree(timed, Layout(tp=2)).reduce_s == (0.25, 0.5)
+    timed = [replace(ONE, costs=(Cost(*cost), *NO_COSTS[1:])) for cost in ((8, 0.25), (4, 0.5))]
+    assert agree(timed, Layout(tp=2)).costs == (Cost(8, 0.5), *NO_COSTS[1:]), "the largest of each"
     assert agree([Contribution(1.0, 2.0)], Layout()).flags == 0
     assert STOP & SNAPSHOT == 0

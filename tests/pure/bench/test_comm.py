@@ -9,7 +9,7 @@ import pytest
 
 from picotron_ray.bench.comm import bench, report
 from picotron_ray.bench.comm.bench import CommOptions
-from picotron_ray.bench.comm.figures import STRATEGIES, near_share, selection
+from picotron_ray.bench.comm.figures import COLLECTIVES, STRATEGIES, bus_factor, near_share, selection
 from picotron_ray.bench.comm.room import room_bytes
 from picotron_ray.comm.reducers.selector import LinearTime, Selector, Way
 from picotron_ray.errors import ConfigError
@@ -17,6 +17,7 @@ from picotron_ray.errors import ConfigError
 OPTIONS: dict[str, Any] = {
     "groups": "2,4",
     "sizes": "1KiB,1MiB",
+    "collectives": "all-reduce",
     "strategies": "all",
     "budget_s": 60.0,
     "device": "cpu",
@@ -26,7 +27,8 @@ RING, TREE = Way("ring", "data", "gloo"), Way("tree", "data", "gloo")
 
 def event(number: int, rank: int, strategy: str, seconds: list[float] | None, **more: Any) -> dict[str, Any]:
     timed = {} if seconds is None else {"seconds": seconds, "warmups": 10, "sent_bytes": 100 + rank}
-    place = {"what": "cell", "number": number, "rank": rank, "strategy": strategy}
+    place = {"what": "cell", "number": number, "rank": rank, "collective": "all-reduce"}
+    place["strategy"] = strategy
     return {"t": float(number), **place, "size": 1000, "group": 4, **timed, **more}
 
 
@@ -34,11 +36,11 @@ def test_cells_go_from_small_to_large_and_two_levels_need_two_neighbourhoods() -
     cells, smaller = bench.planned(CommOptions(**OPTIONS), 2**40)
     assert smaller == []
     assert len(cells) == 2 * (2 * len(STRATEGIES) - 1)
-    assert [size for _, size, _ in cells] == sorted(size for _, size, _ in cells)
-    assert [group for name, _, group in cells if name == "hierarchical"] == [4, 4]
+    assert [size for *_, size, _ in cells] == sorted(size for *_, size, _ in cells)
+    assert [group for _, name, _, group in cells if name == "hierarchical"] == [4, 4]
     assert room_bytes("mesh", 10, 8) == 10 * 10 * 8
     few, smaller = bench.planned(CommOptions(**{**OPTIONS, "strategies": "auto,tree,mesh,topk"}), 24 * 2**20)
-    large = [cell for cell in few if cell[1] > 1024]
+    large = [cell[1:] for cell in few if cell[2] > 1024]
     assert large[:4] == [(name, 2**20, 2) for name in ("auto", "tree", "mesh")] + [("topk", 2**19, 2)]
     assert large[4:] == [(name, 2**20, 4) for name in ("auto", "tree", "mesh")] + [("topk", 2**18, 4)]
     assert [(cut["strategy"], cut["cut"]) for cut in smaller] == [
@@ -55,6 +57,7 @@ def test_cells_go_from_small_to_large_and_two_levels_need_two_neighbourhoods() -
         ("sizes", "1KB", "--sizes: saw '1KB', expected 1KiB to 4GiB"),
         ("sizes", "0MiB", "--sizes"),
         ("strategies", "ring,star", "--strategies: saw 'star', expected all, or some of auto"),
+        ("collectives", "sum", "--collectives: saw 'sum', expected all, or some of all-reduce"),
         ("budget_s", 0.0, "--budget-s: saw 0"),
         ("device", "tpu", "--device: saw 'tpu', expected auto, cpu or cuda"),
     ],
@@ -79,34 +82,57 @@ def test_figures_by_hand() -> None:
     assert ring["busbw_bytes_s"] == pytest.approx(500.0)
     assert ring["sent_bytes"] == 101
     assert auto["strategy"] == "auto"
-    assert found["cuts"] == [{"strategy": "topk", "size_bytes": 1000, "group": 4, "cut": "memory"}]
+    cut = {"collective": "all-reduce", "strategy": "topk", "size_bytes": 1000, "group": 4, "cut": "memory"}
+    assert found["cuts"] == [cut]
     (pick,) = found["selections"]
     assert (pick["selected"], pick["best"], pick["near"]) == ("auto", "auto", True)
     assert found["selected_within_10_percent"] == 1.0
     lines = report.lines(
         {**found, "device": "cpu", "machine": {"processor": "x", "cores": 2, "memory_gib": 1}}
     )
-    assert any("not measured: topk" in line for line in lines)
+    assert any("not measured: all-reduce by topk" in line for line in lines)
     assert near_share([]) is None
 
 
-def test_a_pick_far_from_the_best_is_said() -> None:
-    def cell(strategy: str, size: int, seconds: float) -> dict[str, Any]:
-        quartiles = [0.99 * seconds, 1.01 * seconds]
-        return {
-            "strategy": strategy,
-            "size_bytes": size,
-            "group": 2,
-            "avg_s": seconds,
-            "quartiles_s": quartiles,
-        }
+def cell(strategy: str, size: int, learnt_s: float, judged_s: float) -> dict[str, Any]:
+    times = [learnt_s, judged_s] * 4
+    place = {"collective": "all-gather", "strategy": strategy, "size_bytes": size, "group": 2}
+    return {**place, "times_s": times}
 
-    # ring is no line: a line through it is too low at its end
-    bent = [cell("ring", 10**6 * n, s) for n, s in ((1, 1.0), (2, 0.2), (3, 1.0))]
-    straight = [cell("mesh", 10**6 * n, 0.5) for n in (1, 2, 3)]
-    picks = selection([*bent, *straight], "gloo")
-    assert [pick["near"] for pick in picks] == [True, False, False]
-    assert near_share(picks) == pytest.approx(1 / 3)
+
+def test_a_pick_far_from_the_best_is_said() -> None:
+    """The selector learns from one half of the repeats, and is judged by the other."""
+    measured = [cell("ring", 10**6, 1.0, 1.0), cell("mesh", 10**6, 0.9, 2.0), cell("flat", 10**6, 3.0, 3.0)]
+    measured += [cell("ring", 10**3, 0.1, 0.1), cell("mesh", 10**3, 0.2, 0.2)]
+    picks = selection(measured, "gloo")
+    assert [(pick["selected"], pick["best"], pick["near"]) for pick in picks] == [
+        ("mesh", "ring", False),
+        ("ring", "ring", True),
+    ]
+    assert picks[0]["over_best"] == 2.0
+    assert near_share(picks) == 0.5
+
+
+def test_what_is_no_line_is_known_where_it_was_measured() -> None:
+    model = LinearTime()
+    for nbytes, seconds in ((1e6, 1.0), (4e6, 0.2), (16e6, 1.0)):
+        for _ in range(3):
+            model.observe(nbytes, seconds)
+    assert [model.seconds(nbytes) for nbytes in (1e6, 4e6, 16e6)] == pytest.approx([1.0, 0.2, 1.0])
+    assert model.seconds(64e6) == model.line(64e6) > 0.2
+    assert min(model.alpha, model.beta) >= 0.0
+    for step in range(200):
+        model.observe(4e6, 0.6, step)
+    assert model.seconds(4e6) == pytest.approx(0.6, rel=0.05)
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    halves = dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all"), 0.75)
+    assert {name: bus_factor(4, name) for name in COLLECTIVES} == {
+        **halves,
+        "broadcast": 1.0,
+        "all-reduce": 1.5,
+    }
 
 
 def test_a_line_is_found_from_noisy_times_of_very_different_sizes() -> None:

@@ -234,12 +234,23 @@ def noted(settings: list[Setting], **refused: str) -> list[dict[str, Any]]:
             took: dict[str, Any] = {"steps_s": [index + 1.0] * 2, "peak_bytes": 2**30 * (1 + rank)}
             if settings[index].kind == "engine":
                 took["sent_bytes"] = 1_000_000 * (2 + rank - index)
+                took["loss_sum"] = 128.0 * (2 + 0.02 * index)  # of 256 tokens on both ranks
             if settings[index].kind in refused:
                 took = {"refused": refused[settings[index].kind]}
             elif segment["phases"]:
                 took = {"phases_s": {"forward": 0.3, "backward": 0.6, "reduce": 0.1}}
             events.append({"what": "segment", "number": number, **segment, **took, **own})
     return events
+
+
+def test_some_switches_alone() -> None:
+    options = MfuOptions(2, 2, 0, 1, True, "none", None, None, None, "comm.gradients=int8")
+    assert options.switches == ["comm.gradients=int8", "comm.gradients=int8 comm.bits=4"]
+    assert replace(options, only="").switches == list(SWITCHES)
+    assert replace(options, only="", ablate=False).switches == []
+    for bad in (replace(options, ablate=False), replace(options, only="com,")):
+        with pytest.raises(ConfigError, match=r"--only: saw '.*', expected with --ablate the beginning"):
+            assert not bad.switches
 
 
 def test_result_and_report() -> None:
@@ -255,11 +266,15 @@ def test_result_and_report() -> None:
     assert found["job"]["precision"] == "bf16"
     assert (found["job"]["workers"], found["job"]["device"]) == (2, "NVIDIA H200")
     assert found["rounds"]["base"] == [
-        {"steps_s": [1.0, 1.0], "peak_bytes": 2 * 2**30, "sent_bytes": 3_000_000}
+        {"steps_s": [1.0, 1.0], "peak_bytes": 2 * 2**30, "sent_bytes": 3_000_000, "loss_sum": 512.0}
     ]
     assert found["sent_bytes"] == 3_000_000
     assert found["ablation"]["precision=fp32"]["sent_bytes"] == 2_000_000
     assert found["peers"]["plain"]["sent_bytes"] is None
+    assert found["loss"] == 2.0
+    over = found["ablation"]["precision=fp32"]["over_base"]
+    assert over == pytest.approx({"loss": 1.01, "sent_bytes": 2 / 3, "peak_bytes": 1.0})
+    assert found["peers"]["plain"]["over_base"] == {}
     tokens_per_s = 8 * 32 / 1.0
     assert found["mfu"] == tokens_per_s * found["formula"]["flops_per_token"] / (2 * 989e12)
     options = asdict(MfuOptions(2, 2, 0, 1, True, "plain", None, None, None))
@@ -271,6 +286,7 @@ def test_result_and_report() -> None:
         "peak memory   2.000 GiB, CUDA memory allocated",
         "6 x 37,536 parameters + 12 x 2 layers x 32 wide x 32 tokens",
         "attention counted in full, not halved for the causal mask",
+        "2.00 MB  loss +1.0 %, bytes -33.3 %, memory +0.0 %",
         "989 TFLOP/s per worker, dense bf16 by its data sheet",
         "layout.zero=9                                   refused: no",
     ):
@@ -370,10 +386,10 @@ def test_a_round_is_as_rank_0_timed_it_and_as_full_as_the_fullest() -> None:
     ]
     assert runs_of([*events, {"what": "place"}]) == {
         0: [
-            {"steps_s": [0.0], "peak_bytes": 9, "sent_bytes": None},
-            {"steps_s": [2.0], "peak_bytes": 9, "sent_bytes": None},
+            {"steps_s": [0.0], "peak_bytes": 9, "sent_bytes": None, "loss_sum": None},
+            {"steps_s": [2.0], "peak_bytes": 9, "sent_bytes": None, "loss_sum": None},
         ],
-        1: [{"steps_s": [1.0], "peak_bytes": 9, "sent_bytes": None}],
+        1: [{"steps_s": [1.0], "peak_bytes": 9, "sent_bytes": None, "loss_sum": None}],
     }
 
 

@@ -58,8 +58,40 @@ BAD = {
         "comm.selector",
         "leaves no choice; drop one",
     ),
-    "selector on CUDA": ("{comm: {selector: true}, cluster: {device: cuda}}", "comm.selector", "cannot time"),
-    "selector under ZeRO": ("{comm: {selector: true}, layout: {zero: 2}}", "comm.selector", "use false"),
+    "selector in a graph": (
+        "{comm: {selector: true}, kernels: {cuda_graphs: true}, cluster: {device: cuda}}",
+        "comm.selector",
+        "cannot time",
+    ),
+    "gathers without ZeRO": (
+        "{comm: {parameters: ring}, layout: {zero: 0}}",
+        "comm.parameters",
+        "no weights",
+    ),
+    "gathers without tp": ("{comm: {activations: mesh}, layout: {tp: 1}}", "comm.activations", "layout.tp=1"),
+    "gathers beside overlap": (
+        "{comm: {activations: ring}, kernels: {tp_overlap: ring}}",
+        "comm.activations",
+        "saw ring with kernels.tp_overlap=ring, which sends part by part itself",
+    ),
+    "gathers in a graph": (
+        "{comm: {activations: ring}, kernels: {compile: true}}",
+        "comm.activations",
+        "kernels.compile=true",
+    ),
+    "rows of a dense model": ("{comm: {experts: pairwise}}", "comm.experts", "model.moe.experts=0"),
+    "gathers of one worker": (
+        "{comm: {parameters: ring}, cluster: {max_workers: 1}}",
+        "comm.parameters",
+        "cluster.max_workers=1",
+    ),
+    "gathers on NCCL": (
+        "{comm: {parameters: hierarchical}, cluster: {device: cuda}}",
+        "comm.parameters",
+        "NCCL has algorithms of its own",
+    ),
+    "an exchange's ring": ("{comm: {experts: ring}}", "comm.experts", "saw 'ring'"),
+    "no neighbourhoods": ("{comm: {inner_ranks: 2}}", "comm.inner_ranks", "without neighbourhoods"),
     "flat under ZeRO": ("{comm: {gradients: flat}, layout: {zero: 1}}", "comm.gradients", "block by block"),
     "levels under ZeRO": (
         "{comm: {gradients: hierarchical}, layout: {zero: 1}}",
@@ -89,6 +121,10 @@ def test_one_line_with_the_key_and_a_remedy(name: str) -> None:
         "comm: {gradients: bf16, overlap_ratio: 0}",
         "{comm: {gradients: hierarchical}, layout: {zero: 1, replicate: 2}}",
         "{comm: {gradients: reduce-scatter}, layout: {zero: 3}}",
+        "{comm: {parameters: mesh, selector: true}, layout: {zero: 3}}",
+        "{comm: {parameters: flat, activations: flat}, layout: {zero: 1}, cluster: {device: cuda}}",
+        "{comm: {selector: true}, cluster: {device: cuda}}",
+        "{comm: {activations: hierarchical, inner_ranks: 2}}",
     ],
 )
 def test_what_just_passes(text: str) -> None:
@@ -100,3 +136,11 @@ def test_the_planner_is_kept_from_zero_where_gradients_are_compressed() -> None:
     found = layout_problems(job, Layout(dp=2, zero=2, micro_batch=1))
     assert [problem.key for problem in found] == ["comm.gradients"]
     assert not layout_problems(job, Layout(dp=2, micro_batch=1))
+
+
+def test_the_planner_is_kept_to_zero_where_gathers_are_asked_for() -> None:
+    job = parse_job({"comm": {"parameters": "ring"}})
+    found = layout_problems(job, Layout(dp=2, micro_batch=1))
+    assert [problem.key for problem in found] == ["comm.parameters"]
+    assert not layout_problems(job, Layout(dp=2, zero=1, micro_batch=1))
+    assert not layout_problems(job, Layout(dp=1, micro_batch=1)), "one replica gathers nothing"

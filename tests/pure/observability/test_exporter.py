@@ -154,6 +154,10 @@ def test_an_agent_measures_all_but_gpus(tmp_path: Path, page: Page) -> None:
     (tmp_path / "a.0.slot").write_bytes(bytes(300))
     figures = AgentFigures(tmp_path, lambda: living(tmp_path), SERVICE)
     wanted = {name for name, metric in CATALOGUE.items() if metric.server == "agent"}
+    communication = {name for name in wanted if "communication" in name}
+    assert len(communication) == 2
+    assert communication.isdisjoint(sample.name for sample in figures()), "nobody measured it yet"
+    page.communication({"experts": (0.5, 0.25)})
     optional = {name for name in wanted if CATALOGUE[name].needs_gpu}
     assert wanted - optional <= {sample.name for sample in figures()} <= wanted
     values = exposed("agent", NODE, figures)
@@ -165,6 +169,8 @@ def test_an_agent_measures_all_but_gpus(tmp_path: Path, page: Page) -> None:
     assert values["picotron_worker_memory_mode a"] == 2
     assert values["picotron_worker_memory_peak_bytes a"] == 50
     assert values["picotron_worker_memory_bytes activation a"] == 20
+    assert values["picotron_worker_communication_predicted_seconds experts a"] == 0.5
+    assert values["picotron_worker_communication_measured_seconds experts a"] == 0.25
     page.put(cuda_allocated_bytes=7, cuda_reserved_bytes=9)
     assert exposed("agent", NODE, figures)["picotron_worker_cuda_reserved_bytes a"] == 9
 

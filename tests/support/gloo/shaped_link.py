@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 SIZE = 2**18
@@ -186,25 +185,23 @@ def main(host: str, port: str, rank: str, world: str, folder: str) -> None:
     import torch
 
     from picotron_ray.comm.reducers.choose import ReductionPlan
-    from picotron_ray.layout.layout import Layout
     from picotron_ray.parallel.mesh import neighbours
-    from picotron_ray.train.reducer_selection import ReducerSelection, candidates
+    from picotron_ray.train.reduction_plan import reduction_candidates
+    from picotron_ray.train.way_selection import Cost, WayChoice
 
     me = Rank(host, int(port), int(rank), int(world))
     inner = neighbours(me.groups.nodes)
-    exact = candidates(ReductionPlan(), inner)
+    exact = reduction_candidates(ReductionPlan(), inner)
     compressed = {name: ReductionPlan(name) for name in ("bf16", "int8", "topk")}
     before = me.measured(exact | compressed)
-    mesh: Any = SimpleNamespace(layout=Layout(dp=4), rank=me.rank, nodes=me.groups.nodes)
-    selection = ReducerSelection(ReductionPlan(), inner, mesh)
+    choice = WayChoice("gradients", list(exact), "across nodes", me.rank == 0)
     used = []
     for step in range(1, STEPS + 1):
         if step == HALVED_AT and me.rank == 0:
             (Path(folder) / "halve").touch()
-        plan = selection.begin(step)
-        selection.observe([(4 * SIZE, me.seconds(plan, 1))])
-        selection.decide(me.groups.all_gather(torch.tensor([selection.cost_s])).flatten().tolist())
-        used.append(selection.chosen)
+        mine = torch.tensor([me.seconds(exact[choice.begin(step)], 1)])
+        choice.decide(Cost(4 * SIZE, float(me.groups.all_gather(mine).max())))
+        used.append(choice.chosen)
     found = {"inner": inner, "before": before, "used": used, "after": me.measured(exact)}
     me.groups.close()
     print(json.dumps(found), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,77 @@ SHARDED = {
     "reduce-scatter-zero3": ({"gradients": "reduce-scatter"}, Layout(dp=2, cp=2, zero=3, micro_batch=3)),
     "hierarchical-hsdp": ({"gradients": "hierarchical"}, Layout(dp=4, zero=2, replicate=2, micro_batch=1)),
 }
+
+
+CHOSEN: dict[str, tuple[dict[str, Any], Layout]] = {
+    "weights by a mesh": ({"parameters": "mesh"}, Layout(dp=4, zero=3, micro_batch=3)),
+    "weights in two levels": (
+        {"parameters": "hierarchical", "inner_ranks": 2, "gradients": "reduce-scatter"},
+        Layout(dp=4, zero=1, micro_batch=2),
+    ),
+    "activations by a ring": ({"activations": "ring"}, Layout(dp=2, tp=2, micro_batch=3)),
+    "activations in two levels": (
+        {"activations": "hierarchical", "inner_ranks": 2},
+        Layout(tp=4, micro_batch=6),
+    ),
+    "rows in pairs": ({"experts": "pairwise"}, Layout(dp=4, ep=4, micro_batch=3)),
+    "rows in two levels": ({"experts": "hierarchical", "inner_ranks": 2}, Layout(dp=4, ep=4, micro_batch=3)),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_gathers_and_exchanges_equal_one_process(pool: Pool, name: str) -> None:
+    asked, layout = CHOSEN[name]
+    model = MIXTURE if layout.ep > 1 else MODEL
+    if layout.tp == 4:
+        model = MODEL.model_copy(update={"heads": 4, "kv_heads": 4})
+    job = make_job("sgd", 12, model, comm=CommConfig(**asked))
+    per_rank = pool.run(layout.world_size, run_layout, [job], layout)
+    assert compare(job, layout, [results[0] for results in per_rank]) == []
+    (thing,) = set(asked) & {"parameters", "activations", "experts"}
+    said = f"{thing} {asked[thing]}" + (" in neighbourhoods of 2" if "inner_ranks" in asked else "")
+    assert said in per_rank[0][0].applied
+
+
+GATHERS = {True: ("flat", "ring", "mesh", "hierarchical"), False: ("auto",)}
+"""By whether there is anything to gather."""
+
+
+def drawn(count: int) -> list[Any]:
+    """Layouts of two to four ranks, each with ways for all that travels there; the first three by default."""
+    source, found = random.Random(13), list[Any]()
+    while len(found) < count:
+        tp, pp, cp, dp = (source.choice((1, 2)) for _ in range(4))
+        if not 2 <= tp * pp * cp * dp <= 4:
+            continue
+        dp = source.choice((dp, dp + 1)) if tp * pp * cp == 1 else dp
+        ep = source.choice((1, 2)) if pp == 1 and dp * cp % 2 == 0 else 1
+        zero = source.choice((0, 0, 1, 2, 3)) if dp * cp > 1 else 0
+        context = source.choice(("ring", "all-gather"))
+        layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, micro_batch=3, context=context)
+        asked: dict[str, Any] = {"inner_ranks": 2, **SMALL, "activations": source.choice(GATHERS[tp > 1])}
+        if zero:
+            asked |= {"parameters": source.choice(GATHERS[True])}
+        elif dp * cp > 1:
+            plan = PLANS[
+                source.choice([plan for plan in PLANS if plan != "hierarchical" or dp * cp % 2 == 0])
+            ]
+            asked |= plan | ({"selector": True} if plan == PLANS["flat"] else {})
+        if ep > 1:
+            asked |= {"experts": source.choice(("flat", "pairwise", "hierarchical"))}
+        if "hierarchical" not in asked.values():
+            del asked["inner_ranks"]
+        asked |= {"gradients": "auto"} if asked.get("selector") else {}
+        marks = () if len(found) < 3 else pytest.mark.parity
+        found.append(pytest.param(layout, asked, marks=marks, id=f"{len(found)}-{layout}"))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "asked"), drawn(60))
+def test_any_ways_at_any_layout_equal_one_process(pool: Pool, layout: Layout, asked: dict[str, Any]) -> None:
+    job = make_job("sgd", 12, MIXTURE if layout.ep > 1 else MODEL, comm=CommConfig(**asked))
+    per_rank = pool.run(layout.world_size, run_layout, [job], layout)
+    assert compare(job, layout, [results[0] for results in per_rank]) == []
 
 
 CUT = (Layout(dp=2, tp=2, micro_batch=3), Layout(dp=2, pp=2, micro_batch=3))

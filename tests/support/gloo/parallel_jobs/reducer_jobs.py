@@ -27,7 +27,8 @@ from picotron_ray.comm.sockets import tcp_sockets
 from picotron_ray.comm.wire_bytes import ACTIVATIONS, SENT
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.train.engine import build_engine
+from picotron_ray.train.engine import Engine, build_engine
+from picotron_ray.train.reduction_plan import PURPOSES
 from picotron_ray.train.step_sync import Contribution, exchange
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, Piece, batch, pieces, spoil
 from tests.support.gloo.pool import Job
@@ -202,8 +203,8 @@ def owed(job: Job, config: JobConfig, layout: Layout, steps: int) -> tuple[list[
     return found
 
 
-def selected(job: Job, config: JobConfig, layout: Layout, steps: int) -> list[str]:
-    """The way that gradients took in each step, chosen as the loop does it."""
+def selected(job: Job, config: JobConfig, layout: Layout, steps: int) -> list[dict[str, str]]:
+    """The way that each thing took in each step, chosen as the loop does it."""
     groups = job.groups()
     groups.connect()
     engine = build_engine(config, layout, job.rank, groups, CPU)
@@ -211,24 +212,30 @@ def selected(job: Job, config: JobConfig, layout: Layout, steps: int) -> list[st
     used = []
     for step in range(1, steps + 1):
         engine.forward_backward(batch(config, layout, layout.coordinates(job.rank).dp, step))
-        (copies,) = engine._gradients._replicated
-        reducer = copies._buckets[0]._reducer
-        used.append(
-            next(
-                p.topology if p.topology != "auto" else p.gradients
-                for p, r in copies._reducers.items()
-                if r is reducer and p.gradients != "auto"
-            )
-        )
         engine.reduce()
         engine.clip()
-        agreement = exchange(Contribution(0.0, 0.0, reduce_s=engine.reduce_cost_s), layout, CPU)
-        engine.choose_reducer(agreement.reduce_s)
+        used.append(_in_use(engine, layout))
+        agreement = exchange(Contribution(0.0, 0.0, costs=engine.comm_costs()), layout, CPU)
+        figures = engine.choose_ways(agreement.costs)
         engine.optimizer_step(0.01)
+    assert all(predicted > 0 and measured > 0 for predicted, measured in figures.values())
+    assert set(figures) >= set(used[-1]), "all are predicted and measured"
     engine.close()
     groups.close()
     gc.collect()
     return used
+
+
+def _in_use(engine: Engine, layout: Layout) -> dict[str, str]:
+    found = {}
+    if layout.replicas > 1 and not layout.zero:
+        (copies,) = engine._gradients._replicated
+        reducer = copies._buckets[0]._reducer
+        plan = next(p for p, r in copies._reducers.items() if r is reducer and p.gradients != "auto")
+        found["gradients"] = plan.topology if plan.topology != "auto" else plan.gradients
+    for thing in [thing for thing in engine._selection.chosen if thing != "gradients"]:
+        found[thing] = engine._mesh.collectives(PURPOSES[thing]).plan.algorithm
+    return found
 
 
 def step_bytes(job: Job, config: JobConfig, layout: Layout) -> tuple[dict[str, int], int]:

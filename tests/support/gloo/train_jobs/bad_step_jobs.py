@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -40,6 +40,9 @@ class Page(SimpleNamespace):
 
     def count_bad(self, step: int) -> None:
         self.bad = (*getattr(self, "bad", ()), step)
+
+    def communication(self, figures: Mapping[str, tuple[float, float]]) -> None:
+        pass
 
     def count_step(self, seconds: float) -> None:
         self.steps = getattr(self, "steps", 0) + 1

@@ -119,6 +119,9 @@ def bench_mfu(
     peak_tflops: Annotated[
         float | None, typer.Option(help="of one worker; default: its data sheet's, else measured")
     ] = None,
+    memory_timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write a step's memory by class as HTML")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Tokens per second, MFU, a step's phases and peak memory of a config's engine, without Ray.
@@ -129,7 +132,17 @@ def bench_mfu(
         from picotron_ray.bench.mfu import report, run
 
         options = run.MfuOptions(
-            workers, steps, warmup, rounds, ablate, peers, picotron, torchtitan, peak_tflops, only
+            workers,
+            steps,
+            warmup,
+            rounds,
+            ablate,
+            peers,
+            picotron,
+            torchtitan,
+            peak_tflops,
+            only,
+            memory_timeline,
         )
         found = run.bench(config, overrides or [], options, _say)
         _result(found, report.lines(found), json_file)

@@ -1,4 +1,4 @@
-"""Recomputation policies: the blocks that compute their activations again in the backward pass. Torch-free.
+"""Recomputation policies: what each block does with its activations until the backward pass. Torch-free.
 
 A policy is a string, so that a layout stays a value: one word for every pipeline stage, or a word per stage,
 in their order, with commas between. Words:
@@ -6,7 +6,9 @@ in their order, with commas between. Words:
 - ``none``; ``full``: every block keeps its input alone; ``selective``: every block keeps what matrix products
   and attention gave and computes the cheap rest again (Korthikanti et al. 2022);
 - ``every-N``: every N-th block in full; ``middle-P``: P percent of the blocks in full, from the middle;
-- ``blocks-K``: the first K blocks in full; ``blocks-K-S``: the first K in full and the next S selectively.
+- ``blocks-K``: the first K blocks in full; ``blocks-K-S``: the first K in full and the next S selectively;
+- ``int8``: every block computes nothing again, but keeps its activations in 8 bits; ``blocks-K-S-Q``: as
+  ``blocks-K-S``, and the next Q in 8 bits. Gradients are no longer exact, so only a job asks for it.
 
 ``blocks-K-S`` can say whatever a memory budget asks for, because the blocks of a stage are alike and only
 their numbers count (``planner.recompute_search``). Every rank of a stage derives the same blocks from a
@@ -22,16 +24,19 @@ from typing import Literal, NamedTuple
 
 _NUMBER = "(0|[1-9][0-9]*)"
 _WORD = f"(none|full|selective|every-[1-9][0-9]*|middle-(100|[1-9]?[0-9])|blocks-{_NUMBER}(-{_NUMBER})?)"
-PATTERN = f"^{_WORD}(,{_WORD})*$"
-RecomputeKind = Literal["kept", "full", "selective"]
+_EACH = f"({_WORD}|int8|blocks-{_NUMBER}-{_NUMBER}-{_NUMBER})"
+EXACT_PATTERN = f"^{_WORD}(,{_WORD})*$"
+PATTERN = f"^{_EACH}(,{_EACH})*$"
+RecomputeKind = Literal["kept", "full", "selective", "int8"]
 
 
 class RecomputedBlocks(NamedTuple):
-    """Numbers of blocks that are computed again in full and selectively, and of all blocks."""
+    """Numbers of blocks computed again in full and selectively, of all blocks, and of those in 8 bits."""
 
     full: int
     selective: int
     depth: int
+    int8: int = 0
 
     @property
     def repeated(self) -> int:
@@ -39,7 +44,12 @@ class RecomputedBlocks(NamedTuple):
 
     @property
     def kept(self) -> int:
-        return self.depth - self.repeated
+        return self.depth - self.repeated - self.int8
+
+    @classmethod
+    def of(cls, kinds: Sequence[RecomputeKind]) -> RecomputedBlocks:
+        """Count the blocks of each kind."""
+        return cls(kinds.count("full"), kinds.count("selective"), len(kinds), kinds.count("int8"))
 
 
 @lru_cache(maxsize=64)
@@ -55,10 +65,18 @@ def stage_words(policy: str) -> tuple[str, ...]:
 
 def is_selective(policy: str) -> bool:
     """Whether a policy keeps the products of any block's forward pass. Raises ValueError as `stage_words`."""
-    return any(
-        word == "selective" or (word.count("-") == 2 and not word.endswith("-0"))
-        for word in stage_words(policy)
-    )
+    return any(_counts(word)[1] if "blocks" in word else word == "selective" for word in stage_words(policy))
+
+
+def is_quantized(policy: str) -> bool:
+    """Whether a policy keeps any block's activations in 8 bits. Raises ValueError as `stage_words`."""
+    return any(_counts(word)[2] if "blocks" in word else word == "int8" for word in stage_words(policy))
+
+
+def _counts(word: str) -> tuple[int, int, int]:
+    """Blocks in full, selectively and in 8 bits of a word ``blocks-...``."""
+    full, selective, int8 = (int(number) for number in (*word.split("-")[1:], "0", "0")[:3])
+    return full, selective, int8
 
 
 def recomputed(policy: str, depth: int, stage: int = 0) -> tuple[RecomputeKind, ...]:
@@ -74,21 +92,25 @@ def recomputed(policy: str, depth: int, stage: int = 0) -> tuple[RecomputeKind, 
         raise ValueError(
             f"recompute: saw a list of {len(words)} stages, expected one with a stage {stage + 1}"
         )
-    word, *numbers = words[stage if len(words) > 1 else 0].split("-")
+    whole = words[stage if len(words) > 1 else 0]
+    word, *numbers = whole.split("-")
     full: Sequence[int] = range(0)
     selective: Sequence[int] = range(depth if word == "selective" else 0)
+    int8: Sequence[int] = range(depth if word == "int8" else 0)
     if word == "full":
         full = range(depth)
     elif word == "blocks":
-        first, after = (int(number) for number in (*numbers, "0")[:2])
+        first, after, packed = _counts(whole)
         full, selective = range(first), range(first, first + after)
+        int8 = range(first + after, first + after + packed)
     elif word == "every":
         full = range(int(numbers[0]) - 1, depth, int(numbers[0]))
     elif word == "middle":
         count = round(depth * int(numbers[0]) / 100)
         full = range((depth - count) // 2, (depth - count) // 2 + count)
+    kinds: dict[RecomputeKind, Sequence[int]] = {"full": full, "selective": selective, "int8": int8}
     return tuple(
-        "full" if block in full else "selective" if block in selective else "kept" for block in range(depth)
+        next((kind for kind, blocks in kinds.items() if block in blocks), "kept") for block in range(depth)
     )
 
 
@@ -99,7 +121,11 @@ def policy_of(stages: Sequence[RecomputedBlocks]) -> str:
 
 
 def _word(again: RecomputedBlocks) -> str:
-    for word, count in (("none", again.kept), ("full", again.full), ("selective", again.selective)):
+    words = {"none": again.kept, "full": again.full, "selective": again.selective, "int8": again.int8}
+    for word, count in words.items():
         if count == again.depth:
             return word
-    return f"blocks-{again.full}" + (f"-{again.selective}" if again.selective else "")
+    numbers = [again.full, again.selective, again.int8]
+    while len(numbers) > 1 and not numbers[-1]:
+        numbers.pop()
+    return "-".join(["blocks", *map(str, numbers)])

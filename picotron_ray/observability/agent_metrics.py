@@ -144,6 +144,33 @@ WORKER = (
     ),
 )
 
+MEMORY = (
+    Metric(
+        "picotron_worker_memory_bytes",
+        "gauge",
+        "bytes",
+        "Tensors of each class in the generation's accounted step, at the class's highest moment.",
+        "agent",
+        (*_WORKER, "class"),
+    ),
+    Metric(
+        "picotron_worker_memory_peak_bytes",
+        "gauge",
+        "bytes",
+        "All tensors of that step, at its highest moment.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_memory_mode",
+        "gauge",
+        "1",
+        "Share of the device that steps take: 0 up to 0.7, 1 above, 2 above 0.9 (memory-critical).",
+        "agent",
+        _WORKER,
+    ),
+)
+
 NODE = (
     Metric("picotron_node_workers", "gauge", "workers", "Living workers on the node.", "agent"),
     Metric(

@@ -12,7 +12,7 @@ Each process adds the labels that it has for everything: the coordinator ``run``
 
 from __future__ import annotations
 
-from picotron_ray.observability.agent_metrics import GPU, NODE, WORKER
+from picotron_ray.observability.agent_metrics import GPU, MEMORY, NODE, WORKER
 from picotron_ray.observability.coordinator_metrics import CHECKPOINT, ELASTIC, TRAINING
 from picotron_ray.observability.metric import Metric
 
@@ -21,6 +21,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     "Elasticity": ELASTIC,
     "Checkpoints": CHECKPOINT,
     "Workers": WORKER,
+    "Memory": MEMORY,
     "Nodes": NODE,
     "GPUs": GPU,
 }

@@ -63,6 +63,7 @@ from picotron_ray.parallel.expert.expert_parallel import apply_expert_parallel
 from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
 from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
 from picotron_ray.parallel.memory.activation_offload import apply_activation_offload
+from picotron_ray.parallel.memory.activation_quantization import apply_activation_quantization
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.precision.autocast import apply_autocast
 from picotron_ray.parallel.precision.fp8 import apply_fp8
@@ -217,8 +218,10 @@ def _recompute(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     mixtures = named_modules(model, plan.mixtures)
     inside = [[m.router for m in mixtures if any(m is part for part in b.modules())] for b in plan.blocks]
     count = apply_recompute(plan.blocks, kinds, inside)
+    packed = apply_activation_quantization(plan.blocks, kinds, recasts=mesh.layout.zero == 3)
     if mesh.layout.recompute != "none":
-        yield f"recompute {mesh.layout.recompute}: {count} of {len(kinds)} blocks"
+        told = f"recompute {mesh.layout.recompute}: {count} of {len(kinds)} blocks"
+        yield told + (f" again, {packed} in 8 bits" if packed else "")
 
 
 def _activation_offload(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:

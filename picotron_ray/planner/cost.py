@@ -209,9 +209,21 @@ def block_again(
         some += times.products_forward / 2
     return {
         "kept": 0.0,
+        "int8": _packing_s(job, layout, profile),
         "selective": some,
         "full": full - (times.last_product if software.stops_early and profile.matmul_half else 0.0),
     }
+
+
+PACKING_BYTES = 40
+"""Moved per value that is kept in 8 bits: fp32 read twice, scaled, rounded, narrowed, and made wide again."""
+
+
+def _packing_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
+    """Seconds of packing a block's activations into 8 bits, and of unpacking them."""
+    sizes = sizes_of(job.model)
+    values = micro_batch_tokens(job, layout) * sizes.activations / (layout.tp if sizes.sequence_cut else 1)
+    return values * PACKING_BYTES / profile.memory_bytes_s
 
 
 def _pointwise_once(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
@@ -232,7 +244,7 @@ def _busy(
     of = block_again(job, layout, profile, node_sizes)
     again = [_again(job, layout, profile, rank) for rank in range(layout.pp)]
     slowest = max(
-        seconds + here.full * of["full"] + here.selective * of["selective"]
+        seconds + here.full * of["full"] + here.selective * of["selective"] + here.int8 * of["int8"]
         for seconds, here in zip(plain, again, strict=True)
     )
     return max(plain) + launches, slowest - max(plain)

@@ -38,6 +38,10 @@ MOMENT_8BIT_BYTES = 1 + 4 / 256
 """Of a moment in 8 bits: its code and its part of a scale. Small tensors keep wide moments, not counted."""
 DECODED_BYTES = 30  # per parameter of the bucket whose moments in 8 bits are updated (train.optim.adamw)
 DECODED_AT_ONCE = 4 * 2**20
+ACTIVATION_8BIT_BYTES = 1 + 4 / 128
+"""Of a saved activation in 8 bits: its code and its part of a scale."""
+UNPACKED_AT_ONCE = 0.5
+"""Share of a block's activations that its backward pass has unpacked from 8 bits at a time."""
 OFFLOAD_STAGING_BYTES = (
     4 * 32 * 2**20
 )  # two buckets of gradients and two of updates (train.optim.adamw_offload)
@@ -205,10 +209,10 @@ def _kept_bytes(job: JobConfig, layout: Layout, rank: int, again: RecomputedBloc
     """Bytes per token that a rank's blocks keep for backward, of all micro-batches in flight.
 
     A recomputed block keeps its input, or the results of its matrix products. While its backward pass runs,
-    it holds all activations of one micro-batch once more.
+    it holds all activations of one micro-batch once more; one in 8 bits, those at work.
     """
     of, numbers = _kept_by_kind(job), _by_kind(again)
-    at_work = of["kept"] if again.repeated else 0.0
+    at_work = of["kept"] if again.repeated else UNPACKED_AT_ONCE * of["kept"] if again.int8 else 0.0
     if layout.offload_activations:  # the block at work and the one that travels
         return 2 * max((of[kind] for kind, number in numbers.items() if number), default=0.0) + at_work
     held = sum(of[kind] * number for kind, number in numbers.items())
@@ -227,11 +231,30 @@ def _kept_by_kind(job: JobConfig) -> dict[RecomputeKind, float]:
         whole -= job.model.intermediate_size
     if _casts(job) and job.kernels.projections == "separate":
         whole += sizes.recast
+    kept = whole * item + 2 * wider + _routing(job) + _unfused(job)
     return {
-        "kept": whole * item + 2 * wider + _routing(job) + _unfused(job),
+        "kept": kept,
         "full": sizes.hidden * item + wider,
         "selective": sizes.products * item + wider,
+        "int8": _packed(job, whole),
     }
+
+
+def _packed(job: JobConfig, values: float) -> float:
+    """Bytes per token that a block keeps in 8 bits.
+
+    They are its values, and besides them rows' statistics and routes, which stay as they are.
+    """
+    model, moe = job.model, job.model.moe
+    if job.cluster.device == "cpu" and model.builder is None:
+        values += model.query_width
+        values += 0 if norm_kernel(job, "cpu") == "closed-form" else sizes_of(model).rms_normed
+    routes = 0
+    if moe.experts:
+        values += model.hidden_size * (moe.top_k + _casts(job))
+        routes = 8 * (4 * moe.top_k + moe.experts)
+    statistics = STATE_BYTES[job.precision] * ((model.heads if model.builder is None else 0) + 2)
+    return values * ACTIVATION_8BIT_BYTES + routes + statistics
 
 
 def _routing(job: JobConfig) -> int:
@@ -262,7 +285,7 @@ def _unfused(job: JobConfig) -> float:
 
 
 def _by_kind(again: RecomputedBlocks) -> dict[RecomputeKind, int]:
-    return {"kept": again.kept, "full": again.full, "selective": again.selective}
+    return {"kept": again.kept, "full": again.full, "selective": again.selective, "int8": again.int8}
 
 
 def offloaded_activations(job: JobConfig, layout: Layout, rank: int, again: RecomputedBlocks) -> float:

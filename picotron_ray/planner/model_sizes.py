@@ -228,4 +228,4 @@ def blocks_again(job: JobConfig, layout: Layout, rank: int) -> RecomputedBlocks:
         for stage, depth in zip(stages, depths, strict=True)
         for kind in recomputed(layout.recompute, depth, stage)
     ]
-    return RecomputedBlocks(kinds.count("full"), kinds.count("selective"), len(kinds))
+    return RecomputedBlocks.of(kinds)

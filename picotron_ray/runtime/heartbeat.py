@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from picotron_ray.comm.collectives.pending import PENDING
+from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.config.schema.service import PHASES, ElasticConfig
 from picotron_ray.errors import SlotRoomError
 from picotron_ray.observability.agent_metrics import STEP_BUCKETS_S
@@ -54,6 +55,9 @@ _FIELDS = (
     ("built_at_s", "d"),  # likewise, at which groups and model were there and restoring began
     ("restored_at_s", "d"),  # likewise, at which the first step began
     *(("cuda_allocated_bytes", "q"), ("cuda_reserved_bytes", "q")),  # -1: no CUDA
+    ("memory_mode", "q"),  # place in planner.memory_pressure.MODES
+    *((f"memory_{kind}_bytes", "q") for kind in MEMORY_CLASSES),  # of the accounted step; -1: none yet
+    ("memory_peak_bytes", "q"),
     ("pending_operations", "q"),  # collectives issued and not yet waited for, as the present phase began
     *((f"{thing}_{what}_s", "d") for thing in THINGS for what in ("predicted", "measured")),
     ("step_sum_s", "d"),
@@ -105,6 +109,9 @@ class PageView:
     restored_at_s: float
     cuda_allocated_bytes: int
     cuda_reserved_bytes: int
+    memory_mode: int
+    memory_bytes: tuple[int, ...]  # of the accounted step, by MEMORY_CLASSES; -1: none yet
+    memory_peak_bytes: int
     pending_operations: int
     communication_s: tuple[tuple[float, float], ...]  # predicted and measured, by `way_selection.THINGS`
     step_sum_s: float  # time of all steps that the process has finished, and their number by STEP_BUCKETS_S
@@ -121,6 +128,7 @@ class PageView:
 
 _STAYS = {"start_ticks", "phase_count", "phase_limit_s", "progress", "spins", "clean", "sealed", "pinned"}
 _STAYS |= {"skipped", "complete", "step_sum_s", "step_counts", "pending_operations", "communication_s"}
+_STAYS |= {"memory_mode", "memory_bytes", "memory_peak_bytes"}
 CARRIED = tuple(field.name for field in fields(PageView) if field.name not in _STAYS)
 """Fields of a page that heartbeats carry; 1,000 nodes bring them once a second."""
 
@@ -183,6 +191,7 @@ class Page:
             pid=os.getpid(), start_ticks=process_start_ticks(os.getpid()), clean=-1, sealed=-1, pinned=-1
         )
         self.put(complete=-1, skipped_step=-1, cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)
+        self._forget_memory()
         self.put(eval_step=-1, phase_since_s=self._since, phase_limit_s=1e9, magic=MAGIC)
         temporary.rename(path)
 
@@ -226,9 +235,15 @@ class Page:
         if work is not None:
             self._limits.begin(work)
         self.computing_step = step + 1
+        self._forget_memory()
         self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1, bad_steps=0, complete=-1)
         self.communication(dict.fromkeys(THINGS, (-1.0, -1.0)))
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
+
+    def _forget_memory(self) -> None:
+        self.put(
+            memory_mode=0, memory_peak_bytes=-1, **{f"memory_{kind}_bytes": -1 for kind in MEMORY_CLASSES}
+        )
 
     def phase(self, name: str, limit_s: float | None = None) -> None:
         """Enter a phase: learn how long the last one took and publish the limit of this one.
@@ -309,6 +324,7 @@ def read_page(path: Path) -> PageView | None:
     values["phase"] = PHASES[values["phase"]]
     counts = [values.pop(f"step_count_{bucket}") for bucket in range(len(STEP_BUCKETS_S) + 1)]
     values["step_counts"] = tuple(counts)
+    values["memory_bytes"] = tuple(values.pop(f"memory_{kind}_bytes") for kind in MEMORY_CLASSES)
     pairs = [(values.pop(f"{thing}_predicted_s"), values.pop(f"{thing}_measured_s")) for thing in THINGS]
     values["communication_s"] = tuple(pairs)
     return PageView(worker=path.stem, **values)

@@ -41,6 +41,7 @@ from picotron_ray.models.build import definition_of
 from picotron_ray.parallel.data.fsdp import free_gathered_weights
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm
 from picotron_ray.parallel.local_shards import local_parameters
+from picotron_ray.parallel.memory.pools import MemoryPools
 from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.parallel.precision.switches import PrecisionSwitches
 from picotron_ray.parallel.share_holders import ShareHolders
@@ -85,7 +86,9 @@ class Engine:
         device: torch.device,
         variability: GradientVariability | None = None,
         on_built: Callable[[], None] = lambda: None,
+        pools: MemoryPools | None = None,
     ) -> None:
+        self._pools = pools or MemoryPools()
         self.job, self.layout, self.device = job, mesh.layout, device
         self.step = self.skipped = 0
         # moments taken over from another run have seen its updates: the bias correction must know
@@ -105,7 +108,10 @@ class Engine:
             for model in self._models.values()
             for parameter in local_parameters(model, definition.specs, mesh)
         ]
-        self._passes, self._gradients = choose_passes(job, mesh, definition, self._models, parameters, device)
+        with self._pools.of("gradient"):
+            self._passes, self._gradients = choose_passes(
+                job, mesh, definition, self._models, parameters, device
+            )
         overlap = job.kernels.tp_overlap != "none"
         self._selection = selection_of(
             job.comm, mesh, self._gradients, overlap=overlap, own=device.type != "cuda"
@@ -114,7 +120,8 @@ class Engine:
         self._counted = [parameter.counted for parameter in trained]
         names = {name for model in self._models.values() for name, _ in model.named_parameters()}
         table = [spec for spec in definition.table if spec.name in names]
-        self._optimizer = build_optimizer(job, trained, table, mesh.layout, mesh.rank, device)
+        with self._pools.of("optimizer"):
+            self._optimizer = build_optimizer(job, trained, table, mesh.layout, mesh.rank, device)
         self._scaling = loss_scaling(job.precision, device)
         self._balance = ExpertBalance(mixtures_of(self._models, definition), mesh.group("data"))
         variability = variability or GradientVariability()
@@ -128,6 +135,7 @@ class Engine:
         self.applied += applied_ways(job.comm, mesh)
         self._on_action: OnAction = unwatched
         self.applied += self._optimizer.applied + self._passes.applied + self._gradients.applied
+        self.applied += self._pools.applied
 
     def watch(self, on_action: OnAction) -> None:
         """Let ``on_action`` hear what begins within phases of a step: passes of stages, and waiting."""
@@ -303,6 +311,7 @@ class Engine:
         self._models.clear()
         del self._passes, self._gradients, self._mesh, self._state
         del self._optimizer, self._balance, self._adaptation
+        self._pools.close()
 
 
 def build_engine(
@@ -313,6 +322,7 @@ def build_engine(
     device: torch.device,
     variability: GradientVariability | None = None,
     on_built: Callable[[], None] = lambda: None,
+    pools: MemoryPools | None = None,
 ) -> Engine:
     """Build one rank's engine; all ranks of the generation together.
 
@@ -320,6 +330,7 @@ def build_engine(
         groups: connected process groups; None only for a layout of one process.
         variability: of the gradients that this process saw in earlier generations, for adaptive precision.
         on_built: called after each part.
+        pools: for gradient buckets and optimizer state; None: there are none.
 
     Raises:
         LayoutError: layout or precision cannot be applied.
@@ -340,11 +351,11 @@ def build_engine(
     if groups is None:
         if layout.world_size != 1:
             raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw one without groups")
-        return Engine(job, make_mesh(layout, rank, device.type), device, variability, on_built)
+        return Engine(job, make_mesh(layout, rank, device.type), device, variability, on_built, pools)
     if groups.world_size != layout.world_size:
         raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw {groups.world_size}")
     with groups.guard("build"), groups.forming():
         mesh = make_mesh(layout, rank, device.type, groups.timeout)
         mesh.nodes = groups.nodes
     on_built()
-    return Engine(job, mesh, device, variability, on_built)
+    return Engine(job, mesh, device, variability, on_built, pools)

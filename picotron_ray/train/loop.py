@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -33,6 +34,7 @@ from picotron_ray.train.engine import Engine
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.snapshot import Snapshotter
 from picotron_ray.train.step_clock import NoClock
+from picotron_ray.train.step_memory import StepMemory
 from picotron_ray.train.step_sync import SNAPSHOT, STOP, Agreement, Contribution, exchange
 from picotron_ray.train.update_policy import UpdatePolicy, bad_end
 
@@ -101,6 +103,7 @@ class Loop:
     start_step: int
     passes_over: Callable[[int], bool] = lambda step: False
     """Whether a rewind passes over a step."""
+    memory: StepMemory = field(default_factory=StepMemory)
     clock: NoClock = field(default_factory=NoClock)
     """Hears of each phase of a step too."""
     _trained: bool = False  # this generation has finished a step
@@ -120,7 +123,7 @@ class Loop:
             if self.passes_over(step):
                 self._pass_over(step)
                 continue
-            agreement = self._step(step)
+            agreement = self.memory.step(step, partial(self._step, step))
             if step == last:
                 break
             if agreement.flags & STOP:

@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.data.batch import StepBatch
+from picotron_ray.parallel.memory.trace import MemoryAccount
 from picotron_ray.train.engine import Engine, silent
+from picotron_ray.train.memory_account import accounted_step
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.passes import OnPhase
 
@@ -43,6 +45,11 @@ class EngineTraining:
         on_phase("optimizer")
         engine.optimizer_step(learning_rate(engine.job.optimizer, batch.step, engine.job.steps))
         return loss
+
+    def accounted(self, batch: StepBatch) -> MemoryAccount:
+        """Take one step, not the first, and account its memory."""
+        _, account = accounted_step(self._engine, lambda phase: self.step(batch, phase))
+        return account
 
     def close(self) -> None:
         self._engine.close()

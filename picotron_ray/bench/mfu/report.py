@@ -33,6 +33,9 @@ def _base(found: Mapping[str, Any]) -> Iterator[str]:
         f" over {found['steps']} steps)"
     )
     yield f"peak memory   {_gib(found)}, {_memory_kind(found)}"
+    if found.get("memory"):
+        classes = ", ".join(f"{kind} {size / 1e6:,.1f}" for kind, size in found["memory"]["by_class"].items())
+        yield f"of a step     {found['memory']['peak_bytes'] / 1e6:,.1f} MB of tensors at the peak: {classes}"
     if found.get("sent_bytes"):
         yield f"sent          {_sent(found)} a step, by the rank that sends most"
 
@@ -68,7 +71,8 @@ NOTES = {
 
 def _compared(found: Mapping[str, Any]) -> Iterator[str]:
     titles = {
-        "ablation": "one switch at a time, tokens/s over the base's within a round",
+        "ablation": "one switch at a time, tokens/s over the base's within a round; memory, and a step's"
+        " tensors over the base's; bytes sent",
         "peers": "the base's tokens/s over the peer's within a round",
     }
     for part, title in titles.items():
@@ -78,7 +82,7 @@ def _compared(found: Mapping[str, Any]) -> Iterator[str]:
             ratio = one["ratio"]
             yield (
                 f"  {name:{NAME}}{ratio['median']:.3f}  ({ratio['low']:.3f} to {ratio['high']:.3f})"
-                f"  {one['tokens_per_s']['median']:12,.0f} tokens/s  {_gib(one)}  {_sent(one)}"
+                f"  {one['tokens_per_s']['median']:12,.0f} tokens/s  {_gib(one)}  {_share(one)}{_sent(one)}"
                 f"  {_over_base(one)}".rstrip()
             )
     for name, reason in found["refused"].items():
@@ -96,6 +100,11 @@ def _gib(one: Mapping[str, Any]) -> str:
 def _sent(one: Mapping[str, Any]) -> str:
     """Megabytes sent a step; nothing where they are not counted."""
     return "" if one.get("sent_bytes") is None else f"{one['sent_bytes'] / 1e6:.2f} MB"
+
+
+def _share(one: Mapping[str, Any]) -> str:
+    """Peak of a step's tensors over the base's; nothing where it is not known."""
+    return "" if one.get("memory_ratio") is None else f"x {one['memory_ratio']:.2f}  "
 
 
 def _over_base(one: Mapping[str, Any]) -> str:

@@ -56,6 +56,7 @@ def result(
     base, job = settings[0], settings[0].job
     refused = {**refused, **refusals(settings, events)}
     runs = {settings[index].name: run for index, run in runs_of(events).items()}
+    memory = memory_of(events)
     ran = [setting for setting in settings[1:] if setting.name not in refused]
     figures, flops = measured(runs[base.name], _tokens(job)), formula(job)
     peak, rate = peak_of(events, given, rated_precision(job)), figures["tokens_per_s"]["median"]
@@ -75,8 +76,13 @@ def result(
         "formula": {**asdict(flops), "words": str(flops)},
         "peak": peak,
         "mfu": mfu(rate, flops.flops_per_token, base.layout.world_size, peak["flops_per_s"]),
+        "memory": _by_class(memory.get(0)),
         "breakdown": breakdown([event["phases_s"] for event in events if "phases_s" in event]),
-        "ablation": {s.name: _beside(s, runs, base) for s in ran if s.kind == "engine"},
+        "ablation": {
+            s.name: {**_beside(s, runs, base), **_beside_memory(memory.get(settings.index(s)), memory.get(0))}
+            for s in ran
+            if s.kind == "engine"
+        },
         "peers": {s.name: _beside(s, runs, base) for s in ran if s.kind != "engine"},
         "refused": refused,
         "rounds": runs,
@@ -102,6 +108,28 @@ def _beside(setting: Setting, runs: Mapping[str, list[dict[str, Any]]], base: Se
         if setting.kind == "engine" and figures[name] and of_base[name]
     }
     return {**figures, "ratio": ratio, "over_base": over}
+
+
+def memory_of(events: Sequence[Event]) -> dict[int, dict[str, Any] | None]:
+    """Per setting the account of a step on the rank that takes most; None where it cannot be traced."""
+    found: dict[int, dict[str, Any] | None] = {}
+    for event in events:
+        if "memory" in event:
+            best, mine = found.get(event["index"]), event["memory"]
+            fuller = best is None or (mine is not None and mine["peak_bytes"] > best["peak_bytes"])
+            found[event["index"]] = mine if fuller else best
+    return found
+
+
+def _by_class(account: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Account of a step without its timeline."""
+    return {key: account[key] for key in ("peak_bytes", "by_class", "most")} if account else None
+
+
+def _beside_memory(mine: Mapping[str, Any] | None, base: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Bytes of a step's tensors (``memory``), and their peak over the base's; None: not known."""
+    ratio = mine["peak_bytes"] / base["peak_bytes"] if mine and base else None
+    return {"memory": _by_class(mine), "memory_ratio": ratio}
 
 
 def runs_of(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:

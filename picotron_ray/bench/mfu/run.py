@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -21,8 +21,9 @@ from picotron_ray.bench.common.event_log import Event, Events
 from picotron_ray.bench.common.machine import machine, versions
 from picotron_ray.bench.common.process import Launched, torchrun
 from picotron_ray.bench.common.signals import sigterm_exits
+from picotron_ray.bench.mfu.memory_timeline import as_html
 from picotron_ray.bench.mfu.peers import CHECKOUTS, chosen_peers, peer
-from picotron_ray.bench.mfu.result import result
+from picotron_ray.bench.mfu.result import memory_of, result
 from picotron_ray.bench.mfu.settings import (
     SWITCHES,
     Refusal,
@@ -53,6 +54,7 @@ class MfuOptions:
     torchtitan: Path | None
     peak_tflops: float | None
     only: str = ""
+    memory_timeline: Path | None = None
 
     @property
     def switches(self) -> list[str]:
@@ -78,6 +80,7 @@ def bench(config: str, overrides: Sequence[str], options: MfuOptions, say: Say) 
     """
     if options.peak_tflops is not None and not options.peak_tflops > 0:
         raise ConfigError(f"--peak-tflops: saw {options.peak_tflops:g}, expected a number above 0")
+    refuse_unwritable("--memory-timeline", options.memory_timeline)
     switches, peers = options.switches, chosen_peers(options.peers, options.checkouts)
     asked = resolve_words(config, [*overrides, *alone(options.workers)]).job
     device = _device(asked, options.workers)
@@ -89,12 +92,15 @@ def bench(config: str, overrides: Sequence[str], options: MfuOptions, say: Say) 
     refused = {item.name: item.reason for item in found if isinstance(item, Refusal)}
     resolve(ResolvedJob(base.job), (DATA,))  # once for all settings, and refused here
     with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
-        events = measure(settings, options, Path(name), say)
+        events = measure(settings, options, Path(name), say, accounted=True)
+    if options.memory_timeline is not None:
+        write_timeline(options.memory_timeline, base, memory_of(events)[0])
     return {
         "machine": {**machine(), **versions()},
         "options": {
             **asdict(options),
             **{name: str(path) for name, path in options.checkouts.items()},
+            "memory_timeline": options.memory_timeline and str(options.memory_timeline),
         },
         **result(settings, refused, events, options.peak_tflops),
     }
@@ -130,9 +136,21 @@ def segments(settings: int, rounds: int) -> list[dict[str, Any]]:
     return [*timed, {"index": 0, "phases": True}]
 
 
-def measure(settings: Sequence[Setting], options: MfuOptions, folder: Path, say: Say) -> list[Event]:
-    """Run every segment; returns what the processes noted."""
-    order = segments(len(settings), options.rounds)
+def accounts(settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    """Plan a segment for each of our own settings, in which the memory of a step is accounted."""
+    ours = [index for index, setting in enumerate(settings) if setting.kind == "engine"]
+    return [{"index": index, "phases": False, "traced": True} for index in ours]
+
+
+def measure(
+    settings: Sequence[Setting], options: MfuOptions, folder: Path, say: Say, *, accounted: bool = False
+) -> list[Event]:
+    """Run every segment; returns what the processes noted.
+
+    Args:
+        accounted: whether a step of each setting is taken whose memory is accounted.
+    """
+    order = [*segments(len(settings), options.rounds), *(accounts(settings) if accounted else [])]
     plan = {
         "settings": [setting.to_dict() for setting in settings],
         "device": settings[0].job.cluster.device,
@@ -163,10 +181,39 @@ def measure(settings: Sequence[Setting], options: MfuOptions, folder: Path, say:
         workers.stop()
 
 
+def refuse_unwritable(option: str, file: Path | None) -> None:
+    """Raise ConfigError where a file that is asked for has no folder, or is one."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ConfigError(f"{option}: saw {file}, expected a file in a folder that exists")
+
+
+def write_timeline(file: Path, base: Setting, memory: Mapping[str, Any] | None) -> None:
+    """Write the base's timeline as HTML.
+
+    Raises:
+        PicotronError: its steps cannot be traced, or the file not written.
+    """
+    if memory is None:
+        raise PicotronError(f"--memory-timeline: {untraceable_words(base)}")
+    try:
+        file.write_text(as_html(f"Memory of a step of {base.job.name}, {base.layout}", memory))
+    except OSError as error:
+        raise PicotronError(f"--memory-timeline: {file} cannot be written: {error.strerror}") from error
+
+
+def untraceable_words(setting: Setting) -> str:
+    """Say why a setting's memory was not accounted."""
+    return f"saw {setting.name}, whose compiled or recorded steps run no operators; switch those kernels off"
+
+
+def _other(event: Event) -> str:
+    return "memory by class" if "memory" in event else "phase by phase"
+
+
 def _tell(noted: Sequence[Event], told: int, settings: Sequence[Setting], total: int, say: Say) -> int:
     done = [event for event in noted if event["what"] == "segment" and event["rank"] == 0]
     for event in done[told:]:
         steps = event.get("steps_s")
-        rate = event.get("refused") or (f"{mean(steps):.4g} s a step" if steps else "phase by phase")
+        rate = event.get("refused") or (f"{mean(steps):.4g} s a step" if steps else _other(event))
         say(f"{event['number'] + 1} of {total}: {settings[event['index']].name}: {rate}")
     return len(done)

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from picotron_ray.bench.common.event_log import EventLog
 from picotron_ray.bench.common.training import EngineTraining, PlainTraining, Training
 from picotron_ray.bench.mfu import picotron, torchtitan
 from picotron_ray.bench.mfu.figures import known_peak, rated_precision
+from picotron_ray.bench.mfu.memory_timeline import thinned
 from picotron_ray.bench.mfu.meters import (
     PRODUCT_SIZE,
     Clock,
@@ -47,6 +48,7 @@ from picotron_ray.data.samples import Dataset
 from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.ray_cluster.names import cache_folder
 from picotron_ray.train.engine import build_engine
+from picotron_ray.train.memory_account import untraceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +105,15 @@ class Segments:
         device, precision = self._place.device, rated_precision(self._settings[0].job)
         return {"size": PRODUCT_SIZE[device.type], "flops_per_s": product_flops(device, precision)}
 
-    def run(self, prefix: str, index: int, *, phases: bool) -> dict[str, Any]:
-        """One segment: setting ``index``, timed as it runs or phase by phase.
+    def run(self, prefix: str, index: int, *, phases: bool, traced: bool = False) -> dict[str, Any]:
+        """One segment: setting ``index``, timed as it runs or phase by phase, or its memory accounted.
 
         Args:
             prefix: of its keys in the store; its own.
 
         Returns ``steps_s``, ``peak_bytes``, ``sent_bytes`` (a step; None: not counted) and ``loss_sum`` (this
         rank's, in nats, the mean of the last quarter of the steps; None: of another scale), or ``phases_s``:
-        seconds per step; or ``refused``: why.
+        seconds per step; or ``memory``: a step's by class (None: cannot be traced); or ``refused``: why.
         """
         setting, place = self._settings[index], self._place
         reset_peak(place.device)
@@ -120,6 +122,8 @@ class Segments:
                 training = self._training(setting, groups)
                 loader = _loader(setting, place.rank, self._data)
                 try:
+                    if traced:
+                        return {"memory": self._memory(setting, training, loader)}
                     if phases:
                         return {"phases_s": self._phases(setting, training, loader)}
                     found = self._timed(training, loader)
@@ -156,6 +160,14 @@ class Segments:
         last = [float(loss) for loss in losses[-max(1, self._steps // 4) :]]
         sent_bytes = (SENT.sent() - sent) // self._steps
         return {"steps_s": clock.intervals(), "sent_bytes": sent_bytes, "loss_sum": sum(last) / len(last)}
+
+    def _memory(self, setting: Setting, training: Training, loader: BatchLoader) -> dict[str, Any] | None:
+        """Bytes of one step by class."""
+        if not isinstance(training, EngineTraining) or untraceable(setting.job):
+            return None
+        for _ in range(max(1, self._warmup)):
+            training.step(loader.next())
+        return {**asdict(found := training.accounted(loader.next())), "timeline": thinned(found.timeline)}
 
     def _phases(self, setting: Setting, training: Training, loader: BatchLoader) -> dict[str, float]:
         """Seconds per step of each phase."""

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from picotron_ray.config.schema.base import Section
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Zero
-from picotron_ray.layout.recompute_policy import PATTERN
+from picotron_ray.layout.recompute_policy import EXACT_PATTERN, PATTERN
 from picotron_ray.layout.schedules import SCHEDULES, canonical_name, schedule_names
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
@@ -36,6 +36,10 @@ def _schedule_choices(schema: dict[str, Any]) -> None:
 ScheduleName = Annotated[str, AfterValidator(_schedule), Field(json_schema_extra=_schedule_choices)]
 """Name of an entry of `SCHEDULES`; an alias becomes the name."""
 ONE_STAGE = " and ".join(name for name, entry in SCHEDULES.items() if entry.stages_per_rank[1] == 1)
+
+
+Recompute = Annotated[str, Field(pattern=f"{EXACT_PATTERN}|^auto$")] | Annotated[str, Field(pattern=PATTERN)]
+"""A policy, or ``auto``. Policies that keep gradients exact are a pattern of their own."""
 
 
 class LayoutConfig(Section):
@@ -91,13 +95,13 @@ class LayoutConfig(Section):
         " as pay",
     )
     micro_batch: Degree = Field(default="auto", description="samples per micro-batch and replica")
-    recompute: str = Field(
+    recompute: Recompute = Field(
         default="auto",
-        pattern=f"{PATTERN}|^auto$",
         description="which blocks compute their activations again in the backward pass: none, full, selective"
         " (all but matrix products and attention), every-N, middle-P (percent), blocks-K (the first K of each"
         " stage in full), blocks-K-S (and the next S selectively), or one of these per pipeline stage, with"
-        " commas between; auto: the cheapest that keeps the memory budget",
+        " commas between; auto: the cheapest that keeps the memory budget. Not exact: int8, which computes"
+        " nothing again but keeps activations in 8 bits, and blocks-K-S-Q (the next Q so)",
     )
     offload_activations: bool = Field(
         default=False,

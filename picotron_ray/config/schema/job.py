@@ -11,6 +11,7 @@ from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig, LayoutConfig, Precision
 from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.memory import MemoryConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.config.schema.service import (
@@ -65,6 +66,7 @@ class JobConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer")
     layout: LayoutConfig = Field(default_factory=LayoutConfig, description="parallel degrees")
     comm: CommConfig = Field(default_factory=CommConfig, description="how gradients travel")
+    memory: MemoryConfig = Field(default_factory=MemoryConfig, description="a worker's memory")
     kernels: KernelsConfig = Field(default_factory=KernelsConfig, description="implementations")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="machines")
     elastic: ElasticConfig = Field(

@@ -21,7 +21,7 @@ from picotron_ray.config.validation.schedules import (
 )
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.recompute_policy import is_selective, recomputed, stage_words
+from picotron_ray.layout.recompute_policy import is_quantized, is_selective, recomputed, stage_words
 from picotron_ray.layout.schedule_actions import action_list
 from picotron_ray.layout.schedules import SCHEDULES
 
@@ -77,6 +77,25 @@ def _offload(job: JobConfig) -> Iterator[Problem]:
     if job.optimizer.offload and job.optimizer.name in lacking:
         text = f"saw true with optimizer.name={job.optimizer.name}, {lacking[job.optimizer.name]}"
         yield Problem("optimizer.offload", text, ("optimizer.name",))
+
+
+def _quantized(job: JobConfig) -> Iterator[Problem]:
+    """Refuse activations in 8 bits where they cannot be, or nobody would know what they are."""
+    asked, built = job.layout.recompute, job.model.built
+    if asked == "auto" or not is_quantized(asked):
+        return
+    unseen = "true, which decides by itself what a block keeps; drop one"
+    blockless = built is not None and not built.blocks
+    against = {
+        "precision": job.precision == "fp64" and "fp64, which is for exact gradients; use full or fp32",
+        "kernels.compile": job.kernels.compile and unseen,
+        "kernels.cuda_graphs": job.kernels.cuda_graphs and "true, whose passes run no hooks; drop one",
+        "layout.offload_activations": job.layout.offload_activations and "true, which moves them; drop one",
+        "model.plan.blocks": blockless and f"(): {job.model.builder} has no repeated block; say which are",
+    }
+    for key, why in against.items():
+        if why:
+            yield Problem("layout.recompute", f"saw {asked} with {key}={why}", (key,))
 
 
 def _moments(job: JobConfig) -> Iterator[Problem]:
@@ -238,6 +257,7 @@ def _precision(job: JobConfig) -> Iterator[Problem]:
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _optimizer,
     _offload,
+    _quantized,
     _moments,
     _schedule,
     _without_effect,

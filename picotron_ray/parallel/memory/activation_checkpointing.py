@@ -80,12 +80,12 @@ def apply_recompute(
 
     Args:
         blocks: of one stage, in order.
-        kinds: of recomputation, for each block.
+        kinds: of treatment, for each block; int8 is `activation_quantization`'s.
         routers: the modules of each block that count tokens (``counting``).
     """
     count = 0
     for block, kind, inside in zip(blocks, kinds, routers, strict=True):
-        if kind == "kept":
+        if kind in ("kept", "int8"):
             continue
         block.forward = partial(
             checkpoint,

@@ -16,6 +16,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.devices import device_problems, offload_problems
 from picotron_ray.config.support.extras import needed_extras
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
+from picotron_ray.config.support.memory import memory_problems
 from picotron_ray.coordinator.policies.rewind import owed_step
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
 from picotron_ray.observability.nvml import Card, Gpus, visible
@@ -190,6 +191,7 @@ def check_cluster(job: JobConfig, own_ray: bool = False) -> Plan | None:
         "kernels.tp_overlap": overlap_problem(job, device),
         **offload_problems(job, device),
         **device_problems(job, device),
+        **memory_problems(job, device),
     }
     problems = [f"{key}: {problem}" for key, problem in found.items() if problem]
     if problems:

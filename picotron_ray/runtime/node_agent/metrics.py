@@ -14,6 +14,7 @@ from typing import Any
 from picotron_ray.checkpoint.shard_service.server import ShardServer
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.observability.exporter import Distribution, Exporter, PortTakenError, Sample, address
 from picotron_ray.observability.nvml import Gpus
@@ -97,6 +98,11 @@ def _worker(page: PageView) -> Iterator[Sample]:
     if page.cuda_allocated_bytes >= 0:
         figures["picotron_worker_cuda_allocated_bytes"] = page.cuda_allocated_bytes
         figures["picotron_worker_cuda_reserved_bytes"] = page.cuda_reserved_bytes
+    figures["picotron_worker_memory_mode"] = page.memory_mode
+    if page.memory_peak_bytes >= 0:
+        figures["picotron_worker_memory_peak_bytes"] = page.memory_peak_bytes
+        for kind, nbytes in zip(MEMORY_CLASSES, page.memory_bytes, strict=True):
+            yield Sample("picotron_worker_memory_bytes", nbytes, {"worker": page.worker, "class": kind})
     yield from (Sample(name, value, {"worker": page.worker}) for name, value in figures.items())
     for thing, (predicted_s, measured_s) in zip(THINGS, page.communication_s, strict=True):
         if measured_s >= 0:

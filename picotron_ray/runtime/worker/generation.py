@@ -16,8 +16,6 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
-import torch
-
 from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX, SlotPool
@@ -42,6 +40,7 @@ from picotron_ray.failures import FailureKind
 from picotron_ray.models.layers.init import VERSION
 from picotron_ray.runtime.phase_limits import StepWork
 from picotron_ray.runtime.worker.compile_phase import compile_phase, compiles
+from picotron_ray.runtime.worker.generation_memory import GenerationMemory
 from picotron_ray.runtime.worker.growth_phase import growth_phase
 from picotron_ray.runtime.worker.outcomes import judge
 from picotron_ray.runtime.worker.remote_slots import RemoteSlots, fetch_spilled
@@ -78,6 +77,7 @@ class GenerationRun:
         self._engine: Engine | None = None
         self._snapshots: Snapshotter | None = None
         self._loader: BatchLoader | None = None
+        self._memory = GenerationMemory(resources, spec, self.rank)
         self._work = StepWork.of(
             spec.layout,
             resources.job.data.global_batch,
@@ -195,6 +195,7 @@ class GenerationRun:
             tail=self._tail,
             start_step=spec.resume_step,
             passes_over=spec.passes_over,
+            memory=self._memory,
             clock=clock,
         )
         resources.limit_memory()  # the threads' stacks are there by now
@@ -213,7 +214,9 @@ class GenerationRun:
             resources.device,
             resources.variability,
             page.moved,
+            self._memory.pools(),
         )
+        self._memory.watch(engine)
         page.put(built_at_s=time.time())
         applied = "; ".join(engine.applied) or "one process"
         print(f"generation {self.spec.id} rank {self.rank}: {self.spec.layout}: {applied}", flush=True)
@@ -334,11 +337,7 @@ class GenerationRun:
     def _sealed(self, step: int, pinned: bool, seconds: float) -> None:
         assert self._snapshots is not None
         self._resources.page.put(snapshot_s=seconds, skipped=self._snapshots.skipped, sealed=step)
-        if self._resources.device.type == "cuda":
-            self._resources.page.put(
-                cuda_allocated_bytes=torch.cuda.memory_allocated(),
-                cuda_reserved_bytes=torch.cuda.memory_reserved(),
-            )
+        self._memory.note_cuda()
         if pinned:
             self._resources.page.put(pinned=step)
 
@@ -380,6 +379,7 @@ class GenerationRun:
         """Let go of the groups and everything that refers to them."""
         page = self._resources.page
         self._engine = self._snapshots = self._loader = None
+        self._memory.close()
         gc.collect()
         try:
             self._groups.close()

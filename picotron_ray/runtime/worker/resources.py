@@ -38,6 +38,9 @@ class WorkerResources:
     variability: GradientVariability = field(
         default_factory=GradientVariability
     )  # of the parts' gradients, so far
+    memory_ratios: dict[str, tuple[float, ...]] = field(
+        default_factory=dict
+    )  # measured bytes over the planner's, by class of memory, newest last
     stepped: frozenset[str] = frozenset()  # members of the last generation that took a step
     telemetry: TelemetryPage | None = None  # where steps are measured
     limited: bool = False  # its memory, from the first generation's first step on

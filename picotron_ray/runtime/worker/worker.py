@@ -34,6 +34,7 @@ from picotron_ray.runtime.ray_cluster.data_notes import leave_note
 from picotron_ray.runtime.ray_cluster.interfaces import carry_collectives
 from picotron_ray.runtime.ray_cluster.names import cache_folder, ledger_folder, node_folder
 from picotron_ray.runtime.ray_cluster.private_folder import write_text
+from picotron_ray.runtime.worker.allocator import choose_allocator
 from picotron_ray.runtime.worker.generation import GenerationRun
 from picotron_ray.runtime.worker.nccl_settings import prepare_nccl
 from picotron_ray.runtime.worker.remote_slots import find_service
@@ -71,6 +72,7 @@ class Worker:
         testify(path, worker)
         if device.type == "cuda":
             prepare_nccl(os.environ)
+            choose_allocator(self._job.memory.allocator)
         page = Page(path / f"{worker}.page", self._job.elastic, self._chaos)
         data = build_dataset(self._job.data, self._job.model.vocab_size, self._job.seed, cache_folder())
         leave_note(path, worker, data.fingerprint)

@@ -30,7 +30,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.init import VERSION
 from picotron_ray.runtime.heartbeat import Page, read_page
 from picotron_ray.runtime.phase_limits import ENOUGH, StepWork
-from picotron_ray.runtime.worker import generation, resources, storage_wait
+from picotron_ray.runtime.worker import generation, generation_memory, resources, storage_wait
 from picotron_ray.runtime.worker.generation import GenerationRun
 from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.train.step_sync import STOP
@@ -532,7 +532,7 @@ def test_seals_are_published_with_the_memory_that_is_used(bench: Bench) -> None:
     run._sealed(7, False, 0.5)
     assert seen() == (7, -1, 0.5, 2, -1, -1)
     cuda = SimpleNamespace(memory_allocated=lambda: 10, memory_reserved=lambda: 20)
-    bench.set("torch", SimpleNamespace(cuda=cuda))
+    bench.patch.setattr(generation_memory, "torch", SimpleNamespace(cuda=cuda))
     bench.resources.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
     run._sealed(8, True, 0.25)
     assert seen() == (8, 8, 0.25, 2, 10, 20)

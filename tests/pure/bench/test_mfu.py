@@ -422,8 +422,11 @@ OPTIONS = MfuOptions(1, 2, 0, 1, False, "plain", None, None, None)
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[list[Setting]] = []
 
-    def measure(settings: list[Setting], options: MfuOptions, folder: Path, say: Any) -> list[dict[str, Any]]:
+    def measure(
+        settings: list[Setting], options: MfuOptions, folder: Path, say: Any, *, accounted: bool
+    ) -> list[dict[str, Any]]:
         assert folder.is_dir()
+        assert accounted
         measured.append(settings)
         return noted(settings)
 

@@ -639,6 +639,56 @@ BAD: dict[str, tuple[str, str, str]] = {
         "layout.offload_activations",
         "saw true with layout.recompute=blocks-1-1, whose kept results stay on the device",
     ),
+    "exact arithmetic on activations in 8 bits": (
+        "layout: {recompute: int8}\nprecision: fp64",
+        "layout.recompute",
+        "saw int8 with precision=fp64, which is for exact gradients; use full or fp32",
+    ),
+    "activations in 8 bits of compiled blocks": (
+        "layout: {recompute: blocks-1-0-1}\nkernels: {compile: true}",
+        "layout.recompute",
+        "saw blocks-1-0-1 with kernels.compile=true, which decides by itself what a block keeps; drop one",
+    ),
+    "activations in 8 bits that move": (
+        "layout: {recompute: int8, offload_activations: true}",
+        "layout.recompute",
+        "saw int8 with layout.offload_activations=true, which moves them; drop one",
+    ),
+    "activations in 8 bits under a split backward pass": (
+        "layout: {pp: 2, schedule: zbv, recompute: int8}",
+        "layout.recompute",
+        "saw int8 with schedule zbv, which splits the backward pass",
+    ),
+    "an allocator that nobody has": (
+        "memory: {allocator: first-fit}",
+        "memory.allocator",
+        "saw first-fit, which torch's allocators do not have: they take the smallest free block that is",
+    ),
+    "an allocator's strategy on CPUs": (
+        "memory: {allocator: adaptive}\ncluster: {device: cpu}",
+        "memory.allocator",
+        "saw adaptive, but workers run on CPUs, where the C library allocates by its own strategy; use auto",
+    ),
+    "memory pools on CPUs": (
+        "memory: {preallocate: true}\ncluster: {device: cpu}",
+        "memory.preallocate",
+        "saw true, but workers run on CPUs, which have no memory pools; drop it",
+    ),
+    "memory pools of segments that grow": (
+        "memory: {preallocate: true, allocator: adaptive}",
+        "memory.preallocate",
+        "saw true with memory.allocator=adaptive, whose segments grow by themselves; drop one",
+    ),
+    "memory pools of a graph": (
+        "memory: {preallocate: true}\nkernels: {cuda_graphs: true}",
+        "memory.preallocate",
+        "saw true with kernels.cuda_graphs=true, whose graph has a pool of its own; drop one",
+    ),
+    "memory pools of moments that are elsewhere": (
+        "memory: {preallocate: true}\noptimizer: {offload: true}",
+        "memory.preallocate",
+        "saw true with optimizer.offload=true, whose state lies in host memory; drop one",
+    ),
     "offloaded moments and foreach": (
         "optimizer: {offload: true}\nkernels: {optimizer: foreach}",
         "kernels.optimizer",

@@ -22,7 +22,7 @@ UNITS = {
     "ratio", "seconds", "snapshots", "steps", "tokens", "tokens_per_second", "watts", "workers",
 }  # fmt: skip
 TABLES = {
-    "picotron_ray.observability.agent_metrics": ("WORKER", "NODE", "GPU"),
+    "picotron_ray.observability.agent_metrics": ("WORKER", "MEMORY", "NODE", "GPU"),
     "picotron_ray.observability.coordinator_metrics": ("TRAINING", "ELASTIC", "CHECKPOINT"),
 }
 

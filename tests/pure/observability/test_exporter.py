@@ -58,6 +58,7 @@ def page(tmp_path: Path) -> Page:
         page.count_step(seconds)
         page.put(step=step)
     page.put(eval_step=8, eval_loss=2.25, baseline_loss=3.0, wait_s=0.125, snapshot_s=0.01, skipped=2)
+    page.put(memory_mode=2, memory_peak_bytes=50, memory_activation_bytes=20)
     steps = TelemetryPage(tmp_path / "a.telemetry")
     for ordinal in range(WARM_UP + 2):
         memory = MemoryFigures(allocated=5, reserved=6, peak=700, largest_free=8, device=1000)
@@ -166,6 +167,9 @@ def test_an_agent_measures_all_but_gpus(tmp_path: Path, page: Page) -> None:
     assert values["picotron_node_served_snapshot_bytes_total"] == 77
     assert values["picotron_worker_resident_bytes a"] > 1e6
     assert values["picotron_worker_snapshot_wait_seconds_total a"] == 0.125
+    assert values["picotron_worker_memory_mode a"] == 2
+    assert values["picotron_worker_memory_peak_bytes a"] == 50
+    assert values["picotron_worker_memory_bytes activation a"] == 20
     assert values["picotron_worker_communication_predicted_seconds experts a"] == 0.5
     assert values["picotron_worker_communication_measured_seconds experts a"] == 0.25
     page.put(cuda_allocated_bytes=7, cuda_reserved_bytes=9)

@@ -68,7 +68,9 @@ def test_a_block_again() -> None:
     selective = 12 * 200 * 4 / 50 + 2 * (192 / 1e2 + 5) + 7 / 3
     share = 8 / 136 + (1 - 8 / 136) / 2
     full = selective + 1.1 * 12 * (2 * 136 + 4 * 8 * 6) * share / 1e3
-    assert found == pytest.approx({"kept": 0.0, "selective": selective, "full": full})
+    assert found == pytest.approx(
+        {"kept": 0.0, "int8": 40 * 12 * 100 / 50, "selective": selective, "full": full}
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,13 @@ from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.recompute_policy import RecomputedBlocks, is_selective, policy_of, recomputed
+from picotron_ray.layout.recompute_policy import (
+    RecomputedBlocks,
+    is_quantized,
+    is_selective,
+    policy_of,
+    recomputed,
+)
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import memory_estimate
@@ -41,10 +47,14 @@ pytestmark = pytest.mark.pure
         ("blocks-2-0", 3, "FF."),
         ("blocks-2-9", 4, "FFSS"),
         ("blocks-9-9", 2, "FF"),
+        ("int8", 3, "888"),
+        ("blocks-1-1-2", 5, "FS88."),
+        ("blocks-0-0-1", 3, "8.."),
+        ("blocks-1-0-9", 3, "F88"),
     ],
 )
 def test_what_becomes_of_each_block(policy: str, depth: int, expected: str) -> None:
-    letters = {"kept": ".", "full": "F", "selective": "S"}
+    letters = {"kept": ".", "full": "F", "selective": "S", "int8": "8"}
     assert "".join(letters[kind] for kind in recomputed(policy, depth)) == expected
 
 
@@ -57,16 +67,16 @@ def test_a_list_has_a_word_per_stage() -> None:
         recomputed("none,full", 3, 2)
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=1, max_size=4))
-def test_numbers_become_a_policy_and_back(numbers: list[tuple[int, int, int]]) -> None:
-    """The shortest string, of the same meaning in every stage; what is selective is known by it."""
-    stages = [RecomputedBlocks(full, selective, full + selective + kept) for full, selective, kept in numbers]
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 4), min_size=1, max_size=4))
+def test_numbers_become_a_policy_and_back(numbers: list[tuple[int, int, int, int]]) -> None:
+    """The shortest string, of the same meaning in every stage; selective and 8 bits are known by it."""
+    stages = [RecomputedBlocks(full, some, full + some + q + kept, q) for full, some, q, kept in numbers]
     policy = policy_of(stages)
     for stage, again in enumerate(stages):
-        kinds = recomputed(policy, again.depth, stage)
-        assert RecomputedBlocks(kinds.count("full"), kinds.count("selective"), len(kinds)) == again
-    some = any(again.selective for again in stages if again.depth)
-    assert is_selective(policy) is some or not all(again.depth for again in stages)
+        assert RecomputedBlocks.of(recomputed(policy, again.depth, stage)) == again
+    some, packed = (any(numbers) for numbers in zip(*((s.selective, s.int8) for s in stages), strict=True))
+    whole = all(again.depth for again in stages)
+    assert not whole or (is_selective(policy), is_quantized(policy)) == (some, packed)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +84,8 @@ def test_numbers_become_a_policy_and_back(numbers: list[tuple[int, int, int]]) -
     [
         "none,",
         ",none",
-        "blocks-1-2-3",
+        "blocks-1-2-3-4",
+        "int4",
         "blocks--1-1",
         "full, none",
         "",
@@ -120,6 +131,22 @@ def test_policies_need_less_and_cost_more_in_this_order() -> None:
     seconds = [step_cost(job(None), Layout(micro_batch=8, recompute=policy), CPU).total_s for policy in order]
     assert seconds == sorted(seconds)
     assert needs("blocks-8") == needs("full") == needs("every-1") == needs("middle-100")
+
+
+def test_8_bits_need_less_than_all_and_cost_more() -> None:
+    assert needs("full") < needs("int8") < needs("selective") < needs("none")
+    plain, packed = (
+        step_cost(job(None), Layout(micro_batch=8, recompute=policy), CPU).total_s
+        for policy in ("none", "int8")
+    )
+    assert plain < packed
+
+
+def test_the_planner_never_takes_8_bits_by_itself() -> None:
+    assert is_quantized(choose_layout(job(None, recompute="int8"), 1).layout.recompute)
+    for share in (0.9, 0.5, 0.2):
+        budget = needs("full") + share * (needs("none") - needs("full"))
+        assert not is_quantized(choose_layout(job(budget), 1).layout.recompute)
 
 
 @pytest.mark.parametrize(

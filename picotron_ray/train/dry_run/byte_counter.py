@@ -122,4 +122,3 @@ def _whole_bytes(name: str, args: Any, ranks: int) -> int:
     if name in ("all_gather_into_tensor", "all_gather_into_tensor_out"):
         return sizes[0] * ranks
     return max(sizes)
-

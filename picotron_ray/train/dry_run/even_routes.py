@@ -1,7 +1,7 @@
-"""Values that a dry run knows without computing: routes of a mixture that are spread evenly over its experts.
+"""Values that a dry run knows without computing: routes of a mixture, spread evenly over its experts.
 
-Shapes behind a router depend on how many rows each expert gets. Here every expert gets as many (the first ones
-one more where they do not divide), on every rank of the ep group. torch's fake tensors carry small constants
+Shapes behind a router depend on how many rows each expert gets. Here every expert gets as many (the first
+ones one more where they do not divide), on every rank of the ep group. Fake tensors carry small constants
 along; here they carry these counts, and all that is computed from them.
 """
 

@@ -1,7 +1,7 @@
 """Layouts by which the memory model is judged, drawn by seed: families, precisions, every degree and kernel.
 
-The peak of a layout is its fullest pipeline rank's, of which the first and the last are looked at: under every
-schedule one of them holds most.
+The peak of a layout is its fullest pipeline rank's, of which the first and the last are looked at: under
+every schedule one of them holds most.
 """
 
 from __future__ import annotations
@@ -19,23 +19,30 @@ from picotron_ray.planner.memory import rank_memory
 from picotron_ray.planner.model_sizes import blocks_again
 
 SEQUENCE, LAYERS = 512, 4
-SHAPE = {
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "layers": LAYERS,
-    "heads": 8,
-    "kv_heads": 4,
-}
-EXPERTS = {"experts": 4, "top_k": 2, "intermediate_size": 512}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": SHAPE,
-    "gpt2": {**SHAPE, "family": "gpt2", "kv_heads": 8, "max_positions": SEQUENCE},
-    "olmo2": {**SHAPE, "family": "olmo2"},
-    "tied": {**SHAPE, "tie_embeddings": True},
-    "mixture": {**SHAPE, "moe": EXPERTS},
-    "shared": {**SHAPE, "moe": {**EXPERTS, "shared_intermediate_size": 256, "loss_coefficient": 0.01}},
-}
+FAMILIES = ("llama", "gpt2", "olmo2", "tied", "mixture", "shared")
+
+
+def shape_of(family: str, smaller: int = 1) -> dict[str, Any]:
+    """The model of a family, ``smaller`` times narrower."""
+    shape = {
+        "family": family if family in ("gpt2", "olmo2") else "llama",
+        "vocab_size": 4096 // smaller,
+        "hidden_size": 512 // smaller,
+        "intermediate_size": 1376 // smaller,
+        "layers": LAYERS,
+        "heads": 8,
+        "kv_heads": 8 if family == "gpt2" else 4,
+        "tie_embeddings": family == "tied",
+    }
+    if family == "gpt2":
+        shape |= {"max_positions": SEQUENCE // smaller}
+    if family in ("mixture", "shared"):
+        shape["moe"] = {"experts": 4, "top_k": 2, "intermediate_size": 512 // smaller}
+    if family == "shared":
+        shape["moe"] |= {"shared_intermediate_size": 256 // smaller, "loss_coefficient": 0.01}
+    return shape
+
+
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2), ("zbv", 2))
 
 
@@ -47,23 +54,32 @@ class MemoryCase(NamedTuple):
     layout: Layout
 
 
-def memory_cases(count: int, seed: int = 0) -> Iterator[MemoryCase]:
-    """So many cases, as many of each family as of any other."""
+def memory_cases(count: int, seed: int = 0, smaller: int = 1) -> Iterator[MemoryCase]:
+    """So many cases, as many of each family as of any other, of models ``smaller`` times narrower."""
     draw, seen = random.Random(seed), set()
     while len(seen) < count:
-        family = list(FAMILIES)[len(seen) % len(FAMILIES)]
-        case = _case(family, draw)
+        family = FAMILIES[len(seen) % len(FAMILIES)]
+        case = _case(family, draw, smaller)
         if case is not None and case.name not in seen:
             seen.add(case.name)
             yield case
 
 
-def _case(family: str, draw: random.Random) -> MemoryCase | None:
+def one_process_cases(count: int, seed: int = 1) -> Iterator[MemoryCase]:
+    """So many cases of one rank: families, precisions, recomputation, kernels, rows; small models."""
+    left = count
+    for case in memory_cases(40 * count, seed, smaller=4):
+        if left and case.layout.world_size == 1:
+            left -= 1
+            yield case
+
+
+def _case(family: str, draw: random.Random, smaller: int) -> MemoryCase | None:
     pp = draw.choice((1, 1, 1, 2, 4))
     schedule, virtual = draw.choice(SCHEDULES) if pp > 1 else ("1f1b", 1)
     cp, tp = draw.choice((1, 1, 1, 2)), draw.choice((1, 1, 2))
     dp = draw.choice((1, 2, 4))
-    ep = draw.choice((1, 2)) if "moe" in FAMILIES[family] and dp * cp > 1 else 1
+    ep = draw.choice((1, 2)) if family in ("mixture", "shared") and dp * cp > 1 else 1
     zero = draw.choice((0, 1, 2, 3)) if dp * cp > 1 else 0
     recompute = draw.choice(("none", "none", "full", "selective"))
     rows = draw.choice((1, 2))
@@ -77,8 +93,8 @@ def _case(family: str, draw: random.Random) -> MemoryCase | None:
     try:
         job = parse_job(
             {
-                "model": FAMILIES[family],
-                "data": {"sequence_length": SEQUENCE, "global_batch": dp * rows * max(2, pp)},
+                "model": shape_of(family, smaller),
+                "data": {"sequence_length": SEQUENCE // smaller, "global_batch": dp * rows * max(2, pp)},
                 "cluster": {"device": "cpu", "max_workers": layout.world_size},
                 **options,
             }

@@ -10,7 +10,8 @@ from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import family_of
 from picotron_ray.planner.hardware import Hardware
-from picotron_ray.planner.memory import MOMENTS, STATE_BYTES, budget_bytes, memory_estimate
+from picotron_ray.planner.kept_activations import STATE_BYTES
+from picotron_ray.planner.memory import MOMENTS, budget_bytes, memory_estimate
 from picotron_ray.planner.model_sizes import active_parameters, flops_per_token, parameter_count
 from picotron_ray.planner.plan import for_devices
 

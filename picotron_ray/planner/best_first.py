@@ -22,8 +22,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.candidates import Sharding, candidate, degrees_allowed, micro_batches, shardings
 from picotron_ray.planner.cost import StepCost, least_arithmetic_s, step_cost
 from picotron_ray.planner.device_profile import DeviceProfile
-from picotron_ray.planner.memory import memory_estimate, rank_memory
-from picotron_ray.planner.model_sizes import blocks_again
+from picotron_ray.planner.memory import fullest_state_bytes, memory_estimate
 from picotron_ray.planner.recompute_search import cheapest_recompute, least_added_s
 
 ALONE = Sharding(zero=0, replicate=1, ep=1)
@@ -124,11 +123,7 @@ class BestFirst:
         """Whether the state alone, which no micro-batch changes, is above the budget on any rank."""
         key = degrees, sharding, layout.schedule, layout.virtual_stages
         if key not in self.large:
-            self.large[key] = any(
-                rank_memory(self.job, layout, rank, blocks_again(self.job, layout, rank)).state_bytes
-                > self.budget
-                for rank in range(layout.pp)
-            )
+            self.large[key] = fullest_state_bytes(self.job, layout) > self.budget
         return self.large[key]
 
     def _settle_or_defer(self, bound: float, stage: int, at: Layout) -> None:

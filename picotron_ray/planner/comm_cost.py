@@ -9,7 +9,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import DeviceProfile
-from picotron_ray.planner.memory import STATE_BYTES
+from picotron_ray.planner.kept_activations import STATE_BYTES
 from picotron_ray.planner.model_sizes import sizes_of
 
 

@@ -33,7 +33,8 @@ from picotron_ray.planner.comm_cost import (
     tensor_passes,
 )
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
-from picotron_ray.planner.memory import STATE_BYTES, memory_estimate, offloaded_activations
+from picotron_ray.planner.kept_activations import STATE_BYTES, offloaded_activations
+from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.model_sizes import (
     blocks_again,
     rank_depths,

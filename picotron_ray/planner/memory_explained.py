@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.memory import MOMENTS, STATE_BYTES, rank_memory
+from picotron_ray.planner.kept_activations import STATE_BYTES
+from picotron_ray.planner.memory import MOMENTS, rank_memory
 from picotron_ray.planner.model_sizes import blocks_again, stage_parameters
 
 

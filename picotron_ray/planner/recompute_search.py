@@ -21,10 +21,11 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks, policy_of
 from picotron_ray.planner.cost import block_again, slack_s
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
-from picotron_ray.planner.memory import memory_estimate, rank_memory
-from picotron_ray.planner.model_sizes import rank_depths
+from picotron_ray.planner.memory import fullest_state_bytes, rank_needs
+from picotron_ray.planner.model_sizes import blocks_again, rank_depths
 
 Fits = Callable[[RecomputedBlocks], bool]
+Needs = Callable[[RecomputedBlocks], float]
 
 
 def cheapest_recompute(
@@ -40,18 +41,19 @@ def cheapest_recompute(
 
     Returns None where nothing keeps the budget.
     """
-    estimate = memory_estimate(job, layout)
-    if estimate.total_bytes <= budget:
+    needs = [rank_needs(job, layout, rank) for rank in range(layout.pp)]
+    if all(needs[rank](blocks_again(job, layout, rank)) <= budget for rank in range(layout.pp)):
         return layout
-    if estimate.state_bytes > budget or job.layout.recompute != "auto" or splits_backward(job, layout):
+    too_large = fullest_state_bytes(job, layout) > budget
+    if too_large or job.layout.recompute != "auto" or splits_backward(job, layout):
         return None
     of, selective = block_again(job, layout, profile, node_sizes), _may_select(job, layout)
     stages: dict[int, RecomputedBlocks] = {}
-    for rank in range(layout.pp):
+    for rank, needed in enumerate(needs):
         depths = rank_depths(job, layout, rank)
 
-        def fits(again: RecomputedBlocks, rank: int = rank) -> bool:
-            return rank_memory(job, layout, rank, again).total_bytes <= budget
+        def fits(again: RecomputedBlocks, needed: Needs = needed) -> bool:
+            return needed(again) <= budget
 
         least = min(
             _fewest(sum(depths), fits, selective),
@@ -78,11 +80,10 @@ def least_added_s(
     rank is not the slowest, others wait for none of it. Infinite where nothing keeps the budget, or the job
     leaves no choice.
     """
-    rank = 0
-    depth = sum(rank_depths(job, layout, rank))
+    depth, of_blocks = sum(rank_depths(job, layout, 0)), rank_needs(job, layout, 0)
 
     def needs(full: int, selective: int) -> float:
-        return rank_memory(job, layout, rank, RecomputedBlocks(full, selective, depth)).total_bytes
+        return of_blocks(RecomputedBlocks(full, selective, depth))
 
     most, kept = needs(depth, 0), needs(0, 0)
     if kept <= budget:
@@ -92,16 +93,21 @@ def least_added_s(
     if depth == 1:
         return 0.0
     of = block_again(job, layout, profile, node_sizes)
-    prices = [_price(needs(1, 0) - most, depth, of["full"])]
+    prices = [of["full"] / _most_saved(lambda number: needs(number, 0), depth)]
     if _may_select(job, layout):
-        prices.append(_price(needs(0, 1) - needs(0, depth), depth, of["selective"]))
+        prices.append(of["selective"] / _most_saved(lambda number: needs(0, number), depth))
     added = min((kept - budget) * min(prices), depth * of["full"]) - slack_s(job, layout, profile)
     return layout.micro_batches(job.data.global_batch) * max(0.0, added)
 
 
-def _price(saved: float, depth: int, seconds: float) -> float:
-    """Seconds per byte that a block saves, where all but the first save ``saved``."""
-    return seconds * (depth - 1) / saved if saved > 0 else math.inf
+def _most_saved(needs: Callable[[int], float], depth: int) -> float:
+    """Bytes that one more recomputed block saves at most, after the first.
+
+    The bytes are the largest of several sums, each of which falls evenly. So the first blocks save most, but
+    for copies of weights that go with the last.
+    """
+    saved = max(needs(1) - needs(2), needs(depth - 1) - needs(depth))
+    return saved if saved > 0 else math.inf
 
 
 def _may_select(job: JobConfig, layout: Layout) -> bool:

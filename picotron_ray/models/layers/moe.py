@@ -345,5 +345,5 @@ def _by_expert(routing: Routing) -> tuple[Tensor, Tensor]:
     """Experts of the assignments that are sent, in their order, and where each stands in ``experts``."""
     flat = torch.where(routing.kept, routing.experts, -1).flatten()
     experts, order = flat.sort(stable=True)
-    dropped = int((flat < 0).sum())
+    dropped = int(torch.count_nonzero(flat < 0))
     return experts[dropped:], order[dropped:]

@@ -15,6 +15,8 @@ from typing import Any
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import schedule_of
+from picotron_ray.planner.datasheet import RESERVED
+from picotron_ray.planner.memory import USABLE
 from picotron_ray.planner.published.runs import PublishedRun, published_runs, run_of
 
 SOURCE = "BLOOM / BigScience 2022"
@@ -48,7 +50,8 @@ class StageMemory:
 
     @property
     def refused(self) -> bool:
-        return self.predicted_bytes > DEVICE_BYTES
+        """Whether the planner's own budget of such a device would keep the layout from running."""
+        return self.predicted_bytes > USABLE * (1 - RESERVED) * DEVICE_BYTES
 
 
 def stage_memories() -> list[StageMemory]:
@@ -81,6 +84,7 @@ def memory_dict(found: list[StageMemory]) -> dict[str, Any]:
         "memory_worst": max(errors),
         "out_of_memory": len(without_room),
         "out_of_memory_refused": sum(one.refused for one in without_room),
+        "ran_and_refused": sum(one.refused for one in found if one.error is not None),
     }
 
 
@@ -109,7 +113,7 @@ def _rank_bytes(job: JobConfig, layout: Layout, rank: int, wide_gradients: bool)
 
 
 def _out_of_memory(
-    name: str, layers: int, heads: int, dp: int, tp: int, pp: int, micro_batch: int
+    name: str, layers: int, heads: int, dp: int, tp: int, pp: int, micro_batch: int, precision: str = "fp16"
 ) -> Mapping[str, Any]:
     """A row of the file for a layout that did not fit, of the model's other dimensions."""
     return {
@@ -124,7 +128,7 @@ def _out_of_memory(
         "layout": {
             "tp": tp, "pp": pp, "cp": 1, "dp": dp, "virtual_stages": 1, "zero": 1,
             "micro_batch": micro_batch, "global_batch_samples": 2048, "recompute": "full",
-            "sequence_parallel": False, "precision": "fp16",
+            "sequence_parallel": False, "precision": precision,
         },
         "measured": {"step_s": float("inf")},
     }  # fmt: skip
@@ -134,5 +138,6 @@ OUT_OF_MEMORY = (
     _out_of_memory("BLOOM-like 181B", 72, 64, dp=48, tp=8, pp=1, micro_batch=1),
     _out_of_memory("BLOOM-like 181B", 72, 64, dp=32, tp=2, pp=6, micro_batch=1),
     _out_of_memory("BLOOM-like 181B", 72, 64, dp=32, tp=2, pp=6, micro_batch=2),
-    _out_of_memory("BLOOM-like 206B", 82, 128, dp=8, tp=4, pp=12, micro_batch=2),
+    # of 02-28, by when all runs had "BF16 optimizer ... to accumulate gradients in fp32" (the same page)
+    _out_of_memory("BLOOM-like 206B", 82, 128, 8, 4, 12, 2, precision="bf16 (fp32 gradients)"),
 )

@@ -8,7 +8,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.model_sizes import parameter_count
-from picotron_ray.train.dry_run import dry_run
+from picotron_ray.train.dry_run.run import dry_run
 from tests.support.gloo.parallel_jobs.matrix_jobs import MIXTURE, make_job
 
 MODEL = ModelConfig(vocab_size=512, hidden_size=64, intermediate_size=176, layers=2, heads=4, kv_heads=2)

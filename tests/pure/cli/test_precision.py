@@ -11,9 +11,9 @@ from picotron_ray import cli
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.load import load_job
 from picotron_ray.config.resume import check_resume
-from picotron_ray.config.support.precision import chosen, possible, precision_problem
+from picotron_ray.config.support.precision import COMPUTE_BYTES, chosen, possible, precision_problem
 from picotron_ray.errors import ConfigError
-from picotron_ray.planner.memory import COMPUTE_BYTES, STATE_BYTES
+from picotron_ray.planner.kept_activations import STATE_BYTES
 from picotron_ray.planner.search import layouts
 from picotron_ray.runtime.run_storage.init_from import compatible_precision
 

@@ -21,7 +21,8 @@ from picotron_ray.models.sizes import ModelSizes
 from picotron_ray.planner.comm_cost import tensor_passes
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.device_profile import CPU
-from picotron_ray.planner.memory import memory_estimate, offloaded_activations
+from picotron_ray.planner.kept_activations import offloaded_activations
+from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.model_sizes import flops_per_token, parameter_count, sizes_of, stage_flops_per_token
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.ray_cluster.fingerprint import builder_fingerprint

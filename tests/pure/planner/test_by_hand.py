@@ -10,7 +10,8 @@ import pytest
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
 from picotron_ray.planner.cost import block_again, step_cost
-from picotron_ray.planner.memory import budget_bytes, memory_estimate, offloaded_activations, rank_memory
+from picotron_ray.planner.kept_activations import block_bytes, offloaded_activations
+from picotron_ray.planner.memory import budget_bytes, memory_estimate, rank_memory
 from picotron_ray.planner.model_sizes import (
     active_parameters,
     parameter_count,
@@ -24,61 +25,44 @@ from tests.support.runs.by_hand import job_by_hand as job
 
 
 @pytest.mark.parametrize(
-    ("options", "layout", "state", "gathered", "activations"),
+    ("options", "layout", "state", "kept"),
     [
-        # Two of four experts: blocks of 528. A token keeps 56 + 92 elements, 96 bytes of routes, 2·8.
-        ({}, Layout(dp=2, ep=2, micro_batch=2), 6920 * 16, 0, 12 * (4 * 752 + 2400)),
-        ({}, Layout(dp=2, ep=2, tp=2, micro_batch=2), 3460 * 16, 0, 6 * (4 * 752 + 2400)),
+        # Two of four experts: blocks of 528. A token keeps 56 + 92 elements, 96 bytes of routes, 2·8 weighted
+        # ones, and with ep rows of 2·8 as they came back.
+        ({}, Layout(micro_batch=2), 8072 * 16, 12 * 752),
+        ({}, Layout(dp=2, ep=2, micro_batch=2), 6920 * 16, 12 * (752 + 64)),
+        # Half of it, but gathered inputs of 2·8, and rows of 2·8 on their way in, out and weighted.
+        ({}, Layout(dp=2, ep=2, tp=2, micro_batch=2), 3460 * 16, 12 * (376 + 64 + (64 + 64 * 3) / 2)),
         # Experts are left on two copies of four: a half of 4·288, a quarter of the rest.
-        (
-            {},
-            Layout(dp=4, ep=2, zero=1, micro_batch=2),
-            (5768 // 4 + 1152 // 2) * 16,
-            2 * 6920 * 4,
-            12 * (4 * 752 + 2400),
-        ),
-        (
-            {},
-            Layout(dp=4, ep=2, tp=2, zero=3, micro_batch=2),
-            (2884 // 4 + 576 // 2) * 16,
-            3 * 264 * 4,
-            6 * (4 * 752 + 2400),
-        ),
-        # Autocast: k, v and up cast their inputs again, the router has a wide one, and matrices are copied.
+        ({}, Layout(dp=4, ep=2, zero=1, micro_batch=2), (5768 // 4 + 1152 // 2) * 16, 12 * (752 + 64)),
+        # Autocast: k, v and up cast their inputs again, the router has a wide one.
         (
             {"precision": "bf16"},
             Layout(dp=2, ep=2, micro_batch=2),
             6920 * 16,
-            0,
-            12 * (4 * (172 * 2 + 32 + 192) + 2400) + 2 * (4 * 512 + 2400),
-        ),
-        # Under ZeRO-3 one block's, and what fused projections join: 128 and 384 / 2.
-        (
-            {"precision": "bf16", "kernels": {"projections": "fused"}},
-            Layout(dp=4, ep=2, zero=3, micro_batch=2),
-            (5768 // 4 + 1152 // 2) * 16,
-            3 * 528 * 4,
-            12 * (4 * (148 * 2 + 32 + 192) + 2400) + 2 * (512 + 4 * 320 + 2400),
+            12 * (172 * 2 + 32 + 192 + 32),
         ),
         # Muon has one moment of every matrix inside a block.
         (
             {"optimizer": {"name": "muon"}},
             Layout(dp=2, ep=2, micro_batch=2),
             6920 * 16 - 4 * 512 * 4,
-            0,
-            12 * (4 * 752 + 2400),
+            12 * (752 + 64),
         ),
-        # Selectively a block keeps 40 + 44 elements, and all of it once more while it is at work.
-        ({}, Layout(micro_batch=2, recompute="selective"), 8072 * 16, 0, 12 * (4 * 84 * 4 + 752 + 2400)),
-        ({}, Layout(micro_batch=2, recompute="full"), 8072 * 16, 0, 12 * (4 * 8 * 4 + 752 + 2400)),
     ],
     ids=str,
 )
-def test_memory_of_a_mixture(
-    options: dict[str, Any], layout: Layout, state: int, gathered: int, activations: int
-) -> None:
-    found = memory_estimate(job(MIXTURE, **options), layout)
-    assert (found.state_bytes, found.gathered_bytes, found.activation_bytes) == (state, gathered, activations)
+def test_memory_of_a_mixture(options: dict[str, Any], layout: Layout, state: int, kept: float) -> None:
+    config = job(MIXTURE, **options)
+    assert memory_estimate(config, layout).state_bytes == state
+    assert block_bytes(config, layout, 1).kept == pytest.approx(kept)
+
+
+def test_a_recomputed_block_of_a_mixture() -> None:
+    """Selectively a block keeps 40 + 44 elements, and makes the others once more while it is at work."""
+    found = block_bytes(job(MIXTURE), Layout(micro_batch=2), 1)
+    assert (found.selective, found.full) == (12 * 84 * 4, 12 * 8 * 4)
+    assert (found.selective_again, found.full_again) == (12 * (752 - 84 * 4), 12 * (752 - 8 * 4))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +75,8 @@ def test_memory_of_a_mixture(
     ids=str,
 )
 def test_what_cpus_keep_besides(options: dict[str, Any], more: int) -> None:
-    found = memory_estimate(job(cluster={"device": "cpu"}, **options), Layout(micro_batch=2))
-    assert found.activation_bytes == 12 * (4 * (96 * 4 + more) + 2400)
+    config = job(cluster={"device": "cpu"}, **options)
+    assert block_bytes(config, Layout(micro_batch=2), 1).kept == 12 * (96 * 4 + more)
 
 
 def test_a_precision_that_is_not_settled_counts_as_the_widest() -> None:

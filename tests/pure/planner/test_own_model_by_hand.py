@@ -14,7 +14,9 @@ from picotron_ray.layout.recompute_policy import RecomputedBlocks
 from picotron_ray.planner import best_first
 from picotron_ray.planner import cost as cost_module
 from picotron_ray.planner.cost import StepCost, block_again, step_cost
-from picotron_ray.planner.memory import STATE_BYTES, memory_estimate, rank_memory
+from picotron_ray.planner.kept_activations import STATE_BYTES
+from picotron_ray.planner.memory import memory_estimate, rank_memory
+from picotron_ray.planner.memory_moments import rank_moments
 from picotron_ray.planner.model_sizes import sizes_of, stage_bounds, stage_flops_per_token, stage_parameters
 from picotron_ray.planner.recompute_search import cheapest_recompute
 from tests.support.runs.by_hand import UNIT
@@ -90,8 +92,13 @@ def test_a_hop_there_and_back(
 
 
 def test_zero_gathers_a_block_of_which_a_part_is_whole() -> None:
-    """Weights of two blocks and gradients of one, each 8 + 128 / 2."""
-    assert memory_estimate(own(), Layout(dp=2, tp=2, zero=3)).gathered_bytes == 3 * 72 * 4
+    """Of each 8 + 128 / 2: two blocks' weights, and gradients of one."""
+    layout = Layout(dp=2, tp=2, zero=3)
+    found = rank_moments(own(), layout, 0, 4, 0.0, 0.0).gathered
+    ends = found.head  # weights of head and embedding
+    assert found.loss == 0.0
+    assert found.backward - ends - ends / 2 == 3 * 72 * 4  # and the head's gradient, half of both
+    assert found.reduced - found.backward == 72 * 4
 
 
 def test_gradients_go_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,10 @@ from picotron_ray.layout.recompute_policy import is_selective
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.datasheet import GPU, profile_of
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
-from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.kept_activations import block_bytes
+from picotron_ray.planner.memory import memory_estimate, rank_needs, rank_state
 from picotron_ray.planner.model_sizes import (
+    blocks_again,
     flops_per_token,
     parameter_count,
     remember_latest,
@@ -155,9 +157,8 @@ def test_context_parallel_by_hand() -> None:
     assert halves.data_s == step_cost(config, Layout(dp=2, micro_batch=8), profile).data_s
     cut = step_cost(config, Layout(cp=2, tp=2, micro_batch=8), profile)
     assert cut.context_s == pytest.approx(halves.context_s / 2)
-    config = config.model_copy(update={"precision": "fp32"})  # bf16 also copies weights
-    activations = [memory_estimate(config, Layout(cp=cp)).activation_bytes for cp in (1, 2)]
-    assert activations[1] == pytest.approx(activations[0] / 2)
+    kept = [block_bytes(config, Layout(cp=cp), 1).kept for cp in (1, 2)]
+    assert kept[1] == pytest.approx(kept[0] / 2)
 
 
 def test_long_rows_that_fit_no_worker_are_shared() -> None:
@@ -430,80 +431,27 @@ def test_tensor_and_pipeline_share_the_hop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "layout", "expected"),
+    ("precision", "layout", "state"),
     [
-        # 6·8 + 2·4 + 4·10 = 96 elements a token and block; 12 tokens; logits and their gradient 2·300.
-        ("fp32", Layout(micro_batch=2), (6600 * 16, 0, 12 * (96 * 4 * 4 + 2 * 300 * 4))),
-        # Autocast: the input of k, v and up once more each; input and residual in fp32; weights in bf16.
-        (
-            "bf16",
-            Layout(micro_batch=2),
-            (6600 * 16, 0, 12 * ((96 + 24) * 4 * 2 + 16 * 4 * 2 + 2 * 300 * 4) + 2 * (4 * 432 + 2400)),
-        ),
-        ("fp64", Layout(micro_batch=2, tp=2), (6600 * 16, 0, 6 * (96 * 4 * 8 + 2 * 300 * 8))),
-        # The first stage has the embedding and three of the blocks, and keeps two micro-batches of them, and
-        # of one block gradients and what goes with them: 6·8 + 10.
-        ("fp32", Layout(micro_batch=2, pp=2), ((3 * 448 + 2400) * 16, 0, 12 * (96 * 3 * 4 * 2 + 58 * 4))),
-        # Autocast on the first stage: 120·2 + 2·16 bytes a block, and its matrices twice, no head.
-        (
-            "bf16",
-            Layout(micro_batch=2, pp=2),
-            ((3 * 448 + 2400) * 16, 0, 12 * (272 * 3 * 2 + 58 * 2) + 2 * 432 * 3 * 2),
-        ),
-        (
-            "bf16",
-            Layout(micro_batch=2, tp=2),
-            (6600 * 8, 0, 6 * (272 * 4 + 2 * 300 * 4) + 4 * 432 + 2400),
-        ),
-        # Recomputed blocks keep their input of 8, or 68 results of products, the residual in fp32 too.
-        (
-            "bf16",
-            Layout(micro_batch=2, recompute="full"),
-            (6600 * 16, 0, 12 * ((8 * 2 + 16) * 4 + 272 + 2 * 300 * 4) + 2 * (4 * 432 + 2400)),
-        ),
-        (
-            "bf16",
-            Layout(micro_batch=2, recompute="selective"),
-            (6600 * 16, 0, 12 * ((68 * 2 + 16) * 4 + 272 + 2 * 300 * 4) + 2 * (4 * 432 + 2400)),
-        ),
-        # Pipelines reduce once per step, so all gradients are whole until then.
-        (
-            "fp32",
-            Layout(dp=2, pp=2, zero=2, micro_batch=2),
-            ((3 * 448 + 2400) * 8, 2 * (3 * 448 + 2400) * 4, 12 * (96 * 3 * 4 * 2 + 58 * 4)),
-        ),
-        # AFAB keeps all eight.
-        (
-            "fp32",
-            Layout(micro_batch=2, pp=2, schedule="gpipe"),
-            ((3 * 448 + 2400) * 16, 0, 12 * (96 * 3 * 4 * 8 + 58 * 4)),
-        ),
-        ("fp32", Layout(dp=4, zero=1, micro_batch=2), (6600 * 4, 2 * 6600 * 4, 12 * (96 * 16 + 2400))),
-        ("fp32", Layout(dp=4, zero=2, micro_batch=2), (6600 * 4, (6600 + 448) * 4, 12 * (96 * 16 + 2400))),
-        ("fp32", Layout(dp=4, zero=3, micro_batch=2), (6600 * 4, 3 * 448 * 4, 12 * (96 * 16 + 2400))),
-        ("fp32", Layout(dp=2, tp=2, zero=3), (6600 * 4, 3 * 224 * 4, 3 * (96 * 16 + 2400))),
+        ("fp32", Layout(micro_batch=2), 6600 * 16),
+        ("bf16", Layout(micro_batch=2, tp=2), 6600 * 8),
+        ("fp64", Layout(micro_batch=2, tp=2), 6600 * 16),
+        # The first stage has the embedding and three of the blocks.
+        ("fp32", Layout(micro_batch=2, pp=2), (3 * 448 + 2400) * 16),
+        ("fp32", Layout(dp=2, pp=2, zero=2, micro_batch=2), (3 * 448 + 2400) * 8),
+        ("fp32", Layout(dp=4, zero=1, micro_batch=2), 6600 * 4),
+        ("fp32", Layout(dp=2, tp=2, zero=3), 6600 * 4),
     ],
 )
-def test_memory_by_hand(precision: str, layout: Layout, expected: tuple[float, ...]) -> None:
-    estimate = memory_estimate(parse_job({**BY_HAND, "precision": precision}), layout)
-    parts = (estimate.state_bytes, estimate.gathered_bytes, estimate.activation_bytes)
-    assert parts == pytest.approx(expected)
-    assert estimate.total_bytes == pytest.approx(sum(expected))
+def test_state_by_hand(precision: str, layout: Layout, state: int) -> None:
+    """Weights, gradients and two moments; in a mixed precision all of them wide."""
+    assert rank_state(parse_job({**BY_HAND, "precision": precision}), layout, 0).state == state
 
 
 def test_a_linear_cross_entropy_by_hand() -> None:
-    """Logits of 5 of 12 tokens, or of all there are, for one more product of the head: 2·2400 FLOPs."""
+    """One more product of the head: 2·2400 FLOPs."""
     plain = parse_job(BY_HAND)
     linear = parse_job({**BY_HAND, "kernels": {"loss": "linear", "loss_chunk": 5}})
-    for layout, tokens, share in [
-        (Layout(micro_batch=2), 5, 1),
-        (Layout(tp=2, micro_batch=2), 5, 2),
-        (Layout(cp=3), 2, 1),
-    ]:
-        blocks = memory_estimate(plain, layout).activation_bytes - 2 * 6 * layout.micro_batch // layout.cp * (
-            300 * 4 // share
-        )
-        assert memory_estimate(linear, layout).activation_bytes == blocks + 2 * tokens * 300 * 4 // share
     for layout, more in [
         (Layout(micro_batch=2), 8 * 12 * 4800 / 1e3),
         (Layout(pp=2, micro_batch=2), 8 * 12 * 4800 / 1e3),
@@ -519,28 +467,31 @@ MIXED = {"experts": 4, "intermediate_size": 6, "shared_intermediate_size": 3}
 @pytest.mark.parametrize(
     ("layout", "options", "copied"),
     [
-        # of each block 8·(8 + 2·4) of attention, and gate and up of 8·10 each
-        (Layout(dp=2, zero=3), {}, 4 * 288 * 4),
-        (Layout(dp=2, tp=2, zero=1, micro_batch=2), {}, 4 * 144 * 4),
-        (Layout(dp=2, zero=3, recompute="blocks-1"), {}, 3 * 288 * 4),
-        (Layout(dp=2, pp=2, zero=2), {}, 3 * 288 * 4 * 2),  # two micro-batches of three blocks
+        # of a block 8·(8 + 2·4) of attention, and gate and up of 8·10 each
+        (Layout(dp=2, zero=3), {}, 288 * 4),
+        (Layout(dp=2, tp=2, zero=1, micro_batch=2), {}, 144 * 4),
         # the cast copies either way; of six tokens the inputs of k, v and up are not cast again
-        (Layout(dp=2, zero=1), {"precision": "bf16"}, -4 * 6 * 3 * 8 * 2),
-        # ZeRO-3 keeps no casts, but what is joined
-        (Layout(dp=2, zero=3), {"precision": "bf16"}, 4 * (288 - 6 * 3 * 8) * 2),
+        (Layout(dp=2, zero=1), {"precision": "bf16"}, -6 * 3 * 8 * 2),
         (Layout(dp=2), {}, 0),
-        (Layout(dp=2, ep=2), {"model": {**BY_HAND["model"], "moe": MIXED}}, 4 * 2 * 2 * 48 * 4),
-        (Layout(zero=3, dp=2), {"model": {**BY_HAND["model"], "moe": MIXED}}, 4 * (176 + 4 * 2 * 48) * 4),
+        (Layout(dp=2, ep=2), {"model": {**BY_HAND["model"], "moe": MIXED}}, 2 * 2 * 48 * 4),
+        (Layout(zero=3, dp=2), {"model": {**BY_HAND["model"], "moe": MIXED}}, (176 + 4 * 2 * 48) * 4),
     ],
     ids=str,
 )
 def test_copies_of_fused_projections_by_hand(layout: Layout, options: dict[str, Any], copied: int) -> None:
     job = {**BY_HAND, **options}
     separate, fused = (
-        memory_estimate(parse_job({**job, "kernels": {"projections": kind}}), layout).activation_bytes
+        block_bytes(parse_job({**job, "kernels": {"projections": kind}}), layout, 1).kept
         for kind in ("separate", "fused")
     )
     assert fused - separate == copied
+
+
+def test_zero_3_keeps_no_casts_but_what_is_joined() -> None:
+    job = {**BY_HAND, "precision": "bf16", "kernels": {"projections": "fused"}}
+    found = block_bytes(parse_job(job), Layout(dp=2, zero=3), 1)
+    assert found.copies(4) == (432 + 4 * 288) * 2
+    assert block_bytes(parse_job(job), Layout(dp=2), 1).copies(4) == 4 * 432 * 2
 
 
 @pytest.mark.parametrize(
@@ -613,16 +564,17 @@ def test_offloaded_moments_by_hand() -> None:
     ("layout", "device", "host"),
     [
         (Layout(micro_batch=2), 2 * 96, 4 * 96),  # the block at work and the one that travels; all four
-        (Layout(micro_batch=2, recompute="full"), 2 * 8 + 96, 4 * 8),
-        (Layout(micro_batch=2, recompute="every-2"), 2 * 96 + 96, 2 * 96 + 2 * 8),
+        (Layout(micro_batch=2, recompute="full"), 2 * 8, 4 * 8),
+        (Layout(micro_batch=2, recompute="every-2"), 2 * 96, 2 * 96 + 2 * 8),
     ],
 )
 def test_offloaded_activations_by_hand(layout: Layout, device: int, host: int) -> None:
-    """96 elements a token and block, or its input of 8; 12 tokens; logits and their gradient stay."""
+    """96 elements a token and block, or its input of 8; 12 tokens."""
     config = parse_job({**BY_HAND, "layout": {"offload_activations": True}})
     layout = replace(layout, offload_activations=True)
     estimate = memory_estimate(config, layout)
-    assert estimate.activation_bytes == 12 * 4 * (device + 2 * 300)
+    again = blocks_again(config, layout, 0)
+    assert block_bytes(config, layout, 1).held(again) == 12 * 4 * device
     assert (estimate.host_activation_bytes, estimate.host_state_bytes) == (12 * 4 * host, 0)
     # twice as far, for each of eight micro-batches
     assert step_cost(config, layout, UNIT).offload_s == pytest.approx(2 * 8 * 12 * 4 * host / 1e10)
@@ -642,8 +594,11 @@ def test_offload_is_in_every_layout_that_is_chosen_and_never_with_selective_reco
 def test_the_first_stage_is_the_fullest_in_a_deep_pipeline() -> None:
     """Four 1F1B stages of long sequences: the first keeps four micro-batches, the last one and the logits."""
     config = parse_job({**BY_HAND, "model": {**BY_HAND["model"], "intermediate_size": 1000}})
-    per_micro_batch, work = 12 * (6 * 8 + 2 * 4 + 4 * 1000) * 4, 12 * (6 * 8 + 1000) * 4
-    assert memory_estimate(config, Layout(pp=4, micro_batch=2)).activation_bytes == 4 * per_micro_batch + work
+    layout = Layout(pp=4, micro_batch=2)
+    needs = [rank_needs(config, layout, rank)(blocks_again(config, layout, rank)) for rank in range(4)]
+    assert max(needs) == needs[0] == memory_estimate(config, layout).total_bytes
+    kept = 12 * (6 * 8 + 2 * 4 + 4 * 1000) * 4
+    assert block_bytes(config, layout, 4).kept == 4 * kept
 
 
 def test_as_many_micro_batches_as_stages_are_enough() -> None:

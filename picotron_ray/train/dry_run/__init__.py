@@ -1,0 +1,1 @@
+"""One rank of any layout stepped with fake tensors: peak bytes and bytes sent, without its devices."""

@@ -1,0 +1,87 @@
+"""Moments of a step by hand: 12 tokens, width 8, 300 words; four blocks of 448 parameters, a head of 2400."""
+
+from __future__ import annotations
+
+import pytest
+
+from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.recompute_policy import RecomputedBlocks
+from picotron_ray.planner.memory import memory_estimate, rank_needs, rank_state
+from picotron_ray.planner.memory_moments import RankMoments, rank_moments
+from tests.support.runs.by_hand import job_by_hand as job
+
+PLAIN = RecomputedBlocks(0, 0, 4)
+LOGITS = 12 * 300
+
+
+def of(layout: Layout, rank: int = 0, **options: object) -> RankMoments:
+    config = job(**options)
+    state = rank_state(config, layout, rank)
+    return rank_moments(config, layout, rank, state.depth, state.parameters, state.mine)
+
+
+def test_the_loss_has_three_wide_copies_of_the_logits() -> None:
+    """Their softmax, the gradient of it, and theirs; where tensor parallelism cuts them, two."""
+    assert of(Layout(micro_batch=2)).logits.loss == 3 * 4 * LOGITS
+    assert of(Layout(tp=2, micro_batch=2)).logits.loss == 2 * 4 * LOGITS / 2
+    assert of(Layout(micro_batch=2), precision="bf16").logits.loss == 3 * 4 * LOGITS
+    assert of(Layout(tp=2, micro_batch=2), precision="bf16").logits.loss == (2 * 4 + 2) * LOGITS / 2
+
+
+def test_a_linear_cross_entropy_has_the_logits_of_a_chunk() -> None:
+    found = of(Layout(micro_batch=2), kernels={"loss": "linear", "loss_chunk": 5}).logits
+    assert found.loss == 5 * 300 * 4
+    assert found.head == 5 * 300 * 4 + 12 * 8 * 4 + 2400 * 4
+
+
+def test_gpipe_keeps_logits_of_all_micro_batches() -> None:
+    """Each of eight keeps its output and its softmax; another two copies live in the first backward pass."""
+    last = of(Layout(pp=2, micro_batch=2, schedule="gpipe"), rank=1)
+    assert last.logits.loss == (8 * (4 + 4) - 4 + 3 * 4) * LOGITS
+    assert of(Layout(pp=2, micro_batch=2), rank=1).logits.loss == (4 + 3 * 4) * LOGITS
+
+
+def test_stages_keep_what_they_send_and_have_a_buffer_for_each_micro_batch() -> None:
+    hidden = 12 * 8 * 4
+    assert of(Layout(micro_batch=2)).fixed == hidden
+    assert of(Layout(pp=2, micro_batch=2), rank=0).fixed == hidden * (8 + 2)
+    assert of(Layout(pp=2, micro_batch=2), rank=1).fixed == hidden * 8  # its input lies in a buffer
+
+
+def test_the_peak_is_the_loss_where_the_vocabulary_is_large() -> None:
+    found = of(Layout(micro_batch=2)).peak(PLAIN)
+    assert found.gathered == 0.0
+    assert found.activations == 12 * (4 * 96 * 4 + 8 * 4) + 3 * 4 * LOGITS
+
+
+def test_whole_gradients_are_there_until_they_are_reduced() -> None:
+    """ZeRO-1: 6600 weights and as many gradients, of which a quarter is counted in the state."""
+    found = of(Layout(dp=4, zero=1, micro_batch=2)).gathered
+    assert set(found) == {2 * 6600 * 4 - 6600}
+    assert of(Layout(dp=4, zero=2, micro_batch=2)).gathered.loss == 6600 * 4
+    assert of(Layout(dp=4, zero=3, micro_batch=2)).gathered.loss == 0.0
+
+
+def test_a_step_of_one_micro_batch_begins_without_gradients() -> None:
+    one, two = (
+        memory_estimate(job(data={"sequence_length": 6, "global_batch": rows}), Layout(micro_batch=2))
+        for rows in (2, 4)
+    )
+    assert two.total_bytes - one.total_bytes == 6600 * 4
+    replicas = memory_estimate(
+        job(data={"sequence_length": 6, "global_batch": 4}), Layout(dp=2, micro_batch=2)
+    )
+    assert replicas.total_bytes == two.total_bytes  # whose buckets stay
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [Layout(micro_batch=2), Layout(dp=4, zero=3), Layout(pp=2, tp=2)], ids=str)
+def test_one_more_recomputed_block_never_needs_more(layout: Layout, precision: str) -> None:
+    """What the search for the cheapest set relies on; a first one may, for the block at work."""
+    config = job(precision=precision)
+    needs = rank_needs(config, layout, 0)
+    depth = rank_state(config, layout, 0).depth
+    for kind in (0, 1):
+        numbers = range(1, depth + 1)
+        found = [needs(RecomputedBlocks(n * (kind == 0), n * (kind == 1), depth)) for n in numbers]
+        assert found == sorted(found, reverse=True)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from picotron_ray.config.export import flatten, public_dict
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import ChaosFault
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.schedules import canonical_name, schedule_names
 
@@ -53,8 +54,14 @@ SLOT_FOLDERS = ("snapshot.folder", "snapshot.overflow_folder")
 round, are no change.
 """
 
-RENAMED: dict[str, Callable[[Any], Any]] = {"layout.schedule": _schedule_now}
-"""Keys whose values an earlier version may have called otherwise: that value by today's name."""
+
+def _faults_now(faults: Any) -> Any:
+    """Scripted faults with the keys that an earlier version did not know, at their defaults."""
+    return faults and [ChaosFault.model_validate(fault).model_dump(mode="json") for fault in faults]
+
+
+RENAMED: dict[str, Callable[[Any], Any]] = {"layout.schedule": _schedule_now, "chaos": _faults_now}
+"""Keys whose values an earlier version may have written otherwise: that value as it is written today."""
 
 MEANINGS: dict[Verdict, str] = {
     "may": "may change",

@@ -13,6 +13,7 @@ STEPS = {
     "parallel/data/fsdp.py",
     "parallel/memory/activation_checkpointing.py",
     "parallel/memory/activation_offload.py",
+    "parallel/memory/activation_quantization.py",
     "parallel/precision/autocast.py",
     "parallel/precision/switches.py",
     "parallel/tensor/tensor_parallel.py",

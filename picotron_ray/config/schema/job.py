@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from picotron_ray.config.schema.adapt import AdaptConfig
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig, LayoutConfig, Precision
@@ -65,6 +66,7 @@ class JobConfig(Section):
     layout: LayoutConfig = Field(default_factory=LayoutConfig, description="parallel degrees")
     comm: CommConfig = Field(default_factory=CommConfig, description="how gradients travel")
     kernels: KernelsConfig = Field(default_factory=KernelsConfig, description="implementations")
+    adapt: AdaptConfig = Field(default_factory=AdaptConfig, description="changes while the run goes on")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="machines")
     elastic: ElasticConfig = Field(
         default_factory=ElasticConfig, description="failure detection and recovery"

@@ -52,8 +52,9 @@ from picotron_ray.coordinator.messages.events import (
     WorkerExited,
     WorkerReady,
 )
-from picotron_ray.coordinator.messages.figures import STEP_PHASES, Measured, RunFigures
+from picotron_ray.coordinator.messages.figures import STEP_PHASES, Finding, Measured, RunFigures
 from picotron_ray.coordinator.messages.values import (
+    Adapted,
     BusyWorker,
     Commit,
     Fragment,
@@ -65,6 +66,7 @@ from picotron_ray.coordinator.messages.values import (
     NodeTraits,
     OutcomeKind,
     Rewind,
+    Settings,
     SlotIdentity,
     SlotInfo,
     Source,
@@ -75,6 +77,7 @@ from picotron_ray.coordinator.messages.values import (
 
 __all__ = [
     "STEP_PHASES",
+    "Adapted",
     "AgentRestarting",
     "Alert",
     "AppendCommit",
@@ -88,6 +91,7 @@ __all__ = [
     "DrainNotice",
     "Event",
     "Fenced",
+    "Finding",
     "Finish",
     "Fragment",
     "FreeNode",
@@ -115,6 +119,7 @@ __all__ = [
     "Rewind",
     "RunFigures",
     "RunGeneration",
+    "Settings",
     "SlotIdentity",
     "SlotInfo",
     "SnapshotSealed",

@@ -62,7 +62,7 @@ def bench(config: str, overrides: Sequence[str], rank: int, say: Callable[[str],
 
 def boxes_of(job: JobConfig, layout: Layout, rank: int) -> Iterator[tuple[ParameterSpec, Box]]:
     """Yield what a rank holds of which parameter; nothing takes memory."""
-    definition, bounds = definition_of(job.model, job.seed), stage_bounds(job.model, layout.stages)
+    definition, bounds = definition_of(job.model, job.seed), stage_bounds(job.model, layout.cut)
     for stage in layout.rank_stages(layout.coordinates(rank).pp):
         for name, _ in definition.stage(bounds, stage).named_parameters():
             yield definition.specs[name], local_box(definition.specs[name], layout, rank)

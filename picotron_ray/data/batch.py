@@ -2,8 +2,8 @@
 
 Step k (1-based) feeds the global samples ``(k-1) x B .. k x B``, whatever the layout is. Each DP replica
 takes a contiguous range of them (``Layout.rows``) and packs it into the same number of micro-batches as
-every other replica. Rows of weight 0 fill what is left, so shapes never change within a layout; they are
-no samples: not counted, not digested.
+every other replica. A replica with fewer rows has narrower ones (``Layout.micro_batch_rows``). Rows of weight
+0 fill what is left, so shapes never change within a layout; they are no samples: not counted, not digested.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class StepBatch:
 
     Fields:
         step: 1-based optimizer step; 0 for evaluation.
-        tokens: int64 ``[micro_batches, micro_batch, sequence_length + 1]``; inputs are all but the last
+        tokens: int64 ``[micro_batches, rows, sequence_length + 1]``; inputs are all but the last
             token of a row, targets all but the first.
-        weights: float64 ``[micro_batches, micro_batch]``; 1 for a real row, 0 for a filler.
+        weights: float64 ``[micro_batches, rows]``; 1 for a real row, 0 for a filler.
         global_tokens: predicted tokens of the whole step over all replicas: what the loss is divided by.
         rows: half-open range of global sample numbers that this replica feeds.
         digest: xxh3_128 of the real rows' tokens as little-endian uint32, in order.
@@ -81,6 +81,11 @@ def _pack(
     )
 
 
+def batch_shape(layout: Layout, dp_index: int, global_batch: int) -> tuple[int, int]:
+    """Micro-batches of one DP replica in a step, and rows of each."""
+    return layout.micro_batches(global_batch), layout.micro_batch_rows(dp_index, global_batch)
+
+
 def make_batch(
     dataset: Dataset, seed: int, layout: Layout, dp_index: int, global_batch: int, step: int
 ) -> StepBatch:
@@ -88,7 +93,7 @@ def make_batch(
     first, last = layout.rows(dp_index, global_batch)
     base = (step - 1) * global_batch
     samples = samples_between(seed, base + first, base + last, dataset.samples)
-    shape = (layout.micro_batches(global_batch), layout.micro_batch)
+    shape = batch_shape(layout, dp_index, global_batch)
     return _pack(step, dataset.rows(samples), (base + first, base + last), shape, global_batch)
 
 
@@ -103,7 +108,7 @@ def eval_batches(
     """
     wanted = min(samples, dataset.samples)
     chosen = samples_between(EVALUATION_SEED, 0, wanted, dataset.samples)
-    shape = (layout.micro_batches(global_batch), layout.micro_batch)
+    shape = batch_shape(layout, dp_index, global_batch)
     batches = []
     for base in range(0, wanted, global_batch):
         size = min(global_batch, wanted - base)

@@ -11,7 +11,9 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from picotron_ray.errors import LayoutError
 from picotron_ray.layout.schedules import SCHEDULES, PipelineShape, canonical_name
+from picotron_ray.layout.uneven import counts_name, span
 
 _LAYOUT_NAME = re.compile(r"\bdp\d+-tp\d+-pp\d+-[\w-]+")
 
@@ -65,10 +67,13 @@ class Layout:
         placement: the stages of each pipeline rank, ascending, where the schedule is ``custom``; else empty.
             It is what ranks hold; in which order they compute, the job says (``layout.actions``), so that
             logs and manifests do not repeat long lists.
-        micro_batch: rows (sequences) per micro-batch and DP replica.
+        micro_batch: rows (sequences) per micro-batch and DP replica; with ``replica_rows`` at most so many.
         recompute: the blocks that compute their activations again in the backward pass, as a policy of
             ``layout.recompute_policy``.
         offload_activations: whether what blocks keep for the backward pass waits in host memory.
+        replica_rows: rows of the global batch that each DP replica is fed, in order; empty: an even split.
+            All replicas run the same number of micro-batches, each as narrow as its own rows allow.
+        stage_blocks: blocks of each pipeline stage, in order; empty: by the planner's partition.
     """
 
     dp: int = 1
@@ -85,6 +90,8 @@ class Layout:
     context: ContextVariant = "ring"
     placement: tuple[tuple[int, ...], ...] = ()
     offload_activations: bool = False
+    replica_rows: tuple[int, ...] = ()
+    stage_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", canonical_name(self.schedule))
@@ -128,6 +135,11 @@ class Layout:
     def stages(self) -> int:
         """Pipeline stages, of all ranks together."""
         return self.pp * self.virtual_stages
+
+    @property
+    def cut(self) -> int | tuple[int, ...]:
+        """Blocks of each pipeline stage, or the number of stages where the planner partitions."""
+        return self.stage_blocks or self.stages
 
     def rank_stages(self, pp_index: int) -> tuple[int, ...]:
         """The stages that one pipeline rank holds, ascending."""
@@ -197,15 +209,51 @@ class Layout:
     # --- batch -------------------------------------------------------------------------------------
 
     def rows(self, dp_index: int, global_batch: int) -> tuple[int, int]:
-        """Half-open range of rows of the global batch that one DP replica feeds (uneven is fine)."""
+        """Half-open range of rows of the global batch that one DP replica feeds (uneven is fine).
+
+        A smaller batch than ``replica_rows`` are of, as at the end of an evaluation, leaves the last replicas
+        fewer. Raises LayoutError for a larger one, some of whose rows nobody would feed.
+
+        >>> [Layout(dp=3, replica_rows=(5, 1, 2)).rows(index, 8) for index in range(3)]
+        [(0, 5), (5, 6), (6, 8)]
+        """
+        if self.replica_rows:
+            if sum(self.replica_rows) < global_batch:
+                text = f"saw a sum of {sum(self.replica_rows)}, expected the global batch of {global_batch}"
+                raise LayoutError(f"layout.replica_rows: {text}")
+            start, end = span(self.replica_rows, dp_index)
+            return min(start, global_batch), min(end, global_batch)
         share, extra = divmod(global_batch, self.dp)
         start = dp_index * share + min(dp_index, extra)
         return start, start + share + (dp_index < extra)
 
+    def most_rows(self, global_batch: int) -> int:
+        """Rows per step of the DP replica that feeds most."""
+        return max(self.replica_rows) if self.replica_rows else -(-global_batch // self.dp)
+
     def micro_batches(self, global_batch: int) -> int:
         """Micro-batches per step, the same on all replicas; rows of weight 0 fill the last ones."""
-        most = -(-global_batch // self.dp)
-        return max(1, -(-most // self.micro_batch))
+        return max(1, -(-self.most_rows(global_batch) // self.micro_batch))
+
+    def micro_batch_rows(self, dp_index: int, global_batch: int) -> int:
+        """Rows per micro-batch of one DP replica, the same in all of its micro-batches.
+
+        Without ``replica_rows`` that is ``micro_batch``. With them, it is what the replica's own rows need,
+        so that a replica with fewer rows computes less.
+
+        >>> slow = Layout(dp=3, micro_batch=4, replica_rows=(8, 8, 3))
+        >>> slow.micro_batches(19), [slow.micro_batch_rows(index, 19) for index in range(3)]
+        (2, [4, 4, 2])
+        """
+        if not self.replica_rows:
+            return self.micro_batch
+        return max(1, -(-self.replica_rows[dp_index] // self.micro_batches(global_batch)))
+
+    def widest_rows(self, global_batch: int) -> int:
+        """Rows per micro-batch of the DP replica that feeds most."""
+        if not self.replica_rows:
+            return self.micro_batch
+        return max(1, -(-max(self.replica_rows) // self.micro_batches(global_batch)))
 
     def pipeline_shape(self, global_batch: int) -> PipelineShape:
         """The pipeline that the layout's schedule runs."""
@@ -218,7 +266,8 @@ class Layout:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layout:
         """The layout of `to_dict`, of an earlier version too."""
-        return cls(**{**data, "placement": tuple(map(tuple, data.get("placement", ())))})
+        counts = {name: tuple(data.get(name, ())) for name in ("replica_rows", "stage_blocks")}
+        return cls(**{**data, "placement": tuple(map(tuple, data.get("placement", ()))), **counts})
 
     def __str__(self) -> str:
         parts = [f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}"]
@@ -235,6 +284,10 @@ class Layout:
             parts.append(self.recompute)
         if self.offload_activations:
             parts.append("offload")
+        if self.replica_rows:
+            parts.append(f"rows{counts_name(self.replica_rows)}")
+        if self.stage_blocks:
+            parts.append(f"blocks{counts_name(self.stage_blocks)}")
         return "-".join(parts)
 
 

@@ -55,7 +55,7 @@ class BlockTimes(NamedTuple):
 
 def block_times(job: JobConfig, layout: Layout, profile: DeviceProfile) -> BlockTimes:
     """Seconds of one block of ``layout`` for one micro-batch."""
-    rows = layout.micro_batch
+    rows = layout.widest_rows(job.data.global_batch)
     return _block_times(job, rows, layout.tp, layout.cp, layout.ep, profile)
 
 
@@ -163,7 +163,8 @@ def head_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
     The linear cross-entropy computes its product once more. Logits are written and read in the wide
     precision: 24 bytes each in all, 14 where a compiler fuses the loss.
     """
-    sizes, tokens = sizes_of(job.model), layout.micro_batch * job.data.sequence_length / layout.cp
+    sizes, rows = sizes_of(job.model), layout.widest_rows(job.data.global_batch)
+    tokens = rows * job.data.sequence_length / layout.cp
     width = sizes.vocabulary / (layout.tp if sizes.sequence_cut else 1)
     times = 4 if job.kernels.loss == "linear" else 3
     if not profile.matmul_half:

@@ -90,7 +90,7 @@ def expert_passes(
 
 def micro_batch_tokens(job: JobConfig, layout: Layout) -> int:
     """Tokens of a micro-batch on one context-parallel rank."""
-    return layout.micro_batch * job.data.sequence_length // layout.cp
+    return layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
 
 
 def hidden_bytes(job: JobConfig, layout: Layout) -> int:

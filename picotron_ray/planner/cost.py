@@ -119,7 +119,7 @@ def step_cost(
 def _depths(job: JobConfig, layout: Layout, profile: DeviceProfile, rank: int) -> int:
     """Layers of a pipeline rank."""
     layers, stages = sizes_of(job.model).layers, layout.stages
-    if profile.software.even_stages and layers % stages == 0:
+    if profile.software.even_stages and layers % stages == 0 and not layout.stage_blocks:
         return layers // stages * len(layout.rank_stages(rank))
     return sum(rank_depths(job, layout, rank))
 
@@ -133,18 +133,28 @@ class _Depths(NamedTuple):
 
 
 def _depth_extremes(job: JobConfig, layout: Layout, profile: DeviceProfile) -> _Depths:
-    shape = (layout.pp, layout.virtual_stages, layout.schedule, layout.placement)
-    return _depths_of_shape(job, shape, profile.software.even_stages)
+    return _depths_of_shape(job, _shape(layout), profile.software.even_stages)
+
+
+class _Shape(NamedTuple):
+    """The part of a layout that decides which layers its pipeline ranks hold."""
+
+    pp: int
+    virtual_stages: int
+    schedule: str
+    placement: tuple[tuple[int, ...], ...]
+    stage_blocks: tuple[int, ...]
+
+
+def _shape(layout: Layout) -> _Shape:
+    return _Shape(*(getattr(layout, name) for name in _Shape._fields))
 
 
 @remember_latest
-def _depths_of_shape(
-    job: JobConfig, shape: tuple[int, int, str, tuple[tuple[int, ...], ...]], even: bool
-) -> _Depths:
-    pp, virtual_stages, schedule, placement = shape
-    layout = Layout(pp=pp, virtual_stages=virtual_stages, schedule=schedule, placement=placement)
+def _depths_of_shape(job: JobConfig, shape: _Shape, even: bool) -> _Depths:
+    layout = Layout(**shape._asdict())
     habits = replace(CPU, software=replace(CPU.software, even_stages=even))
-    depths = [_depths(job, layout, habits, rank) for rank in range(pp)]
+    depths = [_depths(job, layout, habits, rank) for rank in range(layout.pp)]
     return _Depths(max(depths), depths[layout.last_stage_rank])
 
 
@@ -326,19 +336,15 @@ def _optimizer(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
 
 def _most_parameters(job: JobConfig, layout: Layout) -> float:
     """Parameters of the fullest pipeline rank, without ZeRO."""
-    shape = (layout.pp, layout.virtual_stages, layout.schedule, layout.placement)
-    return _parameters_of_shape(job, shape, layout.tp, layout.ep)
+    return _parameters_of_shape(job, _shape(layout), layout.tp, layout.ep)
 
 
 @remember_latest
-def _parameters_of_shape(
-    job: JobConfig, shape: tuple[int, int, str, tuple[tuple[int, ...], ...]], tp: int, ep: int
-) -> float:
-    pp, virtual_stages, schedule, placement = shape
-    layout = Layout(pp=pp, virtual_stages=virtual_stages, schedule=schedule, placement=placement)
+def _parameters_of_shape(job: JobConfig, shape: _Shape, tp: int, ep: int) -> float:
+    layout = Layout(**shape._asdict())
     return max(
-        sum(stage_parameters(job.model, layout.stages, stage, tp, ep) for stage in layout.rank_stages(rank))
-        for rank in range(pp)
+        sum(stage_parameters(job.model, layout.cut, stage, tp, ep) for stage in layout.rank_stages(rank))
+        for rank in range(layout.pp)
     )
 
 

@@ -87,7 +87,8 @@ def _fewer_replicas(job: JobConfig, running: Layout, workers: int) -> Iterator[L
     for dp in range(min(running.dp, workers * running.dp // running.world_size), 0, -1):
         replicas = dp * running.cp
         copies = running.replicate if replicas % running.replicate == 0 else 1
-        yield replace(running, dp=dp, replicate=copies if copies < replicas else 1)
+        rows = running.replica_rows if dp == running.dp else ()
+        yield replace(running, dp=dp, replicate=copies if copies < replicas else 1, replica_rows=rows)
 
 
 def _plain(job: JobConfig, workers: int) -> Iterator[Layout]:

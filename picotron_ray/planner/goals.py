@@ -273,7 +273,8 @@ def _after_loss_s(found: PlanReport, layout: Layout, nodes: int) -> float:
     if dp < 1:
         return math.inf
     copies = layout.replicate if dp * layout.cp % layout.replicate == 0 else 1
-    fewer = replace(layout, dp=dp, replicate=copies if copies < dp * layout.cp else 1)
+    copies = copies if copies < dp * layout.cp else 1
+    fewer = replace(layout, dp=dp, replicate=copies, replica_rows=())
     job, sizes = (
         for_devices(found.job, left, found.hardware.device),
         distinct(found.hardware.node_sizes(left)),

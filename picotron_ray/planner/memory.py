@@ -79,10 +79,8 @@ def rank_memory(job: JobConfig, layout: Layout, rank: int, again: RecomputedBloc
     size = STATE_BYTES[job.precision]
     sizes = sizes_of(job.model)
     stages = layout.rank_stages(rank)
-    parameters = sum(
-        stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep) for stage in stages
-    )
-    depth = sum(stage_depth(job.model, layout.stages, stage) for stage in stages)
+    parameters = sum(stage_parameters(job.model, layout.cut, stage, layout.tp, layout.ep) for stage in stages)
+    depth = sum(stage_depth(job.model, layout.cut, stage) for stage in stages)
     mine = _sharded(job, layout, parameters, depth) if layout.zero else parameters
     state, host = size * 2 * mine, 0.0  # weight and gradient
     not_kept = size * mine
@@ -139,7 +137,7 @@ def _activations(job: JobConfig, layout: Layout, rank: int, again: RecomputedBlo
     all of it where it comes with sequence parallelism; else it is counted whole.
     """
     sizes = sizes_of(job.model)
-    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
+    tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     kept = _kept_bytes(job, layout, rank, again)
     gradients = sizes.at_work * COMPUTE_BYTES[job.precision]
     logits = 2 * sizes.vocabulary * STATE_BYTES[job.precision] if rank == layout.last_stage_rank else 0
@@ -175,7 +173,8 @@ def _masks(job: JobConfig, layout: Layout, rank: int) -> float:
     one = job.data.sequence_length**2 * COMPUTE_BYTES[job.precision]
     if not job.data.document_masks:
         return float(one)
-    return one * layout.micro_batch * len(layout.rank_stages(rank)) * _in_flight(job, layout, rank)
+    rows = layout.widest_rows(job.data.global_batch)
+    return one * rows * len(layout.rank_stages(rank)) * _in_flight(job, layout, rank)
 
 
 def _casts(job: JobConfig) -> bool:
@@ -271,7 +270,7 @@ def offloaded_activations(job: JobConfig, layout: Layout, rank: int, again: Reco
     if not layout.offload_activations:
         return 0.0
     of = _kept_by_kind(job)
-    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
+    tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     cut = layout.tp if sizes_of(job.model).sequence_cut else 1
     held = sum(of[kind] * number for kind, number in _by_kind(again).items())
     return tokens * held / cut

@@ -35,7 +35,7 @@ def explain_memory(job: JobConfig, layout: Layout, rank: int) -> list[MemoryCaus
     found = rank_memory(job, layout, stage_rank, blocks_again(job, layout, stage_rank))
     size = STATE_BYTES[job.precision]
     held = sum(
-        stage_parameters(job.model, layout.stages, stage, layout.tp, layout.ep)
+        stage_parameters(job.model, layout.cut, stage, layout.tp, layout.ep)
         for stage in layout.rank_stages(stage_rank)
     )
     # weights and gradients are of one size; what is kept is the weights and all moments
@@ -44,7 +44,7 @@ def explain_memory(job: JobConfig, layout: Layout, rank: int) -> list[MemoryCaus
     if layout.zero:
         parameters += f" ({held:,.0f} over {layout.shards} shards)"
     optimizer = found.state_bytes - 2 * mine
-    tokens = layout.micro_batch * job.data.sequence_length // layout.cp
+    tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     updating = found.update_bytes > found.gathered_bytes + found.activation_bytes
     activations = 0.0 if updating else found.activation_bytes
     buffers = found.update_bytes if updating else found.gathered_bytes

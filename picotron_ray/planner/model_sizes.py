@@ -19,7 +19,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks, recomputed
 from picotron_ray.models.families.registry import family_of
 from picotron_ray.models.sizes import ModelSizes
-from picotron_ray.planner.stage_partition import Bounds, partition
+from picotron_ray.planner.stage_partition import Bounds, cut_at, partition
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -97,34 +97,56 @@ def parameter_count(model: ModelConfig) -> int:
     return sizes.layers * sizes.block + sizes.embed + sizes.head
 
 
+Cut = int | tuple[int, ...]
+"""Number of pipeline stages, which the planner partitions; or the blocks of each (``Layout.cut``)."""
+
+
 @remember_latest
-def stage_bounds(model: ModelConfig, stages: int) -> Bounds:
+def stage_bounds(model: ModelConfig, cut: Cut) -> Bounds:
     """Half-open ranges of absolute layer numbers of every pipeline stage.
 
-    By matrix products per token: a block's parameters that a token goes through, and the head's on the last
-    stage; the embedding only looks up. Raises LayoutError where there are more stages than layers.
+    A number of stages is partitioned by matrix products per token: a block's parameters that a token goes
+    through, and the head's on the last stage; the embedding only looks up.
+
+    Raises LayoutError where there are more stages than layers, or the blocks of a cut are not the model's.
     """
     sizes = sizes_of(model)
-    head = sizes.vocabulary * sizes.hidden
-    return partition([float(sizes.block - sizes.idle)] * sizes.layers, 0.0, float(head), stages)
+    if isinstance(cut, tuple):
+        return cut_at(cut, sizes.layers)
+    return partition([float(sizes.block - sizes.idle)] * sizes.layers, 0.0, float(_head(sizes)), cut)
 
 
-def stage_depth(model: ModelConfig, stages: int, stage: int) -> int:
-    """Layers of one of ``stages`` pipeline stages."""
-    start, end = stage_bounds(model, stages)[stage]
+def _head(sizes: ModelSizes) -> int:
+    return sizes.vocabulary * sizes.hidden
+
+
+def head_blocks(model: ModelConfig) -> float:
+    """Cost of the head in blocks, by matrix products per token."""
+    sizes = sizes_of(model)
+    return _head(sizes) / (sizes.block - sizes.idle)
+
+
+def stage_count(cut: Cut) -> int:
+    """Pipeline stages of a cut."""
+    return cut if isinstance(cut, int) else len(cut)
+
+
+def stage_depth(model: ModelConfig, cut: Cut, stage: int) -> int:
+    """Layers of one pipeline stage."""
+    start, end = stage_bounds(model, cut)[stage]
     return end - start
 
 
 @remember_latest
-def stage_parameters(model: ModelConfig, stages: int, stage: int, tp: int = 1, ep: int = 1) -> float:
-    """Parameters that one rank of one of ``stages`` pipeline stages holds without ZeRO.
+def stage_parameters(model: ModelConfig, cut: Cut, stage: int, tp: int = 1, ep: int = 1) -> float:
+    """Parameters that one rank of a pipeline stage holds without ZeRO.
 
     The embedding is on the first stage, norm and head on the last, and there a copy of a tied embedding. What
     tensor parallelism leaves whole of a mixture (its router) is not told apart.
     """
-    sizes = sizes_of(model)
+    sizes, stages = sizes_of(model), stage_count(cut)
     block = sizes.block - sizes.experts + sizes.experts // ep
-    layers = stage_depth(model, stages, stage)
+    layers = stage_depth(model, cut, stage)
     total, whole = layers * block, layers * sizes.whole_block
     if stage == 0:
         total, whole = total + sizes.embed, whole + sizes.whole_embed
@@ -176,7 +198,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
 
 def stage_flops_per_token(
-    model: ModelConfig, sequence_length: int, stages: int, stage: int, tp: int = 1
+    model: ModelConfig, sequence_length: int, cut: Cut, stage: int, tp: int = 1
 ) -> float:
     """Training FLOPs per token of one rank of a pipeline stage, in matrix products really done.
 
@@ -185,17 +207,17 @@ def stage_flops_per_token(
     """
     sizes = sizes_of(model)
     attention = 12 * sizes.scores * sequence_length
-    flops = stage_depth(model, stages, stage) * (6 * (sizes.block - sizes.idle) + attention)
+    flops = stage_depth(model, cut, stage) * (6 * (sizes.block - sizes.idle) + attention)
     whole = flops * sizes.whole_block / sizes.block if sizes.whole_block else 0
-    if stage == stages - 1:
-        head = 6 * sizes.vocabulary * sizes.hidden
+    if stage == stage_count(cut) - 1:
+        head = 6 * _head(sizes)
         flops, whole = flops + head, whole + (0 if sizes.sequence_cut else head)
     return whole + float(flops - whole) / tp
 
 
 def rank_depths(job: JobConfig, layout: Layout, rank: int) -> list[int]:
     """Blocks of each stage of a pipeline rank, in the order of ``Layout.rank_stages``."""
-    return [stage_depth(job.model, layout.stages, stage) for stage in layout.rank_stages(rank)]
+    return [stage_depth(job.model, layout.cut, stage) for stage in layout.rank_stages(rank)]
 
 
 def blocks_again(job: JobConfig, layout: Layout, rank: int) -> RecomputedBlocks:

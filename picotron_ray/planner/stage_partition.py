@@ -40,6 +40,22 @@ def partition(costs: Sequence[float], first: float, last: float, stages: int) ->
     return _of_any_layers(costs, first, last, stages)
 
 
+def cut_at(blocks: Sequence[int], layers: int) -> Bounds:
+    """Half-open ranges of layers of stages with so many blocks each.
+
+    >>> cut_at((3, 1), 4)
+    ((0, 3), (3, 4))
+
+    Raises LayoutError where they are not all layers, or a stage has none.
+    """
+    if sum(blocks) != layers or min(blocks) < 1:
+        raise LayoutError(
+            f"layout.stage_blocks: saw {list(blocks)}, expected a block or more each, {layers} in all"
+        )
+    ends = list(accumulate(blocks))
+    return tuple((end - count, end) for end, count in zip(ends, blocks, strict=True))
+
+
 def _of_equal_layers(layers: int, first: float, last: float, stages: int) -> Bounds:
     """The same where all layers cost 1: each stage takes as many as the best of the stages after it allow."""
     bounds, start = [], 0

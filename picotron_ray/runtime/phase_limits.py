@@ -61,7 +61,7 @@ class StepWork:
         >>> StepWork.of(Layout(dp=2, tp=2), 32, warm=True, compiles=False).compute
         8.0
         """
-        rows = -(-global_batch // layout.dp)
+        rows = layout.most_rows(global_batch)
         cut = layout.tp * layout.pp
         sharded = layout.shards if layout.zero else 1
         return cls(str(layout), rows / (cut * layout.cp), 1 / (cut * sharded), warm, compiles)

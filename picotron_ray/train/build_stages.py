@@ -60,7 +60,7 @@ def build_stages(
         indices = " and ".join(str(stage + 1) for stage in stages)
         applied.append(f"pipeline stage {indices} of {layout.stages}, {layout.schedule}")
     set_matrix_products(job)
-    bounds = stage_bounds(job.model, layout.stages)
+    bounds = stage_bounds(job.model, layout.cut)
     for stage in stages:
         model = definition.stage(bounds, stage).to(master_dtype(job))
         closed = norm_kernel(job, device.type) == "closed-form"

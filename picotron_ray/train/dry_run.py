@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.data.batch import StepBatch
+from picotron_ray.data.batch import StepBatch, batch_shape
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.mesh import Mesh, make_mesh
@@ -116,7 +116,7 @@ def _forget_tables() -> None:
 
 def _stepped(job: JobConfig, mesh: Mesh, counter: ByteCounter) -> DryRun:
     engine = Engine(job, mesh, torch.device("cpu"))
-    batch = _batch(job, mesh.layout)
+    batch = _batch(job, mesh.layout, mesh.at.dp)
     for _ in range(STEPS):
         counter.sent.clear()
         engine.forward_backward(batch)
@@ -139,10 +139,10 @@ def _stepped(job: JobConfig, mesh: Mesh, counter: ByteCounter) -> DryRun:
     return found
 
 
-def _batch(job: JobConfig, layout: Layout) -> StepBatch:
+def _batch(job: JobConfig, layout: Layout, dp_index: int) -> StepBatch:
     """Make rows of token 0, all of weight 1."""
     size, length = job.data.global_batch, job.data.sequence_length
-    shape = (layout.micro_batches(size), layout.micro_batch)
+    shape = batch_shape(layout, dp_index, size)
     tokens = np.zeros((*shape, length + 1), dtype=np.int64)
     return StepBatch(1, tokens, np.ones(shape), size * length, (0, shape[0] * shape[1]), bytes(16))
 

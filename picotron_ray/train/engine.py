@@ -238,7 +238,7 @@ class Engine:
         if wrote is None:
             return frozenset()
         try:
-            bounds = stage_bounds(self.job.model, wrote.stages)
+            bounds = stage_bounds(self.job.model, wrote.cut)
         except LayoutError:  # of another model
             return frozenset()
         return ShareHolders(self._table, wrote, bounds).groups(wanted)

@@ -211,6 +211,7 @@ def _pipeline(
     assert group is not None
     sequence = job.data.sequence_length // layout.cp
     parts = layout.tp if definition.sequence_parallel else 1
-    shape = (layout.micro_batch, sequence // parts, definition.hidden_size)
+    rows = layout.micro_batch_rows(mesh.at.dp, job.data.global_batch)
+    shape = (rows, sequence // parts, definition.hidden_size)
     hidden = torch.empty(shape, dtype=master_dtype(job), device="meta", requires_grad=True)
     return Pipeline(models, layout, group, hidden, sequence, loss, device, job.layout.actions)

@@ -21,6 +21,7 @@ from picotron_ray.config.validation.schedules import (
     plain_schedule,
     virtual_stages,
 )
+from picotron_ray.config.validation.uneven import uneven_problems
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import is_selective, stage_words
 from picotron_ray.layout.schedules import SCHEDULES, schedule_of
@@ -46,6 +47,7 @@ def layout_problems(job: JobConfig, layout: Layout) -> list[LayoutProblem]:
         *_recompute_problems(layout),
         *_pipeline_problems(job, layout),
         *_batch_problems(job, layout),
+        *(LayoutProblem(*problem) for problem in uneven_problems(job, layout)),
         *_graph_problems(job, layout),
         *(LayoutProblem(*problem) for problem in comm_layout_problems(job.comm, layout)),
     ]

@@ -71,7 +71,11 @@ class Case:
     @property
     def problem(self) -> str:
         """The first rule that it breaks, or empty."""
-        found = layout_problems(job_of("sgd", self.batch, self.model, self.actions), self.layout)
+        return self.problem_in(self.model)
+
+    def problem_in(self, model: ModelConfig) -> str:
+        """The first rule that it breaks with another model, or empty."""
+        found = layout_problems(job_of("sgd", self.batch, model, self.actions), self.layout)
         return f"{found[0].key}: {found[0].text}" if found else ""
 
     @property

@@ -20,7 +20,7 @@ from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
-from picotron_ray.data.batch import StepBatch
+from picotron_ray.data.batch import StepBatch, batch_shape
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.faults import planted
@@ -101,13 +101,12 @@ def batch(job: JobConfig, layout: Layout, dp_index: int, step: int) -> StepBatch
     size, length, vocabulary = job.data.global_batch, job.data.sequence_length, job.model.vocab_size
     rows = np.random.default_rng(step).integers(0, vocabulary, (size, length + 1))
     first, last = layout.rows(dp_index, size)
-    count = layout.micro_batches(size)
-    places = count * layout.micro_batch
+    shape = batch_shape(layout, dp_index, size)
+    places = shape[0] * shape[1]
     tokens = np.random.default_rng(1000 + dp_index).integers(0, vocabulary, (places, length + 1))
     tokens[: last - first] = (with_documents(rows) if job.data.document_masks else rows)[first:last]
     weights = np.zeros(places)
     weights[: last - first] = 1.0
-    shape = (count, layout.micro_batch)
     return StepBatch(
         step=step,
         tokens=tokens.reshape(*shape, length + 1),

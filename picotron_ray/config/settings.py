@@ -24,8 +24,9 @@ def with_settings(job: JobConfig, settings: tuple[tuple[str, str], ...]) -> JobC
     Raises:
         ValueError: a key that may not be set, or a value that the key does not take.
 
-    >>> with_settings(JobConfig(), (("layout.micro_batch", "2"), ("layout.recompute", "full"))).layout.recompute
-    'full'
+    >>> job = with_settings(JobConfig(), (("layout.micro_batch", "2"), ("layout.recompute", "full")))
+    >>> job.layout.micro_batch, job.layout.recompute
+    (2, 'full')
     """
     if not settings:
         return job

@@ -3,9 +3,10 @@
     figures → bottlenecks → suggestions → their gain by the calibrated cost model → the best one that is
     permitted and pays → a new generation → its figures → kept, or taken back
 
-Figures and findings of others only say what is slow. It is the least urgent concern (``policies.precedence``):
-nothing is looked at unless a generation trains undisturbed, and a failure before its judgement takes a change
-back (``adaptation_launch``). The planner's answers are awaited; nothing here searches.
+Figures and findings of others only say what is slow. It is the least urgent concern
+(``policies.precedence``): nothing is looked at unless a generation trains undisturbed, and a failure before
+its judgement takes a change back (``adaptation_launch``). The planner's answers are awaited; nothing here
+searches.
 """
 
 from __future__ import annotations

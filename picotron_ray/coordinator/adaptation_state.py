@@ -58,3 +58,7 @@ class AdaptState:
     findings: tuple[Finding, ...] = ()
     calibration: Calibration = NONE
     avoid: tuple[str, ...] = ()
+
+
+IDLE = AdaptState()
+"""Nothing was looked at yet."""

@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, Literal
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.adaptation_state import AdaptState
+from picotron_ray.coordinator.adaptation_state import IDLE, AdaptState
 from picotron_ray.coordinator.append_queue import AppendQueue
 from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker, StateKey
 from picotron_ray.coordinator.messages import (
@@ -120,7 +120,7 @@ class MachineMemory:
     ahead_found: tuple[LayoutQuestion, ...] = ()  # without memory limits
     window: StepWindow | None = None  # of steps that are being measured
     figures: Measured | None = None  # newest telemetry; void where its generation is not ``spec``'s
-    adaptation: AdaptState = AdaptState()
+    adaptation: AdaptState = IDLE
     settings: Settings = ()  # that the next generation runs with instead of the job's keys
     adapted: tuple[Adapted, ...] = ()  # newest changes, as the next generation's spec has them
     calibration: Calibration = NONE  # of the cost model, as it was known when the term began

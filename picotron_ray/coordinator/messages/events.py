@@ -19,7 +19,7 @@ from picotron_ray.coordinator.messages.values import (
     Strike,
 )
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.calibration import Calibration
+from picotron_ray.planner.calibration import NONE, Calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Begin:
     struck: tuple[Strike, ...] = ()  # of earlier terms, also what no generation has followed yet
     deaths: int = 0  # workers that earlier terms of this launch lost and did not replace
     step_s: float = 0.0  # longest time of a last step in what is running, as pages say; 0.0: they do not
-    calibration: Calibration = Calibration()  # of the cost model, by earlier runs on this cluster
+    calibration: Calibration = NONE  # of the cost model, by earlier runs on this cluster
 
 
 @dataclass(frozen=True, slots=True)

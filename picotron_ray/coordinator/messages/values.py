@@ -7,7 +7,7 @@ from typing import Literal
 
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.calibration import Calibration
+from picotron_ray.planner.calibration import NONE, Calibration
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -163,7 +163,7 @@ class LayoutQuestion:
     device_bytes: int = 0
     limit_bytes: int = 0
     settings: Settings = ()
-    calibration: Calibration = Calibration()
+    calibration: Calibration = NONE
 
     def __hash__(self) -> int:
         """Hash without the nodes one by one: questions are looked up often, and name thousands of nodes."""

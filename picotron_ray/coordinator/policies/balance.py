@@ -1,39 +1,26 @@
-"""Balance: rows in proportion to the replicas' speed, blocks in proportion to the stages'.
+"""Balance: rows in proportion to the replicas' speed, blocks to the stages' (`planner.rebalance`).
 
 The batch stays: rows only move between replicas, and their sum is what it was.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import median
 
+from picotron_ray.config.settings import with_settings
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.coordinator.messages import Member
 from picotron_ray.coordinator.policies.bottleneck import much_slower
-from picotron_ray.coordinator.policies.suggestions import Scene, Suggestion
+from picotron_ray.coordinator.policies.suggestions import ROOM, Scene, Suggestion
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.model_sizes import head_blocks, stage_depth
+from picotron_ray.planner.rebalance import blocks_by_time, layout_by_speed, step_s_by_speed
 
-COMPUTING = ("forward", "backward", "sync", "bubble")
-"""Phases that the slowest replica or stage makes all others spend."""
-
-
-def rows_by_speed(row_s: Sequence[float], rows: int) -> tuple[int, ...]:
-    """Rows of each replica such that the slowest takes least, each at least one.
-
-    Args:
-        row_s: seconds per row.
-
-    >>> rows_by_speed((1.0, 1.0, 1.0, 3.0), 24)
-    (7, 7, 7, 3)
-    """
-    given = [1] * len(row_s)
-    queue = [(2 * seconds, at) for at, seconds in enumerate(row_s)]
-    heapq.heapify(queue)
-    for _ in range(rows - len(row_s)):
-        _, at = queue[0]
-        given[at] += 1
-        heapq.heapreplace(queue, ((given[at] + 1) * row_s[at], at))
-    return tuple(given)
+MOST_TRIED = 8
+"""Sizes of a micro-batch, from one row on, that rows are shared out in."""
 
 
 def rows_suggestion(
@@ -45,44 +32,58 @@ def rows_suggestion(
         slow: replicas that have been slow for long enough.
         spares: workers that are ready and not members.
     """
-    figures, layout = scene.figures, scene.layout
-    row_s = figures.replica_row_s
+    layout, row_s, batch = scene.layout, scene.figures.replica_row_s, scene.job.data.global_batch
     if len(row_s) != layout.dp or layout.dp < 2 or min(row_s) <= 0 or not slow:
         return
-    if layout.world_size == layout.dp:
-        hopeless = [at for at in slow if much_slower(row_s, at)][:spares]
-        if hopeless:
-            avoid = tuple(members[at].worker for at in hopeless)
-            left = [seconds for at, seconds in enumerate(row_s) if at not in hopeless]
-            middle = sorted(left)[len(left) // 2] if left else min(row_s)
-            after = [middle if at in hopeless else seconds for at, seconds in enumerate(row_s)]
-            even = replace(layout, replica_rows=())
-            yield Suggestion(
-                "rows", scene.settings, layout=even, saves=_saves(scene, after, _even(scene)), avoid=avoid
-            )
-            return
-    rows = rows_by_speed(row_s, scene.job.data.global_batch)
-    if rows != (figures.replica_rows or _even(scene)):
-        changed = replace(layout, replica_rows=rows)
-        yield Suggestion("rows", scene.settings, layout=changed, saves=_saves(scene, row_s, rows))
-
-
-def _even(scene: Scene) -> tuple[int, ...]:
-    batch = scene.job.data.global_batch
-    spans = (scene.layout.rows(at, batch) for at in range(scene.layout.dp))
-    return tuple(end - start for start, end in spans)
-
-
-def _saves(scene: Scene, row_s: Sequence[float], rows: Sequence[int]) -> float:
-    """Share of a step that the slowest replica takes less."""
-    figures = scene.figures
-    now_s = max(
-        s * n for s, n in zip(figures.replica_row_s, figures.replica_rows or _even(scene), strict=True)
+    hopeless = (
+        [at for at in slow if much_slower(row_s, at)][:spares] if layout.world_size == layout.dp else []
     )
-    then_s = max(seconds * count for seconds, count in zip(row_s, rows, strict=True))
-    return min(1.0, now_s / figures.step_s) * (1 - then_s / now_s) if now_s > 0 < figures.step_s else 0.0
+    if hopeless:
+        avoid = tuple(members[at].worker for at in hopeless)
+        left = median([seconds for at, seconds in enumerate(row_s) if at not in hopeless] or row_s)
+        after = [left if at in hopeless else seconds for at, seconds in enumerate(row_s)]
+        even = replace(layout, replica_rows=())
+        yield Suggestion("rows", scene.settings, layout=even, saves=_saves(scene, even, after), avoid=avoid)
+        return
+    most = min(batch, max(layout.micro_batch, MOST_TRIED))
+    found = layout_by_speed(layout, row_s, batch, most, lambda other: _fits(scene, other))
+    if found != layout:
+        yield Suggestion("rows", scene.settings, layout=found, saves=_saves(scene, found, row_s))
+
+
+def _fits(scene: Scene, layout: Layout) -> bool:
+    job = with_settings(scene.job, scene.settings)
+    most = max(scene.estimate_bytes, ROOM * scene.question.device_bytes)
+    return not layout_problems(job, layout) and memory_estimate(job, layout).total_bytes <= most
+
+
+def _saves(scene: Scene, layout: Layout, row_s: Sequence[float]) -> float:
+    """Share of a step by which the slowest replica is done earlier."""
+    figures, batch = scene.figures, scene.job.data.global_batch
+    now_s = step_s_by_speed(scene.layout, figures.replica_row_s, batch)
+    return _share(now_s - step_s_by_speed(layout, row_s, batch), figures.step_s)
 
 
 def stages_suggestion(scene: Scene) -> Iterator[Suggestion]:
-    """Suggest other numbers of blocks where a stage is slower than the others."""
-    yield from ()
+    """Suggest other numbers of blocks where a pipeline stage is slower than the others."""
+    layout, stage_s, model = scene.layout, scene.figures.stage_s, scene.job.model
+    if len(stage_s) != layout.stages or layout.pp < 2 or layout.placement or min(stage_s) <= 0:
+        return
+    blocks = tuple(stage_depth(model, layout.cut, stage) for stage in range(layout.stages))
+    ranks = tuple(layout.rank_stages(rank) for rank in range(layout.pp))
+    found = blocks_by_time(stage_s, blocks, ranks, 0.0, head_blocks(model))
+    other = replace(layout, stage_blocks=found)
+    if found == blocks or not _fits(scene, other):
+        return
+    ends = [0.0] * (len(blocks) - 1) + [head_blocks(model)]
+    each = [seconds / (count + end) for seconds, count, end in zip(stage_s, blocks, ends, strict=True)]
+    then = [seconds * (count + end) for seconds, count, end in zip(each, found, ends, strict=True)]
+    slowest = max(sum(stage_s[stage] for stage in held) for held in ranks)
+    after = max(sum(then[stage] for stage in held) for held in ranks)
+    passes = layout.micro_batches(scene.job.data.global_batch) + layout.pp - 1
+    saves = _share((slowest - after) * passes, scene.figures.step_s)
+    yield Suggestion("stages", scene.settings, layout=other, saves=saves)
+
+
+def _share(saved_s: float, step_s: float) -> float:
+    return min(1.0, saved_s / step_s) if step_s > 0 else 0.0

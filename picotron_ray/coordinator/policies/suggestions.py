@@ -109,7 +109,7 @@ def _released(scene: Scene, kind: AdaptKind) -> Suggestion | None:
     if scene.layout.placement:  # a schedule of one's own fixes them all
         return None
     releases = dict.fromkeys(RELEASED[kind], "auto")
-    held = {} if kind == "layout" else {key: text for key, text in pins(scene.layout).items()}
+    held = {} if kind == "layout" else pins(scene.layout)
     asked = changed(scene.job, dict(scene.settings), held, releases)
     return Suggestion(
         kind,

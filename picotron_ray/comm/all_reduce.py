@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from picotron_ray.comm.collectives.assigned import assigned, count_all_reduce
+
 BUCKET_BYTES = 32 * 2**20
 THREAD_WAIT_S = 300.0
 """Limit of a thread's wait for the others of its group."""
@@ -56,7 +58,11 @@ def all_sum(x: Tensor, group: Group) -> Tensor:
     if isinstance(group, ThreadGroup):
         return group.sum(x)
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    own = assigned(group)
+    if own is None:
+        dist.all_reduce(total, group=group)
+    else:
+        own.all_reduce_(total, group)
     return total
 
 
@@ -86,6 +92,7 @@ def sum_(
     pending: list[tuple[list[Tensor], Tensor, dist.Work]] = []
     for bucket in buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        count_all_reduce(group, flat)
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
         pending.append((bucket, flat, work))

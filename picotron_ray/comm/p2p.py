@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from picotron_ray.comm.wire_bytes import OPTIMIZER, PIPELINE, SENT, size_bytes
+
 SUM_TAG = 7  # differs from the tag of pipeline messages, the last of which may still be on the way
 
 
@@ -34,6 +36,7 @@ def exchange(
         peer: torch.cat([x.reshape(-1).to(like.dtype) for x in parts]) for peer, parts in outgoing.items()
     }
     found = {peer: like.new_empty(count) for peer, count in incoming.items() if peer != rank}
+    SENT.add(OPTIMIZER, sum(size_bytes(flat) for peer, flat in sent.items() if peer != rank))
     operations = [dist.P2POp(dist.isend, flat, peer) for peer, flat in sent.items() if peer != rank]
     operations += [dist.P2POp(dist.irecv, flat, peer) for peer, flat in found.items()]
     for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -53,6 +56,7 @@ def sum_with_peer_(x: Tensor, peer: int, group: dist.ProcessGroup) -> None:
     Raises RuntimeError when the peer is gone.
     """
     sent, found = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    SENT.add(PIPELINE, size_bytes(sent))
     operations = [
         dist.P2POp(dist.isend, sent, group=group, group_peer=peer, tag=SUM_TAG),
         dist.P2POp(dist.irecv, found, group=group, group_peer=peer, tag=SUM_TAG),

@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from picotron_ray.comm.collectives.assigned import Issued, assigned
+from picotron_ray.comm.wire_bytes import ring_share, size_bytes
+
 # torch 2.13 renamed these two and warns at every use of the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -13,8 +16,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[batch, seq / n, ...]`` of every rank → ``[batch, seq, ...]`` on all of them."""
-    gathered = _room(x, group)
-    _all_gather(gathered, x.contiguous(), group=group)
+    gathered, own = _room(x, group), assigned(group)
+    if own is None:
+        _all_gather(gathered, x.contiguous(), group=group)
+    else:
+        own.all_gather(gathered, x.contiguous(), group)
     return _in_order(gathered, x.shape)
 
 
@@ -23,11 +29,13 @@ class GatherAhead:
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
         self._sent, self._gathered = x.contiguous(), _room(x, group)
+        self._issued = Issued(group, ring_share(size_bytes(self._gathered), group.size()))
         self._work = _all_gather(self._gathered, self._sent, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """``[batch, seq, ...]``, the ranks' parts in order."""
         self._work.wait()
+        self._issued.end()
         return _in_order(self._gathered, self._sent.shape)
 
 
@@ -50,6 +58,10 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = group.size()
     batch, length, *rest = x.shape
     cut = x.view(batch, parts, length // parts, *rest).transpose(0, 1).contiguous()
+    if (own := assigned(group)) is not None:
+        found = torch.empty_like(cut[0])
+        own.reduce_scatter(found, cut, group)
+        return found
     if dist.get_backend(group) == "gloo":
         received = torch.empty_like(cut)
         dist.all_to_all_single(received, cut, group=group)
@@ -70,6 +82,7 @@ class Shift:
         ranks, mine = group.size(), group.rank()
         self._sent = x.contiguous()
         self._received = torch.empty_like(self._sent)
+        self._issued = Issued(group, size_bytes(x))
         after, before = (mine + 1) % ranks, (mine - 1) % ranks
         self._works = dist.batch_isend_irecv(
             [
@@ -82,4 +95,5 @@ class Shift:
         """The tensor of the rank before. ``x`` may be written again afterwards."""
         for work in self._works:
             work.wait()
+        self._issued.end()
         return self._received

@@ -23,7 +23,7 @@ the next generation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -32,6 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from picotron_ray.comm.collectives.assigned import assign, withdraw
+from picotron_ray.comm.collectives.collectives import CollectivePlan, Collectives
+from picotron_ray.comm.wire_bytes import ACTIVATIONS, CONTEXT
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Coordinates, Layout
 from picotron_ray.layout.recompute_policy import stage_words
@@ -55,6 +58,7 @@ class Mesh:
         overlap: hides tensor parallelism's communication on this rank, in all its stages.
         on_close: called by `close`, before the groups go.
         nodes: of all ranks, by rank; empty where they are not known.
+        by_purpose: see `collectives`.
     """
 
     layout: Layout
@@ -67,6 +71,7 @@ class Mesh:
     overlap: Overlap | None = None
     on_close: list[Callable[[], None]] = field(default_factory=list)
     nodes: tuple[str, ...] = ()
+    by_purpose: dict[str, Collectives] = field(default_factory=dict)
 
     @property
     def at(self) -> Coordinates:
@@ -86,8 +91,33 @@ class Mesh:
         axis = self.axis(name)
         return None if axis is None else axis.get_group()
 
+    def collectives(self, purpose: str) -> Collectives:
+        """Collectives of a purpose (`comm.wire_bytes`), the same for this rank's whole generation.
+
+        They are the backend's until `choose_collectives` is called before.
+        """
+        return self.by_purpose.setdefault(purpose, Collectives(purpose))
+
+    def choose_collectives(self, plans: Mapping[str, CollectivePlan]) -> None:
+        """Choose algorithms by purpose; before modules are parallelized, the same on all ranks."""
+
+        def inner(group: dist.ProcessGroup) -> int:
+            ranks = dist.get_process_group_ranks(group)
+            return neighbours([self.nodes[rank] for rank in ranks] if self.nodes else [])
+
+        for purpose, plan in plans.items():
+            self.by_purpose[purpose] = Collectives(purpose, plan, inner)
+        for axis, purpose in (("tp", ACTIVATIONS), ("cp", CONTEXT)):
+            if (group := self.group(axis)) is not None:
+                assign(group, self.collectives(purpose))
+
     def close(self) -> None:
         """Drop the groups. DTensor's caches may hold the mesh itself for as long as the process lives."""
+        for axis in ("tp", "cp"):
+            withdraw(self.group(axis))
+        for collectives in self.by_purpose.values():
+            collectives.close()
+        self.by_purpose.clear()
         self.overlap = None
         while self.on_close:
             self.on_close.pop()()
@@ -180,6 +210,20 @@ def axis_ranks(layout: Layout, rank: int, axis: str) -> list[int]:
 def _copy(layout: Layout, rank: int) -> int | None:
     """Return the number of the copy of the state that ``rank`` holds part of; None without ZeRO."""
     return layout.replica(rank) // layout.shards if layout.zero else None
+
+
+def neighbours(nodes: Sequence[str]) -> int:
+    """Size of equal neighbourhoods of consecutive ranks, each on one node; 1: there are none.
+
+    >>> neighbours(["a", "a", "b", "b"]), neighbours(["a", "a", "b"]), neighbours([])
+    (2, 1, 1)
+    """
+
+    def fits(size: int) -> bool:
+        return all(len(set(nodes[at : at + size])) == 1 for at in range(0, len(nodes), size))
+
+    sizes = (size for size in range(len(nodes), 1, -1) if len(nodes) % size == 0)
+    return next((size for size in sizes if fits(size)), 1)
 
 
 def group_name(axis: str, ranks: list[int]) -> str:

@@ -52,11 +52,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from picotron_ray.comm.wire_bytes import EXPERTS, GRADIENTS, PARAMETERS
 from picotron_ray.layout.recompute_policy import recomputed
 from picotron_ray.models.parameters import SequenceShard
 from picotron_ray.parallel.attention.backends import attention_kernel
 from picotron_ray.parallel.context.context_parallel import apply_context_parallel
 from picotron_ray.parallel.data.fsdp import FsdpUnits, apply_fsdp
+from picotron_ray.parallel.data.fsdp_collectives import choose_collectives
 from picotron_ray.parallel.expert.expert_parallel import apply_expert_parallel
 from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
 from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
@@ -146,7 +148,8 @@ def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: StagePlan) -> Overlap | No
 
 def _expert_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     layout, mixtures = mesh.layout, named_modules(model, plan.mixtures)
-    apply_expert_parallel(mixtures, mesh.group("ep") if layout.ep > 1 else None, mesh.group("cp"), layout.tp)
+    ep = mesh.group("ep") if layout.ep > 1 else None
+    apply_expert_parallel(mixtures, ep, mesh.group("cp"), layout.tp, mesh.collectives(EXPERTS))
     if mixtures:
         yield f"expert parallel over {layout.ep}, {len(mixtures)} modules"
     if plan.grouped and mixtures:
@@ -231,6 +234,7 @@ def _data_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[st
         whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
         experts = [m.experts for m in named_modules(model, plan.mixtures)] if layout.ep > 1 else []
         apply_fsdp(model, FsdpUnits(plan.blocks, experts, mesh.experts, whole), mesh.sharded, layout.zero)
+        choose_collectives(model, mesh.collectives(PARAMETERS), mesh.collectives(GRADIENTS))
         copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
         yield f"FSDP2 over {layout.shards}{copies}, zero {layout.zero}"
     elif layout.replicas > 1:

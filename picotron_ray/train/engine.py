@@ -90,6 +90,7 @@ class Engine:
         adaptive = job.adaptive_precision.error_bound is not None
         sizes = parts_of(definition.table) if adaptive else {}
         switches = PrecisionSwitches(sizes, device, master_dtype(job))
+        mesh.choose_collectives({})
         self._models, self.applied = build_stages(job, mesh, definition, device, switches, on_built)
         parameters = [
             parameter

@@ -63,8 +63,7 @@ class Gradients:
         self.applied = _applied(plan, self._replicated, self.owed)
         self.values: list[Tensor] = []
         by_fsdp = [p for p in summed if mesh.layout.zero and _sum_group(p, mesh) is None]
-        self._sent_by_fsdp = sent_by_fsdp(by_fsdp, mesh.layout)
-        self._micro_batches = 0
+        self._sent_to_copies = sent_to_copies(by_fsdp, mesh.layout)
         self.selection = selection if self._replicated else None
 
     def clear(self, micro_batches: int, step: int = 0, scale: float = 1.0) -> None:
@@ -74,7 +73,7 @@ class Gradients:
             step: its number, the same on all ranks.
             scale: factor of its gradients (fp16).
         """
-        self.values, self._micro_batches = [], micro_batches
+        self.values = []
         for parameter in self._parameters:
             parameter.parameter.grad = None
         if self.selection is not None:
@@ -90,8 +89,7 @@ class Gradients:
             copies.finish()
         if self.selection is not None:
             self.selection.observe([cost for copies in self._replicated for cost in copies.costs])
-        each, copies_sent = self._sent_by_fsdp
-        SENT.add(GRADIENTS, each * self._reductions() + copies_sent)
+        SENT.add(GRADIENTS, self._sent_to_copies)
         found = [local_gradient(p, self._layout, self._sequence_parallel) for p in self.trained]
         self.values = [gradient for gradient, _ in found]
         self._ends.sum_(self.trained, self.values)
@@ -99,10 +97,6 @@ class Gradients:
         if partial:
             assert self._tp is not None
             sum_(partial, self._tp)
-
-    def _reductions(self) -> int:
-        """Reduce-scatters of a step: torch's pipelines and ZeRO-1 reduce once, others with every pass."""
-        return 1 if self._layout.zero == 1 or self._layout.pp > 1 else self._micro_batches
 
     def commit(self) -> None:
         """Hear that the step's update is applied: what its sums left out is owed from now on."""
@@ -167,15 +161,10 @@ def _is_compressible(parameter: LocalParameter, definition: ModelDefinition) -> 
     return len(spec.shape) > 1 and not partial and spec.name not in tied and not spec.copy
 
 
-def sent_by_fsdp(parameters: Sequence[LocalParameter], layout: Layout) -> tuple[int, int]:
-    """Bytes of gradients that FSDP sends from this rank: per reduce-scatter, and per step to other copies."""
-    each, copied = 0, 0
-    for parameter in parameters:
-        part = parameter.local.numel() * parameter.local.element_size()
-        shards = layout.expert_shards if parameter.spec.expert else layout.shards
-        each += part * (shards - 1)
-        copied += 2 * ring_share(part, layout.replicate)
-    return each, copied
+def sent_to_copies(parameters: Sequence[LocalParameter], layout: Layout) -> int:
+    """Bytes of gradients that FSDP sums over copies of the state in a step, sent from this rank."""
+    parts = [parameter.local.numel() * parameter.local.element_size() for parameter in parameters]
+    return 2 * ring_share(sum(parts), layout.replicate)
 
 
 def _applied(

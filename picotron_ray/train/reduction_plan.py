@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from picotron_ray.comm.reducers.choose import ReductionPlan
 from picotron_ray.config.schema.comm import CommConfig
-from picotron_ray.parallel.mesh import Mesh, axis_ranks
+from picotron_ray.parallel.mesh import Mesh, axis_ranks, neighbours
 from picotron_ray.train.reducer_selection import ReducerSelection
 
 
@@ -39,17 +37,3 @@ def _inner(comm: CommConfig, mesh: Mesh) -> int:
         ranks = axis_ranks(mesh.layout, mesh.rank, "data")
         return neighbours([mesh.nodes[rank] for rank in ranks] if mesh.nodes else [])
     return comm.inner_ranks if mesh.layout.replicas % comm.inner_ranks == 0 else 1
-
-
-def neighbours(nodes: Sequence[str]) -> int:
-    """Size of equal neighbourhoods of consecutive replicas, each on one node; 1: there are none.
-
-    >>> neighbours(["a", "a", "b", "b"]), neighbours(["a", "a", "b"]), neighbours([])
-    (2, 1, 1)
-    """
-
-    def fits(size: int) -> bool:
-        return all(len(set(nodes[at : at + size])) == 1 for at in range(0, len(nodes), size))
-
-    sizes = (size for size in range(len(nodes), 1, -1) if len(nodes) % size == 0)
-    return next((size for size in sizes if fits(size)), 1)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from picotron_ray.comm.wire_bytes import SENT, STEP, size_bytes
 from picotron_ray.layout.layout import Coordinates, Layout
 
 STOP = 1
@@ -102,6 +103,7 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
         gathered = [local]
     else:
         gathered = [torch.empty_like(local) for _ in range(layout.world_size)]
+        SENT.add(STEP, size_bytes(local) * (layout.world_size - 1))
         dist.all_gather(gathered, local, group=group)
     raw = torch.cat(gathered).cpu().numpy().tobytes()
     records = [Contribution(r[0], r[1], (r[2], r[3]), *r[4:]) for r in _RECORD.iter_unpack(raw)]

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from picotron_ray.comm.collectives.peers import CHUNK_BYTES, Peers
 from picotron_ray.comm.reducers.codecs import Bf16, Quantized, TopK
 from picotron_ray.comm.reducers.compressed import Compressed
 from picotron_ray.comm.reducers.exact import AllReduce, ReduceScatterGather
 from picotron_ray.comm.reducers.feedback import Feedback
-from picotron_ray.comm.reducers.point_to_point import ALGORITHMS, CHUNK_BYTES, Peers, TwoLevels
+from picotron_ray.comm.reducers.point_to_point import ALGORITHMS, TwoLevels
 from picotron_ray.comm.reducers.powersgd import PowerSGD
 from picotron_ray.comm.reducers.reducer import Deferred, Done, Reducer, Reduction
 

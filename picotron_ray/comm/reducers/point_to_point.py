@@ -21,78 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron_ray.comm.wire_bytes import GRADIENTS, SENT
-
-TAG = 11
-"""Differs from those of pipeline messages and of `p2p`."""
-CHUNK_BYTES = 4 * 2**20
+from picotron_ray.comm.collectives.gather import gather_ring_, scatter_ring_
+from picotron_ray.comm.collectives.peers import CHUNK_BYTES, Peers, two_levels
 
 
-class Peers:
-    """Some ranks of a group that exchange messages, seen from one of them.
-
-    Args:
-        ranks: of the group, in the order that counts here; None: all.
-        chunk_bytes: largest message.
-
-    Fields:
-        index, count: place of this rank among them, and their number.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
-        self._group, self._chunk_bytes = group, chunk_bytes
-        self._ranks = list(range(group.size())) if ranks is None else list(ranks)
-        self.index, self.count = self._ranks.index(group.rank()), len(self._ranks)
-
-    def swap(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
-        """Send contiguous tensors to peers and receive into others, all at once. Indices count `Peers`."""
-        operations = []
-        for peer, tensor in outgoing:
-            SENT.add(GRADIENTS, tensor.numel() * tensor.element_size())
-            operations += [self._operation(dist.isend, piece, peer) for piece in self._cut(tensor)]
-        for peer, tensor in incoming:
-            operations += [self._operation(dist.irecv, piece, peer) for piece in self._cut(tensor)]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
-
-    def _operation(self, operation: Callable[..., object], piece: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(operation, piece, group=self._group, group_peer=self._ranks[peer], tag=TAG)
-
-    def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
-        return tensor.split(max(1, self._chunk_bytes // tensor.element_size())) if tensor.numel() else ()
-
-
-def parts_of(flat: Tensor, peers: Peers) -> list[Tensor]:
+def parts_of(flat: Tensor, peers: Peers) -> list[Sequence[Tensor]]:
     """Cut ``[n]`` into one part per peer, some an element longer than others."""
-    return list(flat.tensor_split(peers.count))
-
-
-def reduce_scatter_ring_(flat: Tensor, peers: Peers) -> Tensor:
-    """Sum ``flat`` round a ring; returns this peer's part of the sum, a view. The rest is undefined."""
-    parts, mine, count = parts_of(flat, peers), peers.index, peers.count
-    room = torch.empty_like(parts[0])
-    for turn in range(count - 1):
-        sent, found = parts[(mine - 1 - turn) % count], parts[(mine - 2 - turn) % count]
-        received = room[: found.numel()]
-        peers.swap([((mine + 1) % count, sent)], [((mine - 1) % count, received)])
-        found += received
-    return parts[mine]
-
-
-def all_gather_ring_(flat: Tensor, peers: Peers) -> None:
-    """Pass each peer's part of ``flat`` round a ring, until all have all."""
-    parts, mine, count = parts_of(flat, peers), peers.index, peers.count
-    for turn in range(count - 1):
-        sent, found = parts[(mine - turn) % count], parts[(mine - 1 - turn) % count]
-        peers.swap([((mine + 1) % count, sent)], [((mine - 1) % count, found)])
+    return [[part] for part in flat.tensor_split(peers.count)]
 
 
 def ring_(flat: Tensor, peers: Peers) -> None:
     """Sum ``flat`` over the peers, in place."""
-    reduce_scatter_ring_(flat, peers)
-    all_gather_ring_(flat, peers)
+    parts = parts_of(flat, peers)
+    scatter_ring_(parts, peers)
+    gather_ring_(parts, peers)
 
 
 def tree_(flat: Tensor, peers: Peers) -> None:
@@ -153,20 +95,18 @@ class TwoLevels:
         across: str = "ring",
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        place, first = group.rank() % inner, group.rank() // inner * inner
-        self._inside = Peers(group, range(first, first + inner), chunk_bytes)
-        self._across = Peers(group, range(place, group.size(), inner), chunk_bytes)
-        self._leads = place == 0
+        self._inside, self._across = two_levels(group, inner, chunk_bytes)
         self._algorithm = ALGORITHMS[across]
 
     def all_reduce_(self, flat: Tensor) -> None:
         """Sum ``flat`` over the group, in place."""
-        part = reduce_scatter_ring_(flat, self._inside)
-        self._algorithm(part, self._across)
-        all_gather_ring_(flat, self._inside)
+        parts = parts_of(flat, self._inside)
+        scatter_ring_(parts, self._inside)
+        self._algorithm(parts[self._inside.index][0], self._across)
+        gather_ring_(parts, self._inside)
 
     def broadcast_(self, flat: Tensor) -> None:
         """Send the group's first rank's ``flat`` to all: across to the first of each, then inside."""
-        if self._leads:
+        if self._inside.index == 0:
             broadcast_(flat, self._across)
         broadcast_(flat, self._inside)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from picotron_ray.comm.all_reduce import buckets
+from picotron_ray.comm.collectives.pending import PENDING
 from picotron_ray.comm.reducers.choose import ReductionPlan, make_reducer
 from picotron_ray.comm.reducers.feedback import Feedback
 from picotron_ray.comm.reducers.reducer import Reducer, Reduction
@@ -112,6 +113,7 @@ class GradientBucket:
         """Start the sum, unless it is under way."""
         if self._work is None:
             began = time.perf_counter()
+            PENDING.issue()
             self._work = self._reducer.start(self._flat, self._shapes, self._feedback, self._step)
             self._cost_s += time.perf_counter() - began
 
@@ -120,6 +122,7 @@ class GradientBucket:
         assert self._work is not None, "started before it is waited for"
         began = time.perf_counter()
         self._work.wait()
+        PENDING.end()
         self._cost_s += time.perf_counter() - began
         self._work = None
 

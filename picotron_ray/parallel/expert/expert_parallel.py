@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from picotron_ray.comm.collectives.collectives import Collectives, RowExchange
+from picotron_ray.comm.wire_bytes import EXPERTS, SENT, ring_share, size_bytes
 from picotron_ray.errors import LayoutError
 
 
@@ -26,27 +28,23 @@ class _Transfer:
         sent, received: rows to and from every rank of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> None:
-        self.group, self.sent, self.received = group, sent, received
-        self._pending: tuple[Tensor, Tensor, dist.Work] | None = None
+    def __init__(
+        self, group: dist.ProcessGroup, collectives: Collectives, sent: list[int], received: list[int]
+    ) -> None:
+        self.group, self.collectives, self.sent, self.received = group, collectives, sent, received
+        self._pending: RowExchange | None = None
 
     def start(self, rows: Tensor, back: bool = False) -> Tensor:
         """Start the transfer; returns the buffer that the rows will fill."""
         outgoing, incoming = (self.received, self.sent) if back else (self.sent, self.received)
-        rows = rows.contiguous()
-        buffer = rows.new_empty((sum(incoming), rows.size(1)))
-        work = dist.all_to_all_single(buffer, rows, incoming, outgoing, group=self.group, async_op=True)
-        assert work is not None
-        self._pending = buffer, rows, work
-        return buffer
+        self._pending = self.collectives.all_to_all(rows.contiguous(), incoming, outgoing, self.group)
+        return self._pending.buffer
 
     def finish(self) -> Tensor:
         """Wait for the rows."""
         assert self._pending is not None
-        buffer, _, work = self._pending
-        work.wait()
-        self._pending = None
-        return buffer
+        found, self._pending = self._pending.wait(), None
+        return found
 
 
 class _Start(torch.autograd.Function):
@@ -110,23 +108,26 @@ class _IncomingRows:
 
     def send_back(self, rows: Tensor) -> _ReturningRows:
         arrived = torch.empty_like(rows).index_copy(0, self._order, rows)
-        back = _Transfer(self._transfer.group, self._transfer.received, self._transfer.sent)
+        there = self._transfer
+        back = _Transfer(there.group, there.collectives, there.received, there.sent)
         return _ReturningRows(_Start.apply(arrived, back), back)
 
 
 class ExpertTransport:
     """``Transport`` for the model: all-to-all within an ep group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, collectives: Collectives | None = None) -> None:
+        self._group, self._collectives = group, collectives or Collectives(EXPERTS)
 
     def send(self, rows: Tensor, counts: Tensor) -> _IncomingRows:
         ranks = self._group.size()
         outgoing = counts.view(ranks, -1)
         incoming = torch.empty_like(outgoing)
+        SENT.add(self._collectives.purpose, ring_share(size_bytes(outgoing), ranks))
         dist.all_to_all_single(incoming, outgoing.contiguous(), group=self._group)
         outgoing, incoming = outgoing.cpu(), incoming.cpu()
-        transfer = _Transfer(self._group, outgoing.sum(dim=1).tolist(), incoming.sum(dim=1).tolist())
+        sent, received = outgoing.sum(dim=1).tolist(), incoming.sum(dim=1).tolist()
+        transfer = _Transfer(self._group, self._collectives, sent, received)
         return _IncomingRows(_Start.apply(rows, transfer), transfer, incoming)
 
 
@@ -155,7 +156,11 @@ class SequenceSpread:
 
 
 def apply_expert_parallel(
-    mixtures: Sequence[Any], ep: dist.ProcessGroup | None, cp: dist.ProcessGroup | None, tp: int
+    mixtures: Sequence[Any],
+    ep: dist.ProcessGroup | None,
+    cp: dist.ProcessGroup | None,
+    tp: int,
+    collectives: Collectives | None = None,
 ) -> None:
     """Spread the experts of every mixture (on the meta device) over ``ep``.
 
@@ -163,6 +168,7 @@ def apply_expert_parallel(
         mixtures: the mixtures that the model's plan names (``models.layers.moe.MixtureOfExperts``).
         cp: group over which rows are cut, None where they are whole.
         tp: ranks that compute the same tokens.
+        collectives: by which rows travel; None: the backend's.
 
     Raises LayoutError where the experts do not divide.
     """
@@ -172,7 +178,7 @@ def apply_expert_parallel(
             mixture.router.spread = SequenceSpread(cp)
         if ep is None:
             continue
-        mixture.transport = ExpertTransport(ep)
+        mixture.transport = ExpertTransport(ep, collectives)
         for name, whole in list(mixture.experts.named_parameters()):
             experts, *rest = whole.shape
             if experts % ep.size():

@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from picotron_ray.comm.collectives.assigned import count_all_reduce
+
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Loss per token ``[n]`` from logits ``[n, local]`` of the ids from ``first`` on, and targets ``[n]``."""
@@ -21,6 +23,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
         peak = logits.max(dim=-1).values
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        count_all_reduce(group, peak)
         shifted = logits - peak.unsqueeze(-1)
         local = targets - first
         inside = (local >= 0) & (local < logits.size(-1))
@@ -29,6 +32,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         softmax = shifted.exp_()
         both = torch.stack((softmax.sum(dim=-1), picked))
         dist.all_reduce(both, group=group)
+        count_all_reduce(group, both)
         total, picked = both
         ctx.save_for_backward(softmax.div_(total.unsqueeze(-1)), local, inside)
         return total.log() - picked

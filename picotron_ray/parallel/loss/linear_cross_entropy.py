@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from picotron_ray.comm.collectives.assigned import count_all_reduce
+
 
 class LinearCrossEntropy:
     """Token losses from hidden states, for one rank of a tp group.
@@ -68,8 +70,10 @@ class LinearCrossEntropy:
             return total, picked
         peak = total.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.group)
+        count_all_reduce(self.group, peak)
         both = torch.stack(((total - peak).exp(), picked))
         dist.all_reduce(both, group=self.group)
+        count_all_reduce(self.group, both)
         return both[0].log() + peak, both[1]
 
 

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from picotron_ray.comm.wire_bytes import PIPELINE, SENT, size_bytes
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedule_actions import action_list
 from picotron_ray.layout.schedules import SCHEDULES, PipelineShape, schedule_of
 from picotron_ray.parallel import mesh
-from picotron_ray.parallel.pipeline.schedule_runtime import build_runtime
+from picotron_ray.parallel.pipeline.schedule_runtime import SENDS, build_runtime
 
 Named = Mapping[str, Tensor]
 """Further inputs of ``forward``, by name. Every stage loads the rows and so has the same ones."""
@@ -135,10 +136,16 @@ class Pipeline:
             target = torch.cat((targets.flatten(0, 1), numbers), dim=1)
         # the schedule cuts these as it cuts the rows, and keeps each with its micro-batch
         extra = {name: values.flatten(0, 1) for name, values in named.items()}
+        SENT.add(PIPELINE, self._messages(runtime) * size_bytes(self._hidden))
         runtime.step(*fed, target=target, return_outputs=False, **extra)
         if not self._sums:
             return torch.zeros((), device=self._device)
         return torch.stack(self._sums).sum()
+
+    def _messages(self, runtime: Any) -> int:
+        """Hidden states, or gradients of them, that this rank sends to others in a step."""
+        row = runtime.pipeline_order_with_comms[self._group.rank()]
+        return sum(action.computation_type in SENDS for action in row)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[tuple[Tensor, Tensor, Tensor, Named]]) -> Tensor:
@@ -155,6 +162,7 @@ class Pipeline:
                 if stage == self._layout.stages - 1:
                     total = total + self._loss(x, targets, weights)
                 elif stage + 1 not in self._models:
+                    SENT.add(PIPELINE, size_bytes(x))
                     dist.send(x.contiguous(), group=self._group, group_dst=self._owners[stage + 1])
         return total
 

@@ -25,6 +25,7 @@ _AHEAD = {_ComputationType.SEND_F: 1, _ComputationType.RECV_B: 1}
 _BEHIND = {_ComputationType.SEND_B: -1, _ComputationType.RECV_F: -1}
 _TO = _AHEAD | _BEHIND
 """Distance to the other end of a message, in stages."""
+SENDS = (_ComputationType.SEND_F, _ComputationType.SEND_B)
 _RECEIVES = (_ComputationType.RECV_F, _ComputationType.RECV_B)
 _COMPUTES = (
     _ComputationType.FORWARD,

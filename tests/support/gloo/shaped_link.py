@@ -187,8 +187,8 @@ def main(host: str, port: str, rank: str, world: str, folder: str) -> None:
 
     from picotron_ray.comm.reducers.choose import ReductionPlan
     from picotron_ray.layout.layout import Layout
+    from picotron_ray.parallel.mesh import neighbours
     from picotron_ray.train.reducer_selection import ReducerSelection, candidates
-    from picotron_ray.train.reduction_plan import neighbours
 
     me = Rank(host, int(port), int(rank), int(world))
     inner = neighbours(me.groups.nodes)

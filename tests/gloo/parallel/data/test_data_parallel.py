@@ -34,7 +34,7 @@ def test_what_goes_over_the_wire_in_a_step(
     pool: Pool, layout: Layout, gathers: int, scatters: int, sums: int
 ) -> None:
     counts = pool.run(layout.world_size, collectives, make_job("sgd", 12), layout)[0]
-    found = [counts.get(name, 0) for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")]
+    found = [counts.get(name, 0) for name in ("_allgather_base_", "alltoall_base_", "allreduce_")]
     assert found == [gathers, scatters, sums]
 
 

@@ -19,11 +19,12 @@ from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, slot_bytes
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.torch_state import buffers, restore
+from picotron_ray.comm.collectives.collectives import CollectivePlan, Collectives
 from picotron_ray.comm.reducers.choose import ReductionPlan, make_reducer
 from picotron_ray.comm.reducers.feedback import Feedback
 from picotron_ray.comm.reducers.point_to_point import TwoLevels
 from picotron_ray.comm.sockets import tcp_sockets
-from picotron_ray.comm.wire_bytes import SENT
+from picotron_ray.comm.wire_bytes import ACTIVATIONS, SENT
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
@@ -228,3 +229,70 @@ def selected(job: Job, config: JobConfig, layout: Layout, steps: int) -> list[st
     groups.close()
     gc.collect()
     return used
+
+
+def step_bytes(job: Job, config: JobConfig, layout: Layout) -> tuple[dict[str, int], int]:
+    """Bytes of a step by purpose, and those that the kernel sent; the step before has made connections."""
+    groups = job.groups()
+    groups.connect()
+    engine = build_engine(config, layout, job.rank, groups, CPU)
+    engine.initialise(config.seed)
+    found: list[tuple[dict[str, int], int]] = []
+    for step in (1, 2):
+        fed = batch(config, layout, layout.coordinates(job.rank).dp, step)
+        dist.barrier()
+        found.append((SENT.by_purpose(), kernel_bytes()))
+        engine.gradients_of(fed)
+        engine.optimizer_step(config.optimizer.learning_rate)
+    dist.barrier()
+    found.append((SENT.by_purpose(), kernel_bytes()))
+    engine.close()
+    groups.close()
+    gc.collect()
+    before, after = found[1:]
+    return {name: after[0][name] - before[0][name] for name in after[0]}, after[1] - before[1]
+
+
+def collected(
+    job: Job, plans: Sequence[CollectivePlan], dtype: torch.dtype
+) -> list[tuple[float, float, float, bool, str, int]]:
+    """Per plan: errors of a gather, a reduce-scatter and an all-reduce; whether rows arrive, the bits of the
+    all-reduce, and the bytes that a gather of 1,000 numbers a rank sends."""
+    groups = job.groups()
+    groups.connect()
+    group, ranks = dist.group.WORLD, job.world_size
+    assert group is not None
+    found = []
+    for plan in plans:
+        collectives = Collectives(ACTIVATIONS, plan)
+        parts = [made(rank, 1000, dtype) for rank in range(ranks)]
+        out, before = torch.empty(1000 * ranks, dtype=dtype), SENT.sent(ACTIVATIONS)
+        collectives.all_gather(out, parts[job.rank], group)
+        sent = SENT.sent(ACTIVATIONS) - before
+        gathered = float((out - torch.cat(parts)).abs().max())
+        wholes = [made(rank, 7 * ranks, dtype, seed=1).view(ranks, 7) for rank in range(ranks)]
+        mine, total = wholes[job.rank].clone(), torch.stack(wholes).sum(dim=0)
+        part = torch.empty(7, dtype=dtype)
+        collectives.reduce_scatter(part, mine, group)
+        assert torch.equal(mine, wholes[job.rank]), "the input stays"
+        scattered = float((part - total[job.rank]).abs().max())
+        whole = wholes[job.rank].flatten()[: 7 * ranks - 3].clone()  # does not divide
+        collectives.all_reduce_(whole, group)
+        summed = float((whole - total.flatten()[: whole.numel()]).abs().max())
+        heights = [[(3 * source + 5 * target) % 4 for target in range(ranks)] for source in range(ranks)]
+        rows = torch.cat([_rows(job.rank, target, heights[job.rank][target]) for target in range(ranks)])
+        incoming = [heights[source][job.rank] for source in range(ranks)]
+        arrived = collectives.all_to_all(rows, incoming, heights[job.rank], group).wait()
+        expected = torch.cat([_rows(source, job.rank, incoming[source]) for source in range(ranks)])
+        same = torch.equal(arrived, expected)
+        found.append((gathered, scattered, summed, same, whole.numpy().tobytes().hex(), sent))
+        collectives.close()
+    del group
+    groups.close()
+    gc.collect()
+    return found
+
+
+def _rows(source: int, target: int, count: int) -> Tensor:
+    """Rows that one rank sends another."""
+    return torch.arange(2.0 * count).view(count, 2) + 1000 * source + 100 * target

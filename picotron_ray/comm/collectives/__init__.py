@@ -1,0 +1,1 @@
+"""Own algorithms of collectives over point-to-point messages, and the choice between them."""

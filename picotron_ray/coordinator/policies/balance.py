@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from statistics import median
 
 from picotron_ray.config.settings import with_settings
@@ -53,7 +54,8 @@ def rows_suggestion(
 
 def _fits(scene: Scene, layout: Layout) -> bool:
     job = with_settings(scene.job, scene.settings)
-    most = max(scene.estimate_bytes, ROOM * scene.question.device_bytes)
+    room = ROOM * scene.question.device_bytes or inf
+    most = max(scene.estimate_bytes, min(room, scene.question.limit_bytes or inf))
     return not layout_problems(job, layout) and memory_estimate(job, layout).total_bytes <= most
 
 

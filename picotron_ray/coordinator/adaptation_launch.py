@@ -29,21 +29,27 @@ OWN_FAULT = (
 
 
 def settle_change(memory: MachineMemory) -> None:
-    """Drop what is under way where something more urgent ended the generation."""
+    """Drop what is under way where something more urgent ended the generation.
+
+    A change whose generation was left before it was judged, for growth or a drain, is taken back too: on
+    other workers its steps say nothing. It may be made again.
+    """
     incident, state = memory.incident, memory.adaptation
-    if incident is None or concern_of(incident.kind, incident.cause) >= Concern.ADAPTATION:
+    urgent = incident is not None and concern_of(incident.kind, incident.cause) < Concern.ADAPTATION
+    if state.change is not None and not urgent:
         return
+    why = memory.reason if incident is None else incident.cause
     if state.change is not None:
         memory.adaptation = replace(state, change=None)
-        _tell(memory, "dropped", state.change.record.kind, f"{incident.cause} goes before it")
+        _tell(memory, "dropped", state.change.record.kind, f"{why} goes before it")
     trial = memory.adapted[-1] if memory.adapted else None
     if trial is None or trial.verdict != "trial" or trial.target.startswith(FOR_MEMORY):
         return
     memory.settings = trial.settings
-    verdict = "back" if incident.kind in OWN_FAULT else "void"
+    verdict = "back" if incident is not None and incident.kind in OWN_FAULT else "void"
     done = replace(trial, verdict=verdict, layout=None, settings=())  # type: ignore[arg-type]
     memory.adapted = (*memory.adapted[:-1], done)
-    _tell(memory, verdict, trial.kind, f"its generation failed before it was judged ({incident.cause})")
+    _tell(memory, verdict, trial.kind, f"its generation ended before it was judged ({why})")
 
 
 def _tell(memory: MachineMemory, action: str, kind: str, why: str) -> None:

@@ -21,8 +21,18 @@ MOST_KNOWN = 32
 """Changes of the past that are remembered."""
 HOUR_S = 3600.0
 MOST_DOUBLINGS = 10
+ACTIONS = ("apply", "kept", "back", "void", "dropped")
+"""Decisions on a change: made, kept, taken back since it hurt or since its generation ended, not made."""
 REASON = "adapt: "
 """Beginning of the reason of a generation that a change began."""
+
+
+BY_KEY: dict[AdaptKind, tuple[str, ...]] = {
+    "bucket": ("comm.bucket_mib",),
+    "precision": ("precision",),
+    "compression": ("comm.gradients",),
+}
+"""Kinds of change that leave the layout, and their keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +50,12 @@ class Offer:
     @property
     def target(self) -> str:
         """Words for what it leads to, by which it is known again."""
-        values = " ".join(f"{key}={text}" for key, text in self.suggestion.settings)
+        if self.kind in BY_KEY:  # whatever the layout is
+            return " ".join(
+                f"{key}={text}" for key, text in self.suggestion.settings if key in BY_KEY[self.kind]
+            )
         spared = f" without {', '.join(self.suggestion.avoid)}" if self.suggestion.avoid else ""
-        return f"{self.layout}{f' with {values}' if values else ''}{spared}"
+        return f"{self.layout}{spared}"
 
 
 def ranked(offers: Sequence[Offer], known: Sequence[Adapted]) -> list[Offer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from picotron_ray.coordinator.messages import Adapted, Finding, GenerationId, Settings, Strike
+from picotron_ray.coordinator.messages import Adapted, BottleneckReport, GenerationId, Settings, Strike
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.calibration import NONE, Calibration
 
@@ -55,7 +55,7 @@ class AdaptState:
     change: Change | None = None
     times: tuple[float, ...] = ()
     told: str = ""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[BottleneckReport, ...] = ()
     calibration: Calibration = NONE
     avoid: tuple[str, ...] = ()
 

@@ -393,6 +393,6 @@ HANDLERS: dict[type[Any], Callable[[MachineMemory, Any], None]] = {
     m.UserRequest: user_request,
     m.Planned: planned,
     m.Measured: measured,
-    m.Finding: finding,
+    m.BottleneckReport: finding,
     m.Tick: tick,
 }

@@ -15,7 +15,7 @@ def measured(memory: MachineMemory, event: m.Measured) -> None:
         memory.figures = event
 
 
-def finding(memory: MachineMemory, event: m.Finding) -> None:
+def finding(memory: MachineMemory, event: m.BottleneckReport) -> None:
     """Keep a bottleneck that others found, for the adaptation loop: the newest of each source."""
     if memory.spec is None or event.generation != memory.spec.id:
         return

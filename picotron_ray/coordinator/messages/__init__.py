@@ -52,7 +52,7 @@ from picotron_ray.coordinator.messages.events import (
     WorkerExited,
     WorkerReady,
 )
-from picotron_ray.coordinator.messages.figures import STEP_PHASES, Finding, Measured, RunFigures
+from picotron_ray.coordinator.messages.figures import STEP_PHASES, BottleneckReport, Measured, RunFigures
 from picotron_ray.coordinator.messages.values import (
     Adapted,
     BusyWorker,
@@ -91,7 +91,7 @@ __all__ = [
     "DrainNotice",
     "Event",
     "Fenced",
-    "Finding",
+    "BottleneckReport",
     "Finish",
     "Fragment",
     "FreeNode",

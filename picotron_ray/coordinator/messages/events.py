@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from picotron_ray.coordinator.messages.figures import Finding, Measured
+from picotron_ray.coordinator.messages.figures import BottleneckReport, Measured
 from picotron_ray.coordinator.messages.values import (
     BusyWorker,
     Commit,
@@ -288,6 +288,6 @@ Event = (
     | UserRequest
     | Planned
     | Measured
-    | Finding
+    | BottleneckReport
     | Tick
 )

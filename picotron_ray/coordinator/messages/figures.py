@@ -58,7 +58,7 @@ Bottleneck = Literal["memory", "replica", "stage", "communication", "bubble", "c
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class BottleneckReport:
     """Bottleneck that somebody else found, such as a rule over metrics; it is weighed like one's own.
 
     Fields:

@@ -258,7 +258,7 @@ def test_findings_of_others_come_through_the_same_door() -> None:
     there.start()
     there.report()
     assert there.changes == 0
-    there.send(m.Finding(there.spec.id, "communication", "rule slow-links", "links are slow"))
+    there.send(m.BottleneckReport(there.spec.id, "communication", "rule slow-links", "links are slow"))
     out = there.report()
     assert decisions(out) == [("apply", "bucket")]
     assert "rule slow-links" in of(out, m.RunGeneration)[0].spec.reason

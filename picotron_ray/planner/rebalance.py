@@ -42,7 +42,7 @@ def rows_by_speed(row_s: Sequence[float], global_batch: int, micro_batch: int) -
     if global_batch < 1 or micro_batch < 1:
         raise LayoutError(f"rows: saw a batch of {global_batch} in micro-batches of {micro_batch}")
     least = 1 if global_batch >= replicas else 0
-    best, best_s = (), math.inf
+    best, best_s = tuple[int, ...](), math.inf
     for count in range(-(-global_batch // (replicas * micro_batch)), global_batch + 1):
         if slowest * count >= best_s:
             break

@@ -25,7 +25,7 @@ def uneven_problems(job: JobConfig, layout: Layout) -> Iterator[Found]:
 
 
 def _wrong(counts: Sequence[int], parts: int, of: str, total: int, least: int) -> str:
-    """What is wrong with counts, in words; empty where they are right."""
+    """The mistake in counts, in words; empty where they are right."""
     if len(counts) == parts and sum(counts) == total and min(counts) >= least:
         return ""
     saw = f"saw {len(counts)} counts from {min(counts)} to {max(counts)} with a sum of {sum(counts)}"

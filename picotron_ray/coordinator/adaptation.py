@@ -180,7 +180,7 @@ def _suggestions(
 def _offer(
     memory: MachineMemory, suggestion: Suggestion, question: LayoutQuestion, now_s: float
 ) -> Offer | None:
-    """What a suggestion promises, by the planner's answer or by the cost of its settings."""
+    """Find what a suggestion promises, by the planner's answer or by the cost of its settings."""
     assert memory.spec is not None
     layout, cost_s = suggestion.layout, now_s
     if suggestion.question is not None:

@@ -34,7 +34,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class AdaptState:
-    """What the loop remembers within a term.
+    """Memory of the loop within a term.
 
     Fields:
         looked, looked_at: generation and last step of the figures that were looked at, and when.

@@ -66,7 +66,7 @@ def ranked(offers: Sequence[Offer], known: Sequence[Adapted]) -> list[Offer]:
 
 
 def _order(offer: Offer) -> tuple[bool, float, int, str]:
-    """What makes room first: a step that runs out of memory is lost."""
+    """Sort key: what makes room comes first, since a step that runs out of memory is lost."""
     return offer.suggestion.strike is None, -offer.gain, KINDS.index(offer.kind), offer.target
 
 

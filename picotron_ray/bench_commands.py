@@ -64,6 +64,24 @@ def bench_throughput(
         _result(found, throughput_lines(found), json_file)
 
 
+@benchmarks.command("telemetry")
+def bench_telemetry(
+    steps: Annotated[int, typer.Option(min=10, help="timed, five times")] = 2000,
+    micro_batches: Annotated[int, typer.Option(min=1, help="of each step")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, help="whose figures the coordinator adds up")] = 8000,
+    json_file: JsonFile = None,
+) -> None:
+    """Cost of timing steps: for a worker, its node's agent and the coordinator.
+
+    Example: picotron-ray bench telemetry --steps 500
+    """
+    with reported(json_file == "-"):
+        from picotron_ray.bench.telemetry import bench
+
+        found = bench.bench(steps, micro_batches, ranks, _say)
+        _result(found, bench.lines(found), json_file)
+
+
 @benchmarks.command("coordinator")
 def bench_coordinator(
     nodes: Annotated[int, typer.Option(min=2, help="of the fake cluster")] = 2048,

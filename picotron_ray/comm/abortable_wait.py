@@ -36,17 +36,22 @@ _RECEIVES = {int(OpType.RECV), int(OpType.RECVANYSOURCE)}
 _UNTIMED = {int(OpType.SEND), int(OpType.UNKNOWN)}
 
 
+OnWait = Callable[[bool], None]
+
+
 class AbortWatch:
     """Abort state of one generation, which all its waits watch.
 
     Fields:
         aborted: set by an abort.
         given_up: whether an operation still runs whose caller has left.
+        on_wait: hears the beginning (True) and the end of each wait, on the thread that waits.
     """
 
     def __init__(self, aborted: threading.Event) -> None:
         self.aborted = aborted
         self.given_up = False
+        self.on_wait: OnWait | None = None
         self._waits: queue.SimpleQueue[PendingWait | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -117,7 +122,20 @@ def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
     """Stand in for ``Work.wait``."""
     if _watch is None or timeout:
         return _plain_wait(work, timeout)
-    return _watch.wait(work)
+    on_wait = _watch.on_wait
+    if on_wait is None:
+        return _watch.wait(work)
+    on_wait(True)
+    try:
+        return _watch.wait(work)
+    finally:
+        on_wait(False)
+
+
+def listen(on_wait: OnWait) -> None:
+    """Let ``on_wait`` hear of the waits of this generation; where none is watched (NCCL), of nothing."""
+    if _watch is not None:
+        _watch.on_wait = on_wait
 
 
 def watch(aborted: threading.Event) -> AbortWatch:

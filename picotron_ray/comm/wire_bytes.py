@@ -39,7 +39,7 @@ class WireBytes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: Counter[str] = Counter()
+        self._sent: Counter[str] = Counter(dict.fromkeys(PURPOSES, 0))
 
     def add(self, purpose: str, nbytes: int) -> None:
         """Count ``nbytes`` sent."""
@@ -54,7 +54,7 @@ class WireBytes:
     def by_purpose(self) -> dict[str, int]:
         """Bytes sent until now for each of `PURPOSES`, in their order; only ever growing."""
         with self._lock:
-            return {purpose: self._sent[purpose] for purpose in PURPOSES}
+            return dict(self._sent)
 
 
 SENT = WireBytes()

@@ -44,9 +44,8 @@ def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
     take_in(memory, event)
     take_up(memory, event.kept, event.kept_by)
     release_committed(memory, event.node)
-    memory.alert(
-        "info", "join", f"node {event.node} joined with room for {event.capacity} workers", node=event.node
-    )
+    text = f"node {event.node} joined with room for {event.capacity} workers"
+    memory.alert("info", "join", text, node=event.node)
     if memory.state is MachineState.COLLECTING:
         ask_again(memory, event.node)
     for (step, generation), slots in sorted(memory.away.pop(event.node, {}).items()):
@@ -337,15 +336,13 @@ def appended(memory: MachineMemory, event: m.Appended) -> None:
     memory.checkpoints.committed = max(memory.checkpoints.committed, event.step)
     memory.alert("info", "commit", f"step {event.step} committed", step=event.step, manifest=event.manifest)
     if event.unproven:
-        memory.alert(
-            "error",
-            "ledger",
+        text = (
             f"step {event.step} is committed without the ledger lines of steps {event.unproven}: no node and"
             " no storage has them, so nothing proves what those steps fed, and `ledger verify` counts their"
             " samples as lost. The state is whole; to have the steps proven, train them again: launch with"
-            " checkpoint.resume_step at a commit before them",
-            step=event.step,
+            " checkpoint.resume_step at a commit before them"
         )
+        memory.alert("error", "ledger", text, step=event.step)
     memory.emit(*memory.checkpoints.settled((event.step, event.generation), list(memory.roster.nodes)))
 
 

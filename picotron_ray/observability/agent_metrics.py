@@ -77,6 +77,46 @@ WORKER = (
         _WORKER,
         needs_gpu=True,
     ),
+    Metric(
+        "picotron_worker_phase_seconds",
+        "gauge",
+        "seconds",
+        "Seconds per step by phase, over the last 100 steps; the phases add up to the step.",
+        "agent",
+        ("worker", "phase", "statistic"),
+    ),
+    Metric(
+        "picotron_worker_bubble_ratio",
+        "gauge",
+        "ratio",
+        "Share of a step in which a pipeline rank waits for other stages.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_sent_bytes",
+        "gauge",
+        "bytes",
+        "Bytes that the worker sends per step, by axis of the layout.",
+        "agent",
+        ("worker", "axis"),
+    ),
+    Metric(
+        "picotron_worker_peak_bytes",
+        "gauge",
+        "bytes",
+        "Most memory of the generation: in CUDA tensors, or the resident set on a CPU.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_largest_free_bytes",
+        "gauge",
+        "bytes",
+        "Largest block of memory that the worker could still allocate.",
+        "agent",
+        _WORKER,
+    ),
 )
 
 NODE = (

@@ -64,6 +64,16 @@ class Gpus:
                 else:
                     yield Sample(name, value, {"gpu": uuid})
 
+    def utilizations(self) -> dict[str, float]:
+        """Share of the last sampling period in which a kernel ran, by UUID, of each GPU that tells."""
+        import pynvml
+
+        found = {}
+        for uuid, handle in self._open().items():
+            with contextlib.suppress(pynvml.NVMLError):
+                found[uuid] = _READERS["picotron_gpu_utilization_ratio"](pynvml, handle)
+        return found
+
     def cards(self) -> list[Card]:
         """Describe each GPU that tells what it is."""
         import pynvml

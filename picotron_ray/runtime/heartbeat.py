@@ -170,7 +170,7 @@ class Page:
         temporary = path.with_suffix(".new")
         create = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(temporary, create, 0o600), "wb+") as file:
-            _allocate(path, file.fileno())
+            allocate(temporary, path, file.fileno(), SIZE)
             mapped = memoryview(mmap.mmap(file.fileno(), SIZE))
         self._integers, self._floats = mapped.cast("q"), mapped.cast("d")
         self.put(
@@ -257,14 +257,22 @@ class Page:
             self.put(phase_limit_s=self._limits.limit(self._phase), phase_since_s=now)
 
 
-def _allocate(path: Path, descriptor: int) -> None:
-    """Take the page's room now: a store into a mapped hole of a full file system is a SIGBUS."""
+def allocate(temporary: Path, path: Path, descriptor: int, size: int) -> None:
+    """Take a page's room now: a store into a mapped hole of a full file system is a SIGBUS.
+
+    Args:
+        temporary: name of the open file, which is removed where there is no room.
+        path: the page's own.
+
+    Raises:
+        SlotRoomError: its file system is full.
+    """
     try:
-        os.posix_fallocate(descriptor, 0, SIZE)
+        os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        path.with_suffix(".new").unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise SlotRoomError(
-            f"snapshot.folder: no room for a page of {SIZE} bytes in {path.parent}: {error.strerror}; make"
+            f"snapshot.folder: no room for a page of {size} bytes in {path.parent}: {error.strerror}; make"
             " room there, or name another folder"
         ) from error
 

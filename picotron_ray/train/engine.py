@@ -48,7 +48,7 @@ from picotron_ray.planner.model_sizes import stage_bounds
 from picotron_ray.train.build_stages import build_stages, mixtures_of
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
 from picotron_ray.train.optim.optimizer import build_optimizer
-from picotron_ray.train.passes import OnPhase, choose_passes
+from picotron_ray.train.passes import OnAction, OnPhase, choose_passes
 from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose_adaptation, parts_of
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.precision.loss_scaler import loss_scaling
@@ -58,6 +58,10 @@ from picotron_ray.train.training_state import TrainingState
 
 def silent(phase: str) -> None:
     """Ignore the phase: an ``on_phase`` that tells nobody."""
+
+
+def unwatched(phase: str, stage: int) -> None:
+    """Ignore the action: an ``on_action`` that tells nobody."""
 
 
 class Engine:
@@ -113,7 +117,13 @@ class Engine:
         self._state = TrainingState(definition, mesh, parameters, trained, moments, self._scaling)
         limit = job.optimizer.clip_norm
         self._clip_norm = math.inf if limit is None else limit
+        self._on_action: OnAction = unwatched
         self.applied += self._optimizer.applied + self._passes.applied + self._gradients.applied
+
+    def watch(self, on_action: OnAction) -> None:
+        """Let ``on_action`` hear what begins within phases of a step: passes of stages, and waiting."""
+        self._on_action = on_action
+        self._passes.watch(on_action)
 
     # --- a step --------------------------------------------------------------------------------------
 
@@ -158,11 +168,15 @@ class Engine:
         """Clip to ``optimizer.clip_norm``; return the global norm before clipping."""
         on_phase("clip")
         gradients = self._gradients.values
-        norm = global_norm(gradients, self._counted, self.layout, self.device)
+        norm = global_norm(gradients, self._counted, self.layout, self.device, self._waits)
         self._adaptation.observe(gradients)
         if math.isfinite(norm):
             clip_(gradients, norm, self._clip_norm)
         return norm
+
+    def _waits(self, waits: bool) -> None:
+        """Tell of waiting for the other ranks' norms: in a pipeline they may have stages to compute yet."""
+        self._on_action(("bubble" if self.layout.pp > 1 else "sync") if waits else "clip", -1)
 
     def optimizer_step(self, rate: float) -> None:
         """Update weights and moments in place with learning rate ``rate``."""

@@ -32,6 +32,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.snapshot import Snapshotter
+from picotron_ray.train.step_clock import NoClock
 from picotron_ray.train.step_sync import SNAPSHOT, STOP, Agreement, Contribution, exchange
 from picotron_ray.train.update_policy import UpdatePolicy, bad_end
 
@@ -97,6 +98,8 @@ class Loop:
     start_step: int
     passes_over: Callable[[int], bool] = lambda step: False
     """Whether a rewind passes over a step."""
+    clock: NoClock = field(default_factory=NoClock)
+    """Hears of each phase of a step too."""
     _trained: bool = False  # this generation has finished a step
     _last_snapshot: int = -1
     _step_time_s: float = 0.0
@@ -120,7 +123,9 @@ class Loop:
             if agreement.flags & STOP:
                 self._final_snapshot(step)
                 return "interrupted"
+            self.clock.enter("snapshot")
             self._snapshot_if_due(step, agreement)
+            self.clock.end()
             if step % self.job.evaluate.interval_steps == 0:
                 self._evaluate(step)
         if not math.isfinite(eval_loss := self._evaluate(last)):
@@ -134,22 +139,28 @@ class Loop:
         began = time.monotonic()
         page, engine = self.page, self.engine
         page.computing_step = step
-        page.phase("data")
+        self.clock.begin(step)
+        self._enter("data")
         batch = self.loader.next()
-        loss_sum, grad_norm = engine.gradients_of(batch, page.phase)
-        page.phase("sync")
+        self.clock.fed(batch)
+        loss_sum, grad_norm = engine.gradients_of(batch, self._enter)
+        self._enter("sync")
         agreement = exchange(self._contribution(batch, loss_sum, grad_norm), self.layout, self.device)
+        self.clock.enter("other")
         engine.choose_reducer(agreement.reduce_s)
         loss = agreement.loss_sum / batch.global_tokens
         skipped = self.updates.judge(step, loss, agreement.grad_norm, agreement.finite)
+        self.clock.enter("snapshot")
         self.snapshots.wait_copied()  # the optimizer overwrites what a snapshot still reads
+        self.clock.enter("other")
         rate = learning_rate(self.job.optimizer, step, self.job.steps)
         if skipped:
             engine.skip_step()
         else:
             page.put(clean=-1)
-            page.phase("optimizer")
+            self._enter("optimizer")
             engine.optimizer_step(rate)
+            self.clock.enter("other")
         self._record(step, batch, agreement, rate, skipped)
         self.updates.passed(step, loss, skipped)
         page.put(clean=step)
@@ -160,6 +171,10 @@ class Loop:
         page.count_step(self._step_time_s)
         page.put(step=step)
         return agreement
+
+    def _enter(self, phase: str) -> None:
+        self.page.phase(phase)
+        self.clock.enter(phase)
 
     def _pass_over(self, step: int) -> None:
         """Count a step whose samples are not fed, as all ranks do by themselves: the spec says which."""

@@ -28,6 +28,8 @@ from picotron_ray.train.reduction_plan import reduction_plan, selection_of
 if TYPE_CHECKING:
     from picotron_ray.parallel.pipeline.pipeline import LossFunction, Pipeline
 
+OnAction = Callable[[str, int], None]
+"""Hears what begins within a phase of a step (`config.schema.telemetry`), and for which stage; -1: none."""
 OnPhase = Callable[[str], None]
 """Hears the name of each phase of a step as it begins."""
 
@@ -52,6 +54,9 @@ class Passes(Protocol):
     def losses(self, batch: StepBatch) -> Iterator[float]:
         """Yield loss sums of forward passes alone."""
         ...
+
+    def watch(self, on_action: OnAction) -> None:
+        """Let ``on_action`` hear what pipeline stages do; called before the first step."""
 
     def close(self) -> None:
         """Drop models, graphs and process groups."""
@@ -103,6 +108,9 @@ class LoopPasses:
         for micro_batch in self._batcher.micro_batches(batch):
             yield float(self.compute.forward(micro_batch))
 
+    def watch(self, on_action: OnAction) -> None:
+        """Do nothing: there are no stages."""
+
     def close(self) -> None:
         """Drop the model."""
         del self.compute
@@ -131,6 +139,9 @@ class GraphPasses:
         for micro_batch in self._batcher.micro_batches(batch):
             yield float(self.compute.forward(micro_batch))
 
+    def watch(self, on_action: OnAction) -> None:
+        """Do nothing: there are no stages."""
+
     def close(self) -> None:
         """Drop the graph and the model."""
         self._graph.close()
@@ -152,6 +163,10 @@ class PipelinePasses:
     def losses(self, batch: StepBatch) -> Iterator[float]:
         """Yield the loss sum of all micro-batches."""
         yield float(self.pipeline.evaluate(self._batcher.micro_batches(batch)))
+
+    def watch(self, on_action: OnAction) -> None:
+        """Let ``on_action`` hear what the stages do."""
+        self.pipeline.on_action = on_action
 
     def close(self) -> None:
         """Drop the schedules, which hold the models and the group."""

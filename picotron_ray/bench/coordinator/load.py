@@ -17,9 +17,11 @@ from picotron_ray.bench.coordinator.fake_cluster import FakeCluster
 from picotron_ray.runtime.coordinator.actor import Coordinator
 from picotron_ray.runtime.heartbeat import PageView
 from picotron_ray.runtime.node_agent.beats import Figures
+from picotron_ray.runtime.telemetry_window import KEY, SERIES, Window, WorkerFigures
 
 POLL_S = 0.5  # of a driver that follows the run
 SECOND_S = 1.0
+TELEMETRY_S = 60.0
 
 
 class Load:
@@ -31,6 +33,7 @@ class Load:
         self._relay_of: dict[str, str] = {}
         self._sealed_at = time.monotonic() + checkpoint_s
         self._ended = threading.Event()
+        self._told_at: dict[str, float] = {}  # by node, its workers' telemetry
         self.outside_s = 0.0
         self.calls = 0
         self.latest_s = 0.0  # how late a second's heartbeats were done at most
@@ -80,10 +83,16 @@ class Load:
     def _pages(self, node: str) -> Figures:
         cluster, now = self._cluster, time.monotonic()
         found = []
+        tells = now - self._told_at.get(node, 0.0) >= TELEMETRY_S
+        if tells:
+            self._told_at[node] = now
         for name in cluster.workers_on(node):
             held = cluster.workers.get(name)
             if held is not None:
-                found.append(page(name, held.spec, held.rank, cluster.step(), now))
+                entry = page(name, held.spec, held.rank, cluster.step(), now)
+                found.append(
+                    {**entry, KEY: telemetry(held.spec, held.rank)} if tells and held.spec else entry
+                )
         return found
 
     def _seal(self) -> None:
@@ -114,6 +123,14 @@ def _template() -> dict[str, Any]:
 
 
 TEMPLATE = _template()
+
+
+def telemetry(spec: Any, rank: int) -> WorkerFigures:
+    """Figures of a worker's steps."""
+    window, stages = Window(1.0, 1.1, 0.9, 0.01), spec.layout.rank_stages(spec.layout.coordinates(rank).pp)
+    series = (window,) * len(SERIES)
+    known: Any = {"stage_s": dict.fromkeys(stages, 0.1), "sent_bytes": (1e9, 1e9, 1e8, 0.0, 0.0)}
+    return WorkerFigures(spec.id.term, spec.id.n, rank, 100, 200, series, 0.1, 8, **known)
 
 
 def page(worker: str, spec: Any, rank: int, step: int, now_s: float) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from picotron_ray.config.schema.service import (
     StorageConfig,
     TrackerConfig,
 )
+from picotron_ray.config.schema.telemetry import TelemetryConfig
 
 
 class JobConfig(Section):
@@ -79,5 +80,6 @@ class JobConfig(Section):
     )
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out loss")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Prometheus endpoints")
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="figures of steps")
     trackers: tuple[TrackerConfig, ...] = Field(default=(), description="where the curves go")
     chaos: tuple[ChaosFault, ...] = Field(default=(), description="scripted faults")

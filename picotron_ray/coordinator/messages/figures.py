@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from picotron_ray.config.schema.telemetry import STEP_PHASES as STEP_PHASES
 from picotron_ray.coordinator.messages.values import GenerationId
-
-STEP_PHASES = ("data", "forward", "backward", "bubble", "reduce", "sync", "snapshot", "optimizer", "other")
-"""Parts of a step's seconds.
-
-``reduce`` is what is exposed of it, ``bubble`` what a pipeline rank waits for other stages, ``sync`` what a
-rank waits for the others at the step's end, ``snapshot`` what it waits for a copy.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +18,8 @@ class RunFigures:
         last_step: newest of them.
         step_s: seconds per step.
         phase_s: seconds per step by `STEP_PHASES`, mean over ranks.
-        replica_row_s: by data-parallel replica, computing seconds per row of its slowest rank.
+        replica_row_s: by data-parallel replica, seconds in which its slowest rank computes a row; those that
+            only fill micro-batches count as rows.
         replica_rows: by replica, rows that it is fed per step.
         stage_s: by pipeline stage of the layout, computing seconds per micro-batch, forward and backward.
         sent_bytes: per step and rank, by axis of the layout.
@@ -74,7 +69,7 @@ class BottleneckReport:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the members' telemetry says of a generation; once a minute, by the coordinator's shell."""
+    """Figures of a generation, by its members' telemetry; once a minute, by the coordinator's shell."""
 
     generation: GenerationId
     figures: RunFigures

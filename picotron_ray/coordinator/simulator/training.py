@@ -10,6 +10,7 @@ from __future__ import annotations
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.simulator.protocols import WorkerProtocol, World
 from picotron_ray.coordinator.simulator.slots import SimSlot, StepHistory
+from picotron_ray.coordinator.simulator.telemetry import LATE_S, is_told, measured
 from picotron_ray.failures import FailureKind
 
 LONGEST_RENDEZVOUS_S = 5.0
@@ -98,6 +99,9 @@ class SimGeneration:
             return
         self.step = step
         self.sim.stepped(self)
+        if is_told(self.spec, step):
+            told = measured(self.sim.job, self.spec, step, self.step_s)
+            self.sim.after(LATE_S, self.sim.tell, told)
         if step == self.spec.resume_step + 2:
             self._drop_older()
         last = step == self.sim.job.steps

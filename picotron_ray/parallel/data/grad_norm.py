@@ -8,7 +8,7 @@ need no communication, because all ranks hold the same reduced gradients, bit by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,19 +26,27 @@ def squared_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def global_norm(
-    local: Sequence[Tensor], counted: Sequence[bool], layout: Layout, device: torch.device
+    local: Sequence[Tensor],
+    counted: Sequence[bool],
+    layout: Layout,
+    device: torch.device,
+    on_wait: Callable[[bool], None] = lambda waits: None,
 ) -> float:
     """Euclidean norm of the whole gradient, the same number on every rank.
 
     Args:
         local: reduced local gradients of this rank.
         counted: for each, whether this rank counts it; not used where every rank holds everything.
+        on_wait: called with True before it waits for other ranks, and with False afterwards.
     """
     if _all_alike(layout):
         return float(squared_sum(local, device).sqrt())
     total = squared_sum([t for t, mine in zip(local, counted, strict=True) if mine], device)
+    on_wait(True)
     dist.all_reduce(total)
-    return float(total.sqrt())
+    norm = float(total.sqrt())
+    on_wait(False)
+    return norm
 
 
 def part_norms(

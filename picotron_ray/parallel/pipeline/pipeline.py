@@ -24,6 +24,13 @@ from picotron_ray.layout.schedule_actions import action_list
 from picotron_ray.layout.schedules import SCHEDULES, PipelineShape, schedule_of
 from picotron_ray.parallel import mesh
 from picotron_ray.parallel.pipeline.schedule_runtime import SENDS, build_runtime
+from picotron_ray.parallel.pipeline.watched_stage import (
+    NO_STAGE,
+    WAITING,
+    OnAction,
+    WatchedStage,
+    unwatched,
+)
 
 Named = Mapping[str, Tensor]
 """Further inputs of ``forward``, by name. Every stage loads the rows and so has the same ones."""
@@ -76,19 +83,24 @@ class Pipeline:
         self._weights = torch.zeros(0)
         self._scale = 1.0
         self._sums: list[Tensor] = []
+        self.on_action: OnAction = unwatched
+        """Hears of each action of a step as it begins; set before the first one."""
 
     def _micro_loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Loss of one micro-batch on the last stage, scaled; keeps the unscaled one."""
+        self.on_action("forward", self._layout.stages - 1)
         total = self._loss(output, target[:, :-1], self._weights[target[:, -1]])
         self._sums.append(total.detach())
-        return total * self._scale
+        scaled = total * self._scale
+        self.on_action(WAITING, NO_STAGE)
+        return scaled
 
-    def _stage(self, index: int) -> PipelineStage:
+    def _stage(self, index: int) -> WatchedStage:
         tokens = torch.empty(
             (self._hidden.size(0), self._sequence), dtype=torch.int64, device=self._hidden.device
         )
         # the last stage sends its output nowhere, but torch asks for an example
-        return PipelineStage(
+        stage = WatchedStage(
             self._models[index],
             index,
             self._layout.stages,
@@ -97,6 +109,8 @@ class Pipeline:
             output_args=self._hidden,
             group=self._group,
         )
+        stage.on_action = self.on_action
+        return stage
 
     def _runtime(self, micro_batches: int) -> Any:
         """Torch's object that runs a step of so many micro-batches."""
@@ -109,7 +123,7 @@ class Pipeline:
                     f"layout {layout}: saw {micro_batches} micro-batches, {layout.schedule} {problem}: use"
                     " another micro_batch or schedule"
                 )
-            stages = [self._stage(index) for index in sorted(self._models)]
+            stages: list[PipelineStage] = [self._stage(index) for index in sorted(self._models)]
             self._runtimes[micro_batches] = build_runtime(
                 self._schedule, shape, stages, self._owners, loss_fn=self._micro_loss, scale_grads=False
             )
@@ -137,6 +151,7 @@ class Pipeline:
         # the schedule cuts these as it cuts the rows, and keeps each with its micro-batch
         extra = {name: values.flatten(0, 1) for name, values in named.items()}
         SENT.add(PIPELINE, self._messages(runtime) * size_bytes(self._hidden))
+        self.on_action(WAITING, NO_STAGE)
         runtime.step(*fed, target=target, return_outputs=False, **extra)
         if not self._sums:
             return torch.zeros((), device=self._device)

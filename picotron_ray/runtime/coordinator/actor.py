@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.util import get_node_ip_address
 
 from picotron_ray.checkpoint.storage.open import open_storage
@@ -45,7 +44,7 @@ from picotron_ray.runtime.coordinator.beginning import (
     open_event_log,
     tell_beginning,
 )
-from picotron_ray.runtime.coordinator.closing import close_nodes, leave_to_successor
+from picotron_ray.runtime.coordinator.closing import close_nodes, leave, leave_to_successor
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
 from picotron_ray.runtime.coordinator.event_log.files import decode_record
@@ -58,14 +57,11 @@ from picotron_ray.runtime.coordinator.owner_watch import OwnerWatch
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
+from picotron_ray.runtime.coordinator.telemetry import RunTelemetry
 from picotron_ray.runtime.coordinator.trackers import Tracking
 from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.planning.process import PlannerProcess
-from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
-from picotron_ray.runtime.ray_cluster.connect import run_folders
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.ray_cluster.owner_process import POLL_S
-from picotron_ray.runtime.ray_cluster.supervisor import LINGER_S
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
@@ -85,6 +81,7 @@ class Coordinator:
         self._store = self._open_store()
         self._cluster = self._find_cluster()
         self._record = RunRecord(self._job)
+        self._telemetry = RunTelemetry(self._job.telemetry.interval_s, self._record)
         self._followers = Followers()
         if options.get("submission"):
             self._record.attached(options["submission"])
@@ -173,7 +170,8 @@ class Coordinator:
         return self._cluster.groups.called(caller, len(beats) - 1, time.monotonic())
 
     def _heartbeat(self, node: str, figures: list[dict[str, Any]]) -> m.Heartbeat:
-        beat, pages = read_heartbeat(node, figures)
+        beat, pages, told = read_heartbeat(node, figures)
+        self._telemetry.take(self._machine.memory.spec, told, time.monotonic())
         self._cluster.heard(node)
         self._record.figures(node, pages)
         return beat
@@ -321,6 +319,8 @@ class Coordinator:
 
     async def _tick(self) -> None:
         self._dispatch(m.Tick())
+        for event in self._telemetry.due(self._machine.memory.spec, time.monotonic()):
+            self._dispatch(event)
         self._record.waits = self._machine.waits
 
     async def _watch_nodes(self, going: Callable[[], bool]) -> None:
@@ -375,7 +375,7 @@ class Coordinator:
         self._store.close(finish.status)
         if self._begun:
             await asyncio.to_thread(self._event_log.close)
-        await self._leave(finish)
+        await leave(self._job, self._options["owns_ray"], finish)
 
     async def _summed_up(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Store the summary, and end the trackers; returns it with what the ledger says."""
@@ -389,12 +389,3 @@ class Coordinator:
             await self._tracking.finish()
         targets_file(Path(self._options["event_folder"])).unlink(missing_ok=True)
         return summary
-
-    async def _leave(self, finish: m.Finish) -> None:
-        if self._options["owns_ray"]:
-            if finish.status == "finished" and finish.keep is None:
-                kept_slots.discard(run_folders(self._job))  # committed, though nobody lived to note it
-            local_ray.announce_end()  # its supervisor takes it down a little later
-        else:
-            await asyncio.sleep(LINGER_S)  # drivers that are attached read the result meanwhile
-            ray.kill(ray.get_actor(coordinator_name(self._job.name), NAMESPACE))

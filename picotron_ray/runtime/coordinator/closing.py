@@ -12,13 +12,19 @@ import asyncio
 import logging
 import os
 
+import ray
+
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.final_wait import KEPT, unkept
 from picotron_ray.errors import FencedError
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.run_record import RunRecord
-from picotron_ray.runtime.ray_cluster.names import coordinator_name
+from picotron_ray.runtime.ray_cluster import kept_slots, local_ray
+from picotron_ray.runtime.ray_cluster.connect import run_folders
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.ray_cluster.ray_calls import is_this_process
+from picotron_ray.runtime.ray_cluster.supervisor import LINGER_S
 
 log = logging.getLogger(__name__)
 
@@ -63,3 +69,18 @@ async def close_nodes(cluster: Cluster, record: RunRecord, run: str, term: int, 
 
 async def _closed(cluster: Cluster, term: int, finish: m.Finish) -> m.Finish:
     return unkept(finish, await cluster.close(term, finish.keep, finish.status == "finished"))
+
+
+async def leave(job: JobConfig, owns_ray: bool, finish: m.Finish) -> None:
+    """End this process, now that the run's result is there to be read.
+
+    Args:
+        owns_ray: whether the launch started this Ray, which then ends with it.
+    """
+    if owns_ray:
+        if finish.status == "finished" and finish.keep is None:
+            kept_slots.discard(run_folders(job))  # committed, though nobody lived to note it
+        local_ray.announce_end()  # its supervisor takes it down a little later
+    else:
+        await asyncio.sleep(LINGER_S)  # drivers that are attached read the result meanwhile
+        ray.kill(ray.get_actor(coordinator_name(job.name), NAMESPACE))

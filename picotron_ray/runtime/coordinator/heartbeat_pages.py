@@ -5,24 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from picotron_ray.coordinator.messages import GenerationId, Heartbeat
+from picotron_ray.runtime.telemetry_window import KEY, WorkerFigures
 
 Figures = list[dict[str, Any]]
 
 
-def read_heartbeat(node: str, figures: Figures) -> tuple[Heartbeat, Figures]:
-    """Return a node's heartbeat and the pages in it.
+def read_heartbeat(node: str, figures: Figures) -> tuple[Heartbeat, Figures, list[WorkerFigures]]:
+    """Return a node's heartbeat, the pages in it, and what its workers' telemetry says, where it came along.
 
     A worker whose page is gone is there by its name alone; one whose slots are saved is marked as rescued
     (`node_agent.folder_guard`).
     """
-    pages = [_page(entry) if "rescued" in entry else entry for entry in figures if "term" in entry]
+    told = [entry[KEY] for entry in figures if KEY in entry]
+    pages = [_page(entry) if told or "rescued" in entry else entry for entry in figures if "term" in entry]
     newest = max(((page["term"], page["n"]) for page in pages if page["term"]), default=None)
     steps = {page["worker"]: page["step"] for page in pages if (page["term"], page["n"]) == newest}
     others = tuple(entry["worker"] for entry in figures if entry["worker"] not in steps)
     rescued = tuple(entry["worker"] for entry in figures if entry.get("rescued"))
     generation = None if newest is None else GenerationId(*newest)
-    return Heartbeat(node, generation, steps, others, rescued), pages
+    return Heartbeat(node, generation, steps, others, rescued), pages, told
 
 
 def _page(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name != "rescued"}
+    return {name: value for name, value in entry.items() if name not in ("rescued", KEY)}

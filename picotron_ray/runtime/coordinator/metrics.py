@@ -20,7 +20,7 @@ from picotron_ray.observability.coordinator_metrics import (
     RECOVERY_BUCKETS_S,
 )
 from picotron_ray.observability.exporter import Distribution, Sample
-from picotron_ray.runtime.coordinator.records import Measured
+from picotron_ray.runtime.coordinator.records import MetricFacts
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 
 NO_EVENTS = 1 << 62
@@ -39,7 +39,7 @@ class CoordinatorFigures:
         status, measured = self._record.status(NO_EVENTS, most_pages=0), self._record.measured()
         return [*_training(status, measured), *self._elastic(status, measured), *_checkpoints(measured)]
 
-    def _elastic(self, status: dict[str, Any], measured: Measured) -> Iterator[Sample]:
+    def _elastic(self, status: dict[str, Any], measured: MetricFacts) -> Iterator[Sample]:
         failures, state = status["failures"], self._state()
         for known in MachineState:
             yield Sample("picotron_elastic_state", float(known is state), {"state": str(known)})
@@ -69,7 +69,7 @@ class CoordinatorFigures:
             yield Sample("picotron_elastic_generation", measured.generation)
 
 
-def _training(status: dict[str, Any], measured: Measured) -> Iterator[Sample]:
+def _training(status: dict[str, Any], measured: MetricFacts) -> Iterator[Sample]:
     page = measured.leader if measured.leader.get("step_time_s") else {}  # else no step is behind it
     figures = {
         "picotron_training_steps": status["step"] if measured.generations else None,
@@ -85,7 +85,7 @@ def _training(status: dict[str, Any], measured: Measured) -> Iterator[Sample]:
     yield from (Sample(name, value) for name, value in figures.items() if value is not None)
 
 
-def _checkpoints(measured: Measured) -> Iterator[Sample]:
+def _checkpoints(measured: MetricFacts) -> Iterator[Sample]:
     commits = measured.checkpoints
     seconds = [commit["commit_s"] for commit in commits if "commit_s" in commit]
     written = sum(commit.get("written_bytes", 0) for commit in commits)

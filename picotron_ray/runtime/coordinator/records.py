@@ -236,13 +236,13 @@ class Facts:
         elif kind == ADAPT and "change" in data:
             self.changes[f"{data['change']} {data['action']}"] += 1
 
-    def measured(self, leader: dict[str, Any]) -> Measured:
+    def measured(self, leader: dict[str, Any]) -> MetricFacts:
         """Copy what metrics and trackers want.
 
         Args:
             leader: page of rank 0 of the running generation.
         """
-        return Measured(
+        return MetricFacts(
             leader=leader,
             generation=self.generations[-1].id.n if self.generations else None,
             generations=len(self.generations),
@@ -258,7 +258,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MetricFacts:
     """Copy of the facts that metrics and trackers want.
 
     Fields:

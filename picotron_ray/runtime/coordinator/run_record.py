@@ -27,7 +27,7 @@ from picotron_ray.runtime.coordinator.records import (
     Facts,
     FailureRecord,
     GenerationRecord,
-    Measured,
+    MetricFacts,
     Newest,
     bounded,
     failure_ages_s,
@@ -56,8 +56,7 @@ class RunRecord:
         self._lock = threading.RLock()
         self._facts = Facts()
         self._term = 0
-        self._began = time.time()
-        self._seq = 0
+        self._began, self._seq = time.time(), 0
         self._finish: m.Finish | None = None
         self._summary: dict[str, Any] | None = None
         self._commit_figures: CommitFigures = {}
@@ -66,12 +65,12 @@ class RunRecord:
         self._metrics: dict[str, Any] | None = None
         self._launch, self._lived = "", LivedTime()
         self._owed = Obligations()
-        self._line = 0  # of this term's log, newest that was observed
-        self._recalled = 0  # newest event of earlier terms
+        self._line = self._recalled = 0  # newest: line of this term's log, event of earlier terms
         self._continues = False  # events are numbered on from where an earlier term was
         self._trouble, self._bad_steps = StorageTrouble(), BadSteps()  # the first: with storage
         self._lost: set[str] = set()  # nodes, until they join again
         self.waits: dict[str, Any] | None = None  # `Machine.waits`
+        self.telemetry: dict[str, Any] | None = None  # `RunTelemetry.status`
 
     def begin(self, term: int, commit_figures: CommitFigures, newest: Newest | None = None) -> None:
         """Take over as the coordinator of ``term``; ``commit_figures`` grows with the commits."""
@@ -363,6 +362,7 @@ class RunRecord:
                 "members": record.names if record else [],
                 "resume_step": record.start_step if record else 0,
                 "waits": self.waits,
+                "telemetry": self.telemetry,
                 "step": step,
                 "steps": self._job.steps,
                 "loss": page.get("loss") or None,
@@ -382,7 +382,7 @@ class RunRecord:
                 "summary": self._summary,
             }
 
-    def measured(self) -> Measured:
+    def measured(self) -> MetricFacts:
         """Return the facts that are served as metrics, beyond ``status``."""
         with self._lock:
             return self._facts.measured(dict(self._facts.leader(self._facts.newest)))

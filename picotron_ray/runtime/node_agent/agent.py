@@ -50,6 +50,7 @@ from picotron_ray.runtime.node_agent.seal_watch import SealWatch, slot_info
 from picotron_ray.runtime.node_agent.slot_release import release_slots, still_read
 from picotron_ray.runtime.node_agent.specs import ToldSpecs, newest_spec
 from picotron_ray.runtime.node_agent.stall_watch import StallWatch
+from picotron_ray.runtime.node_agent.telemetry import Telemetry
 from picotron_ray.runtime.node_agent.term_file import TermFile
 from picotron_ray.runtime.node_agent.uploads import Uploads
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots
@@ -105,6 +106,7 @@ class Agent:
         self._metrics = serve_metrics(self._job, node, self._host, figures)
         to_agent = partial(call_agent, self._job.name)
         self._beats = Beats(node, self._job.elastic.heartbeat_s, self._tell, to_agent)
+        self._telemetry = Telemetry(self._folder, self._job.telemetry.interval_s, self._gpus.utilizations)
         self._newest_spec, self._specs = partial(newest_spec, self._folder), ToldSpecs()
         self._burials = Burials(self._folder, self._unburied, self._newest_spec)
         self._closing = threading.Event()
@@ -375,7 +377,7 @@ class Agent:
                 self._gone.add(page.worker)
                 self._handles.pop(page.worker, None)
         if heartbeat:  # first: no error of what follows may silence the node
-            self._beats.send(self._guard.figures(living), now)
+            self._beats.send(self._telemetry.added(self._guard.figures(living), now), now)
         self._stalls.report([*living, *self._guard.forsaken()], now)
         self._seal_watch.look(living, now)
         for end in self._uploads.ended():

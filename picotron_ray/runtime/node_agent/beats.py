@@ -9,9 +9,11 @@ the time of the next heartbeat calls by itself again, so no relay can make anoth
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
+
+from picotron_ray.runtime.telemetry_window import KEY
 
 Figures = list[dict[str, Any]]
 Call = Callable[..., "Future[Any]"]
@@ -69,5 +71,13 @@ class Beats:
         if self._relay or self._now_s - self._answered_s > CONFIRMED_BEATS * self._heartbeat_s:
             return False
         with self._lock:
-            self._carried[node] = figures
+            self._carried[node] = with_telemetry(figures, self._carried.get(node, ()))
         return True
+
+
+def with_telemetry(figures: Figures, before: Iterable[dict[str, Any]]) -> Figures:
+    """Return a heartbeat with the telemetry of an earlier one, in whose place it goes."""
+    told = {entry["worker"]: entry[KEY] for entry in before if KEY in entry}
+    if not told:
+        return figures
+    return [{KEY: told[entry["worker"]], **entry} if entry["worker"] in told else entry for entry in figures]

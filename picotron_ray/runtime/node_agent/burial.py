@@ -16,6 +16,7 @@ from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX
 from picotron_ray.checkpoint.snapshot.slot_sweep import owner, sweep
 from picotron_ray.coordinator.messages import GenerationSpec
+from picotron_ray.runtime import telemetry_page
 from picotron_ray.runtime.heartbeat import PageView
 from picotron_ray.runtime.node_agent.specs import read_spec
 from picotron_ray.runtime.ray_cluster import data_notes, kept_slots
@@ -86,7 +87,7 @@ def bury(
     slots = [path for path in dead if path.suffix == SUFFIX]
     sweep(slots, names, newest_complete(spared, newest), marker["slots"] if marker else ())
     for path in dead:
-        if path.suffix in (".page", data_notes.SUFFIX, *TESTIMONY) or (
+        if path.suffix in (".page", data_notes.SUFFIX, telemetry_page.SUFFIX, *TESTIMONY) or (
             path.suffix == ".spec" and not _is_newest(path, newest)
         ):
             path.unlink(missing_ok=True)
@@ -94,7 +95,7 @@ def bury(
 
 def _worker(path: Path) -> str | None:
     """Name of the worker that a file is of; None where it is nobody's."""
-    if path.suffix in (".page", ".spec", data_notes.SUFFIX, *TESTIMONY):
+    if path.suffix in (".page", ".spec", data_notes.SUFFIX, telemetry_page.SUFFIX, *TESTIMONY):
         return path.stem
     return owner(path) if path.suffix == SUFFIX else None
 

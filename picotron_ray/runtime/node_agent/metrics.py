@@ -14,9 +14,13 @@ from typing import Any
 from picotron_ray.checkpoint.shard_service.server import ShardServer
 from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.observability.exporter import Distribution, Exporter, PortTakenError, Sample, address
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime.heartbeat import PageView, cpu_seconds
+from picotron_ray.runtime.telemetry_page import SUFFIX as TELEMETRY
+from picotron_ray.runtime.telemetry_page import read_rows
+from picotron_ray.runtime.telemetry_window import figures_of
 
 
 def serve_metrics(
@@ -48,7 +52,7 @@ class AgentFigures:
     def __call__(self) -> list[Sample]:
         """Measure all samples whose figures are known."""
         pages = self._living()
-        workers = [sample for page in pages for sample in _worker(page)]
+        workers = [sample for page in pages for sample in (*_worker(page), *self._steps(page))]
         slots = sum(_size(path) for path in self._folder.glob(f"*{SUFFIX}"))
         free = shutil.disk_usage(self._folder).free
         return [
@@ -59,6 +63,24 @@ class AgentFigures:
             Sample("picotron_node_served_snapshot_bytes_total", self._shards.served_bytes),
             *self._gpus.samples(),
         ]
+
+    def _steps(self, page: PageView) -> Iterator[Sample]:
+        """Figures of a worker's last steps."""
+        telemetry = read_rows(self._folder / f"{page.worker}{TELEMETRY}")
+        found = None if telemetry is None or telemetry.pid != page.pid else figures_of(telemetry.rows)
+        if found is None:
+            return
+        worker = {"worker": page.worker}
+        for phase, window in zip(STEP_PHASES, found.series[1:], strict=True):
+            for statistic, value in window._asdict().items():
+                labels = {**worker, "phase": phase, "statistic": statistic}
+                yield Sample("picotron_worker_phase_seconds", value, labels)
+        step_s, bubble_s = found.series[0].mean, found.series[1 + STEP_PHASES.index("bubble")].mean
+        yield Sample("picotron_worker_bubble_ratio", bubble_s / step_s if step_s else 0.0, worker)
+        for axis, nbytes in zip(AXES, found.sent_bytes, strict=True):
+            yield Sample("picotron_worker_sent_bytes", nbytes, {**worker, "axis": axis})
+        yield Sample("picotron_worker_peak_bytes", found.memory.peak, worker)
+        yield Sample("picotron_worker_largest_free_bytes", found.memory.largest_free, worker)
 
 
 def _worker(page: PageView) -> Iterator[Sample]:

@@ -82,8 +82,8 @@ def mark(folder: Path, slots: dict[str, int], spec: Any, run: str = "") -> None:
 
 
 def mark_alone(folder: Path, slots: dict[str, int], spec: Any, run: str = "") -> None:
-    """Mark slots of dead workers; other slots and the pages go first, to make room for the marker."""
-    for path in (*folder.glob("*.slot"), *folder.glob("*.page")):
+    """Mark slots of dead workers; other slots and all pages go first, to make room for the marker."""
+    for path in (*folder.glob("*.slot"), *folder.glob("*.page"), *folder.glob("*.telemetry")):
         if path.name not in slots:
             path.unlink()
     mark(folder, slots, spec, run)

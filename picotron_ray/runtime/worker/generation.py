@@ -44,11 +44,11 @@ from picotron_ray.models.layers.init import VERSION
 from picotron_ray.runtime.phase_limits import StepWork
 from picotron_ray.runtime.worker.compile_phase import compile_phase, compiles
 from picotron_ray.runtime.worker.growth_phase import growth_phase
-from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.runtime.worker.outcomes import judge
 from picotron_ray.runtime.worker.remote_slots import RemoteSlots, fetch_spilled
 from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.runtime.worker.slot_restore import SlotRestore
+from picotron_ray.runtime.worker.step_telemetry import generation_clock
 from picotron_ray.runtime.worker.storage_wait import StorageWait
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
@@ -179,6 +179,8 @@ class GenerationRun:
             passes_over=spec.passes_over,
         )
         self._snapshots = self._snapshotter(self._engine.state())
+        clock = generation_clock(resources.telemetry, spec, self.rank, resources.device)
+        self._engine.watch(clock.enter)
         loop = Loop(
             job=self._job,
             layout=spec.layout,
@@ -195,11 +197,9 @@ class GenerationRun:
             tail=self._tail,
             start_step=spec.resume_step,
             passes_over=spec.passes_over,
+            clock=clock,
         )
-        limit = self._job.cluster.worker_memory_bytes
-        if limit is not None and not resources.limited:  # the threads' stacks are there by now
-            limit_memory(limit)
-            resources.limited = True
+        resources.limit_memory()  # the threads' stacks are there by now
         page.put(restored_at_s=time.time())
         return loop.run()
 

@@ -13,6 +13,8 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.dataset import DataSplits
 from picotron_ray.runtime.heartbeat import Page
+from picotron_ray.runtime.telemetry_page import TelemetryPage
+from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.runtime.worker.remote_slots import Find
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 
@@ -37,4 +39,12 @@ class WorkerResources:
         default_factory=GradientVariability
     )  # of the parts' gradients, so far
     stepped: frozenset[str] = frozenset()  # members of the last generation that took a step
+    telemetry: TelemetryPage | None = None  # where steps are measured
     limited: bool = False  # its memory, from the first generation's first step on
+
+    def limit_memory(self) -> None:
+        """Hold the process to ``cluster.worker_memory_bytes`` from now on, where it is not yet."""
+        limit = self.job.cluster.worker_memory_bytes
+        if limit is not None and not self.limited:
+            limit_memory(limit)
+            self.limited = True

@@ -38,6 +38,7 @@ from picotron_ray.runtime.worker.generation import GenerationRun
 from picotron_ray.runtime.worker.nccl_settings import prepare_nccl
 from picotron_ray.runtime.worker.remote_slots import find_service
 from picotron_ray.runtime.worker.resources import WorkerResources
+from picotron_ray.runtime.worker.step_telemetry import make_page
 from picotron_ray.runtime.worker.testimony import testify
 from picotron_ray.train.optim.quantized_state import codebook_of
 from picotron_ray.train.precision.precision import check_precision
@@ -86,6 +87,7 @@ class Worker:
             ledger=ledger_folder(path),
             find_service=partial(find_service, self._job.name, self._job.snapshot.fetch_timeout_s),
             slot_bytes=slot_bytes,
+            telemetry=make_page(path, worker, device, self._job.telemetry.interval_s),
         )
         set_apart()
 

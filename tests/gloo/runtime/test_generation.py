@@ -30,7 +30,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.init import VERSION
 from picotron_ray.runtime.heartbeat import Page, read_page
 from picotron_ray.runtime.phase_limits import ENOUGH, StepWork
-from picotron_ray.runtime.worker import generation, storage_wait
+from picotron_ray.runtime.worker import generation, resources, storage_wait
 from picotron_ray.runtime.worker.generation import GenerationRun
 from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.train.step_sync import STOP
@@ -98,6 +98,7 @@ class Bench:
             weights=lambda: "weights",
             initialise=partial(self.note, "initialise"),
             set_step=partial(self.note, "set step"),
+            watch=lambda on_action: None,
             close=partial(self.note, "close engine"),
         )
         self.patch = monkeypatch
@@ -108,7 +109,7 @@ class Bench:
         self.set("SlotPool", lambda *words: self.note("pool", *words) or "pool")
         self.set("Snapshotter", lambda **words: words)
         self.set("SnapshotWriter", SimpleNamespace(of=self.writer))
-        self.set("limit_memory", partial(self.note, "limit"))
+        self.patch.setattr(resources, "limit_memory", partial(self.note, "limit"))
         self.set("restore", partial(self.note, "restore"))
         self.set("gc", SimpleNamespace(collect=partial(self.note, "collect garbage")))
         self.set("time", SimpleNamespace(time=lambda: 77.0))

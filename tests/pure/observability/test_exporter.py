@@ -36,6 +36,8 @@ from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essenti
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.heartbeat import Page, read_page
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
+from picotron_ray.runtime.telemetry_page import MemoryFigures, StepRow, TelemetryPage
+from picotron_ray.runtime.telemetry_window import WARM_UP, Window
 from tests.support.runs.coordinator_world import job
 
 RUN = {"run": "r"}
@@ -56,6 +58,12 @@ def page(tmp_path: Path) -> Page:
         page.count_step(seconds)
         page.put(step=step)
     page.put(eval_step=8, eval_loss=2.25, baseline_loss=3.0, wait_s=0.125, snapshot_s=0.01, skipped=2)
+    steps = TelemetryPage(tmp_path / "a.telemetry")
+    for ordinal in range(WARM_UP + 2):
+        memory = MemoryFigures(allocated=5, reserved=6, peak=700, largest_free=8, device=1000)
+        phases = (0.0, 0.1, 0.2 + ordinal, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0)
+        figures: Any = {"step_s": sum(phases), "row_s": 0.1, "phase_s": phases, "sent_bytes": (4, 0, 2, 0, 0)}
+        steps.write(StepRow(0, 1, 2, 0, ordinal, ordinal, **figures, memory=memory))
     return page
 
 
@@ -155,6 +163,17 @@ def test_an_agent_measures_all_but_gpus(tmp_path: Path, page: Page) -> None:
     assert values["picotron_worker_snapshot_wait_seconds_total a"] == 0.125
     page.put(cuda_allocated_bytes=7, cuda_reserved_bytes=9)
     assert exposed("agent", NODE, figures)["picotron_worker_cuda_reserved_bytes a"] == 9
+
+
+def test_an_agent_serves_windows_over_the_last_steps(tmp_path: Path, page: Page) -> None:
+    del page
+    values = exposed("agent", NODE, AgentFigures(tmp_path, lambda: living(tmp_path), SERVICE))
+    window = {key: values[f"picotron_worker_phase_seconds backward {key} a"] for key in Window._fields}
+    assert window == pytest.approx({"mean": 3.7, "max": 4.2, "min": 3.2, "std": 0.5})
+    assert values["picotron_worker_bubble_ratio a"] == pytest.approx(0.3 / 4.1)
+    assert (values["picotron_worker_sent_bytes dp a"], values["picotron_worker_sent_bytes pp a"]) == (4, 2)
+    assert values["picotron_worker_peak_bytes a"] == 700
+    assert values["picotron_worker_largest_free_bytes a"] == 8
 
 
 def test_steps_are_counted_each_with_their_exact_time(tmp_path: Path, page: Page) -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from picotron_ray.runtime.coordinator.beat_groups import FEWEST, MOST, BeatGroups
-from picotron_ray.runtime.node_agent.beats import Beats
+from picotron_ray.runtime.node_agent.beats import Beats, with_telemetry
 
 
 class Net:
@@ -116,3 +116,16 @@ def test_a_node_that_went_is_forgotten() -> None:
         net.groups.forget(name)
     groups = net.groups
     assert (groups._relay_of, groups._relays, groups._alone) == ({}, {}, set())
+
+
+def test_telemetry_outlives_the_heartbeat_that_brought_it_to_a_relay() -> None:
+    old = [{"worker": "a", "step": 1, "telemetry": 5}, {"worker": "b"}, {"worker": "c", "telemetry": 6}]
+    new = [{"worker": "a", "step": 2}, {"worker": "b"}]
+    assert with_telemetry(new, old) == [{"worker": "a", "step": 2, "telemetry": 5}, {"worker": "b"}]
+    newer = [{"worker": "a", "step": 3, "telemetry": 7}]
+    assert with_telemetry(newer, old) == newer
+    relay = Beats("n1", 1.0, lambda *call: Future(), lambda *call: Future())
+    relay._answered_s = relay._now_s = 10.0
+    assert relay.carry("n2", old)
+    assert relay.carry("n2", new)
+    assert relay._carried["n2"][0] == {"worker": "a", "step": 2, "telemetry": 5}

@@ -339,7 +339,7 @@ def test_a_heartbeat_names_workers_without_a_page_and_those_that_are_rescued(coo
     coordinator.heartbeats("n1", {"n1": figures})
     beat = m.Heartbeat("n1", B, {"a": 7}, ("b", "c"), ("a", "b"))
     assert coordinator.told[1:3] == [("figures", "n1", 1), ("event", beat)]
-    _, pages = read_heartbeat("n1", figures)
+    _, pages, _ = read_heartbeat("n1", figures)
     assert pages == [{"term": 1, "n": 2, "worker": "a", "step": 7}]
 
 

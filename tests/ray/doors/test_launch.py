@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from picotron_ray.cli import app
 from picotron_ray.runtime.ray_cluster import local_ray as lifecycle
 from picotron_ray.runtime.ray_cluster import processes, supervisor
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
-from picotron_ray.runtime.ray_cluster.names import run_folder
+from picotron_ray.runtime.ray_cluster.names import event_folder, run_folder
+from tests.support.runs.replays import check_replay
 
 pytestmark = pytest.mark.timeout(400)  # seconds on an idle machine; several Rays may share two cores
 OFFLINE = ("checkpoints", "ledger", "logs")  # commands that join no Ray: no process of their own for them
@@ -120,8 +122,27 @@ def stored(door: Door) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def check_telemetry(door: Door) -> None:
+    """Steps of the running generation are timed: in the status, and for Prometheus."""
+    told = wait_for(lambda: door.status()["telemetry"])
+    assert (told["generation"], told["ranks"], len(told["replica_row_s"])) == ("1.1", 2, 2)
+    phases = {phase: window["mean"] for phase, window in told["phase_s"].items()}
+    assert sum(phases.values()) == pytest.approx(told["step_s"]["mean"], rel=0.01)
+    assert phases["forward"] > 0 < phases["backward"]
+    assert told["memory"]["device_bytes"] >= told["memory"]["peak_bytes"] > 0
+    endpoints = door.status()["metrics"]["endpoints"]
+    agent = next(address for who, address in endpoints.items() if who != "coordinator")
+    with urllib.request.urlopen(f"http://{agent}/metrics", timeout=30) as answer:
+        served = answer.read().decode()
+    assert (
+        len(re.findall(r'^picotron_worker_phase_seconds\{.*phase="forward".*statistic="mean"', served, re.M))
+        == 2
+    )
+    assert re.search(r'^picotron_worker_sent_bytes\{axis="dp"', served, re.M)
+
+
 def test_a_killed_driver_leaves_the_run_and_sigterm_stops_it_with_a_commit(door: Door) -> None:
-    with door.start(*LONG) as driver:
+    with door.start(*LONG, "telemetry.interval_s=1") as driver:
         read_until(driver, "committed")
         driver.kill()
     ray = found(door.run)
@@ -132,6 +153,7 @@ def test_a_killed_driver_leaves_the_run_and_sigterm_stops_it_with_a_commit(door:
     refused = door.command("checkpoints", "gc", "tiny", *door.overrides, expect=2)
     assert "goes on and collects by itself" in refused
     assert "is committed" in door.command("checkpoint-now", door.run)
+    check_telemetry(door)
     with door.start(*LONG) as again:
         assert "attached to run" in read_until(again, "[running]")
         assert door.status()["step"] > before, "workers must have gone on"
@@ -144,6 +166,8 @@ def test_a_killed_driver_leaves_the_run_and_sigterm_stops_it_with_a_commit(door:
     assert ledger["ok"]
     assert ledger["steps"] > before
     assert f"at step {ledger['steps']} " in out, "what was committed is the step it stopped at"
+    assert check_replay(event_folder(door.run)) == 1
+    assert any('"Measured"' in log.read_text() for log in event_folder(door.run).glob("*.jsonl"))
 
 
 def test_sigkill_of_everything_resumes_from_the_last_commit_and_goes_away_by_itself(door: Door) -> None:

@@ -1,0 +1,1 @@
+"""``picotron-ray bench telemetry``: the cost of timing steps."""

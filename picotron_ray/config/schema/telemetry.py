@@ -1,0 +1,34 @@
+"""Config of the telemetry of steps, and the names of what it measures."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from picotron_ray.config.schema.base import Section
+
+STEP_PHASES = ("data", "forward", "backward", "bubble", "reduce", "sync", "snapshot", "optimizer", "other")
+"""Parts of a step's seconds, which add up to the step.
+
+``reduce`` is exposed communication: what the backward pass did not hide of the sum of gradients, and what
+passes wait for where the host sees it (gloo). ``bubble`` is what a pipeline rank waits for other stages,
+``sync`` what a rank waits for the others at the step's end, ``snapshot`` what it waits for a copy.
+"""
+
+AXES = ("dp", "tp", "pp", "cp", "ep")
+"""Axes of a layout along which a rank sends."""
+
+
+class TelemetryConfig(Section):
+    """Figures of steps: each worker notes them, its node's agent sums them up, the coordinator reads them.
+
+    Example::
+
+        telemetry:
+          interval_s: 30.0
+    """
+
+    interval_s: float | None = Field(
+        default=60.0,
+        gt=0,
+        description="interval at which an agent sums the steps of its workers up; null: none are measured",
+    )

@@ -1,0 +1,186 @@
+"""Telemetry of a run: what agents send, summed up by replicas and stages, and handed to the machine.
+
+Each worker's figures are added to sums as they come and are not kept, so that thousands of ranks take the
+room of their replicas and stages. A round ends once all ranks have been heard of; after an interval, once all
+replicas and stages have; after two intervals with what there is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
+from picotron_ray.coordinator.messages import GenerationSpec, Measured, RunFigures
+from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.telemetry_page import MemoryFigures
+from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures
+
+
+class RankSpread:
+    """Window over the windows of many ranks, without keeping them."""
+
+    def __init__(self) -> None:
+        self._count, self._sum, self._squares = 0, 0.0, 0.0
+        self._max, self._min = float("-inf"), float("inf")
+
+    def add(self, one: Window) -> None:
+        """Add a rank's window."""
+        self._count += 1
+        self._sum += one.mean
+        self._squares += one.std**2 + one.mean**2
+        self._max, self._min = max(self._max, one.max), min(self._min, one.min)
+
+    @property
+    def window(self) -> Window:
+        """The window over all that was added; at least one was."""
+        mean = self._sum / self._count
+        return Window(mean, self._max, self._min, max(0.0, self._squares / self._count - mean**2) ** 0.5)
+
+
+class Round:
+    """Sums over the ranks of one generation that were heard of since ``opened_s``."""
+
+    def __init__(self, spec: GenerationSpec, opened_s: float) -> None:
+        layout = spec.layout
+        self.id, self.layout, self.opened_s = spec.id, layout, opened_s
+        self._heard, self.ranks = bytearray(layout.world_size), 0
+        self._series = [RankSpread() for _ in SERIES]
+        self._row_s, self._rows = [0.0] * layout.dp, [0] * layout.dp
+        self._replicas = bytearray(layout.dp)
+        self._stage_s, self._staged = [0.0] * layout.stages, [0] * layout.stages
+        self._sent, self._utilization = [0.0] * len(AXES), 0.0
+        self._steps, self._last_step = 0, 0
+        self._worst, self._least_free = MemoryFigures(), 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks were heard of."""
+        return self.ranks == len(self._heard)
+
+    @property
+    def covers(self) -> bool:
+        """Whether at least one rank of each replica and of each stage was."""
+        return all(self._replicas) and all(self._staged)
+
+    def add(self, one: WorkerFigures) -> None:
+        """Add a rank's figures; those of a rank that was heard of, or that there is not, are left out."""
+        if not 0 <= one.rank < len(self._heard) or self._heard[one.rank]:
+            return
+        self._heard[one.rank] = 1
+        self.ranks += 1
+        for spread, window in zip(self._series, one.series, strict=True):
+            spread.add(window)
+        dp = self.layout.coordinates(one.rank).dp
+        self._replicas[dp] = 1
+        self._row_s[dp], self._rows[dp] = max(self._row_s[dp], one.row_s), max(self._rows[dp], one.rows)
+        for stage, seconds in one.stage_s.items():
+            if 0 <= stage < len(self._stage_s):
+                self._stage_s[stage] += seconds
+                self._staged[stage] += 1
+        for place, nbytes in enumerate(one.sent_bytes):
+            self._sent[place] += nbytes
+        self._utilization += one.utilization
+        self._steps, self._last_step = max(self._steps, one.steps), max(self._last_step, one.last_step)
+        self._remember(one.memory)
+
+    def _remember(self, memory: MemoryFigures) -> None:
+        if self.ranks == 1 or memory.largest_free < self._least_free:
+            self._least_free = memory.largest_free
+        if self.ranks == 1 or _fullness(memory) > _fullness(self._worst):
+            self._worst = memory
+
+    def figures(self) -> RunFigures:
+        """Return the sums as the machine gets them; at least one rank was heard of."""
+        means = [spread.window.mean for spread in self._series]
+        worst = self._worst
+        return RunFigures(
+            steps=self._steps,
+            last_step=self._last_step,
+            step_s=means[0],
+            phase_s=dict(zip(STEP_PHASES, means[1:], strict=True)),
+            replica_row_s=tuple(self._row_s),
+            replica_rows=tuple(self._rows),
+            stage_s=tuple(s / max(1, n) for s, n in zip(self._stage_s, self._staged, strict=True)),
+            sent_bytes={axis: sent / self.ranks for axis, sent in zip(AXES, self._sent, strict=True) if sent},
+            peak_bytes=worst.peak,
+            device_bytes=worst.device,
+            reserved_bytes=worst.reserved,
+            allocated_bytes=worst.allocated,
+            utilization=self._utilization / self.ranks,
+            ranks=self.ranks,
+        )
+
+    def status(self, figures: RunFigures) -> dict[str, Any]:
+        """Return the sums as the run's status shows them, in JSON values."""
+        windows = dict(zip(SERIES, (spread.window for spread in self._series), strict=True))
+        return {
+            "generation": str(self.id),
+            "ranks": figures.ranks,
+            "steps": figures.steps,
+            "last_step": figures.last_step,
+            "step_s": windows.pop("step")._asdict(),
+            "phase_s": {phase: window._asdict() for phase, window in windows.items()},
+            "replica_row_s": list(figures.replica_row_s),
+            "replica_rows": list(figures.replica_rows),
+            "stage_s": list(figures.stage_s),
+            "sent_bytes": figures.sent_bytes,
+            "memory": {
+                "allocated_bytes": figures.allocated_bytes,
+                "reserved_bytes": figures.reserved_bytes,
+                "peak_bytes": figures.peak_bytes,
+                "largest_free_bytes": self._least_free,
+                "device_bytes": figures.device_bytes,
+            },
+            "utilization": figures.utilization,
+        }
+
+
+def _fullness(memory: MemoryFigures) -> tuple[float, int]:
+    return (memory.peak / memory.device if memory.device else 0.0, memory.peak)
+
+
+class RunTelemetry:
+    """Rounds of a run, one after the other; may be called from several threads.
+
+    Times are passed in, in seconds of one monotonic clock.
+    """
+
+    def __init__(self, interval_s: float | None, record: RunRecord) -> None:
+        """``record``: of the run, whose status shows the newest round that ended."""
+        self._interval_s, self._record = interval_s or 0.0, record
+        self._lock = threading.Lock()
+        self._round: Round | None = None
+
+    def take(self, spec: GenerationSpec | None, found: Sequence[WorkerFigures], now_s: float) -> None:
+        """Add what an agent sent; figures of any generation but ``spec``'s are dropped."""
+        fresh = [one for one in found if spec is not None and (one.term, one.n) == (spec.id.term, spec.id.n)]
+        if not fresh or spec is None:
+            return
+        with self._lock:
+            if self._round is None or self._round.id != spec.id:
+                self._round = Round(spec, now_s)
+            for one in fresh:
+                self._round.add(one)
+
+    def due(self, spec: GenerationSpec | None, now_s: float) -> Iterable[Measured]:
+        """Return the event of a round that is over; none while it goes on."""
+        with self._lock:
+            held = self._round
+            if held is None:
+                return ()
+            if spec is None or held.id != spec.id:
+                self._round = None
+                return ()
+            age_s = now_s - held.opened_s
+            if not (
+                held.complete
+                or (age_s >= self._interval_s and held.covers)
+                or (age_s >= 2 * self._interval_s and held.ranks)
+            ):
+                return ()
+            self._round = None
+        figures = held.figures()
+        self._record.telemetry = held.status(figures)
+        return (Measured(held.id, figures),)

@@ -1,0 +1,70 @@
+"""Telemetry of a node's workers: their pages, summed up once per interval and sent with a heartbeat.
+
+Reading asks nothing of the workers. What is lost on the way is not sent again: the next interval's figures
+take its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from picotron_ray.runtime.node_agent.beats import Figures
+from picotron_ray.runtime.telemetry_page import SUFFIX, PageRows, read_rows
+from picotron_ray.runtime.telemetry_window import KEY, WorkerFigures, figures_of
+
+log = logging.getLogger(__name__)
+Utilizations = Callable[[], Mapping[str, float]]
+"""Measures the share of its time in which each GPU computes, by UUID."""
+
+
+class Telemetry:
+    """Reader of the pages of one node; for one thread."""
+
+    def __init__(self, folder: Path, interval_s: float | None, utilizations: Utilizations) -> None:
+        """``interval_s``: None: nothing is measured."""
+        self._folder, self._interval_s, self._utilizations = folder, interval_s, utilizations
+        self._next_s = math.inf if interval_s is None else -math.inf
+        self._seen: dict[str, list[float]] = {}  # by GPU, since the last figures
+
+    def added(self, beat: Figures, now_s: float) -> Figures:
+        """Return a heartbeat with the figures of its workers, where they are due.
+
+        Never raises: a page that cannot be read costs its worker the figures of one interval.
+        """
+        if self._next_s == -math.inf:
+            self._next_s = now_s + (self._interval_s or 0.0)
+        if self._interval_s is None:
+            return beat
+        try:
+            self._look_at_gpus()
+            if now_s < self._next_s:
+                return beat
+            self._next_s = now_s + self._interval_s
+            told = [self._with_figures(entry) for entry in beat]
+            self._seen.clear()
+            return told
+        except Exception:  # whatever it is: a heartbeat matters more
+            log.exception("no telemetry for %g s", self._interval_s)
+            self._next_s = now_s + self._interval_s
+            return beat
+
+    def _look_at_gpus(self) -> None:
+        for gpu, share in self._utilizations().items():
+            self._seen.setdefault(gpu, []).append(share)
+
+    def _with_figures(self, entry: dict[str, Any]) -> dict[str, Any]:
+        page = read_rows(self._folder / f"{entry['worker']}{SUFFIX}") if "term" in entry else None
+        if page is None or page.pid != entry["pid"]:
+            return entry
+        found = self._figures(page)
+        if found is None or (found.term, found.n) != (entry["term"], entry["n"]):
+            return entry
+        return {**entry, KEY: found}
+
+    def _figures(self, page: PageRows) -> WorkerFigures | None:
+        shares = self._seen.get(page.gpu, ())
+        return figures_of(page.rows, sum(shares) / len(shares) if shares else None)
